@@ -73,10 +73,8 @@ def fit(
     pair = Pair(producer, consumer, tokenizer, None if config.layer_map == "fit" else config.layer_map)
     run_layers = options.run_layers(pair.layers)
     with evaluating(pair.producer), evaluating(pair.consumer):
-        fingerprints = [
-            require_identity(model, f"{role}: the translator", any_precision=True)
-            for role, model in (("producer", pair.producer), ("consumer", pair.consumer))
-        ]
+        producer_identity = require_identity(pair.producer, "producer: the translator", any_precision=True)
+        consumer_identity = require_identity(pair.consumer, "consumer: the translator", any_precision=True)
         prefixes = [ids[: options.max_length] for ids in sequences(texts, pair.tokenizer, pair.consumer) if len(ids) >= 2]
         choice = len(run_layers) > 1 or (options.patch_layers == "auto" and run_layers[0] + 1 < pair.layers)
         # A short text has no continuation to predict.
@@ -107,12 +105,11 @@ def fit(
             measured[f"{sums.lowest} layers run"] = -value
             return value
 
-        several = trials and len(run_layers) > 1
-        sums, maps = max(map(solve, run_layers), key=measure) if several else solve(run_layers[0])
+        sums, maps = max(map(solve, run_layers), key=measure) if trials and len(run_layers) > 1 else solve(run_layers[0])
         route = Route(())
         if options.patches and sums.groups:
             maps, route = patch(sums, maps, options, fitted, trials, measured)
     tokens = sum(map(len, prefixes))
     config = replace(sums.config, layers_per_code=sums.layers_per_code)
     settings = TranslatorSettings(float(options.payload), sums.lowest, config, pair.layers, len(prefixes), tokens, seconds, measured)
-    return maps, settings, route, fingerprints[0], fingerprints[1]
+    return maps, settings, route, producer_identity, consumer_identity

@@ -52,13 +52,7 @@ class Pair:
         return tuple(dict.fromkeys(self.sources[layer] for layer in layers))
 
     def fit_sources(self, texts: Sequence[torch.Tensor]) -> None:
-        """Set `sources` to the layers that predict the consumer's best, none below that of the layer before.
-
-        A ridge regression is fitted on the even tokens, and its error measured on the odd ones.
-
-        Args:
-            texts: (tokens,) each; the first ones are read.
-        """
+        """Set `sources` to the layers that predict the consumer's best on the first texts, none below that of the layer before."""
         lengths = accumulate(map(len, texts), initial=0)
         states = [self.states(ids, ()) for ids, before in zip(texts, lengths, strict=False) if before < _TOKENS]
         producer, consumer = (
@@ -71,6 +65,7 @@ class Pair:
             targets.append((y - y.mean(0)) @ projection)
         target = torch.cat(targets, dim=1)
         for x in producer:
+            # Fitted on the even tokens, measured on the odd ones.
             even, odd = (x - x.mean(0))[::2], (x - x.mean(0))[1::2]
             residual = target[1::2] - odd @ fit_ridge(even.T @ even, even.T @ target[::2], _RIDGE)
             errors.append(residual.unflatten(1, (-1, _PROJECTIONS)).square().sum((0, 2)))
@@ -79,10 +74,9 @@ class Pair:
     def states(
         self, ids: torch.Tensor, inputs: Collection[int], on_queries: Callable[[Attended], None] | None = None
     ) -> tuple[States, States]:
-        """Run both models over a text and return their states by layer.
+        """Run both models over a text, (tokens,), and return their states by layer.
 
         Args:
-            ids: (tokens,).
             inputs: The consumer's layers whose attention's inputs are wanted, with those of the layers that they are translated from.
             on_queries: Called with what each of the consumer's layers attends with.
         """
@@ -98,11 +92,7 @@ def _states(model: Any, ids: torch.Tensor, inputs: Collection[int], on_queries: 
 
 
 def _shared_tokenizer(tokenizer: Any, sizes: tuple[int, ...]) -> Tokenized:
-    """Return the tokenizer of both models, and refuse one that does not fit both.
-
-    Args:
-        sizes: How many tokens the models' embeddings have.
-    """
+    """Return the tokenizer of both models, and refuse one that does not fit both models' embeddings of these sizes."""
     if isinstance(tokenizer, tuple | list):
         if len(tokenizer) != 2:
             raise ConfigError.of("tokenizer", "one tokenizer, or the producer's and the consumer's", f"{len(tokenizer)} of them")

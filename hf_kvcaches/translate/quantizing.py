@@ -54,22 +54,14 @@ class Quantizer:
         return self._levels.rows
 
     def encode(self, coefficients: torch.Tensor) -> torch.Tensor:
-        """Return packed codes, (bytes of a token, tokens), uint8, on the CPU.
-
-        Args:
-            coefficients: (tokens, rank).
-        """
+        """Pack coefficients, (tokens, rank), into codes, (bytes of a token, tokens), uint8, on the CPU."""
         coefficients = coefficients.float().cpu()
         gains = gain_coefficients(coefficients, self.sizes)
         steps = torch.cat([coefficients / gains_of(gains)[:, None] / self.steps, gains[:, None]], dim=1).mT
         return self._levels.pack((steps + self._levels.middle[0, :, None].float())[None, None])[0].contiguous()
 
     def decode(self, codes: torch.Tensor) -> torch.Tensor:
-        """Return coefficients, (tokens, rank), float32, on the device of the codes.
-
-        Args:
-            codes: Packed, (bytes of a token, tokens).
-        """
+        """Return the coefficients of packed codes, (tokens, rank), float32, on their device."""
         counts, *tables = self._code_map
         code_map = CodeMap(counts, *(table.to(codes.device) for table in tables))
         coefficients = decode_codes(codes[None].contiguous(), code_map, check=False)[0, 0]
@@ -94,12 +86,7 @@ def gains_of(coefficients: torch.Tensor) -> torch.Tensor:
 
 
 def gain_coefficients(coefficients: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-    """Return the quantized logarithm of each token's size, (tokens,), float32.
-
-    Args:
-        coefficients: (tokens, rank), strong directions first.
-        sizes: (rank,).
-    """
+    """Return the quantized logarithm of each token's size, (tokens,), float32; strong directions come first."""
     relative = (coefficients[:, :_STRONG] / sizes[:_STRONG]).square().mean(1).sqrt()
     largest = 2.0 ** (_GAIN_BITS - 1) - 0.5
     codes = (relative.clamp_min(_TINY).log2() / _GAIN_STEP + _GAIN_MIDDLE + largest).round()

@@ -1,4 +1,7 @@
-"""What a translator is fitted to: second moments of both models' states, the cost of errors, and a sample of tokens."""
+"""What a translator is fitted to: second moments of both models' states, a sample of tokens, and the cost of errors.
+
+The cost of errors of a layer is a symmetric matrix over its [keys, values], by which regression weighs them; `core/metric.py` says of what.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +12,29 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
 from time import perf_counter
+from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.calibrating import add_up
-from hf_kvcaches.core.metric import output_metric
-from hf_kvcaches.core.moments import Moments
+from hf_kvcaches.core.metric import before_rotation, loss_of_drawn, output_metric
+from hf_kvcaches.core.moments import Moments, second_moment
+from hf_kvcaches.core.rope import RotaryGeometry
+from hf_kvcaches.core.splicing.rotation import Rotation
 from hf_kvcaches.core.watching import Attended
 from hf_kvcaches.errors import KVCacheError, UnsupportedError
 from hf_kvcaches.translate.config import TranslatorConfig
-from hf_kvcaches.translate.metric import attention_metric, logit_moment, loss_gradients
 from hf_kvcaches.translate.pair import Pair
 from hf_kvcaches.translate.regression import BlockMoments
-from hf_kvcaches.translate.states import PromptTokens
+from hf_kvcaches.translate.states import PromptTokens, ReadingCache
 
 # Tokens that quantizers are calibrated on.
 _SAMPLE = 4096
+# The positions of the keys that stand for all of a text, as shares of its length. An average over all distances takes no notice of how far
+# behind a key it is asked for, and loses facts that are asked for at the end of a text.
+_KEY_POSITIONS = (0.0, 0.25, 0.5, 0.75)
 
 
 @contextmanager
@@ -169,3 +177,54 @@ class TextSums:
         # Keys and values that the gradients of these texts never touch would cost nothing, so both metrics have the same trace in the sum.
         loss = self._losses[layer].mean.cpu()
         return loss + attention * (float(loss.trace()) / max(float(attention.trace()), 1e-300))
+
+
+def logit_moment(geometry: RotaryGeometry, query: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Return the squared error of logits that an error of a key without rotation makes in the mean, (heads, key_dim, key_dim).
+
+    Args:
+        query: Rotated, (1, heads, tokens, key_dim).
+    """
+    moments = []
+    for share in _KEY_POSITIONS:
+        position = int(share * query.shape[2])
+        # A query meets a key at `position` rotated back by that position.
+        rows = before_rotation(geometry, query[:, :, position:], position)[0]
+        moments.append(second_moment(rows) / rows.shape[1])
+    return torch.stack(moments).mean(0) * scaling**2
+
+
+def attention_metric(queries: torch.Tensor, output: torch.Tensor, covariance: torch.Tensor) -> torch.Tensor:
+    """Return the cost of errors in the output of attention, (width, width), on the CPU.
+
+    An error of a value costs W'W, and one of a key the squared error of the logit times the mean of |W (v - mean)|^2. Heads count alike:
+    weighing them by their attention weights loses facts that only a later question asks for.
+
+    Args:
+        queries: As from `logit_moment`.
+        output: As from `output_metric`.
+        covariance: Of the values, (kv_heads * value_dim, kv_heads * value_dim).
+    """
+    size = output.shape[-1]
+    blocks = torch.stack([covariance[start : start + size, start : start + size] for start in range(0, len(covariance), size)])
+    group = len(queries) // len(blocks)
+    deviations = (output * blocks.to(output).repeat_interleave(group, 0)).sum((1, 2))
+    keys, values = ((part.unflatten(0, (-1, group)).sum(1)) for part in (deviations[:, None, None] * queries, output))
+    return torch.block_diag(*keys, *values).cpu()
+
+
+def loss_gradients(model: Any, rotation: Rotation, tokens: PromptTokens, seed: int) -> list[torch.Tensor]:
+    """Return the gradients of the loss of tokens drawn from the model's own predictions, (tokens, width) for each layer.
+
+    They are at one layer's [keys without rotation, values] with those of the other layers fixed, as each layer is translated alone.
+    """
+    cache = ReadingCache(model)
+    cache.leaves = []
+    with torch.inference_mode(False), torch.enable_grad():
+        logits = model(input_ids=tokens.ids.clone(), past_key_values=cache, use_cache=True).logits
+        gradients = torch.autograd.grad(loss_of_drawn(logits, [seed]), [part for pair in cache.leaves for part in pair])
+    rows = []
+    for geometry, keys, values in zip(rotation.layers, gradients[::2], gradients[1::2], strict=True):
+        pair = before_rotation(geometry, keys, tokens.positions), values
+        rows.append(torch.cat([part[0].transpose(0, 1).flatten(1) for part in pair], dim=1))
+    return rows

@@ -30,18 +30,13 @@ class BlockMoments:
         self.sums: Moments
 
     def add(self, weights: torch.Tensor | None = None, **blocks: torch.Tensor) -> None:
-        """Add tokens.
-
-        Args:
-            weights: How much each token counts, (tokens,), 1 in the mean; None for 1.
-            **blocks: (tokens, width) each, with the same names and widths in each call.
-        """
+        """Add tokens, (tokens, width) for each block, with weights, (tokens,), of the mean 1."""
         first = next(iter(blocks.values()))
         blocks = {"one": first.new_ones(len(first), 1), **blocks}
         if not self.columns:
-            stops = accumulate(block.shape[1] for block in blocks.values())
-            self.columns = {name: slice(stop - blocks[name].shape[1], stop) for name, stop in zip(blocks, stops, strict=True)}
-            self.sums = Moments((), sum(block.shape[1] for block in blocks.values()), first.device)
+            *starts, width = accumulate((block.shape[1] for block in blocks.values()), initial=0)
+            self.columns = {name: slice(start, start + blocks[name].shape[1]) for name, start in zip(blocks, starts, strict=True)}
+            self.sums = Moments((), width, first.device)
         rows = torch.cat([blocks[name].to(self.sums.total) for name in self.columns], dim=1)
         self.sums.add(rows if weights is None else rows * weights.to(rows).sqrt()[:, None])
 
@@ -58,10 +53,7 @@ class BlockMoments:
         return self.of(first, second) - self.mean(first).T @ self.mean(second)
 
     def without(self, block: str, source: str, ridge: float) -> tuple[Self, torch.Tensor]:
-        """Regress a block on another one; return the moments with its residual in its place, and the slopes, (source, block).
-
-        There are no slopes where there is no block `source`.
-        """
+        """Replace a block by the residual of its regression on another block, if that is there; return the slopes, (source, block), too."""
         target = self.columns[block]
         if source not in self.columns:
             return self, self.sums.total[:0, target]
@@ -75,12 +67,12 @@ class BlockMoments:
 
 
 def fit_ridge(xx: torch.Tensor, xy: torch.Tensor, ridge: float) -> torch.Tensor:
-    """Solve a ridge regression of y on x from their moments; return the slopes, (inputs, outputs), in float64.
+    """Solve a ridge regression of y on x; return the slopes, (inputs, outputs), in float64.
 
     Args:
-        xx: `x.T @ x`, (inputs, inputs); a sum or a mean over rows.
-        xy: `x.T @ y`, (inputs, outputs), over the same rows.
-        ridge: As a share of the mean diagonal of `xx`, above 0, so that it means the same for any scale and number of rows.
+        xx: `x.T @ x`, (inputs, inputs).
+        xy: `x.T @ y`, (inputs, outputs).
+        ridge: As a share of the mean diagonal of `xx`, above 0.
     """
     xx = xx.double()
     # Inputs that are always 0 get slopes of 0.
@@ -148,7 +140,7 @@ def reduced_rank(moments: BlockMoments, metric: torch.Tensor, ridge: float) -> R
     inverse = torch.where(values > _ROUNDING * variance, 1 / (values + ridge * variance), 0.0)
     root, inverse_root = roots(metric.to(xx))
     target = (vectors.T @ xy) @ root
-    _, strengths, directions = torch.linalg.svd(inverse.sqrt()[:, None] * target, full_matrices=False)
+    _, strengths, directions = torch.linalg.svd((vectors * inverse.sqrt()) @ target, full_matrices=False)
     encode = (vectors * inverse) @ target @ directions.T
     shift = -(moments.mean("producer") @ encode)
     return ReducedRank(

@@ -40,25 +40,19 @@ class Trial:
         Args:
             states: The prefix's in some layers; other layers have the consumer's own.
         """
-        model, tokens = self.pair.consumer, len(self.prefix)
         # Without the model's config no layer drops tokens behind its window; the attention mask has the window.
         cache = DynamicCache()
         for layer, own in self.consumer.items():
             pair, geometry = states.get(layer, (own.keys, own.values)), self.pair.rotation.layers[layer]
             keys, values = (part.to(own.keys).unflatten(1, (own.heads, -1)).transpose(0, 1)[None] for part in pair)
-            positions = torch.arange(tokens, device=keys.device)
+            positions = torch.arange(len(self.prefix), device=keys.device)
             cache.update(geometry.rotate(keys, positions) if geometry.kind == "rope" else keys, values, layer)
-        ids = self.continuation[None].to(compat.input_device(model))
-        positions = torch.arange(tokens, tokens + ids.shape[1], device=ids.device)[None]
-        logits: torch.Tensor = model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True).logits[0]
+        ids = self.continuation[None].to(compat.input_device(self.pair.consumer))
+        logits: torch.Tensor = self.pair.consumer(input_ids=ids, past_key_values=cache, use_cache=True).logits[0]
         return logits
 
     def translated(self, maps: Maps, lowest: int) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-        """Return the translated keys and values of the prefix.
-
-        Args:
-            lowest: How many layers the consumer runs.
-        """
+        """Return the translated keys and values of the prefix, where the consumer runs its lowest layers."""
         side, states = self.consumer[lowest].of("input"), {}
         coefficients = {encoder.part: encoder.quantizer.decode(encoder.encode(self.producer)) for encoder in maps.encoders}
         for decoder in maps.decoders:

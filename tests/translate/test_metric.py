@@ -10,7 +10,7 @@ from torch import nn
 from transformers import DynamicCache
 
 from hf_kvcaches.core.rope import RotaryGeometry
-from hf_kvcaches.translate.metric import attention_metric, logit_moment, loss_gradients
+from hf_kvcaches.translate.reading import attention_metric, logit_moment, loss_gradients
 from hf_kvcaches.translate.states import PromptTokens, read_states, require_plain_layers
 from tests import tiny
 from tests.translate.models import MODELS, layers_of
