@@ -74,12 +74,7 @@ class Pair:
     def states(
         self, ids: torch.Tensor, inputs: Collection[int], on_queries: Callable[[Attended], None] | None = None
     ) -> tuple[States, States]:
-        """Run both models over a text, (tokens,), and return their states by layer.
-
-        Args:
-            inputs: The consumer's layers whose attention's inputs are wanted, with those of the layers that they are translated from.
-            on_queries: Called with what each of the consumer's layers attends with.
-        """
+        """Return both models' states of a text, (tokens,), with attention inputs of some of the consumer's layers and of their sources."""
         producer = _states(self.producer, ids, {self.sources[layer] for layer in inputs})
         return producer, _states(self.consumer, ids, inputs, on_queries)
 

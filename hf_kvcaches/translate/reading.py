@@ -195,15 +195,10 @@ def logit_moment(geometry: RotaryGeometry, query: torch.Tensor, scaling: float) 
 
 
 def attention_metric(queries: torch.Tensor, output: torch.Tensor, covariance: torch.Tensor) -> torch.Tensor:
-    """Return the cost of errors in the output of attention, (width, width), on the CPU.
+    """Return the cost of errors in the output of attention, given `logit_moment`, `output_metric` and the values' covariance.
 
     An error of a value costs W'W, and one of a key the squared error of the logit times the mean of |W (v - mean)|^2. Heads count alike:
     weighing them by their attention weights loses facts that only a later question asks for.
-
-    Args:
-        queries: As from `logit_moment`.
-        output: As from `output_metric`.
-        covariance: Of the values, (kv_heads * value_dim, kv_heads * value_dim).
     """
     size = output.shape[-1]
     blocks = torch.stack([covariance[start : start + size, start : start + size] for start in range(0, len(covariance), size)])

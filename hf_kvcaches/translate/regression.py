@@ -44,13 +44,9 @@ class BlockMoments:
         """Return the mean products of two blocks, (first's width, second's width)."""
         return self.sums.total[self.columns[first], self.columns[second]] / self.sums.count
 
-    def mean(self, block: str) -> torch.Tensor:
-        """Return the mean of a block, (1, width)."""
-        return self.of("one", block)
-
     def covariance(self, first: str, second: str) -> torch.Tensor:
         """Return the covariance of two blocks, (first's width, second's width)."""
-        return self.of(first, second) - self.mean(first).T @ self.mean(second)
+        return self.of(first, second) - self.of("one", first).T @ self.of("one", second)
 
     def without(self, block: str, source: str, ridge: float) -> tuple[Self, torch.Tensor]:
         """Replace a block by the residual of its regression on another block, if that is there; return the slopes, (source, block), too."""
@@ -142,13 +138,13 @@ def reduced_rank(moments: BlockMoments, metric: torch.Tensor, ridge: float) -> R
     target = (vectors.T @ xy) @ root
     _, strengths, directions = torch.linalg.svd((vectors * inverse.sqrt()) @ target, full_matrices=False)
     encode = (vectors * inverse) @ target @ directions.T
-    shift = -(moments.mean("producer") @ encode)
+    shift = -(moments.of("one", "producer") @ encode)
     return ReducedRank(
         strengths,
         encode,
         side=-own_slopes @ encode if len(own_slopes) else None,
         shift=shift[0],
         decode=directions @ inverse_root,
-        known_coefficients=torch.cat([residual.mean("producer") @ encode + shift, producer_slopes @ encode]),
-        known_states=torch.cat([residual.mean("consumer"), consumer_slopes]),
+        known_coefficients=torch.cat([residual.of("one", "producer") @ encode + shift, producer_slopes @ encode]),
+        known_states=torch.cat([residual.of("one", "consumer"), consumer_slopes]),
     )

@@ -220,7 +220,7 @@ def test_moments_are_the_mean_products_of_all_rows_at_once(lengths, widths, seed
         moments.add(**dict(zip(names, prompt, strict=True)))
     rows = {name: torch.cat(parts).double() for name, parts in zip(names, zip(*prompts, strict=True), strict=True)}
     for first, one in rows.items():
-        torch.testing.assert_close(moments.mean(first)[0], one.mean(0))
+        torch.testing.assert_close(moments.of("one", first)[0], one.mean(0))
         for second, other in rows.items():
             torch.testing.assert_close(moments.of(first, second), one.T @ other / sum(lengths), rtol=1e-5, atol=1e-6)
     assert int(moments.sums.count) == sum(lengths)

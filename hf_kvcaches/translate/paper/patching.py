@@ -1,4 +1,4 @@
-"""Patched layers: which, and the maps that give a consumer its attention's input there.
+"""The paper's Patch: layers that get their attention's input as a code, and make keys and values with their own weights.
 
 Layers are chosen as the paper chooses them, by what restoring the consumer's own keys and values would gain (`routing`). A translated input
 restores only a part of that, so each chosen layer is measured again on held-out texts, and stays a reused one where that is better.
