@@ -95,7 +95,7 @@ class TextSums:
         """Read all texts, each process its share, and add up the sums of all processes."""
         process, processes = compat.process()
         self.texts = len(texts)
-        for number, ids in enumerate(tqdm(texts, unit=" texts", desc="TextSums", disable=not progress or process > 0)):
+        for number, ids in enumerate(tqdm(texts, unit=" texts", desc="Reading texts", disable=not progress or process > 0)):
             if number % processes == process:
                 self._add(number, ids)
         if processes > 1:
