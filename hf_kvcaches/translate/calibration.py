@@ -1,10 +1,9 @@
-"""Fitting a translator: both models read the same texts, maps are solved for, layers to run and to patch are chosen by measurement."""
+"""Fitting a translator: both models read the same texts, maps are solved for, layers to run and to patch are chosen on held-out texts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -12,20 +11,21 @@ import torch
 from hf_kvcaches import compat
 from hf_kvcaches.core.calibrating import sequences
 from hf_kvcaches.core.fingerprint import ModelFingerprint
+from hf_kvcaches.core.identity import require_identity
 from hf_kvcaches.core.verify import evaluating
 from hf_kvcaches.errors import ConfigError, is_number, whole_number
 from hf_kvcaches.translate.config import TranslatorConfig, TranslatorSettings
 from hf_kvcaches.translate.maps import Maps
 from hf_kvcaches.translate.pair import Pair
+from hf_kvcaches.translate.paper.joint_svd import paper_maps
+from hf_kvcaches.translate.paper.patching import patch
 from hf_kvcaches.translate.paper.routing import Route
-from hf_kvcaches.translate.reading import Clock, TextSums
-from hf_kvcaches.translate.solving import Solver
+from hf_kvcaches.translate.reading import TextSums, timed
+from hf_kvcaches.translate.solving import joint_maps
 from hf_kvcaches.translate.trial import Score, Trial, closeness, mean_score
 
-# One text in so many is kept apart to try layers on, and no more than so many texts.
-_APART, _MOST_APART = 8, 8
-# Tokens that layers of both models are compared on.
-_COMPARED = 4096
+# Every eighth text is held out to choose layers on, up to eight texts.
+_HELD_OUT = 8
 
 
 @dataclass(frozen=True)
@@ -45,98 +45,71 @@ class FitOptions:
             raise ConfigError.of("config", "a TranslatorConfig", type(self.config).__name__)
         if not is_number(self.payload) or not 0 <= self.payload <= 2:
             raise ConfigError.of("payload", "a share of the bytes of bfloat16 keys and values, 0 to 2", self.payload)
-        if self.recompute_layers != "auto":
-            expected = "a number of layers, or 'auto'"
-            object.__setattr__(self, "recompute_layers", whole_number("recompute_layers", self.recompute_layers, 0, expected))
-        if self.patches and self.config.method == "joint" and self.config.layers_per_code != 1:
-            if self.config.layers_per_code is not None:
+        if self.patches and self.config.method == "joint":
+            if self.config.layers_per_code not in (None, 1):
                 raise ConfigError("patch_layers: expected codes of one layer each. Pass config=TranslatorConfig(layers_per_code=1).")
             object.__setattr__(self, "config", replace(self.config, layers_per_code=1))
         whole_number("max_length", self.max_length, 8, "at least 8 tokens")
 
     def run_layers(self, layers: int) -> list[int]:
-        """Each number of layers that may be run, of so many."""
+        """Return the numbers of layers that the consumer may run, of so many."""
         if self.recompute_layers == "auto":
             return list(range(min(layers - 1, int(self.config.prefill_share * layers)) + 1))
-        if self.recompute_layers >= layers:
-            raise ConfigError.of("recompute_layers", f"fewer than the {layers} layers there are", self.recompute_layers)
-        return [self.recompute_layers]
+        expected = f"'auto', or fewer than the {layers} layers there are"
+        return [whole_number("recompute_layers", self.recompute_layers, 0, expected, most=layers - 1)]
 
     @property
     def patches(self) -> bool:
         """Whether layers may be patched."""
-        return self.patch_layers is not None and self.patch_layers != [] and self.patch_layers != ()
+        return self.patch_layers not in (None, [], ())
 
 
 @torch.no_grad()
 def fit(
     producer: Any, consumer: Any, tokenizer: Any, texts: Iterable[str | Sequence[int]], options: FitOptions
 ) -> tuple[Maps, TranslatorSettings, Route, ModelFingerprint, ModelFingerprint]:
-    """The fields of a `CacheTranslator`; see its `fit`."""
-    config, clock = options.config, Clock()
+    """Return the fields of a `CacheTranslator`; see its `fit`."""
+    config, seconds, measured = options.config, dict[str, float](), dict[str, float]()
     pair = Pair(producer, consumer, tokenizer, None if config.layer_map == "fit" else config.layer_map)
-    lowest = options.run_layers(pair.layers)
-    measured: dict[str, float] = {}
+    run_layers = options.run_layers(pair.layers)
     with evaluating(pair.producer), evaluating(pair.consumer):
-        fingerprints = pair.fingerprints()
+        producer_identity = require_identity(pair.producer, "producer: the translator", any_precision=True)
+        consumer_identity = require_identity(pair.consumer, "consumer: the translator", any_precision=True)
         prefixes = [ids[: options.max_length] for ids in sequences(texts, pair.tokenizer, pair.consumer) if len(ids) >= 2]
-        apart = _kept_apart(prefixes) if len(lowest) > 1 or (options.patches and lowest[0] + 1 < pair.layers) else []
-        kept = [ids for number, ids in enumerate(prefixes) if number not in set(apart)]
-        if len(kept) < compat.process()[1]:
-            expected = f"at least {compat.process()[1]} of at least 2 tokens, one for each process, beside those kept apart"
-            raise ConfigError.of("texts", expected, len(kept))
+        choice = len(run_layers) > 1 or (options.patch_layers == "auto" and run_layers[0] + 1 < pair.layers)
+        # A short text has no continuation to predict.
+        long = [number for number, ids in enumerate(prefixes) if choice and len(ids) >= 16]
+        held_out = long[_HELD_OUT - 1 :: _HELD_OUT][:_HELD_OUT]
+        fitted = [ids for number, ids in enumerate(prefixes) if number not in held_out]
+        if len(fitted) < compat.process()[1]:
+            expected = f"at least {compat.process()[1]} of at least 2 tokens, one for each process, beside those held out"
+            raise ConfigError.of("texts", expected, len(fitted))
         if config.layer_map == "fit":
-            with clock.stage("layers"):
-                pair.fit_sources(_beginning(kept))
+            with timed(seconds, "layers"):
+                pair.fit_sources(fitted)
             config = replace(config, layer_map=pair.sources)
-        reading = TextSums(pair, config, lowest, len(kept))
-        reading.read(kept, clock, options.progress)
-        reading.join_processes()
-        trials = []
-        with clock.stage("routing"):
-            trials = [Trial(pair, prefixes[number]) for number in apart]
-        run = _choose_run(reading, options, trials, clock, measured)
-        with clock.stage("fit"):
-            solver = Solver(reading, run, options.payload)
-            maps = solver.solve()
+        with timed(seconds, "routing"):
+            trials = [Trial(pair, prefixes[number]) for number in held_out]
+
+        def solve(lowest: int) -> tuple[TextSums, Maps]:
+            sums = TextSums(pair, config, lowest, seconds)
+            sums.read(fitted, options.progress)
+            with timed(seconds, "fit"):
+                budget = options.payload * 2 * sum(sums.widths.values())
+                return sums, (paper_maps if config.method == "paper" else joint_maps)(sums, budget)
+
+        def measure(fit: tuple[TextSums, Maps]) -> float:
+            sums, maps = fit
+            with timed(seconds, "routing"):
+                value = mean_score(trials, [trial.translated(maps, sums.lowest) for trial in trials], options.score or closeness)
+            measured[f"{sums.lowest} layers run"] = -value
+            return value
+
+        sums, maps = max(map(solve, run_layers), key=measure) if trials and len(run_layers) > 1 else solve(run_layers[0])
         route = Route(())
-        if options.patches and reading.groups(run):
-            from hf_kvcaches.translate.paper.patching import patch
-
-            maps, route = patch(solver, maps, options, kept, trials, clock, measured)
-        if apart and not route.patched:
-            # What was kept apart for a choice counts like the rest.
-            reading.read([prefixes[number] for number in apart], clock, options.progress, len(kept), shared=False)
-            with clock.stage("fit"):
-                maps = Solver(reading, run, options.payload).solve()
-        for role, before, after in zip(("producer", "consumer"), fingerprints, pair.fingerprints(), strict=True):
-            before.require_same(after, f"The first half of what the {role} made of the texts")
+        if options.patches and sums.groups:
+            maps, route = patch(sums, maps, options, fitted, trials, measured)
     tokens = sum(map(len, prefixes))
-    config = replace(reading.config, layers_per_code=reading.layers_per_code)
-    settings = TranslatorSettings(float(options.payload), run, config, pair.layers, len(prefixes), tokens, clock.seconds, measured)
-    return maps, settings, route, *fingerprints
-
-
-def _choose_run(reading: TextSums, options: FitOptions, trials: Sequence[Trial], clock: Clock, measured: dict[str, float]) -> int:
-    """How many layers the consumer runs: of those that may be, what diverges least at the same bytes on texts kept apart."""
-    if len(reading.lowest) == 1 or not trials:
-        return reading.lowest[0]
-    with clock.stage("routing"):
-        score, scores = options.score or closeness, dict[int, float]()
-        for lowest in reading.lowest:
-            maps = Solver(reading, lowest, options.payload).solve()
-            scores[lowest] = mean_score(trials, [trial.translated(maps, lowest) for trial in trials], score)
-            measured[f"{lowest} layers run"] = -scores[lowest]
-    return max(scores, key=lambda lowest: (scores[lowest], -lowest))
-
-
-def _beginning(texts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The first texts, of so many tokens that layers can be compared."""
-    lengths = list(accumulate(map(len, texts), initial=0))
-    return [ids for ids, before in zip(texts, lengths, strict=False) if before < _COMPARED]
-
-
-def _kept_apart(prefixes: Sequence[torch.Tensor]) -> list[int]:
-    """Numbers of the texts to try layers on: every eighth of those that are long enough to ask for something behind a beginning."""
-    long = [number for number, ids in enumerate(prefixes) if len(ids) >= 16]
-    return long[_APART - 1 :: _APART][:_MOST_APART]
+    config = replace(sums.config, layers_per_code=sums.layers_per_code)
+    settings = TranslatorSettings(float(options.payload), sums.lowest, config, pair.layers, len(prefixes), tokens, seconds, measured)
+    return maps, settings, route, producer_identity, consumer_identity

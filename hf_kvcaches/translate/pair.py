@@ -1,21 +1,24 @@
-"""Two models that read the same texts, and which layer of the one each layer of the other is made of."""
+"""Two models that read the same texts, and the producer's layer that each of the consumer's layers is translated from."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.calibrating import Tokenized, require_whole
-from hf_kvcaches.core.fingerprint import ModelFingerprint
-from hf_kvcaches.core.identity import require_identity
 from hf_kvcaches.core.model_parts import tokenizer_part
 from hf_kvcaches.core.watching import Attended
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedError
-from hf_kvcaches.translate.layer_map import best_fit, nearest_in_depth
+from hf_kvcaches.translate.regression import fit_ridge
 from hf_kvcaches.translate.states import PromptTokens, State, read_states, require_plain_layers
+
+# `layer_map="fit"` compares layers on so many tokens, and predicts so many random projections of a layer's keys and values: their errors
+# have the mean of the layer's own.
+_TOKENS, _PROJECTIONS, _RIDGE = 4096, 64, 1e-4
 
 States = dict[int, State]
 
@@ -25,7 +28,7 @@ class Pair:
 
     Attributes:
         layers: How many the consumer has.
-        sources: For each of them the producer's layer that it is made of.
+        sources: For each of them the producer's layer that it is translated from; the nearest in depth by default.
     """
 
     def __init__(self, producer: Any, consumer: Any, tokenizer: Any, layer_map: Sequence[int] | None = None) -> None:
@@ -36,71 +39,74 @@ class Pair:
                 raise UnsupportedError(f"{role}: a learned prompt stands before every text, and is in no fingerprint.")
         self.rotation = require_plain_layers(compat.decoder_config(self.consumer.config))
         require_plain_layers(compat.decoder_config(self.producer.config))
-        others, self.layers = (len(compat.decoder_layers(model)[2]) for model in (self.producer, self.consumer))
-        self.sources = tuple(nearest_in_depth(self.layers, others) if layer_map is None else layer_map)
-        if len(self.sources) != self.layers or not all(layer < others for layer in self.sources):
-            raise ConfigError.of("layer_map", f"{self.layers} layers from 0 to {others - 1}", layer_map)
-        self.tokenizer = Tokenized(_one_tokenizer(tokenizer))
-        self._require_vocabulary()
+        producer_layers, self.layers = (len(compat.decoder_layers(model)[2]) for model in (self.producer, self.consumer))
+        nearest = (round(layer * (producer_layers - 1) / max(1, self.layers - 1)) for layer in range(self.layers))
+        self.sources = tuple(nearest if layer_map is None else layer_map)
+        if len(self.sources) != self.layers or not all(layer < producer_layers for layer in self.sources):
+            raise ConfigError.of("layer_map", f"{self.layers} layers from 0 to {producer_layers - 1}", layer_map)
+        sizes = tuple(model.get_input_embeddings().weight.shape[0] for model in (self.producer, self.consumer))
+        self.tokenizer = _shared_tokenizer(tokenizer, sizes)
 
-    def _require_vocabulary(self) -> None:
-        sizes = [model.get_input_embeddings().weight.shape[0] for model in (self.producer, self.consumer)]
-        tokenizer = self.tokenizer.tokenizer
-        if sizes[0] != sizes[1] and tokenizer is None:
-            expected = "the models' tokenizer, as their embeddings have different sizes"
-            raise ConfigError.of("tokenizer", expected, sizes, "Other tokens can't be translated.")
-        if tokenizer is not None and len(tokenizer) > min(sizes):
-            raise FingerprintMismatch(
-                f"tokenizer: has {len(tokenizer)} tokens, and the models' embeddings {sizes[0]} (producer) and {sizes[1]} (consumer). "
-                "Models that read other tokens can't share a prompt: take a pair with one tokenizer."
-            )
+    def sources_of(self, layers: Iterable[int]) -> tuple[int, ...]:
+        """Return the producer's layers that some of the consumer's are translated from, each once."""
+        return tuple(dict.fromkeys(self.sources[layer] for layer in layers))
 
-    def fingerprints(self) -> tuple[ModelFingerprint, ModelFingerprint]:
-        """Of the producer and the consumer."""
-        producer = require_identity(self.producer, "producer: the translator", any_precision=True)
-        return producer, require_identity(self.consumer, "consumer: the translator", any_precision=True)
-
-    def fit_sources(self, texts: Iterable[torch.Tensor]) -> None:
-        """Takes for each layer the source that predicts it best.
-
-        Args:
-            texts: (tokens,) each; both models read them.
-        """
-        read = ([states[layer].pair.cpu() for layer in sorted(states)] for ids in texts for states in self.states(ids, ()))
-        self.sources = tuple(best_fit(zip(read, read, strict=True)))
+    def fit_sources(self, texts: Sequence[torch.Tensor]) -> None:
+        """Set `sources` to the layers that predict the consumer's best on the first texts, none below that of the layer before."""
+        lengths = accumulate(map(len, texts), initial=0)
+        states = [self.states(ids, ()) for ids, before in zip(texts, lengths, strict=False) if before < _TOKENS]
+        producer, consumer = (
+            [torch.cat([states[layer].pair.cpu().double() for states in model]) for layer in model[0]]
+            for model in zip(*states, strict=True)
+        )
+        generator, targets, errors = torch.Generator().manual_seed(0), [], []
+        for y in consumer:
+            projection = torch.randn(y.shape[1], _PROJECTIONS, generator=generator, dtype=torch.float64)
+            targets.append((y - y.mean(0)) @ projection)
+        target = torch.cat(targets, dim=1)
+        for x in producer:
+            # Fitted on the even tokens, measured on the odd ones.
+            even, odd = (x - x.mean(0))[::2], (x - x.mean(0))[1::2]
+            residual = target[1::2] - odd @ fit_ridge(even.T @ even, even.T @ target[::2], _RIDGE)
+            errors.append(residual.unflatten(1, (-1, _PROJECTIONS)).square().sum((0, 2)))
+        self.sources = tuple(torch.stack(errors, 1).argmin(1).cummax(0).values.tolist())
 
     def states(
-        self, ids: torch.Tensor, inputs: Collection[int], queries: Callable[[Attended], None] | None = None
+        self, ids: torch.Tensor, inputs: Collection[int], on_queries: Callable[[Attended], None] | None = None
     ) -> tuple[States, States]:
-        """What both models make of a text, by layer, the consumer's queries on the way.
-
-        Args:
-            ids: (tokens,).
-            inputs: The consumer's layers whose attention's inputs are wanted, and those of the producer's layers that they are made of.
-        """
-        found: list[States] = []
-        for model in (self.producer, self.consumer):
-            own = model is self.consumer and bool(found)
-            states: States = {}
-            tokens = PromptTokens.of(ids).to(compat.input_device(model))
-            hidden = sorted(inputs) if own else sorted({self.sources[layer] for layer in inputs})
-            read_states(model, tokens, states.__setitem__, hidden=hidden, queries=queries if own else None)
-            found.append(states)
-        return found[0], found[1]
+        """Return both models' states of a text, (tokens,), with attention inputs of some of the consumer's layers and of their sources."""
+        producer = _states(self.producer, ids, {self.sources[layer] for layer in inputs})
+        return producer, _states(self.consumer, ids, inputs, on_queries)
 
 
-def _one_tokenizer(tokenizer: Any) -> Any:
-    """The tokenizer of both models, where a pair agrees."""
-    if not isinstance(tokenizer, tuple | list):
-        return tokenizer
-    if len(tokenizer) != 2:
-        raise ConfigError.of("tokenizer", "one tokenizer, or the producer's and the consumer's", f"{len(tokenizer)} of them")
-    first, second = (tokenizer_part(each) for each in tokenizer)
-    # A template says how texts are made, not which tokens a text becomes.
-    different = [name for name in {**first, **second} if name != "chat template" and first.get(name) != second.get(name)]
-    if different:
+def _states(model: Any, ids: torch.Tensor, inputs: Collection[int], on_queries: Callable[[Attended], None] | None = None) -> States:
+    states: States = {}
+    tokens = PromptTokens.of(ids).to(compat.input_device(model))
+    read_states(model, tokens, states.__setitem__, hidden=sorted(inputs), queries=on_queries)
+    return states
+
+
+def _shared_tokenizer(tokenizer: Any, sizes: tuple[int, ...]) -> Tokenized:
+    """Return the tokenizer of both models, and refuse one that does not fit both models' embeddings of these sizes."""
+    if isinstance(tokenizer, tuple | list):
+        if len(tokenizer) != 2:
+            raise ConfigError.of("tokenizer", "one tokenizer, or the producer's and the consumer's", f"{len(tokenizer)} of them")
+        first, second = (tokenizer_part(each) for each in tokenizer)
+        # A template says how texts are made, not which tokens a text becomes.
+        different = [name for name in {**first, **second} if name != "chat template" and first.get(name) != second.get(name)]
+        if different:
+            raise FingerprintMismatch(
+                f"tokenizer: the producer's and the consumer's differ in {', '.join(different)}, so one text would be other tokens to "
+                "each. Take a pair with one tokenizer."
+            )
+        tokenizer = tokenizer[1]
+    shared = Tokenized(tokenizer)
+    if shared.tokenizer is None and len(set(sizes)) > 1:
+        expected = "the models' tokenizer, as their embeddings have different sizes"
+        raise ConfigError.of("tokenizer", expected, sizes, "Other tokens can't be translated.")
+    if shared.tokenizer is not None and len(shared.tokenizer) > min(sizes):
         raise FingerprintMismatch(
-            f"tokenizer: the producer's and the consumer's differ in {', '.join(different)}, so one text would be other tokens to each. "
-            "Take a pair with one tokenizer."
+            f"tokenizer: has {len(shared.tokenizer)} tokens, and the models' embeddings {sizes[0]} (producer) and {sizes[1]} (consumer). "
+            "Models that read other tokens can't share a prompt: take a pair with one tokenizer."
         )
-    return tokenizer[1]
+    return shared

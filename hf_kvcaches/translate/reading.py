@@ -1,181 +1,147 @@
-"""What is kept of the texts that a translator is fitted to: moments, what errors cost, and a sample of tokens."""
+"""What a translator is fitted to: second moments of both models' states, a sample of tokens, and the cost of errors.
+
+The cost of errors of a layer is a symmetric matrix over its [keys, values], by which regression weighs them; `core/metric.py` says of what.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
 from time import perf_counter
+from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.calibrating import add_up
-from hf_kvcaches.core.metric import Sizes, output_metric
-from hf_kvcaches.core.moments import Moments
+from hf_kvcaches.core.metric import before_rotation, loss_of_drawn, output_metric
+from hf_kvcaches.core.moments import Moments, second_moment
+from hf_kvcaches.core.rope import RotaryGeometry
+from hf_kvcaches.core.splicing.rotation import Rotation
 from hf_kvcaches.core.watching import Attended
 from hf_kvcaches.errors import KVCacheError, UnsupportedError
 from hf_kvcaches.translate.config import TranslatorConfig
-from hf_kvcaches.translate.metric import QueryMoments, attention_metric, blend, gradient_rows, loss_gradients
-from hf_kvcaches.translate.moments import BlockMoments
-from hf_kvcaches.translate.pair import Pair, States
+from hf_kvcaches.translate.pair import Pair
+from hf_kvcaches.translate.regression import BlockMoments
 from hf_kvcaches.translate.states import PromptTokens, ReadingCache
 
 # Tokens that quantizers are calibrated on.
 _SAMPLE = 4096
+# The positions of the keys that stand for all of a text, as shares of its length. An average over all distances takes no notice of how far
+# behind a key it is asked for, and loses facts that are asked for at the end of a text.
+_KEY_POSITIONS = (0.0, 0.25, 0.5, 0.75)
 
 
-class Clock:
-    """Seconds by stage."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Adds the time inside to a stage."""
-        start = perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] = round(self.seconds.get(name, 0.0) + perf_counter() - start, 3)
+@contextmanager
+def timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
+    """Add the time inside to the seconds of a stage."""
+    start = perf_counter()
+    yield
+    seconds[stage] = round(seconds.get(stage, 0.0) + perf_counter() - start, 3)
 
 
 class TextSums:
     """Sums over texts that both models read.
 
     Args:
-        lowest: Each number of layers that the consumer may run.
-        texts: How many will be read.
+        lowest: How many layers the consumer runs. What the next layer's attention is given is the side information.
+        seconds: Of each stage; reading adds its time.
 
     Attributes:
-        moments: For each of these numbers, and each group of layers that then share a code.
-        samples: Tokens of the producer: the keys and values of a layer, ("states", layer), and its attention's input, ("input", layer).
-        shapes: Of each layer of the consumer: KV heads, and the dimensions of a key and a value.
+        moments: By the layers that share a code; "own" is what the producer has in the place of the side information.
+        samples: Sampled rows of the blocks "producer", by the same layers, and of "own".
+        producer_shapes: KV heads of each layer, and the dimensions of a key and a value.
+        shapes: The same of the consumer.
     """
 
-    def __init__(self, pair: Pair, config: TranslatorConfig, lowest: Collection[int], texts: int) -> None:
-        self.pair, self.config, self.lowest = pair, config, tuple(lowest)
-        self.per_text = -(-_SAMPLE // max(1, texts))
-        self.texts, self.tokens = texts, 0
-        self.moments: dict[tuple[int, tuple[int, ...]], BlockMoments] = {}
-        self.samples: dict[tuple[str, int], torch.Tensor] = {}
+    def __init__(self, pair: Pair, config: TranslatorConfig, lowest: int, seconds: dict[str, float]) -> None:
+        self.pair, self.config, self.lowest, self.seconds = pair, config, lowest, seconds
+        self.sent = range(lowest + 1, pair.layers)
+        self.texts = 0
+        self.moments: defaultdict[tuple[int, ...], BlockMoments] = defaultdict(BlockMoments)
+        self.samples: dict[tuple[int, ...] | str, torch.Tensor] = {}
+        self.producer_shapes: dict[int, tuple[int, int, int]] = {}
         self.shapes: dict[int, tuple[int, int, int]] = {}
-        self.heads: dict[int, int] = {}
-        self._queries: dict[int, QueryMoments] = {}
+        self._queries: dict[int, torch.Tensor] = {}
         self._outputs: dict[int, torch.Tensor] = {}
         self._losses: dict[int, Moments] = {}
 
-    def sent(self, lowest: int) -> range:
-        """The layers that are rebuilt where the consumer runs so many."""
-        return range(lowest + 1, self.pair.layers)
-
-    def groups(self, lowest: int) -> list[tuple[int, ...]]:
-        """These layers, as they share codes."""
-        sent, size = self.sent(lowest), self.layers_per_code
-        return [tuple(sent[start : start + size]) for start in range(0, len(sent), size)]
-
-    def columns(self, layers: tuple[int, ...]) -> dict[int, slice]:
-        """Where the keys and values of each layer are among those of a group."""
-        widths = [self.widths[layer] for layer in layers]
-        return {layer: slice(stop - width, stop) for layer, width, stop in zip(layers, widths, accumulate(widths), strict=True)}
-
     @property
     def widths(self) -> dict[int, int]:
-        """How many numbers a token's keys and values have, by layer of the consumer."""
+        """The size of a token's key and value in each of the consumer's layers."""
         return {layer: heads * (key_dim + value_dim) for layer, (heads, key_dim, value_dim) in self.shapes.items()}
 
     @property
     def layers_per_code(self) -> int:
-        """How many consecutive layers share a code; the widest layer decides where the options leave it open."""
+        """How many consecutive layers share a code; where the config leaves it open, the widest layer decides."""
         return self.config.layers_of_width(max(self.widths.values()))
 
     @property
-    def numbers(self) -> int:
-        """Of a token's keys and values, in all layers of the consumer."""
-        return sum(self.widths.values())
+    def groups(self) -> list[tuple[int, ...]]:
+        """The layers that are sent, by shared code."""
+        return [tuple(self.sent[start : start + self.layers_per_code]) for start in range(0, len(self.sent), self.layers_per_code)]
 
-    def read(self, prefixes: Sequence[torch.Tensor], clock: Clock, progress: bool, first: int = 0, shared: bool = True) -> None:
-        """Feeds texts in; where they are shared, this process' share.
+    def columns(self, layers: tuple[int, ...]) -> dict[int, slice]:
+        """Return the columns of each layer among the keys and values of a group."""
+        stops = accumulate(self.widths[layer] for layer in layers)
+        return {layer: slice(stop - self.widths[layer], stop) for layer, stop in zip(layers, stops, strict=True)}
 
-        Args:
-            first: The number of the first one.
-        """
-        own, processes = compat.process() if shared else (0, 1)
-        for number, ids in enumerate(
-            tqdm(prefixes, unit=" texts", desc="TextSums", disable=not progress or compat.process()[0] > 0), first
-        ):
-            if number % processes == own:
-                self._add(number, ids, clock)
+    def read(self, texts: Sequence[torch.Tensor], progress: bool) -> None:
+        """Read all texts, each process its share, and add up the sums of all processes."""
+        process, processes = compat.process()
+        self.texts = len(texts)
+        for number, ids in enumerate(tqdm(texts, unit=" texts", desc="Reading texts", disable=not progress or process > 0)):
+            if number % processes == process:
+                self._add(number, ids)
+        if processes > 1:
+            sums = [*(moments.sums for moments in self.moments.values()), *self._losses.values()]
+            add_up(part for each in sums for part in (each.total, each.count))
+            add_up([*self._queries.values(), *self.samples.values()])
 
-    def _add(self, number: int, ids: torch.Tensor, clock: Clock) -> None:
-        weights: dict[int, torch.Tensor] = {}
-        if self.config.metric == "loss":
-            with clock.stage("gradients"):
-                weights = self._add_gradients(ids, number)
-        with clock.stage("prefill"):
-            queries = None if self.config.metric == "plain" else self._look
-            producer, consumer = self.pair.states(ids, self.lowest, queries)
-            self.shapes = {layer: state.shape for layer, state in consumer.items()}
-            self.heads = {layer: state.heads for layer, state in producer.items()}
-            for lowest in self.lowest:
-                self._add_moments(lowest, producer, consumer, weights)
-            self._add_sample(number, producer)
+    def _add(self, number: int, ids: torch.Tensor) -> None:
+        with timed(self.seconds, "gradients"):
+            weights = self._add_gradients(ids, seed=number) if self.config.metric == "loss" else {}
+        with timed(self.seconds, "prefill"):
+            on_queries = None if self.config.metric == "plain" else self._add_queries
+            producer, consumer = self.pair.states(ids, [self.lowest], on_queries)
+            self.producer_shapes, self.shapes = ({layer: state.shape for layer, state in states.items()} for states in (producer, consumer))
+            side, own = consumer[self.lowest].of("input"), producer[self.pair.sources[self.lowest]].of("input")
+            self._add_sample("own", number, own)
+            for layers in self.groups:
+                x = torch.cat([producer[layer].pair.to(side.device) for layer in self.pair.sources_of(layers)], dim=1)
+                y = torch.cat([consumer[layer].pair.to(side.device) for layer in layers], dim=1)
+                group_weights = torch.stack([weights[layer] for layer in layers]).mean(0) if weights else None
+                self.moments[layers].add(group_weights, side=side, own=own, producer=x, consumer=y)
+                self._add_sample(layers, number, x)
 
-    def _add_moments(self, lowest: int, producer: States, consumer: States, weights: dict[int, torch.Tensor]) -> None:
-        sources = self.pair.sources
-        side, own = consumer[lowest].of("input"), producer[sources[lowest]].of("input")
-        for layers in self.groups(lowest):
-            used = dict.fromkeys(sources[layer] for layer in layers)
-            x = torch.cat([producer[layer].pair.to(side.device) for layer in used], dim=1)
-            y = torch.cat([consumer[layer].pair.to(side.device) for layer in layers], dim=1)
-            if (lowest, layers) not in self.moments:
-                widths = {"one": 1, "side": side.shape[1], "own": own.shape[1], "producer": x.shape[1], "consumer": y.shape[1]}
-                self.moments[lowest, layers] = BlockMoments(widths, side.device)
-            counts = torch.stack([weights[layer].to(side.device) for layer in layers]).mean(0) if weights else None
-            self.moments[lowest, layers].add(counts, one=side.new_ones(len(side), 1), side=side, own=own, producer=x, consumer=y)
+    def _add_sample(self, key: tuple[int, ...] | str, number: int, rows: torch.Tensor) -> None:
+        """Sample some tokens of a text, in rows of its own so that the samples of processes can be added up."""
+        size = -(-_SAMPLE // self.texts)
+        if key not in self.samples:
+            self.samples[key] = rows.new_zeros(self.texts * size, rows.shape[1], dtype=torch.float32)
+        self.samples[key][number * size : (number + 1) * size] = rows[torch.linspace(0, len(rows) - 1, size).long()]
 
-    def _add_sample(self, number: int, producer: States) -> None:
-        """Takes some tokens of a text. Each text has places of its own, so that processes can add them up."""
-        if number >= self.texts:
-            return
-        for layer, state in producer.items():
-            for kind, rows in (("states", state.pair), ("input", state.hidden)):
-                if rows is None:
-                    continue
-                if (kind, layer) not in self.samples:
-                    self.samples[kind, layer] = rows.new_zeros(self.texts * self.per_text, rows.shape[1], dtype=torch.float32)
-                places = torch.linspace(0, len(rows) - 1, self.per_text, device=rows.device).long()
-                self.samples[kind, layer][number * self.per_text : (number + 1) * self.per_text] = rows[places].float()
-
-    def _look(self, attended: Attended) -> None:
-        """Counts a layer's queries in; see `ReadingCache`."""
-        layer, module, query, keys, values, options = attended
-        if layer <= min(self.lowest):
+    def _add_queries(self, attended: Attended) -> None:
+        layer, query = attended.layer_idx, attended.query
+        if layer not in self.sent:
             return
         if layer not in self._queries:
-            output = output_metric(module, query.shape[1], values)
+            output = output_metric(attended.module, query.shape[1], attended.values)
             if output is None:
-                raise UnsupportedError(f"metric: found no output projection in {type(module).__name__}. Use metric='plain'.")
+                raise UnsupportedError(f"metric: found no output projection in {type(attended.module).__name__}. Use metric='plain'.")
             self._outputs[layer] = output
-            sizes = Sizes.of(query, keys, values, options, True)
-            self._queries[layer] = QueryMoments(sizes, self.pair.rotation.layers[layer], keys.device)
-        self._queries[layer].add(query)
+        self._queries[layer] = self._queries.get(layer, 0) + logit_moment(self.pair.rotation.layers[layer], query, attended.scaling)
 
     def _add_gradients(self, ids: torch.Tensor, seed: int) -> dict[int, torch.Tensor]:
-        """Counts in what the consumer's loss asks of a text's keys and values.
-
-        Returns:
-            How much the tokens count in each layer, half of it by the size of their gradients: facts that are asked for later do.
-        """
-        cache = ReadingCache(self.pair.consumer)
-        cache.leaves = []
+        """Add the gradients of the consumer's loss at a text's keys and values; return the weights of its tokens in each layer."""
         tokens = PromptTokens.of(ids).to(compat.input_device(self.pair.consumer))
         try:
-            gradients = loss_gradients(self.pair.consumer, tokens.ids, cache.leaves, cache, seed)
+            gradients = loss_gradients(self.pair.consumer, self.pair.rotation, tokens, seed)
         except KVCacheError:
             raise
         except (RuntimeError, NotImplementedError, AttributeError) as error:
@@ -184,41 +150,76 @@ class TextSums:
             self.config = replace(self.config, metric="attention")
             return {}
         weights = {}
-        for layer in self.sent(min(self.lowest)):
-            rows = gradient_rows(self.pair.rotation.layers[layer], *gradients[layer], tokens.positions)
+        for layer in self.sent:
+            rows = gradients[layer]
             self._losses.setdefault(layer, Moments((), rows.shape[1], rows.device)).add(rows)
+            # Half of the weight is the size of the gradients, which is large for facts that are asked for later.
             energies = rows.double().square().sum(1)
-            weights[layer] = 0.5 + 0.5 * energies / energies.mean().clamp_min(1e-300)
+            weights[layer] = (0.5 + 0.5 * energies / energies.mean().clamp_min(1e-300)).cpu()
         return weights
 
-    def join_processes(self) -> None:
-        """Adds up what all processes read, so that each has everything."""
-        if compat.process()[1] == 1:
-            return
-        sums = [*(blocks.sums for blocks in self.moments.values()), *self._losses.values()]
-        add_up(part for each in sums for part in (each.total, each.count))
-        add_up(part for queries in self._queries.values() for part in (queries.total, queries.count))
-        add_up(self.samples.values())
-
     def ridge(self, moments: BlockMoments) -> float:
-        """The regularisation of a fit."""
+        """Return the regularisation of a fit."""
         if self.config.ridge is not None:
             return self.config.ridge
-        # Where there are hardly more tokens than columns to regress on, the weakest directions are chance.
-        columns = moments.places["producer"].stop - moments.places["one"].start
-        return max(1e-8, 1e-4 * min(1.0, columns / max(moments.count, 1)) ** 3)
+        # Where there are hardly more tokens than regressors, the weakest directions are chance.
+        return max(1e-8, 1e-4 * min(1.0, moments.columns["producer"].stop / int(moments.sums.count)) ** 3)
 
-    def metric(self, layer: int, spread: torch.Tensor) -> torch.Tensor:
-        """What errors of a layer cost.
-
-        Args:
-            spread: The covariance of its keys and values.
-        """
+    def metric(self, layer: int, covariance: torch.Tensor) -> torch.Tensor:
+        """Return the cost of errors of a layer's keys and values, given their covariance."""
         if self.config.metric == "plain":
-            return torch.eye(len(spread), dtype=torch.float64) / max(float(spread.trace()), 1e-300)
+            return torch.eye(len(covariance), dtype=torch.float64) / max(float(covariance.trace()), 1e-300)
         heads, key_dim, _ = self.shapes[layer]
         keys = heads * key_dim
-        made = attention_metric(self._queries[layer].logit_moment(), self._outputs[layer], spread[keys:, keys:])
+        attention = attention_metric(self._queries[layer] / self.texts, self._outputs[layer], covariance[keys:, keys:])
         if self.config.metric == "attention":
-            return made / max(float((made * spread.cpu()).sum()), 1e-300)
-        return blend(self._losses[layer].mean.cpu(), made)
+            return attention / max(float((attention * covariance.cpu()).sum()), 1e-300)
+        # Keys and values that the gradients of these texts never touch would cost nothing, so both metrics have the same trace in the sum.
+        loss = self._losses[layer].mean.cpu()
+        return loss + attention * (float(loss.trace()) / max(float(attention.trace()), 1e-300))
+
+
+def logit_moment(geometry: RotaryGeometry, query: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Return the squared error of logits that an error of a key without rotation makes in the mean, (heads, key_dim, key_dim).
+
+    Args:
+        query: Rotated, (1, heads, tokens, key_dim).
+    """
+    moments = []
+    for share in _KEY_POSITIONS:
+        position = int(share * query.shape[2])
+        # A query meets a key at `position` rotated back by that position.
+        rows = before_rotation(geometry, query[:, :, position:], position)[0]
+        moments.append(second_moment(rows) / rows.shape[1])
+    return torch.stack(moments).mean(0) * scaling**2
+
+
+def attention_metric(queries: torch.Tensor, output: torch.Tensor, covariance: torch.Tensor) -> torch.Tensor:
+    """Return the cost of errors in the output of attention, given `logit_moment`, `output_metric` and the values' covariance.
+
+    An error of a value costs W'W, and one of a key the squared error of the logit times the mean of |W (v - mean)|^2. Heads count alike:
+    weighing them by their attention weights loses facts that only a later question asks for.
+    """
+    size = output.shape[-1]
+    blocks = torch.stack([covariance[start : start + size, start : start + size] for start in range(0, len(covariance), size)])
+    group = len(queries) // len(blocks)
+    deviations = (output * blocks.to(output).repeat_interleave(group, 0)).sum((1, 2))
+    keys, values = ((part.unflatten(0, (-1, group)).sum(1)) for part in (deviations[:, None, None] * queries, output))
+    return torch.block_diag(*keys, *values).cpu()
+
+
+def loss_gradients(model: Any, rotation: Rotation, tokens: PromptTokens, seed: int) -> list[torch.Tensor]:
+    """Return the gradients of the loss of tokens drawn from the model's own predictions, (tokens, width) for each layer.
+
+    They are at one layer's [keys without rotation, values] with those of the other layers fixed, as each layer is translated alone.
+    """
+    cache = ReadingCache(model)
+    cache.leaves = []
+    with torch.inference_mode(False), torch.enable_grad():
+        logits = model(input_ids=tokens.ids.clone(), past_key_values=cache, use_cache=True).logits
+        gradients = torch.autograd.grad(loss_of_drawn(logits, [seed]), [part for pair in cache.leaves for part in pair])
+    rows = []
+    for geometry, keys, values in zip(rotation.layers, gradients[::2], gradients[1::2], strict=True):
+        pair = before_rotation(geometry, keys, tokens.positions), values
+        rows.append(torch.cat([part[0].transpose(0, 1).flatten(1) for part in pair], dim=1))
+    return rows

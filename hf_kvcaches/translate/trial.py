@@ -1,4 +1,4 @@
-"""What the consumer says behind a text's beginning, with this or that in the place of its own keys and values."""
+"""The consumer's predictions behind the beginning of a held-out text, with its own or other keys and values of that beginning."""
 
 from __future__ import annotations
 
@@ -7,86 +7,75 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 
 import torch
+from transformers import DynamicCache
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.calibrating import divergence
-from hf_kvcaches.core.growing import GrowingCache
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.translate.maps import Maps
 from hf_kvcaches.translate.pair import Pair
 from hf_kvcaches.translate.paper.feeding import state_of_input
-from hf_kvcaches.translate.states import PromptTokens, ReadingCache
+from hf_kvcaches.translate.states import PromptTokens
 
-# Of a text kept apart, so much is asked for behind the rest: a quarter, and no more than so many tokens.
-_ASKED = 32
+# Tokens at the end of a text that are predicted: a quarter of it, and no more than this.
+_PREDICTED = 32
 
-Exchanged = Mapping[int, tuple[torch.Tensor, torch.Tensor]]
+# Keys without rotation and values of some layers, (tokens, width) each.
+KeysValues = Mapping[int, tuple[torch.Tensor, torch.Tensor]]
 Score = Callable[[torch.Tensor, torch.Tensor], float]
 
 
-class _TrialCache(GrowingCache):
-    """Holds all keys and values of layers with a window, too: their masks look no further."""
-
-    own_layer_types = ReadingCache.own_layer_types
-
-
 class Trial:
-    """One text kept apart."""
+    """One held-out text."""
 
     def __init__(self, pair: Pair, ids: torch.Tensor) -> None:
         self.pair = pair
-        asked = max(2, min(_ASKED, len(ids) // 4))
-        self.begun, self.asked = ids[:-asked], ids[-asked:]
-        self.producer, self.consumer = pair.states(self.begun, range(pair.layers))
-        self.alone = self.answer({})
+        predicted = max(2, min(_PREDICTED, len(ids) // 4))
+        self.prefix, self.continuation = ids[:-predicted], ids[-predicted:]
+        self.producer, self.consumer = pair.states(self.prefix, range(pair.layers))
+        self.expected = self.logits({})
 
-    def answer(self, exchanged: Exchanged) -> torch.Tensor:
-        """Logits, (places, vocabulary).
+    def logits(self, states: KeysValues) -> torch.Tensor:
+        """Return the consumer's logits, (predicted tokens, vocabulary).
 
         Args:
-            exchanged: Keys without rotation and values of some layers, (tokens, width) each; others are the consumer's own.
+            states: The prefix's in some layers; other layers have the consumer's own.
         """
-        model, tokens = self.pair.consumer, len(self.begun)
-        cache = _TrialCache(model.config)
-        positions = torch.arange(tokens)
-        for index, layer in enumerate(cache.layers):
-            state = self.consumer[index]
-            keys, values = exchanged.get(index, (state.keys, state.values))
-            keys, values = (part.to(state.keys).unflatten(1, (state.heads, -1)).transpose(0, 1)[None] for part in (keys, values))
-            geometry = self.pair.rotation.layers[index]
-            layer.update(geometry.rotate(keys, positions.to(keys.device)) if geometry.kind == "rope" else keys, values)
-        ids = self.asked[None].to(compat.input_device(model))
-        where = torch.arange(tokens, tokens + ids.shape[1], device=ids.device)[None]
-        logits: torch.Tensor = model(input_ids=ids, position_ids=where, past_key_values=cache, use_cache=True).logits[0]
+        # Without the model's config no layer drops tokens behind its window; the attention mask has the window.
+        cache = DynamicCache()
+        for layer, own in self.consumer.items():
+            pair, geometry = states.get(layer, (own.keys, own.values)), self.pair.rotation.layers[layer]
+            keys, values = (part.to(own.keys).unflatten(1, (own.heads, -1)).transpose(0, 1)[None] for part in pair)
+            positions = torch.arange(len(self.prefix), device=keys.device)
+            cache.update(geometry.rotate(keys, positions) if geometry.kind == "rope" else keys, values, layer)
+        ids = self.continuation[None].to(compat.input_device(self.pair.consumer))
+        logits: torch.Tensor = self.pair.consumer(input_ids=ids, past_key_values=cache, use_cache=True).logits[0]
         return logits
 
     def translated(self, maps: Maps, lowest: int) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values of all layers that are sent.
-
-        Args:
-            lowest: How many layers the consumer runs.
-        """
-        side, found = self.consumer[lowest].of("input"), {}
+        """Return the translated keys and values of the prefix, where the consumer runs its lowest layers."""
+        side, states = self.consumer[lowest].of("input"), {}
         coefficients = {encoder.part: encoder.quantizer.decode(encoder.encode(self.producer)) for encoder in maps.encoders}
         for decoder in maps.decoders:
-            given = decoder.apply(side, coefficients.get(decoder.part or ""))
+            output = decoder.apply(side, coefficients.get(decoder.part or ""))
             if decoder.kind == "input":
-                state = state_of_input(self.pair.consumer, decoder.layer, given, PromptTokens.of(self.begun).to(given.device))
-                found[decoder.layer] = state.keys, state.values
+                tokens = PromptTokens.of(self.prefix).to(output.device)
+                keys, values, *_ = state_of_input(self.pair.consumer, decoder.layer, output, tokens)
             else:
-                width = decoder.shape[0] * decoder.shape[1]
-                found[decoder.layer] = given[:, :width], given[:, width:]
-        return found
+                heads, *dims = decoder.shape
+                keys, values = output.split([heads * dim for dim in dims], dim=1)
+            states[decoder.layer] = keys, values
+        return states
 
 
-def closeness(alone: torch.Tensor, found: torch.Tensor) -> float:
-    """Minus the mean divergence."""
-    return -float(divergence(alone, found).mean())
+def closeness(expected: torch.Tensor, logits: torch.Tensor) -> float:
+    """Return minus the mean KL divergence."""
+    return -float(divergence(expected, logits).mean())
 
 
-def mean_score(trials: Sequence[Trial], exchanged: Sequence[Exchanged], score: Score = closeness) -> float:
-    """The mean of a score over texts; greater is better."""
-    scores = [float(score(trial.alone, trial.answer(own))) for trial, own in zip(trials, exchanged, strict=True)]
+def mean_score(trials: Sequence[Trial], states: Sequence[KeysValues], score: Score = closeness) -> float:
+    """Return the mean of a score over texts; greater is better."""
+    scores = [float(score(trial.expected, trial.logits(own))) for trial, own in zip(trials, states, strict=True)]
     if not all(map(math.isfinite, scores)):
         raise ConfigError.of("score", "a finite number for each text", scores)
     return fmean(scores)

@@ -13,7 +13,16 @@ def report():
 
 
 def row(report, **columns: object) -> dict[str, str]:
-    values = {"hardware": "Abacus", "device": "cpu", "threads": 1, "dtype": "float32", "cache": "GrowingCache", "setting": "", "batch": 1, "context": 2048}
+    values = {
+        "hardware": "Abacus",
+        "device": "cpu",
+        "threads": 1,
+        "dtype": "float32",
+        "cache": "GrowingCache",
+        "setting": "",
+        "batch": 1,
+        "context": 2048,
+    }
     return report.as_text(values | {"prefill_s": 2.0, "decode_ms": 50.0, "prefill_ratio": 1.0, "decode_ratio": 1.25, "mib": 64} | columns)
 
 

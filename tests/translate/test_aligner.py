@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_kvcaches.translate.moments import fit_ridge
 from hf_kvcaches.translate.paper.aligner import MLPAligner, train_aligner
+from hf_kvcaches.translate.regression import fit_ridge
 
 
 def rows(count: int, inputs: int = 6, outputs: int = 5, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -37,8 +37,7 @@ def test_training_learns_what_no_linear_map_can() -> None:
     (x, y), (new_x, new_y) = rows(1200), rows(500, seed=99)
     aligner = ridge(x, y, hidden=64)
     linear = float((aligner(new_x) - new_y).detach().square().mean())
-    left = train_aligner(aligner, x, y, steps=600, lr=1e-2, batch=128)
-    assert left < 1 / 4
+    train_aligner(aligner, x, y, steps=600, lr=1e-2)
     assert float((aligner(new_x) - new_y).detach().square().mean()) < linear / 4
 
 
@@ -49,7 +48,7 @@ def test_where_training_only_harms_the_ridge_solution_is_kept(lr: float) -> None
     y, probe = x @ torch.randn(6, 5), torch.randn(7, 6)
     aligner = ridge(x, y)
     expected = aligner(probe)
-    assert train_aligner(aligner, x, y, steps=20, lr=lr) == 1
+    train_aligner(aligner, x, y, steps=20, lr=lr)
     assert torch.equal(aligner(probe), expected)
 
 
@@ -58,9 +57,8 @@ def test_what_is_kept_is_the_best_on_rows_that_were_not_trained_on() -> None:
     noise = torch.randn(40, 5, generator=torch.Generator().manual_seed(1)) * 200
     aligner = ridge(x, y + noise, hidden=128)
     before = float((aligner(x[36:]) - y[36:] - noise[36:]).detach().square().sum())
-    left = train_aligner(aligner, x, y + noise, steps=1500, lr=1e-2)
-    assert left <= 1
-    assert left == pytest.approx(float((aligner(x[36:]) - y[36:] - noise[36:]).detach().square().sum()) / before, rel=1e-3)
+    train_aligner(aligner, x, y + noise, steps=1500, lr=1e-2)
+    assert float((aligner(x[36:]) - y[36:] - noise[36:]).detach().square().sum()) <= before
 
 
 def test_rows_that_are_kept_apart_are_not_trained_on() -> None:
@@ -68,6 +66,6 @@ def test_rows_that_are_kept_apart_are_not_trained_on() -> None:
     for factor in (1.0, 1.5):
         x, y = rows(60)
         aligner = MLPAligner(torch.zeros(6, 5), hidden=8)
-        train_aligner(aligner, x, torch.cat([y[:54], factor * y[54:]]), steps=40, lr=5e-3, batch=16)
+        train_aligner(aligner, x, torch.cat([y[:54], factor * y[54:]]), steps=40, lr=5e-3)
         trained.append(aligner(x).detach())
     assert torch.equal(*trained)

@@ -78,7 +78,7 @@ def test_the_codes_of_an_input_are_those_that_its_keys_and_values_need_most(monk
         return errors
 
     by_use, plainly = left(), patching.reduced_rank
-    monkeypatch.setattr(patching, "reduced_rank", lambda moments, metric, *rest: plainly(moments, torch.eye(len(metric)), *rest))
+    monkeypatch.setattr(patching, "reduced_rank", lambda moments, metric, ridge: plainly(moments, torch.eye(len(metric)), ridge))
     by_size = left()
     assert by_use["pair"] < by_size["pair"]
     assert by_use["input"] > by_size["input"]
@@ -166,9 +166,9 @@ def trial_of(family: str, length: int = 40) -> tuple[Trial, torch.Tensor]:
 def test_a_trial_without_anything_exchanged_says_what_the_consumer_says(family):
     with torch.no_grad():
         trial, ids = trial_of(family)
-        assert (len(trial.begun), len(trial.asked)) == (30, 10)
+        assert (len(trial.prefix), len(trial.continuation)) == (30, 10)
         expected = trial.pair.consumer(ids[None], use_cache=False).logits[0, 30:]
-    torch.testing.assert_close(trial.alone, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+    torch.testing.assert_close(trial.expected, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
 class Exchanging(DynamicCache):
@@ -190,18 +190,18 @@ def test_an_exchange_reaches_the_texts_end_alone_and_goes_through_one_layers_cac
     """The last layer's, so that a whole pass may be compared: what its own tokens say otherwise is asked of nobody."""
     with torch.no_grad():
         trial, ids = trial_of(family)
-        model, last, count = trial.pair.consumer, trial.pair.layers - 1, len(trial.begun)
+        model, last, count = trial.pair.consumer, trial.pair.layers - 1, len(trial.prefix)
         state = trial.consumer[last]
         generator = torch.Generator().manual_seed(1)
         keys, values = (torch.randn(part.shape, generator=generator) for part in (state.keys, state.values))
-        found = trial.answer({last: (keys, values)})
+        found = trial.logits({last: (keys, values)})
         heads = [part.unflatten(1, (state.heads, -1)).transpose(0, 1)[None] for part in (keys, values)]
         geometry = trial.pair.rotation.layers[last]
         if geometry.kind == "rope":
             heads[0] = geometry.rotate(heads[0], torch.arange(count))
         expected = model(ids[None], past_key_values=Exchanging(last, count, *heads)).logits[0, count:]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
-    assert float((found - trial.alone).abs().max()) > 0.1
+    assert float((found - trial.expected).abs().max()) > 0.1
 
 
 @pytest.mark.parametrize("patched", [None, [2]])
@@ -212,7 +212,7 @@ def test_a_trial_translates_as_a_cache_is_filled(patched):
     translator = fitted(producer, consumer, patch_layers=patched, payload=0.3)
     with torch.no_grad():
         found = trial.translated(translator.maps, 0)
-    prompt = torch.cat([trial.begun, trial.asked[:1]])[None]
+    prompt = torch.cat([trial.prefix, trial.continuation[:1]])[None]
     for layer, pair in filled(translator, producer, consumer, prompt).items():
         if layer:
             for one, other in zip(found[layer], pair, strict=True):
@@ -249,3 +249,10 @@ def test_short_texts_are_fitted_to_and_none_is_kept_apart():
     translator = fitted(model, model, texts_of(30, 12), patch_layers="auto")
     assert translator.patched_layers == ()
     assert dict(translator.settings.measured) == {}
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_score_that_is_no_number_is_refused(bad):
+    producer, consumer = MODELS["llama"](seed=1), MODELS["llama"](seed=2)
+    with pytest.raises(ConfigError, match="score: expected a finite number"):
+        fitted(producer, consumer, patch_layers="auto", payload=0.3, score=lambda expected, logits: bad)

@@ -436,20 +436,6 @@ def test_options_that_can_not_be_are_named(name: str, wrong: Any) -> None:
         fit(*models(), TEXTS[:2], **(wrong if isinstance(wrong, dict) else {name: wrong}))
 
 
-def test_texts_kept_apart_count_where_nothing_is_patched() -> None:
-    options = {**HALF, "metric": "attention", "payload": 2.0}
-    routed = fit(*models(), **{**options, "patch_layers": "auto", "score": lambda alone, found: 0.0})
-    assert routed.patched_layers == ()
-    assert "reuse alone" in routed.settings.measured
-    of_all, of_seven = fit(*models(), **options).tensors(), fit(*models(), TEXTS[:7], **options).tensors()
-    # Steps are calibrated on the others alone.
-    sides = [name for name in of_all if name.endswith((".bias", "encoders.0.side"))]
-    assert len(sides) > 3
-    for name in sides:
-        close(routed.tensors()[name].abs(), of_all[name].abs(), 2e-2)
-    assert max(float((routed.tensors()[name].abs() - of_seven[name].abs()).abs().max()) for name in sides) > 0.1
-
-
 @pytest.mark.parametrize("texts", [[], [[5]], "a text", [5, 6], None])
 def test_texts_that_are_none_are_refused(texts: Any) -> None:
     with pytest.raises(ConfigError, match="texts"):

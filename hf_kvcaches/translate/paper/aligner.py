@@ -11,15 +11,15 @@ from torch.nn import functional
 
 from hf_kvcaches.errors import ArtifactError
 
-# Share of the rows that are kept apart, and after how many steps they are looked at.
-_APART, _LOOK_AFTER = 0.1, 100
+# The share of the rows that is held out, after how many steps the error on them is measured, and the rows of a step.
+_HELD_OUT, _EVALUATE_AFTER, _BATCH = 0.1, 100, 512
 
 
 class MLPAligner(nn.Module):
     """A linear map and a hidden layer beside it: `x @ weight + bias + scale * outer(gelu(inner((x - centre) / spread)))`.
 
     "Semantic Cache Distillation", equation 11. **Departs from the paper**, whose aligner is an MLP alone: the linear path is a ridge
-    solution that is already there, and `outer` starts at 0, so that an untrained aligner is exactly the ridge regression.
+    solution, and `outer` starts at 0, so that an untrained aligner is exactly the ridge regression.
 
     Args:
         weight: (inputs, outputs), such as `fit_ridge` gives; stored in float32.
@@ -38,7 +38,7 @@ class MLPAligner(nn.Module):
         linear = weight.detach().to(torch.float32, copy=True)
         self.register_buffer("weight", linear)
         self.register_buffer("bias", torch.zeros_like(linear[0]) if bias is None else bias.detach().to(linear, copy=True))
-        # What makes inputs and outputs of the hidden path about as large as 1; the training sets them.
+        # The units in which inputs and outputs of the hidden path are about as large as 1; the training sets them.
         self.register_buffer("centre", torch.zeros_like(linear[:, 0]))
         self.register_buffer("spread", torch.ones_like(linear[:, 0]))
         self.register_buffer("scale", torch.ones_like(linear[0, 0]))
@@ -51,22 +51,22 @@ class MLPAligner(nn.Module):
 
     @classmethod
     def from_state(cls, state: Mapping[str, Tensor]) -> MLPAligner:
-        """An aligner as `state_dict` gave it."""
+        """Restore an aligner from its `state_dict`."""
         hidden, inputs = state["inner.weight"].shape
-        # Before room is made for both together.
+        # Checked before both together allocate memory.
         if inputs != len(state["weight"]):
             raise ArtifactError(f"An aligner is stored with {len(state['weight'])} inputs and hidden ones of {inputs}. Train it anew.")
-        made = cls(state["weight"], state["bias"], hidden=hidden)
-        made.load_state_dict(dict(state))
-        return made
+        aligner = cls(state["weight"], state["bias"], hidden=hidden)
+        aligner.load_state_dict(dict(state))
+        return aligner
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., inputs) to (..., outputs)."""
+        """Map (..., inputs) to (..., outputs)."""
         hidden = functional.gelu(self.inner((x - self.centre) / self.spread))
         return x @ self.weight + self.bias + self.scale * self.outer(hidden)
 
     def set_units(self, x: Tensor, y: Tensor) -> None:
-        """Makes inputs and outputs of the hidden layer about as large as 1."""
+        """Scale inputs and outputs of the hidden layer to about 1."""
         spread, centre = torch.std_mean(x.double(), dim=0, correction=0)
         # An input that hardly varies, such as a column of ones, would have a unit of rounding errors.
         spread = torch.maximum(spread, 1e-3 * centre.abs())
@@ -76,40 +76,35 @@ class MLPAligner(nn.Module):
 
 
 @torch.enable_grad()
-def train_aligner(aligner: MLPAligner, x: Tensor, y: Tensor, *, steps: int, lr: float = 1e-3, batch: int = 512, seed: int = 0) -> float:
-    """Trains the hidden layer in place to the least squared error, and keeps what was best on the last tenth of the rows.
+def train_aligner(aligner: MLPAligner, x: Tensor, y: Tensor, *, steps: int, lr: float = 1e-3) -> None:
+    """Train the hidden layer in place by AdamW with a cosine schedule, and keep the weights with the least error on held-out rows.
 
-    AdamW with a cosine schedule. Neighbouring tokens resemble each other, so the rows kept apart are one stretch.
+    The held-out rows are the last tenth, in one stretch, as neighbouring tokens resemble each other. On them the result is never worse than
+    the ridge regression.
 
     Args:
-        aligner: Untrained: the ridge regression, which the result is never worse than on the rows kept apart.
+        aligner: Untrained.
         x: (rows, inputs).
         y: (rows, outputs).
-        batch: Rows of one step.
-
-    Returns:
-        The squared error that is left of the ridge regression's on the rows kept apart, at most 1.
     """
-    split = min(len(x) - 1, round((1 - _APART) * len(x)))
+    split = min(len(x) - 1, round((1 - _HELD_OUT) * len(x)))
     aligner.set_units(x[:split], y[:split])
     optimizer = torch.optim.AdamW(aligner.parameters(), lr=lr)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
 
     def error() -> float:
         with torch.no_grad():
             return float((aligner(x[split:]) - y[split:]).double().square().sum())
 
-    start = least = error()
-    best = copy.deepcopy(aligner.state_dict())
+    least, best = error(), copy.deepcopy(aligner.state_dict())
     for step in range(1, steps + 1):
-        rows = torch.randint(split, (min(batch, split),), generator=generator).to(x.device)
+        rows = torch.randint(split, (min(_BATCH, split),), generator=generator).to(x.device)
         loss = ((aligner(x[rows]) - y[rows]) / aligner.scale).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         schedule.step()
-        if (step % _LOOK_AFTER == 0 or step == steps) and (now := error()) < least:
+        if (step % _EVALUATE_AFTER == 0 or step == steps) and (now := error()) < least:
             least, best = now, copy.deepcopy(aligner.state_dict())
     aligner.load_state_dict(best)
-    return least / start if start else 1.0

@@ -5,90 +5,59 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
 
 import torch
 
 from hf_kvcaches.errors import ConfigError, UnsupportedError
-from hf_kvcaches.kernels.rebuild import Decoder
-from hf_kvcaches.translate.maps import LayerDecoder, Maps, PartEncoder
-from hf_kvcaches.translate.moments import BlockMoments, fit_ridge
-from hf_kvcaches.translate.quantizing import fixed_quantizer
+from hf_kvcaches.translate.maps import Maps
 from hf_kvcaches.translate.reading import TextSums
-from hf_kvcaches.translate.solving import part_name
+from hf_kvcaches.translate.regression import BlockMoments, ReducedRank, fit_ridge
+from hf_kvcaches.translate.solving import quantized_maps
 
 
-class JointSVD(NamedTuple):
-    """The paper's translator of keys, or of values.
-
-    Args:
-        encode: (producer, rank), float32.
-        decode: (rank, consumer), float32.
-    """
-
-    encode: torch.Tensor
-    decode: torch.Tensor
+def paper_maps(sums: TextSums, budget: float) -> Maps:
+    """Fit the maps of all layers that are sent; each has the same share of a budget of bytes of a token."""
+    # What is within the ranks has bits at any price.
+    return quantized_maps(sums, [_fit(sums, layer, budget / len(sums.sent)) for layer in sums.sent], math.inf)
 
 
-def paper_maps(reading: TextSums, lowest: int, budget: float) -> Maps:
-    """The maps of all layers that are sent.
-
-    Args:
-        lowest: How many layers the consumer runs.
-        budget: Bytes of a token, shared out equally.
-    """
-    config, sources, sent = reading.config, reading.pair.sources, reading.sent(lowest)
-    [width] = config.all_widths
-    encoders, decoders = [], []
-    for layer in sent:
-        source, (heads, *dims) = sources[layer], reading.shapes[layer]
-        widths = [heads * dim for dim in dims]
-        if config.heads == "each" and reading.heads[source] != heads:
-            raise UnsupportedError(
-                f"heads='each': the producer has {reading.heads[source]} heads of keys, the consumer {heads}. Use 'joint'."
-            )
-        # Gains take a byte.
-        rank = max(1, int(4 * (budget / len(sent) - 1) / width))
-        ranks = config.ranks or tuple(min(rank, own) for own in widths)
-        if any(own > most for own, most in zip(ranks, widths, strict=True)):
-            raise ConfigError.of("ranks", f"at most {widths[0]} codes of keys and {widths[1]} of values", ranks)
-        moments = reading.moments[lowest, (layer,)]
-        keys = moments.places["producer"].stop - moments.places["producer"].start, moments.places["consumer"]
-        half = keys[0] * dims[0] // sum(dims)
-        columns = ((slice(0, half), slice(0, widths[0])), (slice(half, keys[0]), slice(widths[0], sum(widths))))
-        parts = [
-            joint_svd(moments, own, rank, reading.ridge(moments), heads if config.heads == "each" else 1)
-            for own, rank in zip(columns, ranks, strict=True)
-        ]
-        encode, decode = (torch.block_diag(*(part[number] for part in parts)) for number in (0, 1))
-        quantizer = fixed_quantizer(reading.samples["states", source] @ encode.to(reading.samples["states", source]), width)
-        encoders.append(
-            PartEncoder(part_name((layer,)), "states", (source,), source, encode, None, encode.new_zeros(sum(ranks)), quantizer)
-        )
-        decoders.append(LayerDecoder(layer, part_name((layer,)), "states", reading.shapes[layer], Decoder(codes=decode)))
-    return Maps(sorted(encoders, key=lambda encoder: max(encoder.needs)), decoders)
+def _fit(sums: TextSums, layer: int, budget: float) -> ReducedRank:
+    config, moments = sums.config, sums.moments[layer,]
+    producer_heads, *producer_dims = sums.producer_shapes[sums.pair.sources[layer]]
+    heads, *dims = sums.shapes[layer]
+    if config.heads == "each" and producer_heads != heads:
+        raise UnsupportedError(f"heads='each': the producer has {producer_heads} heads of keys, the consumer {heads}. Use 'joint'.")
+    # The gain takes at most a byte.
+    rank = max(1, int(4 * (budget - 1) / config.all_widths[0]))
+    ranks = config.ranks or [min(rank, heads * dim) for dim in dims]
+    if any(rank > heads * dim for rank, dim in zip(ranks, dims, strict=True)):
+        raise ConfigError.of("ranks", f"at most {heads * dims[0]} codes of keys and {heads * dims[1]} of values", ranks)
+    groups, producer_stop, stop, factors = heads if config.heads == "each" else 1, 0, 0, []
+    for rank, producer_dim, dim in zip(ranks, producer_dims, dims, strict=True):
+        for group in range(groups):
+            producer = slice(producer_stop, producer_stop := producer_stop + producer_heads * producer_dim // groups)
+            consumer = slice(stop, stop := stop + heads * dim // groups)
+            share = rank // groups + (group < rank % groups)
+            factors.append(joint_svd(moments, producer, consumer, share, sums.ridge(moments)))
+    encode, decode = (torch.block_diag(*parts) for parts in zip(*factors, strict=True))
+    nothing = torch.zeros_like(encode[:1])
+    return ReducedRank(torch.full_like(encode[0], math.inf), encode, None, nothing[0], decode, nothing, torch.zeros_like(decode[:1]))
 
 
-def joint_svd(moments: BlockMoments, columns: tuple[slice, slice], rank: int, ridge: float, heads: int = 1) -> JointSVD:
-    """Latents that both models share, by a truncated SVD of their states side by side, and a ridge encoder (equations 6 and 7).
+def joint_svd(moments: BlockMoments, producer: slice, consumer: slice, rank: int, ridge: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Factorise both models' states side by side by a truncated SVD, with a ridge encoder (equations 6 and 7).
 
     Args:
+        producer: Columns of the producer's states.
+        consumer: Columns of the consumer's.
         ridge: As a share of the mean square of the producer's states.
-        heads: How many groups of columns are factorised for themselves; 1 for all jointly.
+
+    Returns:
+        The weights to the codes, (producer, rank), and from them, (rank, consumer).
     """
-    widths = [(columns[side].stop - columns[side].start) // heads for side in (0, 1)]
-    encoders, decoders = [], []
-    for head in range(heads):
-        own, share = rank // heads + (head < rank % heads), []
-        for side, width in enumerate(widths):
-            start = columns[side].start + head * width
-            share.append(slice(start, start + width))
-        aa, ab, bb = (
-            moments.of(first, second)[share[0 if first == "producer" else 1], share[0 if second == "producer" else 1]]
-            for first, second in (("producer", "producer"), ("producer", "consumer"), ("consumer", "consumer"))
-        )
-        both = torch.cat([torch.cat([aa, ab], dim=1), torch.cat([ab.T, bb], dim=1)])
-        latents = torch.linalg.eigh(both)[1].flip(1)[:, :own]
-        encoders.append(fit_ridge(aa, torch.cat([aa, ab], dim=1) @ latents, ridge))
-        decoders.append(latents[widths[0] :].T)
-    return JointSVD(torch.block_diag(*encoders).float(), torch.block_diag(*decoders).float())
+    xx, xy = moments.of("producer", "producer")[producer, producer], moments.of("producer", "consumer")[producer, consumer]
+    yy = moments.of("consumer", "consumer")[consumer, consumer]
+    both = torch.cat([torch.cat([xx, xy], dim=1), torch.cat([xy.T, yy], dim=1)])
+    latents = torch.linalg.eigh(both)[1].flip(1)[:, :rank]
+    return fit_ridge(xx, both[: len(xx)] @ latents, ridge), latents[len(xx) :].T

@@ -1,25 +1,27 @@
-"""Which layers are patched and which are reused, by what it does to a metric."""
+"""The choice of the layers to patch, by a score."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_kvcaches.errors import ArtifactError, ConfigError, is_number
+from hf_kvcaches.errors import ArtifactError, is_number
 
-# The metric, greater is better, with exactly these layers patched and all others reused.
+# The score with exactly these layers patched and all others reused; greater is better.
 Score = Callable[[frozenset[int]], float]
 
 
 @dataclass(frozen=True)
 class Step:
-    """One layer more of the greedy search.
+    """One step of the greedy search.
 
     Args:
-        gain: What it added to the score of those before it.
-        total: What they all have over no patched layer at all.
+        layer: The layer that is added.
+        gain: The gain in score over the step before.
+        total: The gain in score over no patched layer.
     """
 
     layer: int
@@ -29,12 +31,12 @@ class Step:
 
 @dataclass(frozen=True)
 class Route:
-    """The patched layers, and the tables that they were chosen by. Tables are empty where the caller chose.
+    """The patched layers, and the scores that they were chosen by, which are empty where the caller chose.
 
     Args:
-        sensitivity: For each layer, what patching it alone gains.
-        steps: The greedy order, beyond the patched layers where more was tried.
-        efficiencies: For the first 1, 2, ... of the steps, what they gain together for each layer.
+        sensitivity: The gain in score of patching each layer alone.
+        steps: The greedy search, of which the first steps' layers are patched.
+        efficiencies: The total gain of the first 1, 2, ... steps, divided by their number.
     """
 
     patched: tuple[int, ...]
@@ -43,7 +45,7 @@ class Route:
     efficiencies: tuple[float, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """A plain dict that JSON can hold."""
+        """Return a dict of JSON values."""
         return {
             "patched": list(self.patched),
             "sensitivity": {str(layer): gain for layer, gain in self.sensitivity.items()},
@@ -53,7 +55,7 @@ class Route:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Route:
-        """Reads what `to_json` made; damage is an `ArtifactError`."""
+        """Read the dict of `to_json`; damage is an `ArtifactError`."""
         try:
             route = cls(
                 tuple(data["patched"]),
@@ -73,49 +75,32 @@ class Route:
 
 
 def select(score: Score, layers: Sequence[int], *, pool: int, most: int) -> Route:
-    """Chooses the layers to patch, as the appendix A of "Semantic Cache Distillation".
+    """Choose the layers to patch, as appendix A of "Semantic Cache Distillation".
 
-    The layers that gain most alone (equation 21) form a pool; from it a greedy search takes the layer that adds most to those before it
-    (equation 22), as long as one adds anything; and of the sets on its way the one that gains most for each layer is patched. Of equals,
-    the lowest layer and the smallest set. Where none gains, nothing is patched. Each set is scored once.
+    The layers that gain most alone (equation 21) form a pool; a greedy search takes from it the layer with the largest gain over those
+    before (equation 22), as long as there is a gain; and of its steps the one with the largest gain for each layer decides what is patched.
+    Of equals, the lowest layer and the smallest set. Each set is scored once.
 
     Args:
-        score: It should not be noisy: with a sampled metric the best of many candidates looks better than it is, so measure the choice
-            again on other prompts.
+        score: Without noise: of many candidates the best looks better than it is, so measure the choice again on other prompts.
         layers: Those that may be patched.
-        pool: How many enter the greedy search.
+        pool: How many layers enter the greedy search.
         most: The largest number of patched layers.
     """
-    known: dict[frozenset[int], float] = {}
-
-    def value(chosen: frozenset[int]) -> float:
-        if chosen not in known:
-            known[chosen] = _as_number(score(chosen), chosen)
-        return known[chosen]
-
-    nothing = value(frozenset())
-    sensitivity = {layer: value(frozenset({layer})) - nothing for layer in layers}
-    left = sorted(sorted(layers, key=lambda layer: (-sensitivity[layer], layer))[:pool])
-    taken: frozenset[int] = frozenset()
+    score = functools.cache(score)
+    nothing = score(frozenset())
+    sensitivity = {layer: score(frozenset({layer})) - nothing for layer in layers}
+    candidates = sorted(sorted(layers, key=lambda layer: (-sensitivity[layer], layer))[:pool])
+    chosen: frozenset[int] = frozenset()
     steps: list[Step] = []
-    while left and len(steps) < most:
-        best = max(left, key=lambda layer: value(taken | {layer}))  # The first of equals, and `left` is in order.
-        gain = value(taken | {best}) - value(taken)
+    while candidates and len(steps) < most:
+        best = max(candidates, key=lambda layer: score(chosen | {layer}))  # The first of equals.
+        gain = score(chosen | {best}) - score(chosen)
         if gain <= 0:
             break
-        taken |= {best}
-        left.remove(best)
-        steps.append(Step(best, gain, value(taken) - nothing))
+        chosen |= {best}
+        candidates.remove(best)
+        steps.append(Step(best, gain, score(chosen) - nothing))
     efficiencies = tuple(step.total / count for count, step in enumerate(steps, start=1))
     patched = efficiencies.index(max(efficiencies)) + 1 if steps else 0
     return Route(tuple(sorted(step.layer for step in steps[:patched])), sensitivity, tuple(steps), efficiencies)
-
-
-def _as_number(value: Any, layers: frozenset[int]) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError, RuntimeError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise ConfigError.of("score", f"a finite number for the patched layers {sorted(layers)}", value)
-    return number

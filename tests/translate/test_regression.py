@@ -1,4 +1,4 @@
-"""Closed forms against least squares on all rows, searches for something better, and brute force."""
+"""Sums over prompts against the products of all rows, and closed forms against least squares and searches for something better."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_kvcaches.translate.moments import BlockMoments
-from hf_kvcaches.translate.paper.joint_svd import joint_svd
-from hf_kvcaches.translate.reuse import ReducedRank, reduced_rank
+from hf_kvcaches.translate.regression import BlockMoments, ReducedRank, fit_ridge, reduced_rank
 
 TINY = 1e-9
 SEEDS = st.integers(0, 10**6)
@@ -30,12 +28,10 @@ class Rows(NamedTuple):
     def known(self) -> Tensor:
         return torch.cat([torch.ones(len(self.side), 1, dtype=torch.float64), self.side], dim=1)
 
-    def moments(self) -> BlockMoments:
-        blocks = {"one": self.known[:, :1], "side": self.side, "producer": self.producer, "consumer": self.consumer}
-        blocks |= {} if self.own is None else {"own": self.own}
-        made = BlockMoments({name: block.shape[1] for name, block in blocks.items()})
-        made.add(**blocks)
-        return made
+    def moments(self, *left_out: str) -> BlockMoments:
+        moments = BlockMoments()
+        moments.add(**{name: block for name, block in self._asdict().items() if block is not None and name not in left_out})
+        return moments
 
 
 def rows_of(seed: int, tokens: int = 120, side: int = 4, producer: int = 6, consumer: int = 5, noise: float = 0.5) -> Rows:
@@ -194,7 +190,7 @@ def test_an_error_of_a_coefficient_costs_its_square(seed):
 def test_columns_of_a_decoder_are_those_of_the_whole():
     rows = rows_of(0)
     fit = reduced_rank(rows.moments(), metric_of(0, 5), 1e-4)
-    for kept in (None, torch.tensor([0, 2, 3])):
+    for kept in (torch.tensor([], dtype=torch.int64), torch.tensor([0, 2, 3])):
         whole, part = fit.decoder(kept), fit.decoder(kept, slice(1, 4))
         for one, other in zip(whole, part, strict=True):
             assert (one is None and other is None) or torch.equal(one[..., 1:4], other)
@@ -202,7 +198,7 @@ def test_columns_of_a_decoder_are_those_of_the_whole():
 
 def test_what_is_known_may_be_nothing_but_a_constant():
     rows = rows_of(0)
-    fit = reduced_rank(rows.moments(), metric_of(0, 5), TINY, known=False)
+    fit = reduced_rank(rows.moments("side"), metric_of(0, 5), TINY)
     assert fit.decoder(torch.arange(5)).side is None
     close(said(fit, rows, 5), least_squares(torch.cat([rows.known[:, :1], rows.producer], dim=1), rows.consumer))
 
@@ -214,32 +210,97 @@ def test_a_direction_that_costs_nothing_is_still_rebuilt_at_full_rank():
     close(said(fit, rows, 5), least_squares(torch.cat([rows.known, rows.producer], dim=1), rows.consumer))
 
 
-def svd_by_hand(x: Tensor, y: Tensor, rank: int) -> Tensor:
-    """What the paper's translator rebuilds of the consumer's states at full length: an SVD of both side by side, and least squares."""
-    _, _, directions = torch.linalg.svd(torch.cat([x, y], dim=1), full_matrices=False)
-    latents = torch.cat([x, y], dim=1) @ directions[:rank].T
-    return least_squares(x, latents) @ directions[:rank, x.shape[1] :]
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.lists(st.integers(1, 5), min_size=1, max_size=4), st.integers(0, 99))
+def test_moments_are_the_mean_products_of_all_rows_at_once(lengths, widths, seed):
+    generator = torch.Generator().manual_seed(seed)
+    names = [f"block {number}" for number in range(len(widths))]
+    moments = BlockMoments()
+    prompts = [[torch.randn(length, width, generator=generator) for width in widths] for length in lengths]
+    for prompt in prompts:
+        moments.add(**dict(zip(names, prompt, strict=True)))
+    rows = {name: torch.cat(parts).double() for name, parts in zip(names, zip(*prompts, strict=True), strict=True)}
+    for first, one in rows.items():
+        torch.testing.assert_close(moments.of("one", first)[0], one.mean(0))
+        for second, other in rows.items():
+            torch.testing.assert_close(moments.of(first, second), one.T @ other / sum(lengths), rtol=1e-5, atol=1e-6)
+    assert int(moments.sums.count) == sum(lengths)
 
 
-@given(seed=SEEDS, heads=st.sampled_from([1, 2, 3]), size=st.integers(1, 3), rank=st.integers(1, 9), begin=st.integers(0, 2))
-def test_the_papers_factorisation_is_an_svd_of_both_models_states_side_by_side(seed, heads, size, rank, begin):
-    width = heads * size
-    rows = rows_of(seed, producer=width + begin, consumer=2 * width)
-    columns = slice(begin, begin + width), slice(width, 2 * width)
-    rank = min(rank, width)
-    made = joint_svd(rows.moments(), columns, rank, 1e-12, heads)
-    x, y = rows.producer[:, columns[0]], rows.consumer[:, columns[1]]
-    assert (made.encode.shape, made.decode.shape) == ((width, rank), (rank, width))
-    expected = []
-    for head in range(heads):
-        own = slice(head * size, (head + 1) * size)
-        share = rank // heads + (1 if head < rank % heads else 0)
-        expected.append(svd_by_hand(x[:, own], y[:, own], share))
-    close(x @ made.encode.double() @ made.decode.double(), torch.cat(expected, dim=1), 1e-3)
+def test_many_prompts_add_up_without_losing_digits():
+    """One large number, then many small ones that float32 would drop."""
+    moments = BlockMoments()
+    moments.add(x=torch.tensor([[1e4]]))
+    for _ in range(2000):
+        moments.add(x=torch.ones(1, 1))
+    assert float(moments.of("x", "x")) * 2001 == 1e8 + 2000
 
 
-def test_models_of_other_widths_have_a_factorisation_too():
-    rows = rows_of(3, producer=6, consumer=4)
-    made = joint_svd(rows.moments(), (slice(0, 6), slice(0, 4)), 3, 1e-12, heads=2)
-    pieces = [svd_by_hand(rows.producer[:, 3 * h : 3 * h + 3], rows.consumer[:, 2 * h : 2 * h + 2], 2 - h) for h in (0, 1)]
-    close(rows.producer @ made.encode.double() @ made.decode.double(), torch.cat(pieces, dim=1), 1e-3)
+def test_states_far_from_zero_keep_their_covariance():
+    generator = torch.Generator().manual_seed(0)
+    moments, rows = BlockMoments(), []
+    for _ in range(20):
+        rows.append(torch.randn(50, 3, generator=generator) * torch.tensor([1.0, 0.1, 10.0]) + torch.tensor([1e4, -300.0, 5e3]))
+        moments.add(x=rows[-1])
+    expected = torch.cat(rows).double().T.cov(correction=0)
+    scale = torch.outer(expected.diagonal().sqrt(), expected.diagonal().sqrt())
+    torch.testing.assert_close(moments.covariance("x", "x") / scale, expected / scale, rtol=0, atol=1e-5)
+
+
+def test_blocks_in_half_precision_are_multiplied_in_more():
+    moments = BlockMoments()
+    moments.add(x=torch.full((3000, 1), 1.0, dtype=torch.bfloat16))
+    assert float(moments.sums.total[1, 1]) == 3000.0
+
+
+def test_weights_count_tokens_more_or_less():
+    generator = torch.Generator().manual_seed(0)
+    rows, weights = torch.randn(50, 3, generator=generator), torch.rand(50, generator=generator)
+    moments = BlockMoments()
+    moments.add(weights, x=rows)
+    torch.testing.assert_close(moments.of("x", "x"), (rows.double().T * weights) @ rows.double() / 50)
+
+
+def test_what_follows_from_a_block_is_taken_out_of_another():
+    generator = torch.Generator().manual_seed(0)
+    blocks = {name: torch.randn(50, width, generator=generator).double() for name, width in (("a", 2), ("x", 3), ("y", 4))}
+    moments, expected = BlockMoments(), BlockMoments()
+    moments.add(**blocks)
+    before = moments.sums.total.clone()
+    residual, slopes = moments.without("x", "a", 1e-3)
+    torch.testing.assert_close(slopes, fit_ridge(moments.covariance("a", "a"), moments.covariance("a", "x"), 1e-3))
+    expected.add(**blocks | {"x": blocks["x"] - blocks["a"] @ slopes})
+    torch.testing.assert_close(residual.sums.total, expected.sums.total)
+    assert torch.equal(moments.sums.total, before)
+    same, none = moments.without("x", "absent", 1e-3)
+    assert same is moments
+    assert none.shape == (0, 3)
+
+
+@given(inputs=st.integers(1, 8), outputs=st.integers(1, 5), count=st.integers(1, 20), ridge=st.sampled_from([1e-6, 1e-3, 1.0]), seed=SEEDS)
+def test_the_ridge_regression_is_least_squares_with_a_row_for_each_penalty(inputs, outputs, count, ridge, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x, y = (torch.randn(count, size, generator=generator, dtype=torch.float64) for size in (inputs, outputs))
+    penalty = (ridge * x.square().sum() / inputs).sqrt() * torch.eye(inputs, dtype=torch.float64)
+    expected = least_squares(torch.cat([x, penalty]), torch.cat([y, torch.zeros(inputs, outputs, dtype=torch.float64)]))
+    rows = torch.cat([x, penalty])
+    torch.testing.assert_close(rows @ fit_ridge(x.T @ x, x.T @ y, ridge), expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max() + 1))
+
+
+@pytest.mark.parametrize("ridge", [1e-9, 1e-6])
+def test_collinear_inputs_give_small_weights_and_the_same_fit(ridge):
+    torch.manual_seed(0)
+    base, y = torch.randn(200, 3).double(), torch.randn(200, 4).double()
+    x = torch.cat([base, base @ torch.randn(3, 4).double(), torch.zeros(200, 1).double()], 1)
+    weight = fit_ridge(x.T @ x, x.T @ y, ridge)
+    assert weight.abs().max() < 1
+    assert weight.dtype == torch.float64
+    torch.testing.assert_close(x @ weight, least_squares(base, y), rtol=1e-3, atol=1e-4)
+
+
+def test_moments_of_nothing_give_a_map_to_nothing_and_scale_does_not_matter():
+    assert fit_ridge(torch.zeros(3, 3), torch.zeros(3, 2), 0.1).abs().max() == 0
+    x, y = torch.randn(50, 6), torch.randn(50, 5)
+    for factor in (1e-6, 1e6):
+        torch.testing.assert_close(
+            fit_ridge(x.T @ x * factor, x.T @ y * factor, 1e-3), fit_ridge(x.T @ x, x.T @ y, 1e-3), rtol=1e-4, atol=1e-6
+        )
