@@ -76,13 +76,11 @@ def read(path: Path) -> list[dict[str, str]]:
 def merged(old: Sequence[dict[str, str]], new: Sequence[dict[str, str]]) -> list[dict[str, str]]:
     """All rows, the new ones in place of old ones of the same key, ordered by cell with DynamicCache first."""
     rows = {tuple(row[name] for name in KEY): row for row in [*old, *new]}
-    order = lambda row: (
-        row["hardware"],
-        row["dtype"] != "float32",
-        int(row["batch"]) * int(row["context"]),
-        int(row["batch"]),
-        row["cache"] != FULL,
-    )  # noqa: E731
+
+    def order(row: dict[str, str]) -> tuple[Any, ...]:
+        batch, context = int(row["batch"]), int(row["context"])
+        return row["hardware"], row["dtype"] != "float32", batch * context, batch, row["cache"] != FULL
+
     return sorted(rows.values(), key=order)
 
 

@@ -213,11 +213,17 @@ def loss_gradients(model: Any, rotation: Rotation, tokens: PromptTokens, seed: i
 
     They are at one layer's [keys without rotation, values] with those of the other layers fixed, as each layer is translated alone.
     """
-    cache = ReadingCache(model)
-    cache.leaves = []
+    cache, leaves = ReadingCache(model), list[tuple[torch.Tensor, torch.Tensor]]()
+
+    def on_layer(layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        # Detached, so that a layer's gradients don't pass through the layers below.
+        leaves.append((keys.detach().requires_grad_(), values.detach().requires_grad_()))
+        return leaves[-1]
+
+    cache.on_layer = on_layer
     with torch.inference_mode(False), torch.enable_grad():
         logits = model(input_ids=tokens.ids.clone(), past_key_values=cache, use_cache=True).logits
-        gradients = torch.autograd.grad(loss_of_drawn(logits, [seed]), [part for pair in cache.leaves for part in pair])
+        gradients = torch.autograd.grad(loss_of_drawn(logits, [seed]), [part for pair in leaves for part in pair])
     rows = []
     for geometry, keys, values in zip(rotation.layers, gradients[::2], gradients[1::2], strict=True):
         pair = before_rotation(geometry, keys, tokens.positions), values

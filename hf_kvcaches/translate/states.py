@@ -122,16 +122,14 @@ class ReadingCache(KVCache):
         queries: Called with what each layer attends with; None where only keys and values are read.
 
     Attributes:
-        on_layer: Called with a layer's index, keys and values.
-        leaves: A list that takes each layer's keys and values as leaves of the autograd graph; None without gradients.
+        on_layer: Called with a layer's index, keys and values; returns what the model attends to in their place, or None.
     """
 
     own_layer_types = ("full_attention", "sliding_attention", "chunked_attention")
 
     def __init__(self, model: PreTrainedModel, queries: Callable[[Attended], None] | None = None) -> None:
         self.on_queries = queries
-        self.on_layer: Callable[[int, torch.Tensor, torch.Tensor], None] = lambda layer, keys, values: None
-        self.leaves: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+        self.on_layer: Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor] | None] = lambda *_: None
         super().__init__(model if queries is not None else compat.decoder_config(model.config))
         require_plain_layers(self.config)
         if queries is not None:
@@ -144,15 +142,10 @@ class ReadingCache(KVCache):
 class _ReadingLayer(PassingLayer):
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         self.seen += key_states.shape[-2]
-        if self.cache.leaves is not None:
-            # Detached, so that a layer's gradients don't pass through the layers below.
-            leaves = key_states.detach().requires_grad_(), value_states.detach().requires_grad_()
-            self.cache.leaves.append(leaves)
-            return leaves
-        self.cache.on_layer(self.layer_idx, key_states, value_states)
+        keys, values = self.cache.on_layer(self.layer_idx, key_states, value_states) or (key_states, value_states)
         if self.cache.on_queries is None:
-            return key_states, value_states
-        view = WatchedView(self.cache.on_queries, self.layer_idx, key_states, value_states)
+            return keys, values
+        view = WatchedView(self.cache.on_queries, self.layer_idx, keys, values)
         return view, view
 
 
