@@ -226,7 +226,7 @@ def test_codes_go_between_processes_of_torch_distributed(tmp_path):
                 take_message()
             dist.barrier()
             broken = receive_distributed(src=1)
-            with pytest.raises(ArtifactError, match="Receiving semantic codes from rank 1 broke off"):
+            with pytest.raises(ArtifactError, match="Receiving a message from rank 1 broke off"):
                 list(broken)
         finally:
             dist.destroy_process_group()

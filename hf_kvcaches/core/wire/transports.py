@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -18,66 +19,87 @@ from hf_kvcaches.errors import ArtifactError, ConfigError
 _LARGEST = 16 << 20
 
 
-def send(sock: socket.socket, pieces: Iterable[bytes], what: str) -> int:
-    """Sends a message over a connected socket and returns its bytes.
+@runtime_checkable
+class Message(Protocol):
+    """Something that is sent in pieces."""
 
-    The pieces go off at once, each on its own: the socket's TCP_NODELAY is set.
+    def chunks(self) -> Iterator[bytes]:
+        """The bytes to send."""
+        ...
+
+
+def send(sock: socket.socket, message: Message | Iterable[bytes]) -> int:
+    """Send a message over a connected socket and return its bytes; other messages may follow.
+
+    The pieces are sent at once, each on its own: the socket's TCP_NODELAY is set.
 
     Args:
-        what: What is sent, for errors.
+        sock: A connected, blocking stream socket.
+        message: Such as `SemanticCodes`, or the bytes in pieces.
     """
     _check_blocking(sock)
     with contextlib.suppress(OSError):
         # Only TCP has it.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sent = 0
-    for piece in pieces:
+    for piece in _pieces_of(message):
         try:
             sock.sendall(piece)
         except OSError as error:
-            raise ArtifactError(f"Sending {what} broke off after {sent} bytes or more: {_reason(sock, error)}.") from error
+            raise ArtifactError(f"Sending a message broke off after {sent} bytes or more: {_reason(sock, error)}.") from error
         sent += len(piece)
     return sent
 
 
-def reader(sock: socket.socket, what: str) -> Callable[[int], bytes]:
-    """What reads from a connected, blocking stream socket for a `MessageReader`; its timeout counts for each wait."""
+def reader(sock: socket.socket) -> Callable[[int], bytes]:
+    """Return what reads from a connected, blocking stream socket for a `MessageReader`; its timeout counts for each wait."""
     _check_blocking(sock)
 
     def read(count: int) -> bytes:
         try:
             return sock.recv(count)
         except OSError as error:
-            raise ArtifactError(f"Receiving {what} broke off: {_reason(sock, error)}. Connect and have them sent again.") from error
+            raise ArtifactError(f"Receiving a message broke off: {_reason(sock, error)}. Connect and have it sent again.") from error
 
     return read
 
 
 def send_distributed(
-    pieces: Iterable[bytes], dst: int, group: dist.ProcessGroup | None, device: torch.device | str | None, what: str
+    message: Message | Iterable[bytes], dst: int, group: dist.ProcessGroup | None = None, device: torch.device | str | None = None
 ) -> int:
-    """Sends a message to a process of the group and returns its bytes: pieces of uint8 with their length before them, and 0 at the end."""
+    """Send a message to a process of the group and return its bytes: pieces of uint8 with their length before them, and 0 at the end.
+
+    Args:
+        message: Such as `SemanticCodes`, or the bytes in pieces.
+        dst: The rank of the process that receives.
+        group: None: the default group.
+        device: Where the messages lie. None: on the current GPU for nccl, else on the CPU.
+    """
     place, sent = _device(group, device), 0
-    for piece in pieces:
+    for piece in _pieces_of(message):
         for start in range(0, len(piece), _LARGEST):
             content = bytearray(memoryview(piece)[start : start + _LARGEST])
-            _send_tensor(torch.tensor([len(content)], device=place), dst, group, what)
-            _send_tensor(torch.frombuffer(content, dtype=torch.uint8).to(place), dst, group, what)
+            _send_tensor(torch.tensor([len(content)], device=place), dst, group)
+            _send_tensor(torch.frombuffer(content, dtype=torch.uint8).to(place), dst, group)
             sent += len(content)
-    _send_tensor(torch.tensor([0], device=place), dst, group, what)
+    _send_tensor(torch.tensor([0], device=place), dst, group)
     return sent
 
 
-def received(src: int, group: dist.ProcessGroup | None, device: torch.device | str | None, what: str) -> Iterator[memoryview]:
-    """The pieces of a message from a process of the group. Iterate to the end, which takes the message that says so."""
-    return _pieces(src, group, _device(group, device), what)
+def received(src: int, group: dist.ProcessGroup | None, device: torch.device | str | None) -> Iterator[memoryview]:
+    """Return the pieces of a message from a process of the group. Iterate to the end, which takes the message that says so."""
+    return _pieces(src, group, _device(group, device))
 
 
-def _pieces(src: int, group: dist.ProcessGroup | None, place: torch.device, what: str) -> Iterator[memoryview]:
-    while length := int(_receive_tensor(torch.empty(1, dtype=torch.int64, device=place), src, group, what)):
+def _pieces_of(message: Message | Iterable[bytes]) -> Iterable[bytes]:
+    return message.chunks() if isinstance(message, Message) else message
+
+
+def _pieces(src: int, group: dist.ProcessGroup | None, place: torch.device) -> Iterator[memoryview]:
+    while length := int(_receive_tensor(torch.empty(1, dtype=torch.int64, device=place), src, group)):
         if not 0 < length <= _LARGEST:
-            raise ArtifactError(f"Rank {src} sent something else than {what}: {length} bytes at once. Begin anew on both sides.")
-        content = _receive_tensor(torch.empty(length, dtype=torch.uint8, device=place), src, group, what)
+            raise ArtifactError(f"Rank {src} sent no piece of a message: {length} bytes at once. Begin anew on both sides.")
+        content = _receive_tensor(torch.empty(length, dtype=torch.uint8, device=place), src, group)
         yield content.cpu().numpy().data
 
 
@@ -102,16 +124,16 @@ def _device(group: dist.ProcessGroup | None, device: torch.device | str | None) 
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
 
 
-def _send_tensor(tensor: torch.Tensor, dst: int, group: dist.ProcessGroup | None, what: str) -> None:
+def _send_tensor(tensor: torch.Tensor, dst: int, group: dist.ProcessGroup | None) -> None:
     try:
         dist.send(tensor, dst, group=group)
     except RuntimeError as error:
-        raise ArtifactError(f"Sending {what} to rank {dst} broke off: {error}. Begin anew on both sides.") from error
+        raise ArtifactError(f"Sending a message to rank {dst} broke off: {error}. Begin anew on both sides.") from error
 
 
-def _receive_tensor(tensor: torch.Tensor, src: int, group: dist.ProcessGroup | None, what: str) -> torch.Tensor:
+def _receive_tensor(tensor: torch.Tensor, src: int, group: dist.ProcessGroup | None) -> torch.Tensor:
     try:
         dist.recv(tensor, src, group=group)
     except RuntimeError as error:
-        raise ArtifactError(f"Receiving {what} from rank {src} broke off: {error}. Begin anew on both sides.") from error
+        raise ArtifactError(f"Receiving a message from rank {src} broke off: {error}. Begin anew on both sides.") from error
     return tensor
