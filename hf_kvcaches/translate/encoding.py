@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from hf_kvcaches import compat
@@ -62,19 +62,9 @@ class Encoding:
 
     def run_in_thread(self) -> Iterator[Part]:
         """Yield each part while the producer runs in another thread."""
-        parts: queue.Queue[Part | BaseException | None] = queue.Queue()
-
-        def work() -> None:
-            try:
-                self.run(parts.put)
-                parts.put(None)
-            except BaseException as error:
-                parts.put(error)
-
-        thread = threading.Thread(target=work, daemon=True)
-        thread.start()
-        while (part := parts.get()) is not None:
-            if isinstance(part, BaseException):
-                raise part
-            yield part
-        thread.join()
+        parts: SimpleQueue[Part | None] = SimpleQueue()
+        with ThreadPoolExecutor(1) as executor:
+            running = executor.submit(self.run, parts.put)
+            running.add_done_callback(lambda _: parts.put(None))
+            yield from iter(parts.get, None)
+            running.result()

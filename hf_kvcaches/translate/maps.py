@@ -110,12 +110,11 @@ class Maps:
         """All tensors by name."""
         tensors: dict[str, torch.Tensor | None] = {}
         for number, encoder in enumerate(self.encoders):
-            tensors |= {f"encoders.{number}.{name}": getattr(encoder, name) for name in _ENCODER}
-            tensors |= {f"encoders.{number}.{name}": getattr(encoder.quantizer, name) for name in _QUANTIZER}
+            parts = {name: getattr(encoder, name) for name in _ENCODER} | {name: getattr(encoder.quantizer, name) for name in _QUANTIZER}
+            tensors |= {f"encoders.{number}.{name}": part for name, part in parts.items()}
         for number, decoder in enumerate(self.decoders):
-            tensors |= {f"decoders.{number}.{name}": part for name, part in decoder.weights._asdict().items()}
-            if decoder.aligner is not None:
-                tensors |= {f"decoders.{number}.aligner.{name}": part for name, part in decoder.aligner.state_dict().items()}
+            aligner = {} if decoder.aligner is None else {f"aligner.{name}": part for name, part in decoder.aligner.state_dict().items()}
+            tensors |= {f"decoders.{number}.{name}": part for name, part in {**decoder.weights._asdict(), **aligner}.items()}
         return {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items() if tensor is not None}
 
     def metadata(self) -> dict[str, Any]:
@@ -130,17 +129,16 @@ class Maps:
         """The inverse of `tensors` and `metadata`."""
         encoders, decoders = [], []
         for number, (part, kind, layers, side_layer) in enumerate(metadata["encoders"]):
-            prefix = f"encoders.{number}."
-            quantizer = Quantizer(*(tensors[prefix + name] for name in _QUANTIZER))
-            weights, side, shift = (tensors.get(prefix + name) for name in _ENCODER)
-            if weights is None or shift is None:
-                raise KeyError(prefix)
-            encoders.append(PartEncoder(part, kind, tuple(layers), side_layer, weights, side, shift, quantizer))
+            parts = _below(tensors, f"encoders.{number}.")
+            quantizer = Quantizer(*(parts[name] for name in _QUANTIZER))
+            encoders.append(
+                PartEncoder(part, kind, tuple(layers), side_layer, parts["weights"], parts.get("side"), parts["shift"], quantizer)
+            )
         for number, (layer, part, kind, shape, aligned) in enumerate(metadata["decoders"]):
-            decoder = Decoder(*(tensors.get(f"decoders.{number}.{name}") for name in Decoder._fields))
-            prefix = f"decoders.{number}.aligner."
-            state = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-            decoders.append(LayerDecoder(layer, part, kind, tuple(shape), decoder, MLPAligner.from_state(state) if aligned else None))
+            parts = _below(tensors, f"decoders.{number}.")
+            aligner = MLPAligner.from_state(_below(parts, "aligner.")) if aligned else None
+            weights = Decoder(*(parts.get(name) for name in Decoder._fields))
+            decoders.append(LayerDecoder(layer, part, kind, tuple(shape), weights, aligner))
         maps = cls(tuple(encoders), tuple(decoders))
         if not maps._fit_together():
             raise ArtifactError("The stored maps don't fit each other. Fit the translator anew.")
@@ -164,3 +162,8 @@ class Maps:
             sound &= decoder.part is None or decoder.part in ranks
             sound &= codes is None or len(codes) == ranks.get(decoder.part or "")
         return sound
+
+
+def _below(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    """The tensors whose names begin with a prefix, without it."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

@@ -153,7 +153,7 @@ class CacheTranslator(Artifact):
         """
         # It is run without dropout, whatever its mode.
         with evaluating(compat.base_model(model)):
-            return _checked(model, "producer", self.producer, ("consumer", self.consumer))
+            return self._check(model, "producer", self.producer)
 
     def check_consumer(self, model: Any, identity: Identity | None = None) -> Any:
         """Return the model without a PEFT wrapper; refuse one that this was not fitted for.
@@ -162,7 +162,24 @@ class CacheTranslator(Artifact):
             model: To decode for.
             identity: The model's, where its weights were just read.
         """
-        return _checked(model, "consumer", self.consumer, ("producer", self.producer), identity)
+        return self._check(model, "consumer", self.consumer, identity)
+
+    def _check(self, model: Any, role: str, expected: ModelFingerprint, identity: Identity | None = None) -> Any:
+        base = compat.base_model(model)
+        if compat.has_learned_prompt(model):
+            raise UnsupportedError(f"{role}: a learned prompt stands before every text, and is in no fingerprint.")
+        require_all_heads(base, f"The translator's {role}", "Load the model whole, or use another cache.")
+        identity = identity or identity_of(base)
+        if identity.fingerprint is None:
+            raise FingerprintMismatch(f"The translator's {role} is not what it was fitted for: {identity.reason}")
+        if identity.digest != expected.digest:
+            roles = {self.producer.digest: "producer", self.consumer.digest: "consumer"}
+            swapped = f"It is the {roles[identity.digest]} that the translator was fitted for." if identity.digest in roles else ""
+            try:
+                expected.require_model(base, f"The translator's {role}", here=identity.fingerprint)
+            except FingerprintMismatch as error:
+                raise FingerprintMismatch(f"{error} {swapped}".rstrip()) from None
+        return base
 
     def check_codes(self, head: CodesHead) -> None:
         """Refuse codes of another translator.
@@ -256,22 +273,3 @@ class CacheTranslator(Artifact):
             **{f"KL on texts kept apart, {what}": f"{value:.3g} nats" for what, value in settings.measured.items()},
         }
         return "| | |\n|---|---|\n" + "\n".join(f"| {name} | {value} |" for name, value in rows.items())
-
-
-def _checked(
-    model: Any, role: str, expected: ModelFingerprint, other: tuple[str, ModelFingerprint], identity: Identity | None = None
-) -> Any:
-    base = compat.base_model(model)
-    if compat.has_learned_prompt(model):
-        raise UnsupportedError(f"{role}: a learned prompt stands before every text, and is in no fingerprint.")
-    require_all_heads(base, f"The translator's {role}", "Load the model whole, or use another cache.")
-    identity = identity or identity_of(base)
-    if identity.fingerprint is None:
-        raise FingerprintMismatch(f"The translator's {role} is not what it was fitted for: {identity.reason}")
-    if identity.digest != expected.digest:
-        hint = f" It is the {other[0]} that the translator was fitted for." if identity.digest == other[1].digest else ""
-        try:
-            expected.require_model(base, f"The translator's {role}", here=identity.fingerprint)
-        except FingerprintMismatch as error:
-            raise FingerprintMismatch(f"{error}{hint}") from None
-    return base
