@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,35 +30,26 @@ class CodedPrompt:
     """Which codes the rows of a batch are rebuilt from.
 
     Args:
-        rows: The rows that are rebuilt, in the order of their codes.
-        coded: For each of them, its row in the codes. Several rows may begin with the same coded text.
+        spans: Slots that are rebuilt, in the order of their codes.
+        starts: The index of each span's first token in the codes.
         copies: For each other row, the rebuilt one that has the same tokens in the same slots.
         padding: Slots without a token at the start of each row of the batch.
         slots: Slots that are filled in all rows afterwards, padding included.
         seen: Slots that were filled before.
     """
 
-    rows: tuple[int, ...]
-    coded: tuple[int, ...]
+    spans: tuple[RowSpan, ...]
+    starts: tuple[int, ...]
     copies: dict[int, int]
     padding: tuple[int, ...]
     slots: int
-    seen: int = 0
+    seen: int
 
-    @property
-    def spans(self) -> list[RowSpan]:
-        """The slots that are rebuilt, for each of `rows`."""
-        return [RowSpan(row, first, self.slots - first) for row in self.rows for first in (max(self.seen, self.padding[row]),)]
-
-    def code_indices(self, head: CodesHead) -> torch.Tensor | None:
-        """The tokens of the codes that are used; None for all in their order."""
-        counts = [row.coded for row in head.rows]
-        spans = []
-        for number, span in zip(self.coded, self.spans, strict=True):
-            start = sum(counts[:number]) + span.first - self.padding[span.row] - head.rows[number].first
-            spans.append(torch.arange(start, start + span.tokens))
-        indices = torch.cat(spans)
-        return None if torch.equal(indices, torch.arange(head.tokens)) else indices
+    def code_indices(self, tokens: int) -> torch.Tensor | None:
+        """Return the tokens of the codes that are used; None for all of so many, in their order."""
+        spans = zip(self.starts, self.spans, strict=True)
+        indices = torch.cat([torch.arange(start, start + span.tokens) for start, span in spans])
+        return None if torch.equal(indices, torch.arange(tokens)) else indices
 
 
 def match_rows(head: CodesHead, tokens: PromptTokens, most: int, seen: int = 0) -> CodedPrompt | None:
@@ -71,8 +63,7 @@ def match_rows(head: CodesHead, tokens: PromptTokens, most: int, seen: int = 0) 
     padding = (~tokens.real).sum(-1).tolist()
     numbers, slots = list[int](), most
     for before, ids in zip(padding, tokens.rows(), strict=True):
-        filled = max(0, seen - before)
-        matches = [(row.tokens, -number) for number, row in enumerate(head.rows) if row.first <= filled and row.begins(ids)]
+        matches = [(row.tokens, -number) for number, row in enumerate(head.rows) if row.first <= max(0, seen - before) and row.begins(ids)]
         if not matches:
             return None
         length, number = max(matches)
@@ -83,8 +74,12 @@ def match_rows(head: CodesHead, tokens: PromptTokens, most: int, seen: int = 0) 
     for row, alike in enumerate(zip(numbers, padding, strict=True)):
         if (twin := rebuilt.setdefault(alike, row)) != row:
             copies[row] = twin
-    rows = sorted(rebuilt.values(), key=lambda row: (numbers[row], row))
-    return CodedPrompt(tuple(rows), tuple(numbers[row] for row in rows), copies, tuple(padding), slots, seen)
+    spans, starts, offsets = [], [], [0, *accumulate(row.coded for row in head.rows)]
+    for (number, before), row in sorted(rebuilt.items(), key=lambda item: (item[0][0], item[1])):
+        first = max(seen, before)
+        spans.append(RowSpan(row, first, slots - first))
+        starts.append(offsets[number] + first - before - head.rows[number].first)
+    return CodedPrompt(tuple(spans), tuple(starts), copies, tuple(padding), slots, seen)
 
 
 class Filling:
@@ -99,7 +94,7 @@ class Filling:
     ) -> None:
         self.cache, self.translator, self.prompt, self.tokens = cache, translator, prompt, tokens
         self.layers = compat.decoder_layers(cache.model)[2]
-        self._code_indices = prompt.code_indices(head)
+        self._code_indices = prompt.code_indices(head.tokens)
         self._tables: dict[Any, dict[str, Any]] = {}
         self._side = self._run_lowest()
         self._distinct_side, self._side_rows = self._distinct()

@@ -43,13 +43,13 @@ def test_each_slot_that_is_filled_gets_the_codes_of_its_own_token(coded: list[li
     assert prompt is not None
     slots = min(longest - 1, *(pad + count for pad, count in zip(padding, counts, strict=True)))
     assert (prompt.padding, prompt.slots) == (tuple(padding), slots)
-    assert sorted([*prompt.rows, *prompt.copies]) == list(range(len(wanted)))
+    assert sorted([*(span.row for span in prompt.spans), *prompt.copies]) == list(range(len(wanted)))
     if any(pad >= slots for pad in padding):
         return  # such a prompt is run
-    index = prompt.code_indices(head)
+    index = prompt.code_indices(head.tokens)
     ids = torch.tensor([token for row in coded for token in row])
     found = ids if index is None else ids[index]
-    assert found.tolist() == [token for row in prompt.rows for token in wanted[row][: slots - padding[row]]]
+    assert found.tolist() == [token for row, *_ in prompt.spans for token in wanted[row][: slots - padding[row]]]
     for row, twin in prompt.copies.items():
         assert (wanted[row][: slots - padding[row]], padding[row]) == (wanted[twin][: slots - padding[twin]], padding[twin])
 
@@ -60,14 +60,14 @@ def test_codes_in_their_own_order_are_used_as_they_came() -> None:
     head = head_of(coded)
     prompt = match_rows(head, batch_of([[*row, 3] for row in coded]), 6)
     assert prompt is not None
-    assert prompt.code_indices(head) is None
+    assert prompt.code_indices(head.tokens) is None
 
 
 def test_rows_that_say_the_same_are_rebuilt_once() -> None:
     codes = fitted().encode(models()[0], tiny.ids(1, 20))
     prompt = match_rows(codes.head, PromptTokens.of(tiny.ids(1, 20).repeat(4, 1)), 19)
     assert prompt is not None
-    assert (prompt.rows, prompt.copies) == ((0,), {1: 0, 2: 0, 3: 0})
+    assert ([span.row for span in prompt.spans], prompt.copies) == ([0], {1: 0, 2: 0, 3: 0})
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
