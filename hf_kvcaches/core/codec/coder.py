@@ -8,7 +8,7 @@ from hf_kvcaches.core.codec.layout import Layout
 from hf_kvcaches.core.codec.sides import CalibratedLayer, CalibratedSide
 from hf_kvcaches.kernels.codes import CodeMap, decode_codes, pack_codes
 
-# Tokens that are encoded at a time, so that a long prompt needs no more memory.
+# Tokens of all rows that are encoded at a time, so that a long prompt needs no more memory.
 _PIECE = 2048
 
 
@@ -63,9 +63,8 @@ class Levels:
         Args:
             steps: Coefficients of the kept directions in steps, with the middle added, (batch, kv_heads, most, tokens); changed in place.
         """
-        # What is no number counts as 0; the rest is cut off by the conversion.
-        codes = torch.fmax(steps, torch.zeros_like(self._top), out=steps)
-        codes = torch.minimum(codes, self._top, out=steps).to(self._dtype)
+        # What is no number counts as 0; the rest is cut off by the conversion. These operations are vectorized on CPUs, `fmax` is not.
+        codes = torch.minimum(steps.nan_to_num_(0.0).clamp_min_(0.0), self._top, out=steps).to(self._dtype)
         levels = codes.flatten(1, 2).index_select(1, self._source)
         return pack_codes((levels.bitwise_right_shift_(self._bits_below)).bitwise_and_(self._mask).to(torch.uint8), self.counts)
 
@@ -115,7 +114,8 @@ class SideCoder:
         Args:
             states: (batch, kv_heads, tokens, d).
         """
-        pieces = [self.levels.pack((self._encode @ piece.float().mT).add_(self._shift)) for piece in states.split(_PIECE, 2)]
+        tokens = max(1, _PIECE // max(1, len(states)))
+        pieces = [self.levels.pack((self._encode @ piece.float().mT).add_(self._shift)) for piece in states.split(tokens, 2)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)
 
     def decode(self, packed: torch.Tensor) -> torch.Tensor:
