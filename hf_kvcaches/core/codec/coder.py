@@ -68,19 +68,22 @@ class Levels:
         levels = codes.flatten(1, 2).index_select(1, self._source)
         return pack_codes((levels.bitwise_right_shift_(self._bits_below)).bitwise_and_(self._mask).to(torch.uint8), self.counts)
 
-    def decoding(self, decode: torch.Tensor, steps: torch.Tensor, mean: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def decoding(
+        self, decode: torch.Tensor, steps: torch.Tensor, mean: torch.Tensor, heads: torch.Tensor | slice = slice(None)
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """What turns levels into vectors: `decode` and `offset` of a `CodeMap`, in float64.
 
         Args:
             decode: The directions with bits, (..., kv_heads, d, most).
             steps: Theirs, (..., kv_heads, most).
             mean: (kv_heads, d).
+            heads: In place of all: the heads that these are for.
         """
-        place = self._place.expand(*decode.shape[:-2], -1)
+        place = self._place[heads].expand(*decode.shape[:-2], -1)
         columns = decode.double().gather(-1, place[..., None, :].expand(*decode.shape[:-1], -1))
-        columns = columns * (steps.double().gather(-1, place) * self._worth)[..., None, :]
-        half = torch.where(self.widths > 0, 0.5 - self.middle, 0.0) * steps.double()
-        offset = mean.double() + (decode.double() @ half[..., None])[..., 0] + (columns * self._middle[:, None]).sum(-1)
+        columns = columns * (steps.double().gather(-1, place) * self._worth[heads])[..., None, :]
+        half = torch.where(self.widths[heads] > 0, 0.5 - self.middle[heads], 0.0) * steps.double()
+        offset = mean.double() + (decode.double() @ half[..., None])[..., 0] + (columns * self._middle[heads][:, None]).sum(-1)
         return columns, offset
 
 
