@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import pairwise, product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -85,14 +85,12 @@ class _Run(NamedTuple):
     """Tokens of a block that use one basis, of one row and head, or of all where there is one basis each.
 
     Args:
-        place: The row and head in the block.
-        tokens: In the block.
-        basis: The row, head and number in the bank.
+        place: Row, head, ... and tokens in the block.
+        basis: Row, head and number in the bank.
     """
 
-    place: tuple[int | slice, int | slice]
-    tokens: slice
-    basis: tuple[int | slice, int | slice, int]
+    place: tuple[Any, ...]
+    basis: tuple[Any, ...]
 
 
 class _Side:
@@ -130,7 +128,7 @@ class _Side:
         if order is not None:
             decode, offset = decode.index_select(-2, order), offset.index_select(-1, order)
         if decode.ndim == 3:
-            decode, offset = decode[None, :, None].expand(len(packed), -1, -1, -1, -1), offset[None, :, None].expand(len(packed), -1, -1, -1)
+            decode, offset = (basis[None, :, None].expand(len(packed), -1, -1, *basis.shape[1:]) for basis in (decode, offset))
         self.decode, self.offset = decode, offset.unsqueeze(-2)
 
     def blocks(self, width: int) -> Iterator[_Block]:
@@ -150,13 +148,14 @@ class _Side:
         """The tokens of a block by their basis."""
         rows, tokens = block
         if self.basis_of is None:
-            yield _Run((slice(None), slice(None)), slice(None), (rows, slice(None), 0))
+            yield _Run((...,), (rows, slice(None), 0))
             return
         basis_of = self.basis_of[rows, :, tokens.start // TILE : -(-tokens.stop // TILE)]
         begins = torch.nn.functional.pad(basis_of[..., 1:] != basis_of[..., :-1], (1, 0), value=True)
         found = list(zip(begins.nonzero().tolist(), basis_of[begins].tolist(), strict=True))
-        for ((row, head, tile), basis), ((_, _, end), _) in pairwise([*found, ((0, 0, 0), 0)]):  # the first run of the next head begins at 0
-            yield _Run((row, head), slice(tile * TILE, end * TILE or None), (rows.start + row, head, basis))
+        # Each head begins with tile 0: where that comes next, a run reaches the end of the block.
+        for ((row, head, tile), basis), ((_, _, end), _) in pairwise([*found, ((0, 0, 0), 0)]):
+            yield _Run((row, head, ..., slice(tile * TILE, end * TILE or None)), (rows.start + row, head, basis))
 
     def levels(self, block: _Block) -> torch.Tensor:
         """(rows, kv_heads, rank, tokens)."""
@@ -169,11 +168,15 @@ class _Side:
         """(rows, kv_heads, tokens, dim)."""
         levels = self.levels(block).mT
         if self.basis_of is None:
-            return (levels @ self.decode[block.rows, :, 0].mT).to(self.offset.dtype).add_(self.offset[block.rows, :, 0])
+            decode, offset = self.decode[block.rows, :, 0].mT, self.offset[block.rows, :, 0]
+            if decode.dtype != offset.dtype:
+                return (levels @ decode).to(offset.dtype).add_(offset)
+            return torch.baddbmm(offset.flatten(0, 1), levels.flatten(0, 1), decode.flatten(0, 1)).view(*levels.shape[:-1], self.dim)
         vectors = self.offset.new_empty(*levels.shape[:-1], self.dim)
-        for place, tokens, basis in self.runs(block):
-            vectors[place][..., tokens, :] = levels[place][..., tokens, :] @ self.decode[basis].mT
-            vectors[place][..., tokens, :] += self.offset[basis]
+        for place, basis in self.runs(block):
+            own = vectors.mT[place].mT
+            own.copy_(levels.mT[place].mT @ self.decode[basis].mT)
+            own.add_(self.offset[basis])
         return vectors
 
 
@@ -192,8 +195,8 @@ def _projected_scores(asking: torch.Tensor, side: _Side) -> torch.Tensor:
     projected, constant = asking.unsqueeze(2) @ side.decode, asking.unsqueeze(2) @ side.offset.mT
     for block in side.blocks(side.rank):
         levels, own = side.levels(block), scores[block.rows, ..., block.tokens]
-        for place, tokens, basis in side.runs(block):
-            own[place][..., tokens] = (projected[basis] @ levels[place][..., tokens]).add_(constant[basis])
+        for place, basis in side.runs(block):
+            own[place] = (projected[basis] @ levels[place]).add_(constant[basis])
     return scores
 
 
@@ -205,6 +208,7 @@ def _rotated_scores(asking: torch.Tensor, side: _Side, tables: Tables) -> torch.
         rows, tokens = block
         keys = rotate_(side.vectors(block), cos[rows, :, tokens], sin[rows, :, tokens], "interleaved")
         scores[rows, ..., tokens] = asking[rows] @ keys.mT
+        del keys  # The next block gets their memory, which is still in cache.
     return scores
 
 
@@ -213,11 +217,12 @@ def _weighted_values(weights: torch.Tensor, side: _Side) -> torch.Tensor:
     (batch, kv_heads, group, _), bases = weights.shape, side.decode.shape[2]
     sums, totals = weights.new_zeros(batch, kv_heads, bases, group, side.rank), weights.new_zeros(batch, kv_heads, bases, group, 1)
     for block in side.blocks(side.rank):
-        levels, shares = side.levels(block).mT, weights[block.rows, ..., block.tokens]
-        for place, tokens, basis in side.runs(block):
-            own = shares[place][..., tokens]
-            sums[basis] += own @ levels[place][..., tokens, :]
-            totals[basis] += own.sum(-1, keepdim=True)
+        levels, shares = side.levels(block), weights[block.rows, ..., block.tokens]
+        for place, basis in side.runs(block):
+            own = shares[place]
+            sums[basis].add_(own @ levels[place].mT)
+            totals[basis].add_(own.sum(-1, keepdim=True))
+        del levels  # As keys above.
     return (sums @ side.decode.mT + totals * side.offset).sum(2)
 
 

@@ -31,7 +31,8 @@ _LEAST_DEVIATION = 1e-4
 # Steps of so many bits and more are so fine that they always reach all of a head.
 _WIDE = 16
 _TINY = torch.finfo(torch.float32).tiny
-Index = torch.Tensor | slice
+
+Index = torch.Tensor | slice  # of rows or of heads
 
 
 class Track(NamedTuple):
