@@ -35,11 +35,9 @@ def pack_codes(codes: torch.Tensor, counts: Counts) -> torch.Tensor:
     """Packs codes, (batch, sum of counts, tokens), uint8, each within 0 to 2**bits - 1: (batch, rows, tokens), uint8. Not checked."""
     packed = codes.new_empty(codes.shape[0], packed_rows(counts), codes.shape[2])
     for plane in planes(counts):
-        own = packed[:, plane.row : plane.row + plane.rows]
-        slots = codes[:, plane.level : plane.level + plane.size].split(plane.rows, 1)
-        own.copy_(slots[0])
-        for number, slot in enumerate(slots[1:], 1):
-            own.bitwise_or_(slot << plane.bits * number)
+        shifts = torch.arange(0, 8, plane.bits, dtype=torch.uint8, device=codes.device)[:, None, None]
+        slots = codes[:, plane.level : plane.level + plane.size].unflatten(1, (-1, plane.rows)) << shifts
+        torch.sum(slots, 1, dtype=torch.uint8, out=packed[:, plane.row : plane.row + plane.rows])
     return packed
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from itertools import pairwise
-from typing import NamedTuple
+from itertools import pairwise, product
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,14 +17,6 @@ from hf_kvcaches.kernels.rotation import Layout, Tables, rotate_
 BLOCK = 2**19
 # Tokens a block should have at least, if need be by taking fewer rows: matrix products of few columns are slow.
 LONG = 256
-
-
-class LevelRun(NamedTuple):
-    """Some rows and, in `pieces`, tokens that all use one basis in each head: `basis`, (rows, kv_heads), or None where there is one."""
-
-    rows: slice
-    pieces: list[slice]
-    basis: torch.Tensor | None
 
 
 def attend(
@@ -40,13 +32,15 @@ def attend(
     valid, rotation, key_basis_of, value_basis_of, softcap = options
     asking = by_kv_head(query, len(key_map.index), scaling)
     if rotation is None:
-        scores = _projected_scores(asking, _Side(keys, key_map, asking.dtype), key_basis_of)
+        scores = _projected_scores(asking, _Side(keys, key_map, key_basis_of, asking.dtype, asking.dtype))
     else:
         asking, tables = from_first_position(asking, rotation, valid, keys.shape[2])
-        scores = _rotated_scores(asking, _Side(keys, key_map, _product_dtype(query)), key_basis_of, tables, rotation.layout)
+        order = _paired(asking, tables, rotation.layout)
+        side = _Side(keys, key_map, key_basis_of, _product_dtype(query), asking.dtype, order)
+        scores = _rotated_scores(asking[..., order], side, tables)
     weights, total, highest = exponentials(scores, valid, softcap)
     # Levels are converted faster to float32 than to bfloat16, and products with so few rows are limited by memory.
-    sums = _weighted_values(weights, _Side(values, value_map, weights.dtype), value_basis_of)
+    sums = _weighted_values(weights, _Side(values, value_map, value_basis_of, weights.dtype, weights.dtype))
     return normalized(query, sums, total, highest)
 
 
@@ -54,11 +48,9 @@ def decode(packed: torch.Tensor, code_map: CodeMap, basis_of: torch.Tensor | Non
     """`decode_codes`, whose arguments these are, checked."""
     kv_heads, dim = len(code_map.index), code_map.decode.shape[-2]
     vectors = code_map.decode.new_empty(len(packed), kv_heads, packed.shape[2], dim, dtype=dtype)
-    side = _Side(packed, code_map, _product_dtype(vectors))
-    for run in side.runs(basis_of, max(side.dim, side.rank)):
-        bases = side.bases(run, computing_dtype(vectors))
-        for tokens in run.pieces:
-            vectors[run.rows, :, tokens] = side.vectors(run.rows, tokens, *bases)
+    side = _Side(packed, code_map, basis_of, _product_dtype(vectors), computing_dtype(vectors))
+    for block in side.blocks(max(side.dim, side.rank)):
+        vectors[block.rows, :, block.tokens] = side.vectors(block)
     return vectors
 
 
@@ -82,24 +74,64 @@ def _bit_tables(counts: Counts, device: torch.device) -> tuple[list[torch.Tensor
     return shifts, (2 * centers - 1).to(torch.uint8).unsqueeze(1), centers.to(torch.uint8).unsqueeze(1)
 
 
+class _Block(NamedTuple):
+    """Some rows and tokens, whole tiles unless these are the last ones."""
+
+    rows: slice
+    tokens: slice
+
+
+class _Run(NamedTuple):
+    """Tokens of a block that use one basis, of one row and head, or of all where there is one basis each.
+
+    Args:
+        place: Row, head, ... and tokens in the block.
+        basis: Row, head and number in the bank.
+    """
+
+    place: tuple[Any, ...]
+    basis: tuple[Any, ...]
+
+
 class _Side:
     """Packed keys or values, read block by block.
 
     Args:
         packed: (batch, rows, tokens).
         code_map: What its codes stand for.
-        dtype: Of products of levels.
+        basis_of: Which basis each tile uses, or None.
+        product: The dtype of products of levels.
+        dtype: Of sums and vectors.
+        order: Of dimensions, if not their own.
+
+    Attributes:
+        decode: The bank of bases, (batch, kv_heads, bases, dim, rank), in the dtype of products.
+        offset: (batch, kv_heads, bases, 1, dim), in that of sums.
     """
 
-    def __init__(self, packed: torch.Tensor, code_map: CodeMap, dtype: torch.dtype) -> None:
-        self.packed, self.map, self.dtype = packed, code_map, dtype
+    def __init__(
+        self,
+        packed: torch.Tensor,
+        code_map: CodeMap,
+        basis_of: torch.Tensor | None,
+        product: torch.dtype,
+        dtype: torch.dtype,
+        order: torch.Tensor | None = None,
+    ) -> None:
+        self.packed, self.basis_of, self.counts = packed, basis_of, code_map.counts
         self.kv_heads, self.rank = code_map.index.shape
         self.dim = code_map.decode.shape[-2]
         index = code_map.index.flatten()
         ordered = len(index) == sum(code_map.counts) and torch.equal(index, torch.arange(len(index), device=index.device))
         self._index = None if ordered else index
+        decode, offset = code_map.decode.to(product), code_map.offset.to(dtype)
+        if order is not None:
+            decode, offset = decode.index_select(-2, order), offset.index_select(-1, order)
+        if decode.ndim == 3:
+            decode, offset = (basis[None, :, None].expand(len(packed), -1, -1, *basis.shape[1:]) for basis in (decode, offset))
+        self.decode, self.offset = decode, offset.unsqueeze(-2)
 
-    def runs(self, basis_of: torch.Tensor | None, width: int) -> Iterator[LevelRun]:
+    def blocks(self, width: int) -> Iterator[_Block]:
         """All tokens of some rows, then of the next ones.
 
         Args:
@@ -109,87 +141,89 @@ class _Side:
         one = self.kv_heads * max(1, width)
         rows = min(batch, max(1, BLOCK // (one * min(tokens, LONG))))
         most = max(TILE, BLOCK // (one * rows) // TILE * TILE)
-        for row in range(0, batch, rows):
-            some = slice(row, min(row + rows, batch))
-            for begin, end, basis in _same_bases(None if basis_of is None else basis_of[some], tokens):
-                yield LevelRun(some, [slice(first, min(first + most, end)) for first in range(begin, end, most)], basis)
+        for row, token in product(range(0, batch, rows), range(0, tokens, most)):
+            yield _Block(slice(row, min(row + rows, batch)), slice(token, min(token + most, tokens)))
 
-    def bases(self, run: LevelRun, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """`decode`, in the dtype of products, and `offset`, in `dtype`: (rows or 1, kv_heads, dim, rank or 1)."""
-        decode, offset = self.map.decode, self.map.offset
-        if decode.ndim == 3:
-            decode, offset = decode.unsqueeze(0), offset.unsqueeze(0)
-        elif run.basis is None:
-            decode, offset = decode[run.rows].squeeze(2), offset[run.rows].squeeze(2)
-        else:
-            rows = torch.arange(run.rows.start, run.rows.stop, device=decode.device)[:, None]
-            heads = torch.arange(self.kv_heads, device=decode.device)
-            decode, offset = decode[rows, heads, run.basis], offset[rows, heads, run.basis]
-        return decode.to(self.dtype), offset.to(dtype).unsqueeze(-1)
+    def runs(self, block: _Block) -> Iterator[_Run]:
+        """The tokens of a block by their basis."""
+        rows, tokens = block
+        if self.basis_of is None:
+            yield _Run((...,), (rows, slice(None), 0))
+            return
+        basis_of = self.basis_of[rows, :, tokens.start // TILE : -(-tokens.stop // TILE)]
+        begins = torch.nn.functional.pad(basis_of[..., 1:] != basis_of[..., :-1], (1, 0), value=True)
+        found = list(zip(begins.nonzero().tolist(), basis_of[begins].tolist(), strict=True))
+        # Each head begins with tile 0: where that comes next, a run reaches the end of the block.
+        for ((row, head, tile), basis), ((_, _, end), _) in pairwise([*found, ((0, 0, 0), 0)]):
+            yield _Run((row, head, ..., slice(tile * TILE, end * TILE or None)), (rows.start + row, head, basis))
 
-    def levels(self, rows: slice, tokens: slice) -> torch.Tensor:
+    def levels(self, block: _Block) -> torch.Tensor:
         """(rows, kv_heads, rank, tokens)."""
-        levels = unpacked(self.packed[rows, :, tokens], self.map.counts)
+        levels = unpacked(self.packed[block.rows, :, block.tokens], self.counts)
         if self._index is not None:
             levels = levels.index_select(1, self._index)
-        return levels.to(self.dtype).unflatten(1, (self.kv_heads, self.rank))
+        return levels.to(self.decode.dtype).unflatten(1, (self.kv_heads, self.rank))
 
-    def vectors(self, rows: slice, tokens: slice, decode: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-        """(rows, kv_heads, tokens, dim), in the dtype of `offset`."""
-        return (self.levels(rows, tokens).mT @ decode.mT).to(offset.dtype).add_(offset.mT)
+    def vectors(self, block: _Block) -> torch.Tensor:
+        """(rows, kv_heads, tokens, dim)."""
+        levels = self.levels(block).mT
+        if self.basis_of is None:
+            decode, offset = self.decode[block.rows, :, 0].mT, self.offset[block.rows, :, 0]
+            if decode.dtype != offset.dtype:
+                return (levels @ decode).to(offset.dtype).add_(offset)
+            return torch.baddbmm(offset.flatten(0, 1), levels.flatten(0, 1), decode.flatten(0, 1)).view(*levels.shape[:-1], self.dim)
+        vectors = self.offset.new_empty(*levels.shape[:-1], self.dim)
+        for place, basis in self.runs(block):
+            own = vectors.mT[place].mT
+            own.copy_(levels.mT[place].mT @ self.decode[basis].mT)
+            own.add_(self.offset[basis])
+        return vectors
 
 
-def _same_bases(basis_of: torch.Tensor | None, tokens: int) -> Iterator[tuple[int, int, torch.Tensor | None]]:
-    """Begin and end of runs of tokens that have one basis in each head, and which, (rows, kv_heads)."""
-    if basis_of is None:
-        yield 0, tokens, None
-        return
-    changes = (basis_of[:, :, 1:] != basis_of[:, :, :-1]).flatten(0, 1).any(0).nonzero()[:, 0] + 1
-    for tile, end in pairwise([0, *changes.tolist(), basis_of.shape[2]]):
-        yield tile * TILE, min(end * TILE, tokens), basis_of[:, :, tile].long()
+def _paired(asking: torch.Tensor, tables: Tables, layout: Layout) -> torch.Tensor:
+    """Dimensions in an order that lets each pair be rotated as one complex number, which takes half the time."""
+    order = torch.arange(asking.shape[-1], device=asking.device)
+    if layout == "half":
+        rotated = 2 * tables[0].shape[-1]
+        order[:rotated] = order[:rotated].view(2, -1).T.flatten()
+    return order
 
 
-def _projected_scores(asking: torch.Tensor, side: _Side, basis_of: torch.Tensor | None) -> torch.Tensor:
+def _projected_scores(asking: torch.Tensor, side: _Side) -> torch.Tensor:
     """Scores of keys that are not rotated, (batch, kv_heads, group, tokens): the query is projected instead of decoding keys."""
     scores = asking.new_empty(*asking.shape[:3], side.packed.shape[2])
-    for run in side.runs(basis_of, side.rank):
-        decode, offset = side.bases(run, asking.dtype)
-        projected, constant = asking[run.rows] @ decode, asking[run.rows] @ offset
-        for tokens in run.pieces:
-            scores[run.rows, ..., tokens] = (projected @ side.levels(run.rows, tokens)).add_(constant)
+    projected, constant = asking.unsqueeze(2) @ side.decode, asking.unsqueeze(2) @ side.offset.mT
+    for block in side.blocks(side.rank):
+        levels, own = side.levels(block), scores[block.rows, ..., block.tokens]
+        for place, basis in side.runs(block):
+            own[place] = (projected[basis] @ levels[place]).add_(constant[basis])
     return scores
 
 
-def _rotated_scores(asking: torch.Tensor, side: _Side, basis_of: torch.Tensor | None, tables: Tables, layout: Layout) -> torch.Tensor:
+def _rotated_scores(asking: torch.Tensor, side: _Side, tables: Tables) -> torch.Tensor:
     """Scores of keys that are decoded and rotated, (batch, kv_heads, group, tokens)."""
     scores = asking.new_empty(*asking.shape[:3], side.packed.shape[2])
     cos, sin = (table.expand(len(asking), 1, -1, -1) for table in tables)
-    # Dimensions in an order that lets each pair be rotated as one complex number, which takes half the time.
-    order = torch.arange(side.dim, device=asking.device)
-    if layout == "half":
-        rotated = 2 * cos.shape[-1]
-        order[:rotated] = order[:rotated].view(2, -1).T.flatten()
-    asking = asking[..., order]
-    for run in side.runs(basis_of, max(side.dim, side.rank)):
-        decode, offset = (basis.index_select(2, order) for basis in side.bases(run, asking.dtype))
-        for tokens in run.pieces:
-            keys = side.vectors(run.rows, tokens, decode, offset)
-            rotate_(keys, cos[run.rows, :, tokens], sin[run.rows, :, tokens], "interleaved")
-            scores[run.rows, ..., tokens] = asking[run.rows] @ keys.mT
+    for block in side.blocks(max(side.dim, side.rank)):
+        rows, tokens = block
+        keys = rotate_(side.vectors(block), cos[rows, :, tokens], sin[rows, :, tokens], "interleaved")
+        scores[rows, ..., tokens] = asking[rows] @ keys.mT
+        del keys  # The next block gets their memory, which is still in cache.
     return scores
 
 
-def _weighted_values(weights: torch.Tensor, side: _Side, basis_of: torch.Tensor | None) -> torch.Tensor:
+def _weighted_values(weights: torch.Tensor, side: _Side) -> torch.Tensor:
     """Sums of values, (batch, kv_heads, group, dim), for weights (batch, kv_heads, group, tokens)."""
-    values = weights.new_zeros(*weights.shape[:3], side.dim)
-    for run in side.runs(basis_of, side.rank):
-        decode, offset = side.bases(run, weights.dtype)
-        levels, total = weights.new_zeros(()), weights.new_zeros(())
-        for tokens in run.pieces:
-            shares = weights[run.rows, ..., tokens]
-            levels, total = levels + shares @ side.levels(run.rows, tokens).mT, total + shares.sum(-1, keepdim=True)
-        values[run.rows] += levels @ decode.mT + total * offset.mT
-    return values
+    (batch, kv_heads, group, _), bases = weights.shape, side.decode.shape[2]
+    sums, totals = weights.new_zeros(batch, kv_heads, bases, group, side.rank), weights.new_zeros(batch, kv_heads, bases, group, 1)
+    for block in side.blocks(side.rank):
+        levels, shares = side.levels(block), weights[block.rows, ..., block.tokens]
+        for place, basis in side.runs(block):
+            own = shares[place]
+            sums[basis].add_(own @ levels[place].mT)
+            totals[basis].add_(own.sum(-1, keepdim=True))
+        del levels  # As keys above.
+    return (sums @ side.decode.mT + totals * side.offset).sum(2)
 
 
 def _product_dtype(tensor: torch.Tensor) -> torch.dtype:

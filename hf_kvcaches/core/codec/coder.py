@@ -8,7 +8,7 @@ from hf_kvcaches.core.codec.layout import Layout
 from hf_kvcaches.core.codec.sides import CalibratedLayer, CalibratedSide
 from hf_kvcaches.kernels.codes import CodeMap, decode_codes, pack_codes
 
-# Tokens that are encoded at a time, so that a long prompt needs no more memory.
+# Tokens of all rows that are encoded at a time, so that a long prompt needs no more memory.
 _PIECE = 2048
 
 
@@ -63,25 +63,27 @@ class Levels:
         Args:
             steps: Coefficients of the kept directions in steps, with the middle added, (batch, kv_heads, most, tokens); changed in place.
         """
-        # What is no number counts as 0; the rest is cut off by the conversion.
-        codes = torch.fmax(steps, torch.zeros_like(self._top), out=steps)
-        codes = torch.minimum(codes, self._top, out=steps).to(self._dtype)
+        # What is no number counts as 0; the rest is cut off by the conversion. These operations are vectorized on CPUs, `fmax` is not.
+        codes = torch.minimum(steps.nan_to_num_(0.0).clamp_min_(0.0), self._top, out=steps).to(self._dtype)
         levels = codes.flatten(1, 2).index_select(1, self._source)
         return pack_codes((levels.bitwise_right_shift_(self._bits_below)).bitwise_and_(self._mask).to(torch.uint8), self.counts)
 
-    def decoding(self, decode: torch.Tensor, steps: torch.Tensor, mean: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def decoding(
+        self, decode: torch.Tensor, steps: torch.Tensor, mean: torch.Tensor, heads: torch.Tensor | slice = slice(None)
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """What turns levels into vectors: `decode` and `offset` of a `CodeMap`, in float64.
 
         Args:
             decode: The directions with bits, (..., kv_heads, d, most).
             steps: Theirs, (..., kv_heads, most).
             mean: (kv_heads, d).
+            heads: In place of all: the heads that these are for.
         """
-        place = self._place.expand(*decode.shape[:-2], -1)
+        place = self._place[heads].expand(*decode.shape[:-2], -1)
         columns = decode.double().gather(-1, place[..., None, :].expand(*decode.shape[:-1], -1))
-        columns = columns * (steps.double().gather(-1, place) * self._worth)[..., None, :]
-        half = torch.where(self.widths > 0, 0.5 - self.middle, 0.0) * steps.double()
-        offset = mean.double() + (decode.double() @ half[..., None])[..., 0] + (columns * self._middle[:, None]).sum(-1)
+        columns = columns * (steps.double().gather(-1, place) * self._worth[heads])[..., None, :]
+        half = torch.where(self.widths[heads] > 0, 0.5 - self.middle[heads], 0.0) * steps.double()
+        offset = mean.double() + (decode.double() @ half[..., None])[..., 0] + (columns * self._middle[heads][:, None]).sum(-1)
         return columns, offset
 
 
@@ -115,7 +117,8 @@ class SideCoder:
         Args:
             states: (batch, kv_heads, tokens, d).
         """
-        pieces = [self.levels.pack((self._encode @ piece.float().mT).add_(self._shift)) for piece in states.split(_PIECE, 2)]
+        tokens = max(1, _PIECE // max(1, len(states)))
+        pieces = [self.levels.pack((self._encode @ piece.float().mT).add_(self._shift)) for piece in states.split(tokens, 2)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)
 
     def decode(self, packed: torch.Tensor) -> torch.Tensor:

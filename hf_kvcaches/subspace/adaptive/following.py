@@ -32,6 +32,8 @@ _LEAST_DEVIATION = 1e-4
 _WIDE = 16
 _TINY = torch.finfo(torch.float32).tiny
 
+Index = torch.Tensor | slice  # of rows or of heads
+
 
 class Track(NamedTuple):
     """Where a text has led.
@@ -124,9 +126,11 @@ class Follower:
         sizes = self._sizes.float().expand(*lead, -1)
         tokens = torch.full(lead, float(known), dtype=torch.float64, device=device)
         track = self.nothing(rows)._replace(sketch=sketch, tokens=tokens, turn=turn, sizes=sizes)
-        share = self._lost(track, self._gram(track)) / self._energies.sum(-1).clamp_min(_TINY)
+        everywhere = slice(None), slice(None)
+        share = self._lost_now(track, self._gram(track, *everywhere), *everywhere) / self._energies.sum(-1).clamp_min(_TINY)
         limit = self._tails.expand(lead) if self.limit is None else torch.full_like(tokens, self.limit**2)
-        return self._with_basis(track._replace(share=share, limit=limit), torch.ones(lead, dtype=torch.bool, device=device))
+        row, head = torch.ones(lead, dtype=torch.bool, device=device).nonzero(as_tuple=True)
+        return self._with_basis(track._replace(share=share, limit=limit), row, head)
 
     def begin(self, states: torch.Tensor) -> Track:
         """The first basis, made of the first tokens.
@@ -236,22 +240,29 @@ class Follower:
             return track
         return track._replace(sketch=self.sketch.scaled(track.sketch, self.settings.decay), tokens=track.tokens * self.settings.decay)
 
-    def _lost(self, track: Track, gram: torch.Tensor) -> torch.Tensor:
-        """What a token loses in the mean with the basis in use, (batch, heads), float64, as if coefficients were normally distributed.
+    def _lost(self, found: torch.Tensor, sizes: torch.Tensor, energy: torch.Tensor, head: Index) -> torch.Tensor:
+        """What a token loses in the mean with a basis of the chosen heads, float64, as if coefficients were normally distributed.
 
         Args:
-            gram: The mean outer product of such tokens.
+            found: The mean energy in each direction of the basis, (..., slots), float64.
+            sizes: The energies that its steps are made for.
+            energy: Of the whole token, (...).
         """
-        turn, sizes = track.turn.double(), track.sizes.double()
-        found = ((turn @ gram) * turn).sum(-1).clamp_min(0.0)
-        reach = self._steps(track) * self.levels.middle.double()
+        sizes = sizes.double()
+        reach = self._units[head] * sizes.sqrt() * self.levels.middle[head]
         clipped = (_beyond(found, reach) - _beyond(sizes, reach)).clamp_min(0.0)
-        kept = found * (1 - self._losses) - clipped
-        return (gram.diagonal(dim1=-2, dim2=-1).sum(-1) - kept.masked_fill(~self._has_bits[..., 0], 0.0).sum(-1)).clamp_min(0.0)
+        kept = found * (1 - self._losses[head]) - clipped
+        return (energy - kept.masked_fill(~self._has_bits[head, :, 0], 0.0).sum(-1)).clamp_min(0.0)
 
-    def _gram(self, track: Track) -> torch.Tensor:
-        """The mean outer product, (batch, heads, d, d), float64."""
-        return self.sketch.gram(track.sketch) / track.tokens.clamp_min(1)[..., None, None]
+    def _lost_now(self, track: Track, gram: torch.Tensor, row: Index, head: Index) -> torch.Tensor:
+        """`_lost` with the basis in use, for the mean outer product of such tokens."""
+        turn = track.turn[row, head].double()
+        found = ((turn @ gram) * turn).sum(-1).clamp_min(0.0)
+        return self._lost(found, track.sizes[row, head], gram.diagonal(dim1=-2, dim2=-1).sum(-1), head)
+
+    def _gram(self, track: Track, row: Index, head: Index) -> torch.Tensor:
+        """The mean outer products of the chosen heads, (..., d, d), float64."""
+        return self.sketch.gram(track.sketch[row, head]) / track.tokens[row, head].clamp_min(1)[..., None, None]
 
     def _renewed(self, track: Track, due: torch.Tensor, at_once: bool = False) -> Track:
         """Looks at the bases of some heads, and replaces those than which another one is better by enough.
@@ -260,55 +271,52 @@ class Follower:
             due: Which heads, (batch, heads).
             at_once: Whether there is no basis yet.
         """
-        gram = self._gram(track)
-        energy = gram.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(_TINY)
-        share = self._lost(track, gram) / energy
-        spare = 1 + self.settings.agreement
-        # A basis that does as well as it ever did needs no comparison, which would cost more than all else here.
-        due = due & (at_once | (share > (track.share * spare).clamp_min(_LEAST_LOSS)))
         row, head = due.nonzero(as_tuple=True)
+        gram = self._gram(track, row, head)
+        energy = gram.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(_TINY)
+        share = self._lost_now(track, gram, row, head) / energy
+        spare = 1 + self.settings.agreement
+        if not at_once:
+            # A basis that does as well as it ever did needs no comparison, which would cost more than all else here.
+            worse = share > (track.share[row, head] * spare).clamp_min(_LEAST_LOSS)
+            row, head, gram, energy, share = (each[worse] for each in (row, head, gram, energy, share))
         if not len(row):
             return track
-        energies, directions = descending(gram[row, head])
+        energies, directions = descending(gram)
         places = self._order[head]
         sizes = torch.zeros(len(row), self.slots, dtype=torch.float64, device=gram.device)
         sizes.scatter_(1, places, energies[:, : self.slots].clamp_min(0.0))
-        floors = self._floor[head] * (energy[row, head] / self.dim)[:, None]
-        turn = torch.zeros(len(row), self.slots, self.dim, dtype=torch.float64, device=gram.device)
-        turn.scatter_(1, places[..., None].expand_as(turn), directions[:, : self.slots])
-        other = track._replace(
-            turn=track.turn.index_put((row, head), turn.float()),
-            sizes=track.sizes.index_put((row, head), sizes.maximum(floors).clamp_min(_TINY).float()),
-        )
-        found = self._lost(other, gram) / energy
-        better = due & (at_once | (found * spare < share))
+        floors = self._floor[head] * (energy / self.dim)[:, None]
+        turn = torch.zeros(len(row), self.slots, self.dim, device=gram.device)
+        turn.scatter_(1, places[..., None].expand_as(turn), directions[:, : self.slots].float())
+        other_sizes = sizes.maximum(floors).clamp_min(_TINY).float()
+        found = self._lost(sizes, other_sizes, energy, head) / energy
+        better = torch.ones_like(row, dtype=torch.bool) if at_once else found * spare < share
         # What was compared needs no other look before more is lost than now.
-        track = track._replace(share=torch.where(due, torch.where(better, found, share), track.share))
-        if not bool(better.any()):
+        track = track._replace(share=track.share.index_put((row, head), torch.where(better, found, share)))
+        row, head, found, turn, other_sizes = (each[better] for each in (row, head, found, turn, other_sizes))
+        if not len(row):
             return track
-        limit = (_SLACK**2 * found).maximum(self._tails) if self.limit is None else torch.full_like(found, self.limit**2)
-        chosen = better[..., None]
+        limit = (_SLACK**2 * found).maximum(self._tails[head]) if self.limit is None else torch.full_like(found, self.limit**2)
         track = track._replace(
-            turn=torch.where(chosen[..., None], other.turn, track.turn),
-            sizes=torch.where(chosen, other.sizes, track.sizes),
-            limit=torch.where(better, limit, track.limit),
+            turn=track.turn.index_put((row, head), turn),
+            sizes=track.sizes.index_put((row, head), other_sizes),
+            limit=track.limit.index_put((row, head), limit),
         )
-        return self._with_basis(track, better)
+        return self._with_basis(track, row, head)
 
-    def _with_basis(self, track: Track, better: torch.Tensor) -> Track:
+    def _with_basis(self, track: Track, row: torch.Tensor, head: torch.Tensor) -> Track:
         """With what reads the codes of the basis in use, for heads that have changed theirs."""
-        wide = self._decode @ track.turn.double().mT
-        columns, offset = self.levels.decoding(wide, self._steps(track), self._mean)
-        columns, offset = (columns * self._gamma[..., None]).to(self.dtype), (offset * self._gamma).to(self.dtype)
-        current = track.current + better
-        decode, offsets = track.decode, track.offset
-        if int(current.max()) >= decode.shape[2]:
-            decode = torch.cat([decode, columns[:, :, None]], 2)
-            offsets = torch.cat([offsets, offset[:, :, None]], 2)
-        row, head = better.nonzero(as_tuple=True)
-        place = (row, head, current[row, head])
+        wide = self._decode[head] @ track.turn[row, head].double().mT
+        columns, offset = self.levels.decoding(wide, self._steps(track)[row, head], self._mean[head], head)
+        columns, offset = (columns * self._gamma[head, :, None]).to(self.dtype), (offset * self._gamma[head]).to(self.dtype)
+        number = track.current[row, head] + 1
+        more = max(0, int(number.max()) + 1 - track.decode.shape[2])
+        place, pad = (row, head, number), torch.nn.functional.pad  # which copies
         return track._replace(
-            current=current, decode=decode.index_put(place, columns[row, head]), offset=offsets.index_put(place, offset[row, head])
+            current=track.current.index_put((row, head), number),
+            decode=pad(track.decode, (0, 0, 0, 0, 0, more)).index_put_(place, columns),
+            offset=pad(track.offset, (0, 0, 0, more)).index_put_(place, offset),
         )
 
 
