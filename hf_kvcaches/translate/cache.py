@@ -18,8 +18,6 @@ from hf_kvcaches.translate.filling import CodedPrompt, Filling, match_rows
 from hf_kvcaches.translate.states import PromptTokens
 from hf_kvcaches.translate.translator import CacheTranslator
 
-_UNSERVED = "Pass the input_ids of the whole prompt, with logits_to_keep=1 as generate does."
-
 
 @dataclass(frozen=True)
 class TranslatedReport(CacheReport):
@@ -27,8 +25,8 @@ class TranslatedReport(CacheReport):
 
     Args:
         translated: Tokens whose keys and values were rebuilt, in all rows; 0 where the model ran the prompt.
-        payload_bytes: Of the messages. 0, as all that follows, once the cache was pickled or saved, which leaves codes out.
-        payload_share: Their share of the rebuilt tokens' keys and values of all layers in bfloat16.
+        payload_bytes: Of the messages. 0, like the fields below, in a cache that was unpickled or loaded: codes are not stored.
+        payload_share: Their share of the coded tokens' keys and values of all layers in bfloat16.
         run_layers: How many layers the model ran on these tokens; keys and values of one more are exact.
         patched: Layers that computed keys and values from a translated input.
     """
@@ -121,9 +119,10 @@ class TranslatedCache(SplicingCache):
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         if self.codes is not None and not self.filling:
+            unserved = "Pass the input_ids of the whole prompt, with logits_to_keep=1 as generate does."
             raise UnsupportedError(
                 "TranslatedCache: the cache is still to be filled from its codes, and this call of the model can't be served by them. "
-                f"{self.reason or _UNSERVED} Or call cache.prefill(input_ids) first and go on behind it."
+                f"{self.reason or unserved} Or call cache.prefill(input_ids) first and go on behind it."
             )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
@@ -171,8 +170,8 @@ class TranslatedCache(SplicingCache):
             )
         if prompt.slots <= max(self.seen, *prompt.padding):
             raise ConfigError(
-                "codes: a row of the prompt begins behind the last token that all rows have of the codes. Encode the whole batch, or give "
-                "rows of such different lengths a cache each."
+                "codes: left padding makes one row start at or behind the slot where another row's codes end. Encode the whole batch, or "
+                "use one cache for each row."
             )
         return prompt
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -80,9 +81,11 @@ def fit(
         # A short text has no continuation to predict.
         long = [number for number, ids in enumerate(prefixes) if choice and len(ids) >= 16]
         held_out = long[_HELD_OUT - 1 :: _HELD_OUT][:_HELD_OUT]
+        if choice and not held_out:
+            warnings.warn("'auto' needs 8 texts of 16 tokens or more to choose on: no layers are run or patched.", stacklevel=4)
         fitted = [ids for number, ids in enumerate(prefixes) if number not in held_out]
         if len(fitted) < compat.process()[1]:
-            expected = f"at least {compat.process()[1]} of at least 2 tokens, one for each process, beside those held out"
+            expected = f"at least {compat.process()[1]} texts of 2 or more tokens besides the held-out ones, one for each process"
             raise ConfigError.of("texts", expected, len(fitted))
         if config.layer_map == "fit":
             with timed(seconds, "layers"):
@@ -101,9 +104,9 @@ def fit(
         def measure(fit: tuple[TextSums, Maps]) -> float:
             sums, maps = fit
             with timed(seconds, "routing"):
-                value = mean_score(trials, [trial.translated(maps, sums.lowest) for trial in trials], options.score or closeness)
-            measured[f"{sums.lowest} layers run"] = -value
-            return value
+                states = [trial.translated(maps, sums.lowest) for trial in trials]
+                measured[f"{sums.lowest} layers run"] = -mean_score(trials, states)
+                return mean_score(trials, states, options.score or closeness)
 
         sums, maps = max(map(solve, run_layers), key=measure) if trials and len(run_layers) > 1 else solve(run_layers[0])
         route = Route(())

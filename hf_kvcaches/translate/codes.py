@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
@@ -64,12 +63,7 @@ def _digest(ids: TokenIds) -> str:
 
 
 class PartHead(NamedTuple):
-    """A part that follows.
-
-    Args:
-        name: Such as `layer.3` or `layers.1-3`.
-        rows: Bytes of a token.
-    """
+    """A part that follows: its name, such as `layer.3` or `layers.1-3`, and its bytes of a token."""
 
     name: str
     rows: int
@@ -174,35 +168,18 @@ class SemanticCodes:
 
     @staticmethod
     def from_bytes(data: Bytes) -> SemanticCodes:
-        """The inverse of `to_bytes`; any other bytes are an `ArtifactError`.
-
-        Args:
-            data: The bytes of one message and no more.
-        """
+        """The inverse of `to_bytes`; bytes of anything but one whole message are an `ArtifactError`."""
         if not isinstance(data, Bytes):
             raise ConfigError.of("data", "bytes", type(data).__name__)
         return ArrivingCodes([data]).collect()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a file, whole or not at all.
-
-        Args:
-            path: In a folder that exists.
-        """
-
-        def write(temporary: Path) -> None:
-            with open(temporary, "wb") as file:
-                file.writelines(self.chunks())
-
-        write_atomically(path, write)
+        """Write a file in a folder that exists, whole or not at all."""
+        write_atomically(path, self.to_bytes())
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> SemanticCodes:
-        """Read a file that `save` wrote.
-
-        Args:
-            path: The file.
-        """
+        """Read a file that `save` wrote."""
         try:
             with opened(path) as file:
                 return ArrivingCodes(iter(lambda: file.read(1 << 20), b"")).collect()

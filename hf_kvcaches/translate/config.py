@@ -11,7 +11,7 @@ from hf_kvcaches.core.metric import Metric
 from hf_kvcaches.errors import ConfigError, is_number, require_choice, whole_number
 
 Method = Literal["joint", "paper"]
-# By default so many layers share a code, and so many numbers of keys and values: sums of wider ones take gigabytes.
+# Defaults: at most 4 layers and 2,048 numbers a token share a code; moments of wider ones take gigabytes.
 _MOST_SHARING, _WIDEST_CODE = 4, 2048
 
 
@@ -21,7 +21,7 @@ class TranslatorConfig:
 
     Args:
         method: `"joint"`: codes of keys and values, by reduced-rank regression, with the tokens as side information. `"paper"`: keys and
-            values each for themselves, by an SVD of both models' states, with no side information.
+            values coded separately, by an SVD of both models' states, without side information.
         layers_per_code: How many consecutive layers share a code, which is sent once the producer has the last of them. More layers lose
             less at the same bytes; rebuilding takes time in proportion, and fitting takes memory. None: up to 4, as long as their keys and
             values together have at most 2,048 numbers a token.
@@ -55,7 +55,7 @@ class TranslatorConfig:
         for name, allowed in choices.items():
             require_choice(name, getattr(self, name), allowed)
         if paper:
-            object.__setattr__(self, "metric", "plain")  # the only one that it has
+            object.__setattr__(self, "metric", "plain")  # the paper has no other
         elif self.heads != "joint" or self.ranks is not None:
             raise ConfigError("heads, ranks: only method='paper' has them. Leave them out.")
         if not self.all_widths or any(type(width) is not int or width not in WIDTHS for width in self.all_widths):
@@ -63,7 +63,7 @@ class TranslatorConfig:
         if paper and len(self.all_widths) > 1:
             raise ConfigError.of("widths", "one number with method='paper'", self.widths)
         if self.layers_per_code is not None:
-            whole_number("layers_per_code", self.layers_per_code, 1)
+            object.__setattr__(self, "layers_per_code", whole_number("layers_per_code", self.layers_per_code, 1))
         if self.layer_map != "fit":
             self._check_numbers("layer_map", 0, "a layer of the producer for each of the consumer's, or 'fit'")
         self._check_numbers("ranks", 1, "two numbers of codes above 0, of keys and of values", 2)
@@ -82,7 +82,7 @@ class TranslatorConfig:
         object.__setattr__(self, name, tuple(whole_number(name, value, least, expected) for value in values))
 
     def layers_of_width(self, width: int) -> int:
-        """`layers_per_code`, or the default for layers whose keys and values have so many numbers a token."""
+        """Return `layers_per_code`, or its default for layers with `width` key and value numbers a token."""
         if self.method == "paper":
             return 1
         return self.layers_per_code or max(1, min(_MOST_SHARING, _WIDEST_CODE // width))
@@ -97,15 +97,7 @@ class TranslatorConfig:
 
 @dataclass(frozen=True)
 class TranslatorSettings:
-    """How a translator was fitted.
-
-    Args:
-        payload: The argument, as a share of the bytes of bfloat16 keys and values.
-        recompute_layers: How many layers the consumer runs.
-        config: With the metric that was used, even where another was requested.
-        layers: Of the consumer.
-        measured: Divergences on texts that were kept apart, by what was tried.
-    """
+    """How a translator was fitted; `config.metric` is the metric in use, `measured` the KL divergences on held-out texts."""
 
     payload: float
     recompute_layers: int

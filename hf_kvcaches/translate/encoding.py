@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 
 class Encoding:
-    """The encoding of some prompts: its head, and its parts once it runs.
-
-    Args:
-        first: The index of the first token with codes, padding included.
-    """
+    """The encoding of prompts from the index `first` on, padding included: its head, and its parts once it runs."""
 
     def __init__(self, translator: CacheTranslator, producer: Any, input_ids: Any, attention_mask: Any, first: int) -> None:
         self.encoders, self.model = translator.maps.encoders, translator.check_producer(producer)
@@ -44,18 +40,18 @@ class Encoding:
         """Pass on each part, in the order of the head, as soon as the producer has its layers."""
         if not self.encoders:
             return
-        waiting, states = list(self.encoders), dict[int, State]()
+        pending, states = list(self.encoders), dict[int, State]()
 
         def on_state(layer: int, state: State) -> None:
             states[layer] = state if self._coded is None else state.rows(self._coded)
-            while waiting and waiting[0].needs <= states.keys():
-                encoder = waiting.pop(0)
+            while pending and pending[0].needs <= states.keys():
+                encoder = pending.pop(0)
                 on_part(Part(encoder.part, encoder.encode(states)))
-            for unused in states.keys() - frozenset[int]().union(*(encoder.needs for encoder in waiting)):
+            for unused in states.keys() - frozenset[int]().union(*(encoder.needs for encoder in pending)):
                 del states[unused]
 
-        inputs = frozenset[int]().union(*(encoder.inputs for encoder in waiting))
-        upto = max(layer for encoder in waiting for layer in encoder.needs)
+        inputs = frozenset[int]().union(*(encoder.inputs for encoder in pending))
+        upto = max(layer for encoder in pending for layer in encoder.needs)
         # Maps were fitted to states without dropout.
         with evaluating(self.model):
             read_states(self.model, self.tokens, on_state, hidden=inputs, upto=upto)

@@ -47,8 +47,7 @@ class CodedPrompt:
 
     def code_indices(self, tokens: int) -> torch.Tensor | None:
         """Return the tokens of the codes that are used; None for all of so many, in their order."""
-        spans = zip(self.starts, self.spans, strict=True)
-        indices = torch.cat([torch.arange(start, start + span.tokens) for start, span in spans])
+        indices = torch.cat([torch.arange(start, start + span.tokens) for start, span in zip(self.starts, self.spans, strict=True)])
         return None if torch.equal(indices, torch.arange(tokens)) else indices
 
 
@@ -72,8 +71,8 @@ def match_rows(head: CodesHead, tokens: PromptTokens, most: int, seen: int = 0) 
     rebuilt: dict[tuple[int, int], int] = {}
     copies = {}
     for row, alike in enumerate(zip(numbers, padding, strict=True)):
-        if (twin := rebuilt.setdefault(alike, row)) != row:
-            copies[row] = twin
+        if (source := rebuilt.setdefault(alike, row)) != row:
+            copies[row] = source
     spans, starts, offsets = [], [], [0, *accumulate(row.coded for row in head.rows)]
     for (number, before), row in sorted(rebuilt.items(), key=lambda item: (item[0][0], item[1])):
         first = max(seen, before)
@@ -83,11 +82,7 @@ def match_rows(head: CodesHead, tokens: PromptTokens, most: int, seen: int = 0) 
 
 
 class Filling:
-    """One filling of a cache.
-
-    Args:
-        tokens: The tokens that are in the cache afterwards, also those that are in it before.
-    """
+    """One filling of a cache; `tokens` are those in the cache afterwards, also those in it before."""
 
     def __init__(
         self, cache: TranslatedCache, translator: CacheTranslator, head: CodesHead, prompt: CodedPrompt, tokens: PromptTokens
@@ -100,16 +95,11 @@ class Filling:
         self._distinct_side, self._side_rows = self._distinct()
 
     def run(self, parts: Iterable[Part]) -> None:
-        """Rebuild all layers above the lowest.
-
-        Args:
-            parts: In the head's order; each may have to be waited for.
-        """
+        """Rebuild all layers above the lowest from parts in the head's order, as they arrive."""
         for decoder in self.translator.maps.decoders:
             if decoder.part is None:
                 self._rebuild(decoder, None)
         for part, encoder in zip(parts, self.translator.maps.encoders, strict=True):
-            assert part.name == encoder.part
             codes = part.codes if self._code_indices is None else part.codes[:, self._code_indices]
             coefficients = encoder.quantizer.decode(codes.to(self._side.device))
             for decoder in self.translator.maps.decoders:
@@ -117,11 +107,7 @@ class Filling:
                     self._rebuild(decoder, coefficients)
 
     def _run_lowest(self) -> torch.Tensor:
-        """Run the layers that the consumer computes itself, up to the keys and values of the next layer.
-
-        Returns:
-            The input of that layer's attention for each rebuilt token, (tokens, hidden).
-        """
+        """Run the lowest layers up to the next one's keys and values; return that layer's attention input, (rebuilt tokens, hidden)."""
         lowest, seen, inputs = self.translator.settings.recompute_layers, self.prompt.seen, list[torch.Tensor]()
         watched = with_watched_input(self.layers[lowest], inputs.append)
         twin = with_layers(self.cache.model, [*self.layers[:lowest], watched, *self.layers[lowest + 1 :]])
@@ -135,7 +121,7 @@ class Filling:
 
         Where the consumer runs no layer, tokens with one id share a row, which is multiplied once.
         """
-        if self.translator.settings.recompute_layers:
+        if self.translator.settings.recompute_layers or self._side.is_cuda:  # the CUDA kernel expands the rows again
             return self._side, None
         _, rows = torch.cat([self.tokens.ids[span.row, span.first :] for span in self.prompt.spans]).unique(return_inverse=True)
         rows = rows.to(self._side.device)
@@ -153,20 +139,13 @@ class Filling:
             like = self.cache.layers[0].key_buffer
             layer.open(len(self.tokens.ids), self.prompt.slots, *(like.new_empty(1, heads, 0, dim, device=device) for dim in dims))
             weights = self.translator.weights_on(decoder, device, self.cache.model.dtype)
-            rebuild(
-                None if weights.side is None else self._distinct_side.to(device),
-                None if coefficients is None or weights.codes is None else coefficients.to(device),
-                weights,
-                layer.key_buffer,
-                layer.value_buffer,
-                self.prompt.spans,
-                check=False,
-                side_rows=None if self._side_rows is None else self._side_rows.to(device),
-                **self._rotation(decoder.layer, device),
-            )
-        for row, twin in self.prompt.copies.items():
+            side = None if weights.side is None else self._distinct_side.to(device)
+            codes = None if coefficients is None or weights.codes is None else coefficients.to(device)
+            tables = self._rotation(decoder.layer, device) | {"side_rows": None if self._side_rows is None else self._side_rows.to(device)}
+            rebuild(side, codes, weights, layer.key_buffer, layer.value_buffer, self.prompt.spans, check=False, **tables)
+        for row, source in self.prompt.copies.items():
             for buffer in (layer.key_buffer, layer.value_buffer):
-                buffer[row, :, self.prompt.seen :] = buffer[twin, :, self.prompt.seen :]
+                buffer[row, :, self.prompt.seen :] = buffer[source, :, self.prompt.seen :]
 
     def _rotation(self, layer: int, device: torch.device) -> dict[str, Any]:
         """Return the kernel's tables for a layer's keys; layers with one geometry share them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
@@ -27,9 +28,9 @@ class PartEncoder:
     Args:
         kind: What is coded: "states" for keys and values, "input" for the normalised input of the attention.
         layers: The producer's layers that are coded.
-        side_layer: The producer's layer whose attention's input is the producer's own side information.
+        side_layer: The producer's layer whose attention input is the producer's side information.
         weights: From the layers' states, side by side, to coefficients, (width, rank), float32.
-        side: From the side information to coefficients, (hidden, rank), or None. What follows from it is not sent.
+        side: From the side information to coefficients, (hidden, rank), or None. What it predicts is not coded.
         shift: Added to coefficients, (rank,).
     """
 
@@ -54,7 +55,8 @@ class PartEncoder:
 
     def encode(self, states: Mapping[int, State]) -> torch.Tensor:
         """The packed codes, (bytes of a token, tokens)."""
-        inputs = torch.cat([states[layer].of(self.kind) for layer in self.layers], dim=1).float()
+        device = states[self.layers[0]].keys.device
+        inputs = torch.cat([states[layer].of(self.kind).to(device) for layer in self.layers], dim=1).float()
         coefficients = inputs @ self.weights.to(inputs.device) + self.shift.to(inputs.device)
         if self.side is not None:
             coefficients += states[self.side_layer].of("input").to(inputs.device).float() @ self.side.to(inputs.device)
@@ -81,18 +83,13 @@ class LayerDecoder:
     aligner: MLPAligner | None = None
 
     def apply(self, side: torch.Tensor, coefficients: torch.Tensor | None) -> torch.Tensor:
-        """What is rebuilt, (tokens, width), float32.
-
-        Args:
-            side: The consumer's side information, (tokens, hidden).
-            coefficients: (tokens, rank), or None where no part is sent.
-        """
+        """Return what is rebuilt, (tokens, width), float32, from side information, (tokens, hidden), and coefficients, (tokens, rank)."""
         device, inputs = side.device, [side.float()] if coefficients is None else [side.float(), coefficients.to(side.device).float()]
         if self.aligner is not None:
             # The paper's aligner has the coefficients only.
             together = torch.cat(inputs, dim=1)[:, -len(self.aligner.weight) :]
-            aligned: torch.Tensor = self.aligner.to(device)(together)
-            return aligned
+            # A copy, because other threads may use it on other devices.
+            return copy.deepcopy(self.aligner).to(device)(together)
         products = [states @ map_.to(device) for states, map_ in zip(inputs, self.weights[:2], strict=False) if map_ is not None]
         if self.weights.bias is not None:
             products.append(self.weights.bias.to(device).expand(len(side), -1))

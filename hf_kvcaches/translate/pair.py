@@ -36,7 +36,7 @@ class Pair:
         for role, model in (("producer", producer), ("consumer", consumer)):
             require_whole(model)
             if compat.has_learned_prompt(model):
-                raise UnsupportedError(f"{role}: a learned prompt stands before every text, and is in no fingerprint.")
+                raise UnsupportedError(f"{role}: a learned prompt is in no fingerprint. Pass the model without that adapter.")
         self.rotation = require_plain_layers(compat.decoder_config(self.consumer.config))
         require_plain_layers(compat.decoder_config(self.producer.config))
         producer_layers, self.layers = (len(compat.decoder_layers(model)[2]) for model in (self.producer, self.consumer))
@@ -96,8 +96,8 @@ def _shared_tokenizer(tokenizer: Any, sizes: tuple[int, ...]) -> Tokenized:
         different = [name for name in {**first, **second} if name != "chat template" and first.get(name) != second.get(name)]
         if different:
             raise FingerprintMismatch(
-                f"tokenizer: the producer's and the consumer's differ in {', '.join(different)}, so one text would be other tokens to "
-                "each. Take a pair with one tokenizer."
+                f"tokenizer: the producer's and the consumer's differ in {', '.join(different)}, so the same text becomes different "
+                "token ids. Take a pair with one tokenizer."
             )
         tokenizer = tokenizer[1]
     shared = Tokenized(tokenizer)

@@ -22,9 +22,9 @@ from hf_kvcaches.kernels.codes import CodeMap, decode_codes
 # step 1, of which 4 bits stand for -7.5 to 7.5.
 _GAIN_BITS, _GAIN_STEP, _GAIN_MIDDLE = 4, 0.4, 6 - 7.5
 # The size of a token is that of its strongest directions; weak ones are noise.
-_STRONG = 64
+_GAIN_DIRECTIONS = 64
 # From so many bits on, no coefficient of the sample is clipped.
-_REACHING = 4
+_UNCLIPPED_BITS = 4
 _TINY = 1e-20
 
 
@@ -44,8 +44,8 @@ class Quantizer:
 
     def __post_init__(self) -> None:
         shapes = {part.shape for part in (self.steps, self.widths, self.sizes)}
-        known = self.widths.dtype == torch.uint8 and bool(torch.isin(self.widths.long(), torch.tensor(WIDTHS)).all())
-        if len(shapes) > 1 or self.widths.ndim != 1 or not known or not bool((self.steps > 0).all() and (self.sizes > 0).all()):
+        valid = self.widths.dtype == torch.uint8 and bool(torch.isin(self.widths.long(), torch.tensor(WIDTHS)).all())
+        if len(shapes) > 1 or self.widths.ndim != 1 or not valid or not bool((self.steps > 0).all() and (self.sizes > 0).all()):
             raise ArtifactError("The stored steps and widths of a code don't fit each other. Fit the translator anew.")
 
     @property
@@ -87,7 +87,7 @@ def gains_of(coefficients: torch.Tensor) -> torch.Tensor:
 
 def gain_coefficients(coefficients: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
     """Return the quantized logarithm of each token's size, (tokens,), float32; strong directions come first."""
-    relative = (coefficients[:, :_STRONG] / sizes[:_STRONG]).square().mean(1).sqrt()
+    relative = (coefficients[:, :_GAIN_DIRECTIONS] / sizes[:_GAIN_DIRECTIONS]).square().mean(1).sqrt()
     largest = 2.0 ** (_GAIN_BITS - 1) - 0.5
     codes = (relative.clamp_min(_TINY).log2() / _GAIN_STEP + _GAIN_MIDDLE + largest).round()
     return codes.clamp(0, 2**_GAIN_BITS - 1) - largest
@@ -109,15 +109,16 @@ def fit_quantizers(
         sample = sample.float()
         sizes.append(sample.square().mean(0).sqrt().clamp_min(_TINY))
         gains = gains_of(gain_coefficients(sample, sizes[-1]))
-        step, errors = (part[0].cpu() for part in quantizers((sample / gains[:, None])[None], _REACHING, gains.square()))
+        step, errors = (part[0].cpu() for part in quantizers((sample / gains[:, None])[None], _UNCLIPPED_BITS, gains.square()))
         steps.append(step)
         distortions.append(torch.cat([strength.cpu().double().square()[:, None], errors[:, 1:].double()], 1))
     # The gain takes at most a byte of each part.
     bits = allot(distortions, budget - len(samples), widths) if samples else []
     parts: list[tuple[torch.Tensor, Quantizer | None]] = []
     for size, step, width in zip(sizes, steps, bits, strict=True):
-        kept = width.nonzero()[:, 0]
-        columns = torch.tensor([WIDTHS.index(bits) for bits in width[kept].tolist()], dtype=torch.int64)
-        chosen = step[kept].gather(1, columns[:, None])[:, 0]
-        parts.append((kept, Quantizer(chosen, width[kept].to(torch.uint8), size.cpu()[kept]) if len(kept) else None))
+        directions = width.nonzero()[:, 0]
+        columns = torch.tensor([WIDTHS.index(bits) for bits in width[directions].tolist()], dtype=torch.int64)
+        chosen = step[directions].gather(1, columns[:, None])[:, 0]
+        quantizer = Quantizer(chosen, width[directions].to(torch.uint8), size.cpu()[directions]) if len(directions) else None
+        parts.append((directions, quantizer))
     return parts

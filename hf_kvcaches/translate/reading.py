@@ -32,8 +32,8 @@ from hf_kvcaches.translate.states import PromptTokens, ReadingCache
 
 # Tokens that quantizers are calibrated on.
 _SAMPLE = 4096
-# The positions of the keys that stand for all of a text, as shares of its length. An average over all distances takes no notice of how far
-# behind a key it is asked for, and loses facts that are asked for at the end of a text.
+# Key positions at which logit errors are measured, as shares of the text. Averaging over all distances weighs near and far keys alike, and
+# loses facts that are asked for at the end.
 _KEY_POSITIONS = (0.0, 0.25, 0.5, 0.75)
 
 
@@ -53,8 +53,8 @@ class TextSums:
         seconds: Of each stage; reading adds its time.
 
     Attributes:
-        moments: By the layers that share a code; "own" is what the producer has in the place of the side information.
-        samples: Sampled rows of the blocks "producer", by the same layers, and of "own".
+        moments: By the layers that share a code; "producer_side" is what the producer has in place of the side information.
+        samples: Sampled rows of the blocks "producer", by the same layers, and of "producer_side".
         producer_shapes: KV heads of each layer, and the dimensions of a key and a value.
         shapes: The same of the consumer.
     """
@@ -110,13 +110,13 @@ class TextSums:
             on_queries = None if self.config.metric == "plain" else self._add_queries
             producer, consumer = self.pair.states(ids, [self.lowest], on_queries)
             self.producer_shapes, self.shapes = ({layer: state.shape for layer, state in states.items()} for states in (producer, consumer))
-            side, own = consumer[self.lowest].of("input"), producer[self.pair.sources[self.lowest]].of("input")
-            self._add_sample("own", number, own)
+            side, producer_side = (states.of("input") for states in (consumer[self.lowest], producer[self.pair.sources[self.lowest]]))
+            self._add_sample("producer_side", number, producer_side)
             for layers in self.groups:
                 x = torch.cat([producer[layer].pair.to(side.device) for layer in self.pair.sources_of(layers)], dim=1)
                 y = torch.cat([consumer[layer].pair.to(side.device) for layer in layers], dim=1)
                 group_weights = torch.stack([weights[layer] for layer in layers]).mean(0) if weights else None
-                self.moments[layers].add(group_weights, side=side, own=own, producer=x, consumer=y)
+                self.moments[layers].add(group_weights, side=side, producer_side=producer_side, producer=x, consumer=y)
                 self._add_sample(layers, number, x)
 
     def _add_sample(self, key: tuple[int, ...] | str, number: int, rows: torch.Tensor) -> None:
@@ -142,9 +142,9 @@ class TextSums:
         tokens = PromptTokens.of(ids).to(compat.input_device(self.pair.consumer))
         try:
             gradients = loss_gradients(self.pair.consumer, self.pair.rotation, tokens, seed)
-        except KVCacheError:
+        except (KVCacheError, torch.OutOfMemoryError):
             raise
-        except (RuntimeError, NotImplementedError, AttributeError) as error:
+        except (RuntimeError, AttributeError) as error:
             name = type(self.pair.consumer).__name__
             warnings.warn(f"metric='loss' needs gradients, which {name} has not: {error}. Using 'attention'.", stacklevel=5)
             self.config = replace(self.config, metric="attention")
@@ -152,8 +152,10 @@ class TextSums:
         weights = {}
         for layer in self.sent:
             rows = gradients[layer]
-            self._losses.setdefault(layer, Moments((), rows.shape[1], rows.device)).add(rows)
-            # Half of the weight is the size of the gradients, which is large for facts that are asked for later.
+            if layer not in self._losses:
+                self._losses[layer] = Moments((), rows.shape[1], rows.device)
+            self._losses[layer].add(rows)
+            # Half of each token's weight is its gradient energy, which is large for facts that later tokens ask for.
             energies = rows.double().square().sum(1)
             weights[layer] = (0.5 + 0.5 * energies / energies.mean().clamp_min(1e-300)).cpu()
         return weights
@@ -180,11 +182,7 @@ class TextSums:
 
 
 def logit_moment(geometry: RotaryGeometry, query: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Return the squared error of logits that an error of a key without rotation makes in the mean, (heads, key_dim, key_dim).
-
-    Args:
-        query: Rotated, (1, heads, tokens, key_dim).
-    """
+    """Return the mean squared logit error per error of an unrotated key, (heads, key_dim, key_dim), from one text's rotated queries."""
     moments = []
     for share in _KEY_POSITIONS:
         position = int(share * query.shape[2])

@@ -82,11 +82,11 @@ class ReducedRank(NamedTuple):
     Args:
         strengths: By how much each direction reduces the error in the metric, as square roots, descending.
         encode: (producer, directions), float64.
-        side: From the block "own", (own, directions); None where there is none.
+        side: From the block "producer_side", (producer_side, directions); None where there is none.
         shift: (directions,).
         decode: (directions, consumer).
-        known_coefficients: The coefficients as the side information predicts them, (1 + side, directions); the first row is the constant.
-        known_states: The same of the consumer's states, (1 + side, consumer).
+        side_coefficients: The coefficients as the side information predicts them, (1 + side, directions); the first row is the constant.
+        side_states: The same of the consumer's states, (1 + side, consumer).
     """
 
     strengths: torch.Tensor
@@ -94,13 +94,15 @@ class ReducedRank(NamedTuple):
     side: torch.Tensor | None
     shift: torch.Tensor
     decode: torch.Tensor
-    known_coefficients: torch.Tensor
-    known_states: torch.Tensor
+    side_coefficients: torch.Tensor
+    side_states: torch.Tensor
 
-    def coefficients(self, states: torch.Tensor, own: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the coefficients of all directions, (tokens, directions), of the blocks "producer" and "own"."""
+    def coefficients(self, states: torch.Tensor, producer_side: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the coefficients of all directions, (tokens, directions), of the blocks "producer" and "producer_side"."""
         coefficients = states.to(self.encode) @ self.encode + self.shift
-        return coefficients if self.side is None or own is None else coefficients + own.to(self.side) @ self.side
+        if self.side is None or producer_side is None:
+            return coefficients
+        return coefficients + producer_side.to(self.side) @ self.side
 
     def encoder(self, directions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """Return the weights, side and shift of some directions, float32."""
@@ -112,21 +114,21 @@ class ReducedRank(NamedTuple):
         """Return the map from side information and some directions to some columns of the consumer's states, float32."""
         directions = directions.to(self.encode.device)
         decode = self.decode[directions]
-        known = (self.known_states - self.known_coefficients[:, directions] @ decode)[:, columns].float()
+        side_map = (self.side_states - self.side_coefficients[:, directions] @ decode)[:, columns].float()
         codes = decode[:, columns].float() if len(directions) else None
-        return Decoder(side=known[1:] if len(known) > 1 else None, codes=codes, bias=known[0])
+        return Decoder(side=side_map[1:] if len(side_map) > 1 else None, codes=codes, bias=side_map[0])
 
 
 def reduced_rank(moments: BlockMoments, metric: torch.Tensor, ridge: float) -> ReducedRank:
     """Find the few combinations of a producer's states from which a consumer's are predicted with the least error in a metric.
 
     Args:
-        moments: Of the blocks "producer" and "consumer"; of "side", the consumer's side information, if there is any; and of "own", what
-            the producer has in its place, if there is anything: what it predicts of the producer's states then need not be sent.
+        moments: Of the blocks "producer" and "consumer"; of "side", the consumer's side information, if there is any; and of
+            "producer_side", if there is any: what it predicts of the producer's states then need not be sent.
         metric: The cost of errors, (consumer, consumer), symmetric and positive semidefinite.
         ridge: As a share of the mean variance of the regressors.
     """
-    moments, own_slopes = moments.without("producer", "own", ridge)
+    moments, side_slopes = moments.without("producer", "producer_side", ridge)
     variance = float(moments.covariance("producer", "producer").diagonal().mean())
     residual, producer_slopes = moments.without("producer", "side", ridge)
     residual, consumer_slopes = residual.without("consumer", "side", ridge)
@@ -142,9 +144,9 @@ def reduced_rank(moments: BlockMoments, metric: torch.Tensor, ridge: float) -> R
     return ReducedRank(
         strengths,
         encode,
-        side=-own_slopes @ encode if len(own_slopes) else None,
+        side=-side_slopes @ encode if len(side_slopes) else None,
         shift=shift[0],
         decode=directions @ inverse_root,
-        known_coefficients=torch.cat([residual.of("one", "producer") @ encode + shift, producer_slopes @ encode]),
-        known_states=torch.cat([residual.of("one", "consumer"), consumer_slopes]),
+        side_coefficients=torch.cat([residual.of("one", "producer") @ encode + shift, producer_slopes @ encode]),
+        side_states=torch.cat([residual.of("one", "consumer"), consumer_slopes]),
     )

@@ -30,7 +30,7 @@ def joint_maps(sums: TextSums, budget: float) -> Maps:
 
 def quantized_maps(sums: TextSums, fits: Sequence[ReducedRank], budget: float) -> Maps:
     """Allot a budget of bytes of a token to the directions of some fits, one for each group of layers, and return their maps."""
-    samples = [fit.coefficients(sums.samples[layers], sums.samples["own"]) for layers, fit in zip(sums.groups, fits, strict=True)]
+    samples = [fit.coefficients(sums.samples[layers], sums.samples["producer_side"]) for layers, fit in zip(sums.groups, fits, strict=True)]
     quantized = fit_quantizers(samples, [fit.strengths for fit in fits], budget, sums.config.all_widths)
     encoders, decoders = [], []
     for layers, fit, (directions, quantizer) in zip(sums.groups, fits, quantized, strict=True):

@@ -51,7 +51,8 @@ class State(NamedTuple):
 
     def rows(self, chosen: torch.Tensor) -> State:
         """The state of some tokens, (tokens,) booleans."""
-        return State(self.keys[chosen], self.values[chosen], None if self.hidden is None else self.hidden[chosen], self.heads)
+        keys, values, *hidden = (part[chosen.to(part.device)] for part in self[:3] if part is not None)
+        return State(keys, values, hidden[0] if hidden else None, self.heads)
 
     def of(self, kind: str) -> torch.Tensor:
         """`pair` for "states", `hidden` for "input"."""
@@ -78,12 +79,7 @@ class PromptTokens(NamedTuple):
 
     @classmethod
     def of(cls, input_ids: Any, attention_mask: Any = None) -> PromptTokens:
-        """Check a batch, which may be padded on the left only.
-
-        Args:
-            input_ids: (batch, tokens) or (tokens,), a tensor or lists.
-            attention_mask: 1 where a token is real, or None.
-        """
+        """Check a batch, (batch, tokens) or (tokens,), a tensor or lists, which may be padded on the left only."""
         ids = _batch("input_ids", input_ids)
         if ids.ndim != 2 or ids.is_floating_point() or ids.dtype == torch.bool or not ids.numel():
             raise ConfigError.of("input_ids", "token ids, (batch, tokens)", (tuple(ids.shape), ids.dtype))
@@ -133,7 +129,7 @@ class ReadingCache(KVCache):
         super().__init__(model if queries is not None else compat.decoder_config(model.config))
         require_plain_layers(self.config)
         if queries is not None:
-            require_answering(model, "The metric 'attention'")
+            require_answering(model, "The metric 'loss' or 'attention'")
 
     def make_layer(self, layer_idx: int) -> KVLayer:
         return _ReadingLayer(self, layer_idx)
@@ -153,10 +149,10 @@ def require_plain_layers(config: Any) -> Rotation:
     """Return how a model's keys are rotated; refuse a model with layers whose keys and values can't be translated."""
     foreign = sorted({kind for kind, _ in compat.layer_plan(config) if kind not in ReadingCache.own_layer_types})
     if foreign:
-        raise UnsupportedError(f"model: layers of the types {foreign} keep no keys and values that could be translated.")
+        raise UnsupportedError(f"model: layers of the types {foreign} keep no keys and values that could be translated. Use another cache.")
     rotation = rotation_of(config)
     if rotation.refused or {geometry.kind for geometry in rotation.layers} - {"rope", "none", "learned"}:
-        raise UnsupportedError(f"model: {rotation.why}, so its keys can't be translated.")
+        raise UnsupportedError(f"model: {rotation.why}, so its keys can't be translated. Use another cache.")
     return rotation
 
 
@@ -186,7 +182,7 @@ def read_states(
             raise PassEnded
 
     def watched(layer: int) -> nn.Module:
-        return with_watched_input(layers[layer], lambda states: inputs.__setitem__(layer, states[tokens.real]))
+        return with_watched_input(layers[layer], lambda states: inputs.__setitem__(layer, states[tokens.real.to(states.device)]))
 
     cache = ReadingCache(model, queries)
     cache.on_layer = on_layer
@@ -196,11 +192,7 @@ def read_states(
 
 
 def state_of(rotation: Rotation, layer: int, keys: torch.Tensor, values: torch.Tensor, tokens: PromptTokens) -> State:
-    """Return a layer's state of the real tokens; learned positions stay in the keys.
-
-    Args:
-        keys: (batch, kv_heads, tokens, head_dim).
-    """
+    """Return a layer's state of the real tokens from (batch, kv_heads, tokens, head_dim); learned positions stay in the keys."""
     geometry, real = rotation.layers[layer], tokens.real.to(keys.device)
     content = geometry.unrotate(keys, tokens.positions.to(keys.device)) if geometry.kind == "rope" else keys
     flat_keys, flat_values = (states.transpose(1, 2)[real].flatten(1) for states in (content, values))

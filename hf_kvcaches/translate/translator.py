@@ -1,4 +1,4 @@
-"""`CacheTranslator`: fitted once for a producer and a consumer; codes the one's keys and values, and rebuilds the other's from them."""
+"""`CacheTranslator`: encodes a producer's keys and values, and rebuilds a consumer's from the codes."""
 
 from __future__ import annotations
 
@@ -81,14 +81,14 @@ class CacheTranslator(Artifact):
             producer: The model that will read prompts.
             consumer: The model that will answer. Other weights, adapters, widths or numbers of layers, but the same tokens.
             tokenizer: Of both models, or a pair (producer's, consumer's) that is compared; None where `texts` are token ids.
-            texts: Strings or lists of token ids, like the prompts to come: what they don't show is lost in translation.
+            texts: Strings or lists of token ids, like the prompts to come: directions that do not occur in them are not coded.
             payload: Bytes that are sent of a token, as a share of bfloat16 keys and values of all the consumer's layers.
-            recompute_layers: How many of its lowest layers the consumer runs on the tokens: their keys and values and those of the next
-                layer are exact, and what enters that layer is side information. With 0 it is what enters layer 0, the token itself.
-                `"auto"` tries on texts kept apart what is best at these bytes, up to `config.prefill_share` of the layers.
-            patch_layers: Layers that get their attention's input and compute keys and values themselves, as in the paper: `"auto"` tries
-                on texts kept apart and takes those that help, if any; None for none.
-            score: In place of minus the mean KL divergence, for choices on texts kept apart: called with logits of the consumer alone and
+            recompute_layers: How many of its lowest layers the consumer computes itself. Their keys and values and those of the next layer
+                are exact, and the next layer's attention input is side information: with 0 it is the token itself. `"auto"`: chosen on
+                held-out texts, up to `config.prefill_share` of the layers.
+            patch_layers: Layers that get their attention's input and compute keys and values themselves, as in the paper: `"auto"`: those
+                that help on held-out texts, if any; None for none.
+            score: In place of minus the mean KL divergence, for choices on held-out texts: called with logits of the consumer alone and
                 with a translated cache, (positions, vocabulary) each; greater is better.
             config: All other options.
             max_length: Tokens of a text that are read.
@@ -134,40 +134,24 @@ class CacheTranslator(Artifact):
         return SemanticCodes(encoding.head, parts)
 
     def stream(self, producer: Any, input_ids: Any, attention_mask: Any = None, *, first: int = 0) -> Iterator[bytes]:
-        """Yield the bytes of `encode`, each part as soon as the producer has its layers; the producer runs in another thread.
-
-        Args:
-            producer: As in `encode`.
-            input_ids: As in `encode`.
-            attention_mask: As in `encode`.
-            first: As in `encode`.
-        """
+        """Yield the bytes of `encode`, each part as soon as the producer, in another thread, has its layers; arguments as in `encode`."""
         encoding = Encoding(self, producer, input_ids, attention_mask, first)
         yield from message_of(encoding.head, encoding.run_in_thread())
 
     def check_producer(self, model: Any) -> Any:
-        """Return the model without a PEFT wrapper; refuse one that this was not fitted for.
-
-        Args:
-            model: To encode with.
-        """
+        """Return the model without its PEFT wrapper; refuse one that this was not fitted for."""
         # It is run without dropout, whatever its mode.
         with evaluating(compat.base_model(model)):
             return self._check(model, "producer", self.producer)
 
     def check_consumer(self, model: Any, identity: Identity | None = None) -> Any:
-        """Return the model without a PEFT wrapper; refuse one that this was not fitted for.
-
-        Args:
-            model: To decode for.
-            identity: The model's, where its weights were just read.
-        """
+        """Return the model without its PEFT wrapper; refuse another model. A fresh `identity` saves reading its weights again."""
         return self._check(model, "consumer", self.consumer, identity)
 
     def _check(self, model: Any, role: str, expected: ModelFingerprint, identity: Identity | None = None) -> Any:
         base = compat.base_model(model)
         if compat.has_learned_prompt(model):
-            raise UnsupportedError(f"{role}: a learned prompt stands before every text, and is in no fingerprint.")
+            raise UnsupportedError(f"{role}: a learned prompt is in no fingerprint. Pass the model without that adapter.")
         require_all_heads(base, f"The translator's {role}", "Load the model whole, or use another cache.")
         identity = identity or identity_of(base)
         if identity.fingerprint is None:
@@ -182,11 +166,7 @@ class CacheTranslator(Artifact):
         return base
 
     def check_codes(self, head: CodesHead) -> None:
-        """Refuse codes of another translator.
-
-        Args:
-            head: Of the codes.
-        """
+        """Refuse codes of another translator."""
         if head.translator != self.digest:
             raise FingerprintMismatch(
                 f"codes: made by another translator ({head.translator[:12]} there, {self.digest[:12]} here). Load the one that made them."
@@ -195,14 +175,9 @@ class CacheTranslator(Artifact):
             raise ArtifactError("codes: their head does not fit the translator that it names. Have them sent again.")
 
     def weights_on(self, decoder: LayerDecoder, device: torch.device, dtype: torch.dtype) -> Decoder:
-        """Return a decoder's weights on a device; they are kept for later prompts.
-
-        Args:
-            decoder: Of this translator.
-            device: Of the layer.
-            dtype: Of the cache. A CPU multiplies in float32 anyway, and would convert at each call.
-        """
-        key = decoder.layer, device, torch.float32 if device.type == "cpu" else dtype
+        """Return a decoder's weights on a device; they are kept for later prompts."""
+        # A CPU multiplies in float32 anyway, and would convert at each call. Half precision can't hold what small gradients weigh.
+        key = decoder.layer, device, torch.float32 if device.type == "cpu" or dtype == torch.float16 else dtype
         if key not in self._weights:
             self._weights[key] = Decoder(*(None if part is None else part.to(*key[1:]) for part in decoder.weights))
         return self._weights[key]
@@ -223,8 +198,8 @@ class CacheTranslator(Artifact):
     def restore(cls, tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> Self:
         config = TranslatorConfig(**metadata["settings"]["config"])
         settings = TranslatorSettings(**metadata["settings"] | {"config": config})
-        if checked_layers(settings.recompute_layers) > checked_layers(settings.layers):
-            raise ArtifactError(f"recompute_layers: expected at most {settings.layers}, got {settings.recompute_layers}. Fit it anew.")
+        if checked_layers(settings.recompute_layers) >= checked_layers(settings.layers):
+            raise ArtifactError(f"recompute_layers: expected fewer than {settings.layers}, got {settings.recompute_layers}. Fit it anew.")
         return cls(
             Maps.restore(tensors, metadata["maps"]),
             settings,
@@ -270,6 +245,6 @@ class CacheTranslator(Artifact):
             "Patched layers": ", ".join(map(str, self.patched_layers)) or "none",
             "Layers that the consumer runs": str(settings.recompute_layers),
             "Seconds": ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in settings.seconds.items()),
-            **{f"KL on texts kept apart, {what}": f"{value:.3g} nats" for what, value in settings.measured.items()},
+            **{f"KL on held-out texts, {what}": f"{value:.3g} nats" for what, value in settings.measured.items()},
         }
         return "| | |\n|---|---|\n" + "\n".join(f"| {name} | {value} |" for name, value in rows.items())

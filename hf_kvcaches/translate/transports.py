@@ -30,7 +30,6 @@ def receive_distributed(src: int, group: dist.ProcessGroup | None = None, device
 
     Args:
         src: The rank of the process that calls `send_distributed`.
-        group: As in `send_distributed`.
-        device: As in `send_distributed`.
+        group: As in `send_distributed`; and `device`.
     """
     return ArrivingCodes(received(src, group, device))

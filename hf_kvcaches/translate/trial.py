@@ -1,4 +1,4 @@
-"""The consumer's predictions behind the beginning of a held-out text, with its own or other keys and values of that beginning."""
+"""The consumer's predictions behind a held-out prefix, with exact or translated keys and values of that prefix."""
 
 from __future__ import annotations
 
@@ -36,16 +36,12 @@ class Trial:
         self.expected = self.logits({})
 
     def logits(self, states: KeysValues) -> torch.Tensor:
-        """Return the consumer's logits, (predicted tokens, vocabulary).
-
-        Args:
-            states: The prefix's in some layers; other layers have the consumer's own.
-        """
+        """Return the consumer's logits, (predicted tokens, vocabulary), with the prefix's states replaced in some layers."""
         # Without the model's config no layer drops tokens behind its window; the attention mask has the window.
         cache = DynamicCache()
-        for layer, own in self.consumer.items():
-            pair, geometry = states.get(layer, (own.keys, own.values)), self.pair.rotation.layers[layer]
-            keys, values = (part.to(own.keys).unflatten(1, (own.heads, -1)).transpose(0, 1)[None] for part in pair)
+        for layer, state in self.consumer.items():
+            pair, geometry = states.get(layer, (state.keys, state.values)), self.pair.rotation.layers[layer]
+            keys, values = (part.to(state.keys).unflatten(1, (state.heads, -1)).transpose(0, 1)[None] for part in pair)
             positions = torch.arange(len(self.prefix), device=keys.device)
             cache.update(geometry.rotate(keys, positions) if geometry.kind == "rope" else keys, values, layer)
         ids = self.continuation[None].to(compat.input_device(self.pair.consumer))
@@ -75,7 +71,7 @@ def closeness(expected: torch.Tensor, logits: torch.Tensor) -> float:
 
 def mean_score(trials: Sequence[Trial], states: Sequence[KeysValues], score: Score = closeness) -> float:
     """Return the mean of a score over texts; greater is better."""
-    scores = [float(score(trial.expected, trial.logits(own))) for trial, own in zip(trials, states, strict=True)]
+    scores = [float(score(trial.expected, trial.logits(replaced))) for trial, replaced in zip(trials, states, strict=True)]
     if not all(map(math.isfinite, scores)):
         raise ConfigError.of("score", "a finite number for each text", scores)
     return fmean(scores)

@@ -164,7 +164,7 @@ def test_several_questions_behind_one_document() -> None:
 def test_a_batch_in_which_a_row_begins_behind_all_codes_is_refused() -> None:
     ids, mask = left_padded(joined(PROMPT, OTHER, MORE), OTHER)
     cache = cache_of(PROMPT, OTHER)
-    with pytest.raises(ConfigError, match="begins behind the last token"):
+    with pytest.raises(ConfigError, match="one row start at or behind the slot"):
         answer(models()[1], ids, cache, attention_mask=mask)
     assert (cache.seen, cache.report().translated) == (0, 0)
 

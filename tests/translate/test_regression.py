@@ -22,7 +22,7 @@ class Rows(NamedTuple):
     side: Tensor
     producer: Tensor
     consumer: Tensor
-    own: Tensor | None = None
+    producer_side: Tensor | None = None
 
     @property
     def known(self) -> Tensor:
@@ -58,7 +58,7 @@ def said(fit: ReducedRank, rows: Rows, rank: int) -> Tensor:
     """What codes of a rank rebuild."""
     decoder = fit.decoder(torch.arange(rank))
     made = decoder.bias.double() if decoder.side is None else rows.side @ decoder.side.double() + decoder.bias.double()
-    return made if decoder.codes is None else made + fit.coefficients(rows.producer, rows.own)[:, :rank] @ decoder.codes.double()
+    return made if decoder.codes is None else made + fit.coefficients(rows.producer, rows.producer_side)[:, :rank] @ decoder.codes.double()
 
 
 def cost(errors: Tensor, metric: Tensor) -> float:
@@ -170,14 +170,18 @@ def test_states_that_depend_on_each_other_or_on_what_is_known_do_no_harm(seed, r
 @given(seed=SEEDS)
 def test_what_follows_from_what_the_producer_has_itself_is_not_sent(seed):
     rows = rows_of(seed)
-    rows = rows._replace(own=rows.side @ torch.randn(4, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + 2)
-    one, other = (reduced_rank(each.moments(), metric_of(seed, 5), 1e-10) for each in (rows._replace(own=None), rows))
-    coefficients = other.coefficients(rows.producer, rows.own)
-    assert float((rows.own - rows.own.mean(0)).T.matmul(coefficients).abs().max()) < 1e-4 * float(coefficients.abs().max() * len(rows.own))
+    rows = rows._replace(
+        producer_side=rows.side @ torch.randn(4, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + 2
+    )
+    one, other = (reduced_rank(each.moments(), metric_of(seed, 5), 1e-10) for each in (rows._replace(producer_side=None), rows))
+    coefficients = other.coefficients(rows.producer, rows.producer_side)
+    assert float((rows.producer_side - rows.producer_side.mean(0)).T.matmul(coefficients).abs().max()) < 1e-4 * float(
+        coefficients.abs().max() * len(rows.producer_side)
+    )
     assert float(coefficients.mean(0).abs().max()) < 1e-6
     # Where both have the same, nothing is lost.
     for rank in range(6):
-        close(said(other, rows, rank), said(one, rows._replace(own=None), rank), 1e-3)
+        close(said(other, rows, rank), said(one, rows._replace(producer_side=None), rank), 1e-3)
 
 
 @given(seed=SEEDS)

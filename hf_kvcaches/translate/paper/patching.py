@@ -66,7 +66,8 @@ def patch(
         reused = translated(maps)
 
         def restored(restored_layers: frozenset[int]) -> float:
-            return mean_score(trials, [{layer: own[layer] for layer in own if layer not in restored_layers} for own in reused], score)
+            left = [{layer: states[layer] for layer in states if layer not in restored_layers} for states in reused]
+            return mean_score(trials, left, score)
 
         measured["reuse alone"] = -mean_score(trials, reused)
         route = select(restored, layers, pool=8, most=6)
@@ -93,11 +94,13 @@ def _with(maps: Maps, patches: Mapping[int, Patch]) -> Maps:
     """Return maps in which some layers are patched."""
     encoders = {part_name((layer,)): encoder for layer, (encoder, _) in patches.items()}
     decoders = [patches[decoder.layer][1] if decoder.layer in patches else decoder for decoder in maps.decoders]
-    return Maps([encoders.get(encoder.part) or encoder for encoder in maps.encoders], decoders)
+    return Maps([patch for encoder in maps.encoders if (patch := encoders.get(encoder.part, encoder)) is not None], decoders)
 
 
 def _fit_patches(sums: TextSums, maps: Maps, layers: Sequence[int], texts: Sequence[torch.Tensor], progress: bool) -> dict[int, Patch]:
     """Fit the maps of the patched layers, from one more pass over the texts."""
+    if not layers:
+        return {}
     moments: dict[int, BlockMoments] = defaultdict(BlockMoments)
     rows: dict[int, list[Rows]] = {layer: [] for layer in layers}
     tokens = 0
