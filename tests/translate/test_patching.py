@@ -244,9 +244,10 @@ def test_the_callers_own_score_decides():
     assert all(one == other for one, other in asked)
 
 
-def test_short_texts_are_fitted_to_and_none_is_kept_apart():
+def test_short_texts_are_fitted_to_and_none_is_held_out_and_that_is_said():
     model = MODELS["llama"]()
-    translator = fitted(model, model, texts_of(30, 12), patch_layers="auto")
+    with pytest.warns(UserWarning, match="'auto' needs 8 texts"):
+        translator = fitted(model, model, texts_of(30, 12), patch_layers="auto")
     assert translator.patched_layers == ()
     assert dict(translator.settings.measured) == {}
 
@@ -256,3 +257,17 @@ def test_a_score_that_is_no_number_is_refused(bad):
     producer, consumer = MODELS["llama"](seed=1), MODELS["llama"](seed=2)
     with pytest.raises(ConfigError, match="score: expected a finite number"):
         fitted(producer, consumer, patch_layers="auto", payload=0.3, score=lambda expected, logits: bad)
+
+
+def test_divergences_are_told_whatever_the_callers_score_is():
+    producer, consumer = MODELS["llama"](seed=1), MODELS["llama"](seed=2)
+    options = {"recompute_layers": "auto", "prefill_share": 0.3, "payload": 0.3}
+    scored = fitted(producer, consumer, score=lambda expected, logits: 1e6 - float(divergence(expected, logits).mean()), **options)
+    assert scored.settings.measured == fitted(producer, consumer, **options).settings.measured
+
+
+def test_a_patch_without_bits_sends_nothing_in_the_place_of_what_the_layer_sent():
+    producer, consumer = MODELS["llama"](seed=1), MODELS["llama"](seed=2)
+    maps = fitted(producer, consumer, payload=0.3).maps
+    patched = patching._with(maps, {2: (None, maps.decoders[1])})
+    assert [encoder.part for encoder in patched.encoders] == ["layer.1", "layer.3"]

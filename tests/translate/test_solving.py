@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hf_kvcaches.errors import ConfigError, KVCacheError, UnsupportedError
-from hf_kvcaches.translate import calibration
+from hf_kvcaches.translate import calibration, reading
 from hf_kvcaches.translate.config import TranslatorConfig
 from hf_kvcaches.translate.pair import Pair
 from hf_kvcaches.translate.reading import TextSums
@@ -306,3 +306,13 @@ def test_a_model_in_bfloat16_gets_its_own_keys_and_values_back_to_its_precision(
     for layer, (keys, values) in filled(translator, model, model, PROMPT).items():
         assert error(keys.float(), own[layer].keys[0].float()) < 2e-2
         assert error(values.float(), own[layer].values[0].float()) < 2e-2
+
+
+def test_a_model_that_is_out_of_memory_keeps_its_metric(monkeypatch):
+    def exhausted(*args):
+        raise torch.OutOfMemoryError("no memory")
+
+    producer, consumer = MODELS["llama"](seed=1), MODELS["llama"](seed=2)
+    monkeypatch.setattr(reading, "loss_gradients", exhausted)
+    with pytest.raises(torch.OutOfMemoryError):
+        fitted(producer, consumer, metric="loss")
