@@ -27,6 +27,7 @@ from hf_kvcaches.translate.solving import part_name
 
 A = TypeVar("A", bound=Artifact)
 BITS = 2  # of a direction of the codes
+PAYLOAD = 0.025  # the default
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,21 @@ class Bench:
         return made
 
 
+def code_rank(width: int, layers: int) -> int:
+    """Directions of `BITS` that the default bytes of some layers hold beside the gain, for so many numbers of keys and values."""
+    return max(1, int((PAYLOAD * 2 * layers * width - 1) * 8 / BITS))
+
+
+def translation_limit(size: Size, tokens: int) -> float:
+    """How many times the operations of rebuilding all layers but the lowest from codes a prefill has."""
+    width = 2 * size.kv_heads * size.head_dim
+    group = TranslatorConfig(metric="plain").layers_of_width(width)
+    weights = size.hidden * (3 * size.intermediate + 2 * (size.heads + size.kv_heads) * size.head_dim)
+    prefill = size.layers * tokens * (2 * weights + 2 * size.heads * size.head_dim * tokens)
+    rebuild = (size.layers - 1) * tokens * 2 * (size.hidden + code_rank(width, group)) * width
+    return prefill / (rebuild + size.layers * 2 * weights)  # and the last token
+
+
 def random_translator(producer: Any, consumer: Any) -> CacheTranslator:
     """A translator that nothing was fitted to, for times: random weights have nothing to fit to."""
     config, settings = consumer.config, TranslatorConfig(metric="plain")
@@ -108,11 +124,10 @@ def random_translator(producer: Any, consumer: Any) -> CacheTranslator:
     group = settings.layers_of_width(2 * heads * dim)
     random = torch.Generator().manual_seed(6)
     matrix = lambda rows, columns: torch.randn(rows, columns, generator=random) / rows**0.5  # noqa: E731
-    encoders, decoders, payload = [], [], 0.025
+    encoders, decoders = [], []
     for start in range(0, layers, group):
         used = tuple(range(start, min(start + group, layers)))
-        nbytes = payload * 2 * len(used) * 2 * heads * dim
-        rank = max(1, int((nbytes - 1) * 8 / BITS))
+        rank = code_rank(2 * heads * dim, len(used))
         quantizer = Quantizer(torch.full((rank,), 1.0), torch.full((rank,), BITS, dtype=torch.uint8), torch.ones(rank))
         part = part_name(used)
         side = matrix(config.hidden_size, rank)
@@ -121,7 +136,7 @@ def random_translator(producer: Any, consumer: Any) -> CacheTranslator:
             weights = Decoder(matrix(config.hidden_size, 2 * heads * dim), matrix(rank, 2 * heads * dim), torch.zeros(2 * heads * dim))
             decoders.append(LayerDecoder(layer, part, "states", (heads, dim, dim), weights))
     models = ModelFingerprint.of(producer), ModelFingerprint.of(consumer)
-    return CacheTranslator(Maps(encoders, decoders), TranslatorSettings(payload, 0, settings, layers), Route(()), *models)
+    return CacheTranslator(Maps(encoders, decoders), TranslatorSettings(PAYLOAD, 0, settings, layers), Route(()), *models)
 
 
 class Source:
