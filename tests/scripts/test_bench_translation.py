@@ -184,9 +184,9 @@ def test_codes_that_are_no_better_than_raw_states_are_not_timed(timing, small):
     timing.prove(order, [ids], "a model", trained=False)
 
 
-@pytest.mark.parametrize(("ratio", "met"), [(3.0, True), (2.99, False)])
+@pytest.mark.parametrize(("ratio", "met"), [(8.0, True), (7.99, False)])
 def test_the_bar_is_met_from_its_number_on(script, ratio, met):
     (bar,) = script.bars()
-    row = {"section": "first token", "measure": "first token", "side": "codes in hand", "length": 900, "ratio": ratio}
+    row = {"section": "larger", "measure": "first token", "side": "codes as bytes", "length": 2048, "ratio": ratio}
     assert (": met (" in bar.verdict([row])) is met
-    assert bar.verdict([row | {"side": "codes as bytes"}]).endswith("not measured")
+    assert bar.verdict([row | {"side": "codes in hand"}]).endswith("not measured")
