@@ -4,25 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from _docs_numbers import (
-    BENCHMARKS,
-    Row,
-    codec_step,
-    equip_flat,
-    equip_perplexity,
-    equip_recall,
-    first_token,
-    growing_step,
-    nats,
-    one,
-    percent,
-    rows,
-    table,
-    times,
-    translated_first_token,
-    translated_recall,
-    where,
-)
+from _docs_numbers import Row, equip_perplexity, equip_recall, nats, one, percent, table, times, translated_recall, where
 
 SPEED = "speed-cpu"  # every cache at one size; the methods' own benchmarks differ in size
 Line = tuple[str, str, str, str, str]
@@ -37,54 +19,49 @@ def cases() -> str:
 
 def note() -> str:
     """The conditions of the measurements."""
-    if speeds():
-        [size] = {(row["layers"], row["hidden"], row["threads"], row["hardware"]) for row in speeds()}
-        speed = "Speed is that of {} layers of hidden size {:,} with random weights, batch 1, {} thread{} of an {}".format(
-            size[0], int(size[1]), size[2], "" if size[2] == "1" else "s", size[3]
-        )
-    else:
-        speed = "Speed is that of CPUs with random weights, at hidden size 1,024 (`GrowingCache`, `TranslatedCache`: 512)"
+    [(layers, hidden, threads, hardware)] = {(row["layers"], row["hidden"], row["threads"], row["hardware"]) for row in speeds()}
     return (
         "Memory is that of keys and values in 16 bits; speed is relative to `DynamicCache`, and for a first token to a full prefill.\n"
-        f"{speed}; no GPU was measured.\n"
+        f"Speed is that of {layers} layers of hidden size {int(hidden):,} with random weights, batch 1, {threads} "
+        f"thread{'' if threads == '1' else 's'} of an {hardware}; no GPU was measured.\n"
         "Quality is that of the small [trained models of this repository](docs/testbed.md): measure your own."
     )
 
 
 def speeds() -> list[Row]:
-    """The rows of the speed table for one text at a time, of the processor that has most; none where it was not measured."""
-    single = [row for row in rows(SPEED) if row["batch"] == "1"] if (BENCHMARKS / f"{SPEED}.csv").exists() else []
+    """The rows of the speed table for one text at a time, of the processor that has most."""
+    single = where(SPEED, batch="1")
     return [row for row in single if row["hardware"] == statistics.mode(other["hardware"] for other in single)]
 
 
-def speed(what: str, column: str, cache: str, otherwise: str, setting: str = "") -> str:
-    """A ratio of the speed table for each length and dtype, or else what the method's own benchmark says."""
-    found = [row for row in speeds() if row["cache"] == cache and row["setting"].startswith(setting)]
+def speed(what: str, column: str, cache: str, setting: str = "") -> str:
+    """A ratio of the speed table for each length and dtype."""
+    chosen = [row for row in speeds() if row["cache"] == cache and row["setting"].startswith(setting)]
     texts = []
-    for length in sorted({int(row["context"]) for row in found}):
-        ratios = [f"{times(row[column])} ({row['dtype']})" for row in found if int(row["context"]) == length]
+    for length in sorted({int(row["context"]) for row in chosen}):
+        ratios = [f"{times(row[column])} ({row['dtype']})" for row in chosen if int(row["context"]) == length]
         texts.append(f"{', '.join(ratios)} at {length:,} tokens")
-    return f"{what} {'; '.join(texts)}" if texts else f"{what} {otherwise}"
+    if not texts:
+        raise LookupError(f"{SPEED}.csv has no row of {cache}({setting}) with one text. Measure it with scripts/bench_speed_table.py.")
+    return f"{what} {'; '.join(texts)}"
 
 
 def growing() -> Line:
-    otherwise = f"{growing_step('1', '8192')} at 1 x 8,192 tokens, {growing_step('8', '2048')} at 8 x 2,048"
     return (
         "Any generation; the text must not change",
         "[`GrowingCache`](docs/growing.md)",
         "100% and a small reserve",
-        speed("decode step", "decode_ratio", "GrowingCache", otherwise),
+        speed("decode step", "decode_ratio", "GrowingCache"),
         "the same text",
     )
 
 
 def equip() -> Line:
-    otherwise = f"{equip_flat('1000')} at 1,000 tokens seen, {equip_flat('100000')} at 100,000"
     return (
         "[Long chats](docs/guides/long-chats.md) and streams in bounded memory",
         "[`EquipCache`](docs/equip.md)",
         "a fixed number of tokens, such as a quarter of the prompt",
-        speed("decode step", "decode_ratio", "EquipCache", otherwise, "policy='compactor'"),
+        speed("decode step", "decode_ratio", "EquipCache", "policy='compactor'"),
         f"{equip_recall('compactor', '0.25')} of facts recalled, perplexity {equip_perplexity('compactor', '0.25')} at a quarter",
     )
 
@@ -92,24 +69,22 @@ def equip() -> Line:
 def subspace() -> Line:
     codec = one("subspace-quality", model="deep", variant="codec 0.125", text="prose.txt")
     full = one("subspace-quality", model="deep", variant="full cache", text="prose.txt")
-    otherwise = f"{codec_step('float32')} (bfloat16: {codec_step('bfloat16')}) at 8,192 tokens"
     return (
         "[Long documents](docs/guides/long-documents.md), more requests at once",
         "[`SubspaceCache`](docs/subspace.md)",
         percent(codec["share"], 1),
-        speed("decode step", "decode_ratio", "SubspaceCache", otherwise, "codec"),
+        speed("decode step", "decode_ratio", "SubspaceCache", "codec"),
         f"KL {nats(codec['kl'])}, {codec['right']} facts recalled of the full cache's {full['right']}",
     )
 
 
 def segments() -> Line:
     moved = one("segments-quality", workload="agents", side="approximate", quantization="none", cap="")
-    otherwise = f"{first_token('prefix', 'memory')} for a shared prefix, {first_token('moved', 'memory')} for moved pages"
     return (
         "[Agents](docs/guides/shared-context.md) with shared instructions, tools, pages",
         "[`SegmentReuseCache`](docs/segments.md)",
         "100%, and a store",
-        speed("first token", "prefill_ratio", "SegmentReuseCache", otherwise),
+        speed("first token", "prefill_ratio", "SegmentReuseCache"),
         f"prefix exact; moved pages KL {nats(moved['kl_mean'])}, {percent(moved['recall'])} of facts recalled",
     )
 
@@ -121,7 +96,7 @@ def warmstart() -> Line:
         "[Servers](docs/guides/serving.md) with prompts that differ in a few words",
         "[`WarmStartCache`](docs/warmstart.md)",
         "100%, and a library",
-        speed("first token", "prefill_ratio", "WarmStartCache", first_token("aligned", "memory")),
+        speed("first token", "prefill_ratio", "WarmStartCache"),
         f"KL up to {nats(largest)}, {percent(right)} of answers right",
     )
 
@@ -134,6 +109,6 @@ def translation() -> Line:
         "[Fine-tuned families](docs/guides/fine-tuned-families.md): one model reads, another answers",
         "[`TranslatedCache`](docs/translation.md)",
         f"100%, of which {percent(share, 1)} are sent",
-        speed("first token", "prefill_ratio", "TranslatedCache", translated_first_token("2048")),
+        speed("first token", "prefill_ratio", "TranslatedCache"),
         f"{min(recalls):.0f}% to {max(recalls):.0f}% of facts recalled",
     )

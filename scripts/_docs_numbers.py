@@ -49,14 +49,6 @@ def nats(divergence: str | float) -> str:
     return f"{float(divergence):.2g}"
 
 
-def growing_step(batch: str, tokens: str) -> str:
-    return times(one("growing-cpu", dtype="float32", kv="mha", batch=batch, tokens=tokens)["step_ratio"])
-
-
-def equip_flat(tokens: str) -> str:
-    return f"{float(one('equip-cpu', measure='flat', policy='streaming', kv='mha', tokens=tokens)['step_ms']):.1f} ms"
-
-
 def equip_recall(policy: str, budget: str) -> str:
     return percent(one("equip-recall", task="recall", policy=policy, budget=budget)["share"])
 
@@ -65,17 +57,8 @@ def equip_perplexity(policy: str, budget: str) -> str:
     return f"+{percent(one('equip-recall', task='prefix', policy=policy, budget=budget)['excess'], 2)}"
 
 
-def codec_step(dtype: str, batch: str = "1") -> str:
-    return times(one("subspace-speed-cpu", section="step", dtype=dtype, batch=batch, side="codec 0.125")["ratio"])
-
-
 def first_token(section: str, side: str, stored: str = "bit-equal") -> str:
     return times(one("reuse-speed-cpu", section=section, side=side, stored=stored)["ratio"])
-
-
-def translated_first_token(length: str) -> str:
-    found = where("translation-speed-cpu", section="larger", measure="first token", side="codes as bytes", length=length)
-    return times(min(float(row["ratio"]) for row in found))
 
 
 def translated_recall(pair: str, side: str = "joint 0.025 (default)") -> Row:
