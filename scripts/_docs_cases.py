@@ -31,7 +31,8 @@ def note() -> str:
 def speeds() -> list[Row]:
     """The rows of the speed table for one text at a time, of the processor that has most."""
     single = where(SPEED, batch="1")
-    return [row for row in single if row["hardware"] == statistics.mode(other["hardware"] for other in single)]
+    most = statistics.mode(row["hardware"] for row in single)
+    return [row for row in single if row["hardware"] == most]
 
 
 def speed(what: str, column: str, cache: str, setting: str = "") -> str:

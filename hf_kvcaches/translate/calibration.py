@@ -23,7 +23,7 @@ from hf_kvcaches.translate.paper.patching import patch
 from hf_kvcaches.translate.paper.routing import Route
 from hf_kvcaches.translate.reading import TextSums, timed
 from hf_kvcaches.translate.solving import joint_maps
-from hf_kvcaches.translate.trial import Score, Trial, closeness, mean_score
+from hf_kvcaches.translate.trial import Score, Trial, closeness, mean_score, predictions
 
 # Every eighth text is held out to choose layers on, up to eight texts.
 _HELD_OUT = 8
@@ -104,9 +104,9 @@ def fit(
         def measure(fit: tuple[TextSums, Maps]) -> float:
             sums, maps = fit
             with timed(seconds, "routing"):
-                states = [trial.translated(maps, sums.lowest) for trial in trials]
-                measured[f"{sums.lowest} layers run"] = -mean_score(trials, states)
-                return mean_score(trials, states, options.score or closeness)
+                logits = predictions(trials, [trial.translated(maps, sums.lowest) for trial in trials])
+                measured[f"{sums.lowest} layers run"] = -mean_score(trials, logits)
+                return mean_score(trials, logits, options.score or closeness)
 
         sums, maps = max(map(solve, run_layers), key=measure) if trials and len(run_layers) > 1 else solve(run_layers[0])
         route = Route(())

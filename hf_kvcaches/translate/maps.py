@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
 import torch
+from torch.func import functional_call
 
 from hf_kvcaches.core.files import MOST_LAYERS
 from hf_kvcaches.errors import ArtifactError
@@ -88,12 +88,13 @@ class LayerDecoder:
         if self.aligner is not None:
             # The paper's aligner has the coefficients only.
             together = torch.cat(inputs, dim=1)[:, -len(self.aligner.weight) :]
-            # A copy, because other threads may use it on other devices.
-            return copy.deepcopy(self.aligner).to(device)(together)
+            # The module stays where it is: other threads may use it on other devices.
+            state = {name: part.to(device) for name, part in self.aligner.state_dict().items()}
+            return functional_call(self.aligner, state, (together,))
         products = [states @ map_.to(device) for states, map_ in zip(inputs, self.weights[:2], strict=False) if map_ is not None]
         if self.weights.bias is not None:
             products.append(self.weights.bias.to(device).expand(len(side), -1))
-        return torch.stack(products).sum(0)
+        return sum(products[1:], products[0])
 
 
 @dataclass(frozen=True, eq=False)

@@ -186,9 +186,9 @@ def read_states(
 
     cache = ReadingCache(model, queries)
     cache.on_layer = on_layer
-    twin = with_layers(model, [watched(layer) if layer in hidden else module for layer, module in enumerate(layers)])
+    modules = [watched(layer) if layer in hidden else module for layer, module in enumerate(layers)]
     with suppress(PassEnded):
-        run_module(twin if hidden else model.base_model, cache, tokens.ids, tokens.positions, tokens.mask)
+        run_module(with_layers(model, modules) if hidden else model.base_model, cache, tokens.ids, tokens.positions, tokens.mask)
 
 
 def state_of(rotation: Rotation, layer: int, keys: torch.Tensor, values: torch.Tensor, tokens: PromptTokens) -> State:

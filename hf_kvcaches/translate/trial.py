@@ -45,8 +45,7 @@ class Trial:
             positions = torch.arange(len(self.prefix), device=keys.device)
             cache.update(geometry.rotate(keys, positions) if geometry.kind == "rope" else keys, values, layer)
         ids = self.continuation[None].to(compat.input_device(self.pair.consumer))
-        logits: torch.Tensor = self.pair.consumer(input_ids=ids, past_key_values=cache, use_cache=True).logits[0]
-        return logits
+        return self.pair.consumer(input_ids=ids, past_key_values=cache, use_cache=True).logits[0]
 
     def translated(self, maps: Maps, lowest: int) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """Return the translated keys and values of the prefix, where the consumer runs its lowest layers."""
@@ -55,8 +54,7 @@ class Trial:
         for decoder in maps.decoders:
             output = decoder.apply(side, coefficients.get(decoder.part or ""))
             if decoder.kind == "input":
-                tokens = PromptTokens.of(self.prefix).to(output.device)
-                keys, values, *_ = state_of_input(self.pair.consumer, decoder.layer, output, tokens)
+                keys, values, *_ = state_of_input(self.pair.consumer, decoder.layer, output, PromptTokens.of(self.prefix).to(output.device))
             else:
                 heads, *dims = decoder.shape
                 keys, values = output.split([heads * dim for dim in dims], dim=1)
@@ -69,9 +67,14 @@ def closeness(expected: torch.Tensor, logits: torch.Tensor) -> float:
     return -float(divergence(expected, logits).mean())
 
 
-def mean_score(trials: Sequence[Trial], states: Sequence[KeysValues], score: Score = closeness) -> float:
+def predictions(trials: Sequence[Trial], states: Sequence[KeysValues]) -> list[torch.Tensor]:
+    """Return the consumer's logits of each text, with the prefix's states replaced in some layers."""
+    return [trial.logits(replaced) for trial, replaced in zip(trials, states, strict=True)]
+
+
+def mean_score(trials: Sequence[Trial], logits: Sequence[torch.Tensor], score: Score = closeness) -> float:
     """Return the mean of a score over texts; greater is better."""
-    scores = [float(score(trial.expected, trial.logits(replaced))) for trial, replaced in zip(trials, states, strict=True)]
+    scores = [float(score(trial.expected, predicted)) for trial, predicted in zip(trials, logits, strict=True)]
     if not all(map(math.isfinite, scores)):
         raise ConfigError.of("score", "a finite number for each text", scores)
     return fmean(scores)

@@ -23,7 +23,7 @@ from hf_kvcaches.translate.quantizing import fit_quantizers
 from hf_kvcaches.translate.reading import TextSums, timed
 from hf_kvcaches.translate.regression import BlockMoments, fit_ridge, reduced_rank
 from hf_kvcaches.translate.solving import part_name
-from hf_kvcaches.translate.trial import Trial, closeness, mean_score
+from hf_kvcaches.translate.trial import Trial, closeness, mean_score, predictions
 
 if TYPE_CHECKING:
     from hf_kvcaches.translate.calibration import FitOptions
@@ -67,20 +67,21 @@ def patch(
 
         def restored(restored_layers: frozenset[int]) -> float:
             left = [{layer: states[layer] for layer in states if layer not in restored_layers} for states in reused]
-            return mean_score(trials, left, score)
+            return mean_score(trials, predictions(trials, left), score)
 
-        measured["reuse alone"] = -mean_score(trials, reused)
+        logits = predictions(trials, reused)
+        measured["reuse alone"], best = -mean_score(trials, logits), mean_score(trials, logits, score)
         route = select(restored, layers, pool=8, most=6)
     with timed(sums.seconds, "patch"):
         patches = _fit_patches(sums, maps, route.patched, texts, options.progress)
-        best, patched = restored(frozenset()), list[int]()
+        patched = list[int]()
         for layer in (step.layer for step in route.steps if step.layer in route.patched):
             candidate = _with(maps, {layer: patches[layer]})
-            gain = mean_score(trials, translated(candidate), score) - best
+            predicted = predictions(trials, translated(candidate))
+            gain = mean_score(trials, predicted, score) - best
             if gain >= _LEAST_GAIN * route.sensitivity[layer]:
                 maps, best, patched = candidate, best + gain, [*patched, layer]
-        if patched:
-            measured["with patches"] = -mean_score(trials, translated(maps))
+                measured["with patches"] = -mean_score(trials, predicted)
     return maps, Route(tuple(sorted(patched)), route.sensitivity, route.steps, route.efficiencies)
 
 
