@@ -303,6 +303,32 @@ def can_switch_attention(model: PreTrainedModel) -> bool:
     return bool(model._can_set_attn_implementation())
 
 
+# By which name `generate` hands its cache on: that of its own argument, which 5.24 renamed.
+GENERATE_CACHE = "cache" if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters else "past_key_values"
+
+
+def cache_of(kwargs: Mapping[str, Any]) -> Any:
+    """The cache among the arguments of a forward pass; transformers 5.24 renamed `past_key_values`, and models take both names."""
+    cache = kwargs.get("cache")
+    return kwargs.get("past_key_values") if cache is None else cache
+
+
+def cache_kwargs(model: object, cache: Any) -> dict[str, Any]:
+    """The arguments that make a forward pass use a cache, by the name that the installed transformers does not warn about.
+
+    Args:
+        model: Whose forward is called: a model, one of its modules, or a wrapper such as PEFT's.
+        cache: None for a pass without one.
+    """
+    return {cache_argument(model): cache, "use_cache": cache is not None}
+
+
+def cache_argument(model: object) -> str:
+    """The name by which a model's forward takes its cache."""
+    module = model if isinstance(model, nn.Module) and "input_ids" in parameter_names(type(model)) else base_model(model)
+    return "cache" if "cache" in parameter_names(type(module)) else "past_key_values"
+
+
 def takes_positions(model: PreTrainedModel) -> bool:
     """Whether a model's forward has an argument for positions."""
     return "position_ids" in parameter_names(type(model))

@@ -116,7 +116,7 @@ def model_size(config: PreTrainedConfig, dtype: torch.dtype) -> ModelSize:
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            model(input_ids=tokens, past_key_values=cache, use_cache=True)
+            model(input_ids=tokens, **compat.cache_kwargs(model, cache))
     except (RuntimeError, ValueError, TypeError):  # some models look at what is in a tensor, and here it has nothing in it
         return ModelSize(_from_config(config), parameters, element)
     return ModelSize(tuple(_measured(layer, element) for layer in cache.layers), parameters, element)

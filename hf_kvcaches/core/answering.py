@@ -88,7 +88,7 @@ def _watch_drafts(model: PreTrainedModel, cache: AnsweringCache) -> weakref.fina
 
     def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = reference()
-        if given is None or id(kwargs.get("past_key_values")) != id(given):
+        if given is None or compat.cache_of(kwargs) is not given:
             return
         keep, ids = kwargs.get("logits_to_keep"), kwargs.get("input_ids")
         # Who wants the logits of a whole prompt does not draft.

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import Cache, PreTrainedModel
 
+from hf_kvcaches import compat
 from hf_kvcaches.errors import UnsupportedError
 
 
@@ -24,7 +25,7 @@ def refuse_images(model: PreTrainedModel, cache: Cache, instead: str) -> None:
     reference = weakref.ref(cache)
 
     def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        ids, given = kwargs.get("position_ids"), kwargs.get("past_key_values")
+        ids, given = kwargs.get("position_ids"), compat.cache_of(kwargs)
         if given is None or given is not reference() or ids is None or ids.ndim != 3 or torch.compiler.is_compiling():
             return
         axes = ids[-3:]  # Before the three there may be the index in the text.

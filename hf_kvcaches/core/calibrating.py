@@ -95,9 +95,9 @@ def next_tokens(model: PreTrainedModel, prompt: Sequence[int], asked: Sequence[i
     if cache is None:
         whole = torch.cat([first, then], dim=1)
         return model(input_ids=whole, use_cache=False, logits_to_keep=len(asked) + 1).logits[0, :-1]
-    head = model(input_ids=first, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    head = model(input_ids=first, **compat.cache_kwargs(model, cache), logits_to_keep=1).logits
     if len(asked) == 1:
         return head[0]
     # Without `logits_to_keep` this is no prompt to the cache: it is neither looked up nor stored.
-    tail = model(input_ids=then[:, :-1], past_key_values=cache, use_cache=True).logits
+    tail = model(input_ids=then[:, :-1], **compat.cache_kwargs(model, cache)).logits
     return torch.cat([head, tail], dim=1)[0]

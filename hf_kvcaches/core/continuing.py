@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
+from hf_kvcaches import compat
 from hf_kvcaches.compat import GenerateCall
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 
@@ -85,7 +86,7 @@ def begin_generate(model: PreTrainedModel, cache: KVCache, call: GenerateCall) -
         if torch.compiler.is_compiling() or kwargs is None:
             return
         _write_down(kwargs)
-        if kwargs.get("past_key_values") is None and kwargs.get("use_cache") and threading.get_ident() == thread:
+        if compat.cache_of(kwargs) is None and kwargs.get("use_cache") and threading.get_ident() == thread:
             raise UnsupportedError(
                 f"generate: {type(module).__name__} drops the {kind} that it was given, as models do whose angles change where a text is "
                 "longer than config.original_max_position_embeddings. Keep the text shorter, or feed a longer prompt to the model itself, "
@@ -99,7 +100,7 @@ def begin_generate(model: PreTrainedModel, cache: KVCache, call: GenerateCall) -
 
 def _write_down(kwargs: dict[str, Any]) -> None:
     """Adds the tokens of a pass to those that its cache was fed."""
-    cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
+    cache, ids = compat.cache_of(kwargs), kwargs.get("input_ids")
     fed = getattr(cache, "fed", None)
     if cache is not None and isinstance(fed, FedTokens) and isinstance(ids, torch.Tensor) and ids.ndim == 2:
         fed.add(ids, cache.seen)

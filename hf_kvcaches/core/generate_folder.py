@@ -18,18 +18,20 @@ from hf_kvcaches.errors import ConfigError
 _CODE = '''"""Generates with a new {name} of hf-kvcaches for each call."""
 
 from hf_kvcaches import ConfigError, {name}
+from hf_kvcaches.compat import GENERATE_CACHE
 
 OPTIONS = {options!r}
 
 
-def generate(*inputs, model, past_key_values=None, **arguments):
+def generate(*inputs, model, cache=None, past_key_values=None, **arguments):
     """Calls `model.generate` with the same arguments, among which may be other values of OPTIONS."""
-    if past_key_values is not None:
-        got = type(past_key_values).__name__
+    given = past_key_values if cache is None else cache
+    if given is not None:
+        got = type(given).__name__
         hint = "Leave it out, or go on with your cache by type(model).generate(model, ...)."
         raise ConfigError.of("past_key_values", "none, because each call gets a new cache here", got, hint)
-    cache = {name}(model, **{{option: arguments.pop(option, value) for option, value in OPTIONS.items()}})
-    return type(model).generate(model, *inputs, past_key_values=cache, **arguments)
+    arguments[GENERATE_CACHE] = {name}(model, **{{option: arguments.pop(option, value) for option, value in OPTIONS.items()}})
+    return type(model).generate(model, *inputs, **arguments)
 '''
 _CARD = """# {name} as custom_generate
 

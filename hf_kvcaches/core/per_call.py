@@ -52,16 +52,13 @@ class PerCall(compat.MarkedCache):
         self._require_no_other_cache(arguments)
         cache = self.new_cache(_generating(model))
         method, unshared = compat.begin_decoding(model, cache)
-        default = arguments.get("past_key_values")
-        if isinstance(default, EncoderDecoderCache):
-            arguments["past_key_values"] = EncoderDecoderCache(cache, default.cross_attention_cache)
-        else:
-            arguments["past_key_values"] = cache
-        return method(input_ids, **unshared | arguments)
+        default = compat.cache_of(arguments)
+        both = EncoderDecoderCache(cache, default.cross_attention_cache) if isinstance(default, EncoderDecoderCache) else cache
+        return method(input_ids, **unshared | arguments | {compat.GENERATE_CACHE: both})
 
     def _require_no_other_cache(self, arguments: dict[str, Any]) -> None:
         beside = f"beside custom_generate=per_call({self.cache_class.__name__}, ...), which makes a new cache for each call"
-        cache, implementation = arguments.get("past_key_values"), getattr(arguments.get("generation_config"), "cache_implementation", None)
+        cache, implementation = compat.cache_of(arguments), getattr(arguments.get("generation_config"), "cache_implementation", None)
         if compat.is_callers_cache(cache):
             hint = "Leave one of them out: custom_generate to go on with your cache, past_key_values for a new one."
             raise ConfigError.of("past_key_values", f"none {beside}", type(cache).__name__, hint)

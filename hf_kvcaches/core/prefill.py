@@ -113,7 +113,7 @@ def _forget(model_reference: weakref.ref[PreTrainedModel]) -> None:
 def _before_forward(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     if args:
         args, kwargs = (), dict(zip(compat.parameter_names(type(model)), args, strict=False)) | kwargs
-    cache, input_ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
+    cache, input_ids = compat.cache_of(kwargs), kwargs.get("input_ids")
     takeover = _takeovers.get(model)
     if takeover is None or not isinstance(cache, Cache) or cache not in takeover.caches:
         return None
@@ -210,8 +210,7 @@ def run_module(
         cache: As in `run_span`; None for none.
         positions: As in `run_span`; None for those that follow.
     """
-    arguments: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask, "past_key_values": cache}
-    arguments["use_cache"] = cache is not None
+    arguments: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask, **compat.cache_kwargs(module, cache)}
     names = compat.parameter_names(type(module))
     if positions is not None and "position_ids" in names:
         arguments["position_ids"] = positions.expand(input_ids.shape[0], -1) if positions.ndim == 1 else positions

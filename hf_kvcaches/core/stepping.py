@@ -48,7 +48,7 @@ class ModelRunner:
         self.ids = ids.to(device)
         accepted = inspect.signature(compat.base_model(self.model).forward).parameters
         self.takes_positions = position_ids and "position_ids" in accepted
-        self.always: dict[str, Any] = {"use_cache": True, "return_dict": True}
+        self.always: dict[str, Any] = {"return_dict": True}
         if "logits_to_keep" in accepted:
             self.always["logits_to_keep"] = 1
         full = torch.ones_like(self.ids) if mask is None else mask.to(device, torch.long)
@@ -58,7 +58,7 @@ class ModelRunner:
 
     def _forward(self, cache: Cache, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, float]:
         """The last token's logits and the seconds that they took."""
-        kwargs: dict[str, Any] = {"input_ids": ids, "past_key_values": cache, **self.always}
+        kwargs: dict[str, Any] = {"input_ids": ids, **compat.cache_kwargs(self.model, cache), **self.always}
         if self.takes_positions:
             kwargs["position_ids"] = positions
         if mask is not None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
+from hf_kvcaches import compat
 from hf_kvcaches.core.blocks import Visibility, block_attention, observers
 from hf_kvcaches.equip import blocks
 from hf_kvcaches.equip.entries import Entries
@@ -123,7 +124,7 @@ def _insert(cache: EquipCache, model: Any, layers: list[EquipLayer], start: int,
     if first is not None:
         position_ids = position_ids - first[:, None].to(ids.device)
     with detours(layers, [Insertion(start)] * len(layers)):
-        model(input_ids=ids, position_ids=position_ids, past_key_values=cache, use_cache=True)
+        model(input_ids=ids, position_ids=position_ids, **compat.cache_kwargs(model, cache))
 
 
 @dataclass(frozen=True)

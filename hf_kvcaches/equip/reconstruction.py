@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
+from hf_kvcaches import compat
 from hf_kvcaches.core.blocks import Visibility, block_attention
 from hf_kvcaches.equip.blocks import block_index
 from hf_kvcaches.equip.frames import keys_for_queries
@@ -106,8 +107,7 @@ def reconstruct(cache: EquipCache, model: Any, layers: list[EquipLayer], ids: to
                     input_ids=part,
                     attention_mask=mask if not bool(mask.all()) else None,
                     position_ids=(mask.cumsum(1) - 1).clamp(min=0)[:, -part.shape[1] :],
-                    past_key_values=cache,
-                    use_cache=True,
+                    **compat.cache_kwargs(model, cache),
                     logits_to_keep=1,
                 )
                 for index, layer in others.items():

@@ -147,5 +147,5 @@ def _costs(model: Any, ids: torch.Tensor, answer: int, recent: int) -> dict[int,
 
 
 def _predictions(model: Any, cache: EquipCache, ids: torch.Tensor) -> torch.Tensor:
-    logits: torch.Tensor = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+    logits: torch.Tensor = model(input_ids=ids, **compat.cache_kwargs(model, cache)).logits
     return logits

@@ -133,7 +133,7 @@ class SubspaceCache(AnsweringCache):
         require_all_heads(model, "diagnostics", "Ask a cache of the whole model.")
         like = type(self)(model, self.codec, adaptive=self.adaptive, sinks=own.sinks, recent=own.recent, backend=own.backend)
         with torch.no_grad(), evaluating(model):
-            model(input_ids=input_ids, past_key_values=like, use_cache=True)
+            model(input_ids=input_ids, **compat.cache_kwargs(model, like))
             return measure(like.layers, model, input_ids)
 
     def settings(self) -> dict[str, Any]:

@@ -90,7 +90,8 @@ def measure(layers: Sequence[Any], model: Any, input_ids: torch.Tensor) -> Subsp
         input_ids: The text, (batch, tokens).
     """
     watching = _ExactCache(model)
-    compat.base_model(model)(input_ids=input_ids, past_key_values=watching, use_cache=True)
+    base = compat.base_model(model)
+    base(input_ids=input_ids, **compat.cache_kwargs(base, watching))
     found = [
         _of_layer(layer, watching.attended[index]) if isinstance(layer, CodedLayer) and index in watching.attended else None
         for index, layer in enumerate(layers)

@@ -220,7 +220,7 @@ def loss_gradients(model: Any, rotation: Rotation, tokens: PromptTokens, seed: i
 
     cache.on_layer = on_layer
     with torch.inference_mode(False), torch.enable_grad():
-        logits = model(input_ids=tokens.ids.clone(), past_key_values=cache, use_cache=True).logits
+        logits = model(input_ids=tokens.ids.clone(), **compat.cache_kwargs(model, cache)).logits
         gradients = torch.autograd.grad(loss_of_drawn(logits, [seed]), [part for pair in leaves for part in pair])
     rows = []
     for geometry, keys, values in zip(rotation.layers, gradients[::2], gradients[1::2], strict=True):

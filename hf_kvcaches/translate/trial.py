@@ -45,7 +45,8 @@ class Trial:
             positions = torch.arange(len(self.prefix), device=keys.device)
             cache.update(geometry.rotate(keys, positions) if geometry.kind == "rope" else keys, values, layer)
         ids = self.continuation[None].to(compat.input_device(self.pair.consumer))
-        return self.pair.consumer(input_ids=ids, past_key_values=cache, use_cache=True).logits[0]
+        consumer = self.pair.consumer
+        return consumer(input_ids=ids, **compat.cache_kwargs(consumer, cache)).logits[0]
 
     def translated(self, maps: Maps, lowest: int) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """Return the translated keys and values of the prefix, where the consumer runs its lowest layers."""

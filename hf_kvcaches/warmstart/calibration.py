@@ -210,7 +210,7 @@ def _greedy(model: Any, prompt: Sequence[int], count: int) -> tuple[list[int], t
     cache, fed, chosen, logits = DynamicCache(config=model.config), list(prompt), list[int](), list[torch.Tensor]()
     for _ in range(count + 1):
         ids = torch.tensor([fed], device=compat.input_device(model))
-        logits.append(model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1])
+        logits.append(model(input_ids=ids, **compat.cache_kwargs(model, cache), logits_to_keep=1).logits[0, -1])
         fed = [int(logits[-1].argmax())]
         chosen += fed
     return chosen[:count], torch.stack(logits)

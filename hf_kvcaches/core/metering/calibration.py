@@ -162,7 +162,7 @@ def _pass(base: PreTrainedModel, cache: MeterCache, numbers: Sequence[int], ids:
     """Feeds a batch in."""
     cache.reset()
     cache.attended = []
-    options: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
+    options: dict[str, Any] = compat.cache_kwargs(base, cache)
     if cache.reading.metric == "loss":
         on_gpu = base.device.type == "cuda"
         # Activations wait for the backward pass in CPU memory, so that it fits wherever the forward pass does.

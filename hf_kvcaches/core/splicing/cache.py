@@ -133,8 +133,7 @@ class SplicingCache(SourceCache):
             self.model(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
-                past_key_values=self,
-                use_cache=True,
+                **compat.cache_kwargs(self.model, self),
                 logits_to_keep=1,
                 **_generated_positions(self.model, attention_mask, input_ids.shape[1]),
             )
