@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -11,6 +12,8 @@ from types import FrameType
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import nn
 from torch.nn.modules import module as torch_module
 from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
@@ -23,6 +26,20 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 from transformers.utils import output_capturing
 
 from hf_kvcaches.errors import ConfigError, UnsupportedError
+
+# The versions of transformers with which the conformance suite is green.
+OLDEST_TESTED, NEWEST_TESTED = "5.17.0", "5.24.0"
+
+
+@cache
+def warn_of_untested_version() -> None:
+    """Warn, once a process, where transformers is newer than any version that was tested."""
+    if Version(transformers.__version__) > Version(NEWEST_TESTED):
+        warnings.warn(
+            f"hf_kvcaches was tested with transformers {OLDEST_TESTED} to {NEWEST_TESTED}, and {transformers.__version__} is newer. Check "
+            f"your caches with hf_kvcaches.verify, upgrade hf-kvcaches, or pip install 'transformers<={NEWEST_TESTED}'.",
+            stacklevel=3,
+        )
 
 
 @dataclass(frozen=True)

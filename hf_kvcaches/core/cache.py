@@ -57,6 +57,7 @@ class KVCache(compat.MarkedCache, Cache, ABC):
     """Whether another cache hands its prompts to this one."""
 
     def __init__(self, model: Any, *, offloading: bool = False) -> None:
+        compat.warn_of_untested_version()
         base, self.config = compat.split_model(model)
         self._model = None if base is None else weakref.ref(base)
         self.provenance = Provenance()
