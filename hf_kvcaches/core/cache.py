@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _DRAFTED = 32
 
 
-class KVCache(compat.MarkedCache, Cache, ABC):
+class KVCache(continuing.CacheArgument, Cache, ABC):
     """The base of every cache here: one layer object per model layer, and what all caches can do.
 
     A subclass writes `make_layer`, and names in `settings` what its constructor needs to be called again. The method applies to

@@ -134,7 +134,7 @@ class EquipCache(AnsweringCache):
             codec.require_model(model)
         self._watch_model()
         # For caches that can be compiled `generate` makes masks ahead, which some models do in another way than their forward.
-        self._masks_differ = self._model is not None and compat.makes_masks_ahead(self.model)
+        self._masks_differ = self._model is not None and hasattr(self.model, "create_masks_for_generate")
 
     @property
     def policy(self) -> Policy:

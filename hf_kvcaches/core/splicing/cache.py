@@ -101,7 +101,7 @@ class SplicingCache(SourceCache):
     def moving_refused(self) -> str:
         """Why tokens can't be reused behind another text with this model; "" if they can."""
         why = self.rotation.why or self.parts_refused
-        if not why and self._model is not None and not compat.takes_positions(self.model):
+        if not why and self._model is not None and "position_ids" not in compat.parameter_names(type(self.model)):
             return f"{type(self.model).__name__} takes no position_ids by name, so nobody can tell how it numbers tokens"
         return why
 
@@ -247,7 +247,7 @@ class SplicingCache(SourceCache):
         """
         if next(plan.stored, None) is None:
             return 0
-        if plan.reuses_a_prefix_only or self.parts_refused or not compat.takes_positions(self.model):
+        if plan.reuses_a_prefix_only or self.parts_refused or "position_ids" not in compat.parameter_names(type(self.model)):
             return self.take(min(plan.prefixes))
         padding = [row.padding for row in plan.rows]
         slots = slots_of([self._to_run(row) for row in plan.rows], padding, plan.total, call.input_ids.device)
@@ -364,6 +364,6 @@ def _generated_positions(model: PreTrainedModel, attention_mask: torch.Tensor | 
     Args:
         attention_mask: 1 where a token is real, (batch, all tokens), or None.
     """
-    if attention_mask is None or not compat.takes_positions(model):
+    if attention_mask is None or "position_ids" not in compat.parameter_names(type(model)):
         return {}
     return {"position_ids": (attention_mask.long().cumsum(-1) - 1).clamp_min(0)[:, -tokens:]}
