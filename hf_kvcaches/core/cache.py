@@ -6,6 +6,7 @@ import copy
 import uuid
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -18,7 +19,7 @@ from hf_kvcaches.core import attention, continuing, prefill, saving
 from hf_kvcaches.core.answerable import refuse_encoder_decoder, require_answering
 from hf_kvcaches.core.artifact import local_folder, make_folder
 from hf_kvcaches.core.identity import Identity, Provenance
-from hf_kvcaches.core.layers import KVLayer
+from hf_kvcaches.core.layers import KVLayer, row_picker
 from hf_kvcaches.core.report import CacheReport, foreign_kept, foreign_tensors, measured_bytes, summarise
 from hf_kvcaches.core.wire import caches as wire
 from hf_kvcaches.core.wire.messages import Source
@@ -374,10 +375,11 @@ class KVCache(continuing.CacheArgument, Cache, ABC):
             layer.batch_repeat_interleave(repeats)
         self.fed.map_rows(lambda ids: ids.repeat_interleave(repeats, dim=0))
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
+    def batch_select_indices(self, indices: torch.Tensor | Sequence[int] | slice) -> None:
+        pick = row_picker(indices)
         for layer in self._own_layers_first():
             layer.batch_select_indices(indices)
-        self.fed.map_rows(lambda ids: ids[indices.to(ids.device)])
+        self.fed.map_rows(pick)
 
     def activate_past_recording(self) -> None:
         self._drafting = True

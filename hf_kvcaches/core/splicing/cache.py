@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -16,6 +16,7 @@ from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.chunks import ChunkView
 from hf_kvcaches.core.codec.codec import KVCodec
 from hf_kvcaches.core.growing import GrowingLayer
+from hf_kvcaches.core.layers import row_picker
 from hf_kvcaches.core.parallel import is_tensor_parallel, shard_of
 from hf_kvcaches.core.prefill import PrefillCall, Remaining, run_layers
 from hf_kvcaches.core.source import SourceCache
@@ -322,10 +323,10 @@ class SplicingCache(SourceCache):
         super().batch_repeat_interleave(repeats)
         self._exchange(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
+    def batch_select_indices(self, indices: torch.Tensor | Sequence[int] | slice) -> None:
         self._release()
         super().batch_select_indices(indices)
-        self._exchange(lambda tensor: tensor[indices.to(tensor.device) if isinstance(indices, torch.Tensor) else indices])
+        self._exchange(row_picker(indices))
 
     def _exchange(self, rows: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.exchanged = True
