@@ -204,6 +204,7 @@ class EquipLayer(KVLayer):
         running = self.enter(call, tokens, keys.device)
         self._choose_angles(running)
         if self.detour is not None:
+            self.inputs = None
             return self.detour.attend(self, query, keys, values, call, running)
         if self.state.deferring and tokens == 1 and self.state.seen:
             raise UnsupportedError(
