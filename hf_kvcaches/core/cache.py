@@ -20,7 +20,7 @@ from hf_kvcaches.core.answerable import refuse_encoder_decoder, require_answerin
 from hf_kvcaches.core.artifact import local_folder, make_folder
 from hf_kvcaches.core.identity import Identity, Provenance
 from hf_kvcaches.core.layers import KVLayer, row_picker
-from hf_kvcaches.core.report import CacheReport, foreign_kept, foreign_tensors, measured_bytes, summarise
+from hf_kvcaches.core.report import CacheReport, foreign_kept, foreign_kind, foreign_tensors, measured_bytes, summarise
 from hf_kvcaches.core.wire import caches as wire
 from hf_kvcaches.core.wire.messages import Source
 from hf_kvcaches.errors import ConfigError, UnsupportedError
@@ -232,7 +232,9 @@ class KVCache(continuing.CacheArgument, Cache, ABC):
 
     def _report_fields(self) -> dict[str, Any]:
         kept = tuple(layer.kept if isinstance(layer, KVLayer) else foreign_kept(layer) for layer in self.layers)
-        return {"cache": type(self).__name__, "seen": self.seen, "kept": kept, "bytes": measured_bytes(self.owned_tensors().values())}
+        others = {index: foreign_kind(layer) for index, layer in enumerate(self.layers) if not isinstance(layer, KVLayer)}
+        size = measured_bytes(self.owned_tensors().values())
+        return {"cache": type(self).__name__, "seen": self.seen, "kept": kept, "bytes": size, "others": others}
 
     def owned_tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor that the cache keeps alive, by name."""
@@ -428,8 +430,8 @@ class KVCache(continuing.CacheArgument, Cache, ABC):
 
     def __repr__(self) -> str:
         report = self.report()
-        held = f"seen={report.seen}, kept={summarise(report.kept)}, {report.bytes / 2**20:.2f} MiB"
-        return f"{report.cache}({len(self.layers)} layers, {held})"
+        layers = f"{len(report.own_kept)} of {len(self.layers)}" if report.others else f"{len(self.layers)}"
+        return f"{report.cache}({layers} layers, seen={report.seen}, kept={summarise(report.own_kept)}, {report.bytes / 2**20:.2f} MiB)"
 
 
 _names: weakref.WeakKeyDictionary[PreTrainedModel, str] = weakref.WeakKeyDictionary()
