@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
+from abc import ABCMeta
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -62,7 +63,18 @@ class GenerateCall:
     config: GenerationConfig
 
 
-class MarkedCache:
+class _MarkedType(ABCMeta):
+    """The type of cache classes. A mark on a class would replace the property by which its caches are told of a `generate`."""
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        if name == "_is_user_defined":
+            kind = cls.__name__
+            hint = f"Pass {kind}(model, ...), or custom_generate=per_call({kind}, ...) for a new one in each call."
+            raise ConfigError(f"past_key_values: expected a cache, got the class {kind}. {hint}")
+        super().__setattr__(name, value)
+
+
+class MarkedCache(metaclass=_MarkedType):
     """A cache that is told when a `generate` begins with it: transformers marks a cache that the caller brings along."""
 
     _marked = False
@@ -107,6 +119,14 @@ def _locals_of_generate() -> Mapping[str, Any] | None:
         if frame is not None and frame.f_code is not _GENERATE:
             frame = frame.f_back
     return None if frame is None or frame.f_code is not _GENERATE else frame.f_locals
+
+
+def is_generating(config: GenerationConfig) -> bool:
+    """Whether this thread is in the `generate` that has that config."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not (frame.f_code is _GENERATE and frame.f_locals.get("generation_config") is config):
+        frame = frame.f_back
+    return frame is not None
 
 
 def begin_decoding(model: PreTrainedModel, cache: MarkedCache) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -346,11 +366,6 @@ def cache_argument(model: object) -> str:
     return "cache" if "cache" in parameter_names(type(module)) else "past_key_values"
 
 
-def takes_positions(model: PreTrainedModel) -> bool:
-    """Whether a model's forward has an argument for positions."""
-    return "position_ids" in parameter_names(type(model))
-
-
 def parameter_names(kind: type[nn.Module]) -> tuple[str, ...]:
     """The names of the arguments of a module's forward."""
     return _names_of(kind.forward)
@@ -359,11 +374,6 @@ def parameter_names(kind: type[nn.Module]) -> tuple[str, ...]:
 @cache
 def _names_of(forward: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(inspect.signature(forward).parameters)[1:]
-
-
-def makes_masks_ahead(model: PreTrainedModel) -> bool:
-    """Whether a model has a way of its own to make masks for `generate`, beside that of its forward."""
-    return hasattr(model, "create_masks_for_generate")
 
 
 def supports_sdpa(config: PreTrainedConfig) -> bool:
@@ -383,12 +393,6 @@ def attention_function(name: str, module: nn.Module) -> Callable[..., Any]:
     raise UnsupportedError(
         f"{type(module).__name__} has no eager attention function to fall back on; load the model with another attn_implementation."
     )
-
-
-def has_flash_with_lse(query: torch.Tensor, values: torch.Tensor) -> bool:
-    """Whether torch has flash attention for these tensors that tells the log of its sums, too: on a CPU, heads of one size."""
-    fast = query.dtype in (torch.float32, torch.float64, torch.bfloat16)
-    return query.device.type == "cpu" and fast and query.shape[-1] == values.shape[-1]
 
 
 def flash_with_lse(

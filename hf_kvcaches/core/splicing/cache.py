@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -16,6 +16,7 @@ from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.chunks import ChunkView
 from hf_kvcaches.core.codec.codec import KVCodec
 from hf_kvcaches.core.growing import GrowingLayer
+from hf_kvcaches.core.layers import row_picker
 from hf_kvcaches.core.parallel import is_tensor_parallel, shard_of
 from hf_kvcaches.core.prefill import PrefillCall, Remaining, run_layers
 from hf_kvcaches.core.source import SourceCache
@@ -101,7 +102,7 @@ class SplicingCache(SourceCache):
     def moving_refused(self) -> str:
         """Why tokens can't be reused behind another text with this model; "" if they can."""
         why = self.rotation.why or self.parts_refused
-        if not why and self._model is not None and not compat.takes_positions(self.model):
+        if not why and self._model is not None and "position_ids" not in compat.parameter_names(type(self.model)):
             return f"{type(self.model).__name__} takes no position_ids by name, so nobody can tell how it numbers tokens"
         return why
 
@@ -247,7 +248,7 @@ class SplicingCache(SourceCache):
         """
         if next(plan.stored, None) is None:
             return 0
-        if plan.reuses_a_prefix_only or self.parts_refused or not compat.takes_positions(self.model):
+        if plan.reuses_a_prefix_only or self.parts_refused or "position_ids" not in compat.parameter_names(type(self.model)):
             return self.take(min(plan.prefixes))
         padding = [row.padding for row in plan.rows]
         slots = slots_of([self._to_run(row) for row in plan.rows], padding, plan.total, call.input_ids.device)
@@ -322,10 +323,10 @@ class SplicingCache(SourceCache):
         super().batch_repeat_interleave(repeats)
         self._exchange(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
+    def batch_select_indices(self, indices: torch.Tensor | Sequence[int] | slice) -> None:
         self._release()
         super().batch_select_indices(indices)
-        self._exchange(lambda tensor: tensor[indices.to(tensor.device) if isinstance(indices, torch.Tensor) else indices])
+        self._exchange(row_picker(indices))
 
     def _exchange(self, rows: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.exchanged = True
@@ -364,6 +365,6 @@ def _generated_positions(model: PreTrainedModel, attention_mask: torch.Tensor | 
     Args:
         attention_mask: 1 where a token is real, (batch, all tokens), or None.
     """
-    if attention_mask is None or not compat.takes_positions(model):
+    if attention_mask is None or "position_ids" not in compat.parameter_names(type(model)):
         return {}
     return {"position_ids": (attention_mask.long().cumsum(-1) - 1).clamp_min(0)[:, -tokens:]}
