@@ -47,7 +47,7 @@ def ending_of(model: PreTrainedModel) -> Ending:
 
     try:
         with torch.no_grad():
-            ids = torch.zeros(1, 2, dtype=torch.long, device=model.device)
+            ids = torch.zeros(1, 2, dtype=torch.long, device=compat.input_device(model))
             head = _head(model, projection, logits_of(ids, None), states_of(ids, None))
     except (RuntimeError, TypeError, ValueError, AttributeError):
         return whole
