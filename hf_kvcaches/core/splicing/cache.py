@@ -46,6 +46,10 @@ class SplicingCache(SourceCache):
     def __init__(self, model: Any, *, decode_with: KVCache | None = None, offloading: bool = False) -> None:
         super().__init__(model, decode_with=decode_with, offloading=offloading)
         self._check_layers()
+        if self.holder is None:  # which takes all tokens of a layer
+            for layer, (kind, arguments) in zip(self.layers, compat.layer_plan(self.config), strict=True):
+                if kind == "sliding_attention":
+                    layer.see_window(arguments["sliding_window"])
         self.shard = shard_of(model)
         if self.shard is None and self._model is not None and is_tensor_parallel(self.model):
             raise UnsupportedError(
@@ -83,6 +87,14 @@ class SplicingCache(SourceCache):
             note_pass(self.model, operations, time.perf_counter() - began)
             self._timed = None
         super().observe(input_ids, attention_mask, position_ids)
+        if self.holder is None and not self.offloading:
+            for layer in self.layers:
+                layer.drop_unseen() if input_ids.shape[1] == 1 else layer.fit_slots(input_ids.shape[1])
+
+    @property
+    def dropped(self) -> int:
+        """How many of the first slots are lost in some layer: the model's windows no longer reach back to them."""
+        return max(layer.dropped for layer in self.source_layers)
 
     def time_pass(self, began: float, operations: float) -> None:
         """Measure how fast prompts are computed, by the time from `began` to the next pass.
@@ -301,6 +313,8 @@ class SplicingCache(SourceCache):
             layer.reset()
 
     def crop(self, tokens_to_remove: int) -> None:
+        for layer in self.source_layers:
+            layer.require_croppable(tokens_to_remove)
         # New tokens will overwrite these slots, which the store's thread may be reading.
         self._release()
         reading_until = 0 if self.remembering is None else self.remembering.reading_until
