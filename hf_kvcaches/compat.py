@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-import warnings
 from abc import ABCMeta
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,8 +12,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-import transformers
-from packaging.version import Version
 from torch import nn
 from torch.nn.modules import module as torch_module
 from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
@@ -28,39 +25,17 @@ from transformers.utils import output_capturing
 
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 
-# The versions of transformers with which the conformance suite is green.
-OLDEST_TESTED, NEWEST_TESTED = "5.17.0", "5.24.0"
-
-
-@cache
-def warn_of_untested_version() -> None:
-    """Warn, once a process, where transformers is newer than any version that was tested."""
-    if Version(transformers.__version__) > Version(NEWEST_TESTED):
-        warnings.warn(
-            f"hf_kvcaches was tested with transformers {OLDEST_TESTED} to {NEWEST_TESTED}, and {transformers.__version__} is newer. Check "
-            f"your caches with hf_kvcaches.verify, upgrade hf-kvcaches, or pip install 'transformers<={NEWEST_TESTED}'.",
-            stacklevel=3,
-        )
-
 
 @dataclass(frozen=True)
 class GenerateCall:
-    """What a `generate` was given that begins with a cache.
+    """What a `generate` was given that begins with a cache."""
 
-    Args:
-        ids: The prompt, (rows, tokens), each beam a row; None where it came as embeddings.
-        mask: 1 where a token is real, (rows, tokens seen and new ones), or None where nothing is padded.
-        masked: How many tokens there are by the mask; None where the model takes no mask.
-        whole: Whether it is the whole text, of which `generate` cuts off what the cache has seen; else the new tokens alone.
-        config: An object that lives as long as the call.
-    """
-
-    ids: torch.Tensor | None
+    ids: torch.Tensor | None  # the prompt, (rows, tokens), each beam a row; None where it came as embeddings
     tokens: int
-    mask: torch.Tensor | None
-    masked: int | None
-    whole: bool
-    config: GenerationConfig
+    mask: torch.Tensor | None  # 1 where a token is real, (rows, tokens seen and new ones); None where nothing is padded
+    masked: int | None  # tokens by the mask; None where the model takes no mask
+    whole: bool  # whether `ids` are the whole text, of which `generate` cuts off what the cache has seen
+    config: GenerationConfig  # lives as long as the call
 
 
 class _MarkedType(ABCMeta):
@@ -91,11 +66,7 @@ class MarkedCache(metaclass=_MarkedType):
             self.generate_begins(call)
 
     def generate_begins(self, call: GenerateCall) -> None:
-        """Called when `generate` begins with this cache, before it runs anything.
-
-        Args:
-            call: What `generate` was given.
-        """
+        """Called when `generate` begins with this cache, before it runs anything."""
 
 
 def _running_generate() -> GenerateCall | None:
@@ -150,7 +121,7 @@ def begin_decoding(model: PreTrainedModel, cache: MarkedCache) -> tuple[Callable
     arguments = model._extract_generation_mode_kwargs(None, {}, given["synced_gpus"], assistant, given["streamer"])
     model._validate_generation_mode(mode, config, arguments)
     decode = getattr(type(model), method)
-    if "inputs_tensor" in _names_of(decode):
+    if "inputs_tensor" in inspect.signature(decode).parameters:
         arguments["inputs_tensor"] = given["inputs_tensor"]
     cache._is_user_defined = True
     return decode.__get__(model), arguments
@@ -357,13 +328,9 @@ def cache_kwargs(model: object, cache: Any) -> dict[str, Any]:
         model: Whose forward is called: a model, one of its modules, or a wrapper such as PEFT's.
         cache: None for a pass without one.
     """
-    return {cache_argument(model): cache, "use_cache": cache is not None}
-
-
-def cache_argument(model: object) -> str:
-    """The name by which a model's forward takes its cache."""
     module = model if isinstance(model, nn.Module) and "input_ids" in parameter_names(type(model)) else base_model(model)
-    return "cache" if "cache" in parameter_names(type(module)) else "past_key_values"
+    name = "cache" if "cache" in parameter_names(type(module)) else "past_key_values"
+    return {name: cache, "use_cache": cache is not None}
 
 
 def parameter_names(kind: type[nn.Module]) -> tuple[str, ...]:
@@ -398,12 +365,7 @@ def attention_function(name: str, module: nn.Module) -> Callable[..., Any]:
 def flash_with_lse(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention as by sdpa, and the log-sum-exp of the scores, (batch, heads, queries).
-
-    Args:
-        query: (batch, heads, queries, head_dim); keys and values have as many heads.
-        causal: Whether query i attends to no key behind i.
-    """
+    """Attention as by sdpa, with as many heads of keys as of queries, and the log-sum-exp of the scores, (batch, heads, queries)."""
     output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, keys, values, 0.0, causal, scale=scaling)
     return output, lse
 
@@ -414,11 +376,7 @@ def mask_function(name: str) -> Callable[..., Any] | None:
 
 
 def decoder_layers(model: PreTrainedModel) -> tuple[nn.Module, str, nn.ModuleList]:
-    """The module that runs the decoder layers, the name of its list of layers, and the list.
-
-    Args:
-        model: A causal language model; its decoder is the first module that holds a list as long as the config says.
-    """
+    """The module that runs the decoder layers, the name of its list of layers, and the list, which is as long as the config says."""
     count = decoder_config(model.config).num_hidden_layers
     # The encoder of an image or a text may have as many layers, and comes first.
     for module in model.get_decoder().modules():
@@ -447,11 +405,7 @@ def input_device(model: PreTrainedModel) -> torch.device:
 
 
 def layer_device(layer: nn.Module) -> torch.device:
-    """Where a layer computes; its weights may be elsewhere between its turns.
-
-    Args:
-        layer: A decoder layer or another part of a model, perhaps offloaded by accelerate.
-    """
+    """Where a part of a model computes; its weights may be elsewhere between its turns, offloaded by accelerate."""
     for module in modules_of(layer):
         hook = module.__dict__.get("_hf_hook")
         for part in () if hook is None else getattr(hook, "hooks", (hook,)):

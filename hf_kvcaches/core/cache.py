@@ -21,6 +21,7 @@ from hf_kvcaches.core.artifact import local_folder, make_folder
 from hf_kvcaches.core.identity import Identity, Provenance
 from hf_kvcaches.core.layers import KVLayer, row_picker
 from hf_kvcaches.core.report import CacheReport, foreign_kept, foreign_kind, foreign_tensors, measured_bytes, summarise
+from hf_kvcaches.core.versions import warn_of_untested_version
 from hf_kvcaches.core.wire import caches as wire
 from hf_kvcaches.core.wire.messages import Source
 from hf_kvcaches.errors import ConfigError, UnsupportedError
@@ -58,7 +59,7 @@ class KVCache(continuing.CacheArgument, Cache, ABC):
     """Whether another cache hands its prompts to this one."""
 
     def __init__(self, model: Any, *, offloading: bool = False) -> None:
-        compat.warn_of_untested_version()
+        warn_of_untested_version()
         base, self.config = compat.split_model(model)
         self._model = None if base is None else weakref.ref(base)
         self.provenance = Provenance()
