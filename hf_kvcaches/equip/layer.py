@@ -336,7 +336,7 @@ class EquipLayer(KVLayer):
         self.record_past = True
 
     @property
-    def record_past(self) -> bool:  # type: ignore[override]
+    def record_past(self) -> bool:
         """Whether tokens can be taken back."""
         return self.recording is not None
 
