@@ -65,7 +65,6 @@ class KVCache(continuing.CacheArgument, Cache, ABC):
         self.provenance = Provenance()
         self.reads_all_weights = self.takes_over_prefill
         self.fed = continuing.FedTokens()
-        self._drafting = False
         self._learned_prompt = compat.has_learned_prompt(model)
         if offloading and not torch.cuda.is_available():
             raise UnsupportedError("offloading: needs a CUDA device to move layers to and from. Leave it out.")
@@ -136,7 +135,7 @@ class KVCache(continuing.CacheArgument, Cache, ABC):
         Args:
             tokens: How many the pass adds.
         """
-        if not self.provenance.taken or not (tokens == 1 or (self._drafting and tokens <= _DRAFTED)):
+        if not self.provenance.taken or not (tokens == 1 or (tokens <= _DRAFTED and self.records_past)):
             self.identity_of_pass(tokens)
 
     def identity_of_pass(self, tokens: int) -> Identity:
@@ -353,10 +352,10 @@ class KVCache(continuing.CacheArgument, Cache, ABC):
         """Forgets all tokens; settings and whatever does not belong to a sequence stay."""
         self.provenance = Provenance()
         self.fed = continuing.FedTokens()
-        self._drafting = False
         for layer in self.layers:
             if isinstance(layer, KVLayer):
                 layer.reset()
+                layer.record_past = False
         self.filling = False
         for index, (layer_type, arguments) in enumerate(compat.layer_plan(self.config)):
             if not isinstance(self.layers[index], KVLayer):
@@ -385,8 +384,12 @@ class KVCache(continuing.CacheArgument, Cache, ABC):
             layer.batch_select_indices(indices)
         self.fed.map_rows(pick)
 
+    @property
+    def records_past(self) -> bool:
+        """Whether new tokens may be drafts, which are taken back."""
+        return any(getattr(layer, "record_past", False) for layer in self.layers)
+
     def activate_past_recording(self) -> None:
-        self._drafting = True
         for layer in self._own_layers_first():
             if hasattr(layer, "activate_past_recording"):
                 layer.activate_past_recording()

@@ -91,7 +91,8 @@ class GrowingLayer(TensorLayer):
         self.seen += change
 
     def activate_past_recording(self) -> None:
-        """Nothing to record: cropping is exact at any time."""
+        """From now on new tokens may be drafts; cropping is exact at any time."""
+        self.record_past = True
 
     def export_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         tensors, values = super().export_state()

@@ -51,6 +51,8 @@ class KVLayer(CacheLayerMixin):
     exact_tensors: ClassVar[tuple[str, ...]] = ()
     """The tensors of `export_state` that are all keys and all values, as long as the layer has `exact_states`."""
     seen: int = 0
+    record_past: bool = False
+    """Whether new tokens can be taken back with `crop`, as transformers asks and sets it."""
 
     @property
     @abstractmethod

@@ -333,8 +333,18 @@ class EquipLayer(KVLayer):
 
     def activate_past_recording(self) -> None:
         """From now on tokens can be taken back with `crop`, up to the last crop. Several tokens at once count as so many steps."""
-        if self.recording is None:
-            self.recording = Recording()
+        self.record_past = True
+
+    @property
+    def record_past(self) -> bool:
+        """Whether tokens can be taken back."""
+        return self.recording is not None
+
+    @record_past.setter
+    def record_past(self, value: bool) -> None:
+        self.state.catch_up()
+        self.recording = (self.recording or Recording()) if value else None
+        graphs.prepare(self)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Takes the last tokens back: slots and scores are as if they had never come.

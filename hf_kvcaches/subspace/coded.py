@@ -87,7 +87,7 @@ class CodedLayer(TensorLayer):
         super().__init__()
         self.codec, self.settings, self.layer_idx, self.geometry, self.passes = codec, settings, layer_idx, geometry, passes
         self.coded = 0
-        self.recording = False
+        self.record_past = False
         # What the layer held before each pass whose tokens may be taken back: all tensors but the codes, which only grow.
         self.past: list[dict[str, Any]] = []
 
@@ -143,7 +143,7 @@ class CodedLayer(TensorLayer):
         tokens = keys.shape[2]
         real_before = self.seen if self.columns is None else (self.columns >= 0).sum(1, keepdim=True)
         running = self.passes.enter(call, self.seen, tokens, keys.device, real_before)
-        block, outputs = self.passes.block_length(tokens, begun=bool(self.seen), recording=self.recording), []
+        block, outputs = self.passes.block_length(tokens, begun=bool(self.seen), recording=self.record_past), []
         if block:
             span = slice(0, block)
             outputs.append(self._attend_block(query[:, :, span], keys[:, :, span], values[:, :, span], call, running.part(0, block)))
@@ -162,7 +162,7 @@ class CodedLayer(TensorLayer):
 
     def _take(self, keys: torch.Tensor, values: torch.Tensor, running: Pass) -> None:
         """Puts new tokens where they belong, and codes those that are no longer exact."""
-        if self.recording:
+        if self.record_past:
             self.past.append({name: getattr(self, name) for name in (*self.row_tensors, *self.counters) if name != "codes"})
         self._put(self._intake(keys, running), keys, values)
 
@@ -315,7 +315,7 @@ class CodedLayer(TensorLayer):
 
     def activate_past_recording(self) -> None:
         """From now on tokens can be taken back with `crop`, up to the last crop. Several tokens at once count as so many steps."""
-        self.recording = True
+        self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
         """Takes the last tokens back, as if they had never come.
@@ -352,7 +352,7 @@ class CodedLayer(TensorLayer):
 
     def reset(self) -> None:
         super().reset()
-        self.recording, self.past = False, []
+        self.record_past, self.past = False, []
 
     def export_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         tensors, values = super().export_state()

@@ -186,7 +186,7 @@ def test_recorded_tokens_are_taken_back_exactly(before: int, drafts: int, kept: 
     # As steps that are not to be taken back, and as one block.
     for cached in (given, twin):
         for layer in cached.layers:
-            layer.recording = False
+            layer.record_past = False
     chunks = [1, 1, 17, 1, 18, 1]
     expected = run(exact_model(), twin, text[:, 140:179], chunks)
     torch.testing.assert_close(run(exact_model(), given, text[:, 140:179], chunks), expected, **ROUNDING)

@@ -1,0 +1,163 @@
+"""What transformers asks of a cache beside `update`: every cache answers as honestly as `DynamicCache` does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, Lfm2Config, PreTrainedModel
+
+from hf_kvcaches import (
+    AdaptiveSubspace,
+    EquipCache,
+    GrowingCache,
+    SegmentReuseCache,
+    SegmentStore,
+    SubspaceCache,
+    WarmStartCache,
+    WarmStartLibrary,
+)
+from hf_kvcaches.core.layers import KVLayer
+from tests import tiny
+from tests.warmstart.warm import words
+
+PROMPT = tiny.ids(1, 24)
+MAKERS: dict[str, Any] = {
+    "growing": GrowingCache,
+    "equip": lambda model: EquipCache(model, "streaming", budget=12, recent=2),
+    "equip, scores": lambda model: EquipCache(model, "h2o", budget=12, recent=2),
+    "equip, int8": lambda model: EquipCache(model, "streaming", budget=12, recent=2, storage="int8"),
+    "equip, pages": lambda model: EquipCache(model, "streaming", budget=12, recent=2, page_size=4),
+    "subspace": lambda model: SubspaceCache(model, adaptive=AdaptiveSubspace(rank=4, warmup=16), sinks=1, recent=2),
+    "segments": lambda model: SegmentReuseCache(model, SegmentStore("memory"), mode="exact"),
+    "segments, equip": lambda model: SegmentReuseCache(
+        model, SegmentStore("memory"), mode="exact", decode_with=EquipCache(model, "streaming", budget=12, recent=2)
+    ),
+    "warm start": lambda model: WarmStartCache(model, WarmStartLibrary(model, words(), slots=0)),
+}
+
+
+def conv() -> PreTrainedModel:
+    sizes = {"vocab_size": tiny.VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return tiny.build(Lfm2Config(**sizes, num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"]))
+
+
+MODELS = {"llama": tiny.llama, "hybrid": tiny.gemma2, "linear": conv}
+CASES = [(family, name) for family in MODELS for name in MAKERS if family != "linear" or name in ("growing", "equip", "equip, scores")]
+
+
+@pytest.fixture(params=CASES, ids=lambda case: f"{case[0]}, {case[1]}")
+def model_and_make(request: pytest.FixtureRequest) -> tuple[PreTrainedModel, Any]:
+    family, name = request.param
+    model = MODELS[family]()
+    model.generation_config.eos_token_id = None
+    return model, MAKERS[name]
+
+
+def answer(model: PreTrainedModel, cache: Any, prompt: torch.Tensor = PROMPT, new: int = 6) -> torch.Tensor:
+    return model.generate(prompt, past_key_values=cache, max_new_tokens=new, do_sample=False, pad_token_id=0)
+
+
+def test_an_empty_and_a_filled_cache_say_of_themselves_what_is_true(model_and_make: Any) -> None:
+    model, make = model_and_make
+    cache, plain = make(model), DynamicCache(config=model.config)
+    assert len(cache) == len(plain) == model.config.num_hidden_layers
+    for filled in (False, True):
+        if filled:
+            answer(model, cache)
+            answer(model, plain)
+        assert cache.is_initialized is filled
+        assert cache.get_seq_length() == plain.get_seq_length()
+        assert type(cache.get_seq_length()) is int
+        assert all(layer.is_compileable in (True, False) for layer in cache.layers)
+        assert f"seen={plain.get_seq_length()}" in repr(cache)
+        for name in ("is_sliding", "is_dummy", "is_linear"):
+            if hasattr(plain, name) and not (name == "is_sliding" and not isinstance(cache, GrowingCache | EquipCache | SubspaceCache)):
+                assert getattr(cache, name) == getattr(plain, name), name
+        if hasattr(plain, "get_max_length"):
+            assert cache.get_max_length(len(cache)) == -1
+            assert all(layer.get_max_length() == -1 for layer in cache.layers if isinstance(layer, KVLayer))
+        if hasattr(plain, "get_query_offset"):
+            assert cache.get_query_offset() == plain.get_query_offset()
+        assert not any(getattr(cache, "is_recording_past", lambda layer: False)(layer) for layer in range(len(cache)))
+
+
+def test_a_cache_that_says_it_can_be_cropped_can_be(model_and_make: Any) -> None:
+    model, make = model_and_make
+    cache = make(model)
+    answer(model, cache)
+    if not getattr(cache, "is_croppable", False):
+        pytest.skip("it does not say so")
+    cache.activate_past_recording()
+    expected, seen = cache.report().kept, cache.seen
+    with torch.no_grad():
+        model(input_ids=tiny.ids(1, 1, seed=2), past_key_values=cache, logits_to_keep=1)
+        cache.crop(-1)
+    assert (cache.report().kept, cache.seen) == (expected, seen)
+
+
+@pytest.mark.skipif(not hasattr(DynamicCache, "early_initialization"), reason="newer than this transformers")
+def test_what_was_initialized_early_answers_as_ever(model_and_make: Any) -> None:
+    model, make = model_and_make
+    early = make(model)
+    dim = getattr(model.config, "head_dim", None) or model.config.hidden_size // model.config.num_attention_heads
+    early.early_initialization(1, model.config.num_key_value_heads, dim, torch.float32, torch.device("cpu"))
+    assert early.is_initialized
+    assert (early.seen, max(early.report().kept)) == (0, 0)
+    assert torch.equal(answer(model, early), answer(model, make(model)))
+    early.reset()
+    assert torch.equal(answer(model, early), answer(model, make(model)))
+
+
+@torch.no_grad()
+def test_arguments_of_the_attention_may_come_along(model_and_make: Any) -> None:
+    """The models of transformers 5.24 hand on `kwargs`; here any version asks for them by hand."""
+    model, make = model_and_make
+    cache = make(model)
+    layer = next(index for index, each in enumerate(cache.layers) if isinstance(each, KVLayer))
+    dim = getattr(model.config, "head_dim", None) or model.config.hidden_size // model.config.num_attention_heads
+    states = torch.randn(1, model.config.num_key_value_heads, 5, dim)
+    if layer == 0:
+        assert cache.update(states, states, layer, kwargs={"position_ids": torch.arange(5)[None]})[0] is not None
+
+
+class DeferredStop:
+    """What transformers' `DeferredStopCheck` does to a cache, which is returned one pass too far and put back."""
+
+    def __init__(self, cache: Any) -> None:
+        self.cache = cache
+        cache.activate_past_recording()
+
+    def step(self) -> None:
+        self.cache.crop(0)
+
+    def finish(self, steps_to_undo: int) -> None:
+        self.cache.crop(-steps_to_undo)
+        for layer in self.cache.layers:
+            if hasattr(layer, "record_past"):
+                layer.record_past = False
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("undone", [0, 1])
+def test_a_stop_that_is_noticed_one_pass_late_leaves_the_cache_as_if_it_had_been_in_time(model_and_make: Any, undone: int) -> None:
+    model, make = model_and_make
+    late, plain = make(model), make(model)
+    if not getattr(late, "is_croppable", False):
+        pytest.skip("it is left to wait at each step")
+    text = answer(model, plain, new=7)
+    answer(model, late, new=1)
+    stop = DeferredStop(late)
+    for index in range(PROMPT.shape[1], PROMPT.shape[1] + 6):
+        model(input_ids=text[:, index : index + 1], past_key_values=late, logits_to_keep=1)
+        stop.step()
+    if undone:
+        model(input_ids=tiny.ids(1, 1, seed=9), past_key_values=late, logits_to_keep=1)
+    stop.finish(undone)
+    assert late.seen == plain.seen
+    assert not any(getattr(late, "is_recording_past", lambda layer: False)(layer) for layer in range(len(late)))
+    longer = torch.cat([text, tiny.ids(1, 9, seed=3)], 1)
+    assert answer(model, late, longer).tolist() == answer(model, plain, longer).tolist()
+    assert late.report().kept == plain.report().kept
+    assert late.report().bytes == plain.report().bytes
