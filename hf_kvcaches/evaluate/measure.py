@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,37 +92,23 @@ def read_rows(model: Any, input_ids: torch.Tensor, coding: PastCoding | None = N
     return logits
 
 
-def text_quality(
-    model: Any, input_ids: torch.Tensor, codings: Mapping[str, PastCoding], prompt: int = 4
-) -> Iterator[tuple[str, TextQuality]]:
-    """What each coding of the past loses of the distributions behind the prompt, in one pass each.
+def compare(full_logits: torch.Tensor, logits: torch.Tensor, input_ids: torch.Tensor, prompt: int = 4) -> TextQuality:
+    """What logits lose against those of the full cache, over the positions behind a prompt that have a successor.
 
     Args:
-        input_ids: (batch, tokens), without padding; read row by row.
-        codings: By a name.
+        full_logits: (batch, tokens, vocabulary); and `logits`.
+        input_ids: (batch, tokens).
         prompt: First tokens of each row, which are not compared.
     """
-    ids = require_rows(input_ids, prompt + 2).to(model.device)
-    totals = {name: torch.zeros(3, dtype=torch.float64) for name in codings}
-    for row in ids.split(1):
-        full = read_rows(model, row)
-        for name, coding in codings.items():
-            totals[name] += _sums(full, read_rows(model, row, coding, prompt), row, prompt)
-    count = ids.shape[0] * (ids.shape[1] - 1 - prompt)
-    for name, total in totals.items():
-        divergence, loss, full_loss = (total / count).tolist()
-        yield name, TextQuality(count, divergence, loss, full_loss)
-
-
-def _sums(full: torch.Tensor, logits: torch.Tensor, row: torch.Tensor, prompt: int) -> torch.Tensor:
-    """Divergence, loss and the full cache's loss, summed over the positions behind the prompt that have a successor."""
-    total = torch.zeros(3, dtype=torch.float64)
-    for start in range(prompt, row.shape[1] - 1, _POSITIONS):
-        span = slice(start, min(start + _POSITIONS, row.shape[1] - 1))
-        targets = row[:, span.start + 1 : span.stop + 1]
-        parts = kl(full[:, span], logits[:, span]), losses(logits[:, span], targets), losses(full[:, span], targets)
-        total += torch.stack([part.sum() for part in parts]).cpu()
-    return total
+    require_rows(input_ids, prompt + 2)
+    last, total = input_ids.shape[1] - 1, torch.zeros(3, dtype=torch.float64)
+    for start in range(prompt, last, _POSITIONS):
+        span = slice(start, min(start + _POSITIONS, last))
+        targets = input_ids[:, span.start + 1 : span.stop + 1]
+        full, other = full_logits[:, span], logits[:, span]
+        total += torch.stack([part.sum() for part in (kl(full, other), losses(other, targets), losses(full, targets))]).cpu()
+    count = len(input_ids) * (last - prompt)
+    return TextQuality(count, *(total / count).tolist())
 
 
 @dataclass(frozen=True)

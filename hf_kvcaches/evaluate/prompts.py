@@ -15,6 +15,8 @@ PairKind = Literal["words", "paragraph", "pages"]
 NEEDLE_KINDS: tuple[NeedleKind, ...] = get_args(NeedleKind)
 PAIR_KINDS: tuple[PairKind, ...] = get_args(PairKind)
 
+# Tokens of a continuation.
+_FOLLOWING = 33
 _PEOPLE = "Alder Bennet Corran Delia Edmund Florian Greta Hollis Imogen Jasper Katrin Lorenz Mirabel Nestor Odette Percival".split()
 _PLACES = "cellar library boathouse greenhouse workshop observatory chapel stable archive pantry laundry attic".split()
 _TOWNS = "Lisbon Vienna Dublin Oslo Prague Athens Madrid Warsaw Venice Geneva Berlin Cairo".split()
@@ -69,14 +71,21 @@ class NeedlePrompt:
         question: Token ids of the question.
         answer: Token ids of the answer.
         kind: What the needles are made of.
-        needles: How many the context has.
+        others: Questions and answers about the context's other needles.
+        continuation: How the prose goes on behind the context.
     """
 
     context: list[int]
     question: list[int]
     answer: list[int]
     kind: NeedleKind
-    needles: int
+    others: tuple[tuple[list[int], list[int]], ...]
+    continuation: list[int]
+
+    @property
+    def needles(self) -> int:
+        """How many the context has."""
+        return 1 + len(self.others)
 
 
 @dataclass(frozen=True)
@@ -111,11 +120,18 @@ class _Prose:
 
     def paragraph(self, tokenizer: Any, tokens: int) -> str:
         """Sentences that come to about that many tokens, the last one cut short."""
+        words, rest = self.split(tokenizer, tokens, 0)
+        return f"{words}." if rest else words
+
+    def split(self, tokenizer: Any, tokens: int, following: int) -> tuple[str, str]:
+        """The words of about that many tokens, and what follows them: at least so many tokens."""
         text = self.take()
-        while len(ids := encode(tokenizer, text)) < tokens:
+        while len(ids := encode(tokenizer, text)) < tokens + following:
             text = f"{text} {self.take()}"
         words: str = tokenizer.decode(ids[: max(1, tokens)])
-        return f"{words.rpartition(' ')[0] or words}." if len(ids) > tokens else text
+        # The last word may be cut within.
+        words = words.rpartition(" ")[0] or words
+        return (words, text[len(words) :]) if len(ids) > tokens and text.startswith(words) else (text, "")
 
 
 def encode(tokenizer: Any, text: str, *, begins: bool = False) -> list[int]:
@@ -156,11 +172,13 @@ def needle_prompts(
         facts, text = _needles(rng, kind, needles), _prose(prose, rng)
         room = max(1, tokens - sum(len(encode(tokenizer, fact.note)) for fact in facts))
         shares = [rng.uniform(0.5, 1.5) for _ in range(needles + 1)]
-        paragraphs = [text.paragraph(tokenizer, int(room * share / sum(shares))) for share in shares]
-        body = paragraphs[0] + "".join(f" {fact.note} {paragraph}" for fact, paragraph in zip(facts, paragraphs[1:], strict=True))
-        asked = rng.choice(facts)
-        question, answer = encode(tokenizer, asked.question), encode(tokenizer, asked.answer)
-        prompts.append(NeedlePrompt(encode(tokenizer, body, begins=True), question, answer, kind, needles))
+        lengths = [int(room * share / sum(shares)) for share in shares]
+        body = "".join(f"{text.paragraph(tokenizer, length)} {fact.note} " for fact, length in zip(facts, lengths, strict=False))
+        last, following = text.split(tokenizer, lengths[-1], _FOLLOWING)
+        asked = rng.sample(facts, needles)
+        (question, answer), *others = ((encode(tokenizer, fact.question), encode(tokenizer, fact.answer)) for fact in asked)
+        context, continuation = encode(tokenizer, body + last, begins=True), encode(tokenizer, following)[:_FOLLOWING]
+        prompts.append(NeedlePrompt(context, question, answer, kind, tuple(others), continuation))
     return prompts
 
 

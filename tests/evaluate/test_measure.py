@@ -43,9 +43,8 @@ def test_perplexity_of_even_logits_is_the_size_of_the_vocabulary() -> None:
 
 def test_text_quality_is_the_mean_over_all_positions_behind_the_prompt() -> None:
     model, ids = tiny.llama(), tiny.ids(2, 150)
-    [(name, found)] = measure.text_quality(model, ids, {"rounded": Rounded()}, prompt=5)
-    full, coded = measure.read_rows(model, ids)[:, 5:-1], measure.read_rows(model, ids, Rounded(), 5)[:, 5:-1]
-    assert name == "rounded"
+    full, coded = measure.read_rows(model, ids), measure.read_rows(model, ids, Rounded(), 5)
+    found, full, coded = measure.compare(full, coded, ids, 5), full[:, 5:-1], coded[:, 5:-1]
     assert found.tokens == 2 * 144
     assert found.kl == pytest.approx(float(measure.kl(full, coded).mean()), rel=1e-4)
     assert found.perplexity == pytest.approx(measure.perplexity(coded, ids[:, 6:]), rel=1e-5)

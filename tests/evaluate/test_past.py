@@ -85,6 +85,5 @@ def test_a_second_pass_is_refused() -> None:
 
 @pytest.mark.parametrize("wrong", [tiny.ids(8), tiny.ids(1, 3), [1, 2, 3]])
 def test_ids_that_are_no_rows_are_refused(wrong: Any) -> None:
-    model = tiny.llama()
     with pytest.raises(ConfigError, match="input_ids"):
-        dict(measure.text_quality(model, wrong, {"exact": Exact()}))
+        measure.compare(torch.zeros(1, 8, 4), torch.zeros(1, 8, 4), wrong)

@@ -20,6 +20,9 @@ def test_a_needle_is_in_its_context_and_its_question_does_not_tell_it(kind: prom
         assert answer.strip() not in question
         assert context.count("works as a" if kind == "words" else "secret key number") == needles
         assert 250 < len(prompt.context) < 350
+        assert prompt.needles == needles
+        prose = " ".join(testbed.held_out().split())
+        assert TOKENIZER.decode(prompt.context[-8:] + prompt.continuation).strip() in prose
 
 
 def test_needles_are_the_same_for_the_same_seed_and_others_for_another() -> None:
