@@ -12,6 +12,7 @@ import torch
 from tqdm import tqdm
 from transformers import Cache
 
+from hf_kvcaches.cli import evaluating_suite
 from hf_kvcaches.cli.options import add_options, begin, check_counts, load, require_files
 from hf_kvcaches.cli.specs import add_cache, caches_of, parse
 from hf_kvcaches.cli.tables import Row, environment, show, write_csv
@@ -35,19 +36,30 @@ _LEAST_CONTEXT = 16
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, "model", "device", "dtype", "threads", "csv")
     add_cache(parser, several=True)
-    parser.add_argument("--texts", type=Path, nargs="+", metavar="FILE", required=True, help="text files, or .jsonl with one text a line")
+    parser.add_argument("--texts", type=Path, nargs="+", metavar="FILE", help="text files, or .jsonl with one text a line")
     parser.add_argument("--context", type=int, default=1024, help="tokens of a text that are read as its prompt, at most")
     parser.add_argument("--following", type=int, default=64, help="tokens of a text behind its prompt, which are fed one by one")
-    parser.add_argument("--limit", type=int, default=16, help="texts at most, taken from all over the files")
+    parser.add_argument("--limit", type=int, default=16, help="texts at most, taken from all over the files; prompts of a kind in a suite")
+    suites = "made-up prompts with known answers, in place of texts; the first of --texts is the prose around facts, if given"
+    parser.add_argument("--suite", nargs="+", choices=evaluating_suite.TASKS, help=suites)
+    parser.add_argument("--state", type=Path, help="a file where rows of a suite are kept, so that a run that is cut off goes on there")
 
 
 def run(args: argparse.Namespace) -> int:
     check_counts(args, ["context", "following", "limit"])
     device, specs = begin(args), [parse(text) for text in args.cache]
-    require_files("--texts", args.texts)
+    if not args.texts and not args.suite:
+        raise ConfigError.of("--texts", "files of text, or --suite", None, "Try --suite needles.")
+    require_files("--texts", args.texts or [])
     model, tokenizer = load(args.model, device, args.dtype)
-    texts = _long_enough(args.texts, tokenizer, args.context, args.following)
+    texts = [] if args.suite else _long_enough(args.texts, tokenizer, args.context, args.following)
     recipes = {repr(spec): caches_of(spec, model, tokenizer) for spec in specs}
+    fixed = {**environment(device), "model": args.model, "dtype": str(model.dtype).removeprefix("torch.")}
+    if args.suite:
+        found = evaluating_suite.evaluate(args, model, tokenizer, recipes)
+        if args.csv:
+            write_csv(args.csv, found, fixed)
+        return 0
     makers: dict[str, Callable[[], Cache]] = {name: lambda made=made: made.new_cache(model) for name, made in recipes.items()}  # type: ignore[misc]
     rows: list[Row] = []
     for number, ids in enumerate(tqdm(spaced(texts, args.limit), desc="Evaluating", unit=" texts")):
@@ -56,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         rows += [{"cache": name, "text": number, **_numbers(report, len(ids))} for name, report in reports.items()]
     print(show([_summary(name, [row for row in rows if row["cache"] == name]) for name in recipes], COLUMNS))
     if args.csv:
-        write_csv(args.csv, rows, {**environment(device), "model": args.model, "dtype": str(model.dtype).removeprefix("torch.")})
+        write_csv(args.csv, rows, fixed)
     return 0
 
 

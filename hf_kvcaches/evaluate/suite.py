@@ -240,5 +240,5 @@ def reuse_summary(rows: Sequence[Row], cache: str) -> Row:
         "kl": fmean(row["kl"] for row in own),
         "worst": max(row["kl"] for row in own),
         "agreement": fmean(row["agreement"] for row in own),
-        "saved": fmean(saved) if saved else None,
+        **({"saved": fmean(saved)} if saved else {}),
     }
