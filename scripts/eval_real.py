@@ -55,7 +55,7 @@ class Evaluation:
         self.text = "WikiText-2" if args.wikitext else "prose.txt"
         # Contexts beyond a window of the model's other layers: within it those would answer alone.
         window = getattr(self.model.config, "sliding_window", None) or 0
-        self.tokens = args.tokens or max(500, min(2 * window, 900))
+        self.tokens = args.tokens or max(600, min(2 * window, 900))
         self.log = Log(args.state and args.state / f"{self.name}-{self.tokens}-{args.row_tokens}.jsonl")
         self.notes: list[Row] = []
 
@@ -189,7 +189,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--state", type=Path, default=ROOT / ".eval", help="where rows and codecs are kept between runs")
     parser.add_argument("--csv", type=Path, help="the folder for real-NAME.csv")
     parser.add_argument("--plot", type=Path, help="write a picture here (needs matplotlib)")
-    parser.add_argument("--tokens", type=int, help="of a context with needles; default: 500, and more for models with windows")
+    parser.add_argument("--tokens", type=int, help="of a context with needles; default: 600, and more for models with windows")
     parser.add_argument("--single", type=int, default=4, help="contexts with one needle, of each kind")
     parser.add_argument("--several", type=int, default=3, help="contexts with four needles, of each kind")
     parser.add_argument("--rows", type=int, default=6, help="rows of a text that are read with coded past")
