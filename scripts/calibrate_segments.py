@@ -12,12 +12,13 @@ from __future__ import annotations
 from _segments_quality import calibration_prompts
 from shared.cli import arguments, load, run_script
 
+from hf_kvcaches.cli import arguments as options
 from hf_kvcaches.cli import calibrating_segments as command
 
 
 def main() -> None:
     parser = arguments(__doc__, "model", "device")
-    command.add_arguments(parser, generated=True)
+    options.segments(parser, generated=True)
     command.run(parser.parse_args(), load, calibration_prompts)
 
 

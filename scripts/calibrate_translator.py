@@ -14,6 +14,7 @@ from typing import Any
 
 from shared.cli import arguments, load, run_script
 
+from hf_kvcaches.cli import arguments as options
 from hf_kvcaches.cli import calibrating_translator as command
 from hf_kvcaches.cli.texts import Text, pieces
 
@@ -28,7 +29,7 @@ def held_out(tokenizer: Any, length: int) -> list[Text]:
 
 def main() -> None:
     parser = arguments(__doc__, "device")
-    command.add_arguments(parser, generated=True)
+    options.translator(parser, generated=True)
     command.run(parser.parse_args(), load, held_out)
 
 

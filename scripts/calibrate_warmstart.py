@@ -15,6 +15,7 @@ from typing import Any
 
 from shared.cli import arguments, check_counts, load, run_script
 
+from hf_kvcaches.cli import arguments as options
 from hf_kvcaches.cli import calibrating_warmstart as command
 from hf_kvcaches.cli.texts import Text
 
@@ -32,7 +33,7 @@ def generated_pairs(tokenizer: Any, count: int, lengths: list[int], seed: int = 
 
 def main() -> None:
     parser = arguments(__doc__, "model", "device", "quick")
-    command.add_arguments(parser, generated=True)
+    options.warmstart(parser, generated=True)
     parser.add_argument("--each", type=int, default=6, help="generated pairs of each kind, length and way to ask")
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 300, 600], help="of generated prompts, in tokens")
     args = parser.parse_args()

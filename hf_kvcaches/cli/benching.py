@@ -13,8 +13,8 @@ import transformers
 from transformers import Cache, DynamicCache
 
 from hf_kvcaches import compat
-from hf_kvcaches.cli.options import add_options, begin, check_counts, load
-from hf_kvcaches.cli.specs import CallSpec, add_cache, caches_of, parse
+from hf_kvcaches.cli.options import begin, check_counts, load
+from hf_kvcaches.cli.specs import CallSpec, caches_of, parse
 from hf_kvcaches.cli.tables import Row, hardware, print_environment, show, write_csv
 from hf_kvcaches.cli.timing import in_turns, ratios, spread
 from hf_kvcaches.core.rope_families import head_sizes
@@ -36,16 +36,6 @@ SPEED_COLUMNS = (
     *("hardware", "device", "threads", "dtype", "cache", "setting", "hidden", "layers", "heads", "kv_heads", "head_dim"),
     *("batch", "context", "prefill_s", "decode_ms", "prefill_ratio", "decode_ratio", "mib"),
 )
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_options(parser, "model", "device", "dtype", "threads", "csv")
-    add_cache(parser, several=True)
-    parser.add_argument("--random", action="store_true", help="random weights for the model's config: nothing but that is downloaded")
-    parser.add_argument("--context", type=int, default=1024, help="tokens of the prompt")
-    parser.add_argument("--batch", type=int, default=1, help="rows of the prompt")
-    parser.add_argument("--steps", type=int, default=32, help="decode steps of a round")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds, behind one that is not counted")
 
 
 @torch.no_grad()

@@ -4,49 +4,22 @@ from __future__ import annotations
 
 import argparse
 import time
-from pathlib import Path
 
 from hf_kvcaches.cli import calibrating_segments, calibrating_translator, calibrating_warmstart
-from hf_kvcaches.cli.options import add_options, begin, check_counts, load, require_files
+from hf_kvcaches.cli.options import begin, check_counts, load, require_files
 from hf_kvcaches.cli.texts import read_texts
 from hf_kvcaches.core.codec.codec import KVCodec
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds one command for each kind of artifact."""
-    kinds = parser.add_subparsers(metavar="KIND", required=True)
-    codec = kinds.add_parser("codec", help="a KVCodec: keys and values in few bits")
-    add_options(codec, "model", "device", "dtype", "threads")
-    add_codec_arguments(codec)
-    codec.set_defaults(calibrate=calibrate_codec)
-    segments = kinds.add_parser("segments", help="a SegmentPolicy: which segments may be reused behind another text")
-    add_options(segments, "model", "device", "dtype", "threads")
-    calibrating_segments.add_arguments(segments)
-    segments.set_defaults(calibrate=calibrating_segments.run)
-    warmstart = kinds.add_parser("warmstart", help="a WarmStartGate: which similar prompts may be started from")
-    add_options(warmstart, "model", "device", "dtype", "threads")
-    calibrating_warmstart.add_arguments(warmstart)
-    warmstart.set_defaults(calibrate=calibrating_warmstart.run)
-    translator = kinds.add_parser("translator", help="a CacheTranslator: one model's cache becomes another's")
-    add_options(translator, "device", "dtype", "threads")
-    calibrating_translator.add_arguments(translator)
-    translator.set_defaults(calibrate=calibrating_translator.run)
-
-
 def run(args: argparse.Namespace) -> int:
-    args.calibrate(args)
+    calibrators = {
+        "codec": calibrate_codec,
+        "segments": calibrating_segments.run,
+        "warmstart": calibrating_warmstart.run,
+        "translator": calibrating_translator.run,
+    }
+    calibrators[args.kind](args)
     return 0
-
-
-def add_codec_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, required=True, help="the folder that the codec is written to")
-    parser.add_argument("--push-to-hub", metavar="ID", help="also uploads it, as owner/name")
-    parser.add_argument("--texts", type=Path, nargs="+", metavar="FILE", required=True, help="text files, or .jsonl with one text a line")
-    parser.add_argument("--bytes-ratio", type=float, default=0.125, help="bytes of a token, as a share of exact ones in 16 bits")
-    parser.add_argument("--metric", choices=("loss", "attention", "plain"), default="loss", help="what errors cost")
-    parser.add_argument("--rotation", choices=("aware", "post"), default="aware", help="keys before or after they are rotated")
-    parser.add_argument("--length", type=int, default=512, help="of a text, in tokens at most")
-    parser.add_argument("--max-tokens", type=int, help="stop after so many; default: read all")
 
 
 def calibrate_codec(args: argparse.Namespace) -> None:

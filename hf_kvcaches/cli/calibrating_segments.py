@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from hf_kvcaches.cli.options import begin, check_counts, load, require_files
@@ -16,23 +15,6 @@ from hf_kvcaches.segments.calibration import calibrate
 
 # From a tokenizer and a number: lists of prompts by name, and how many tokens at the end of each are withheld.
 Generator = Callable[[Any, int], tuple[dict[str, list[list[int]]], int]]
-
-
-def add_arguments(parser: argparse.ArgumentParser, *, generated: bool = False) -> None:
-    """Adds the options.
-
-    Args:
-        generated: Whether prompts can be generated where there is no file.
-    """
-    parser.add_argument("--out", type=Path, required=True, help="the folder that the policy is written to")
-    parser.add_argument("--prompts", type=Path, required=not generated, help="one prompt a line, as JSON, in the order of requests")
-    parser.add_argument("--requests", type=int, default=40, help="how many prompts to take at most")
-    parser.add_argument("--asked", type=int, default=16, help="tokens at the end of each prompt of a file that are withheld and compared")
-    parser.add_argument("--bound", type=float, default=0.05, help="the most that the mean KL divergence may be, in nats")
-    parser.add_argument("--least-same", type=float, default=0.0, help="the least share of next tokens that are the model's own")
-    parser.add_argument("--quantization", choices=("int8", "int4", "none"), default="none", help="of the store that the policy is for")
-    parser.add_argument("--cuts", type=int, help="of that store: guards of the lower layers are calibrated, too")
-    parser.add_argument("--codec", help="in place of it: the folder or hub id of a KVCodec, for a store of its codes")
 
 
 def run(args: argparse.Namespace, load_model: Callable[..., tuple[Any, Any]] = load, generator: Generator | None = None) -> None:

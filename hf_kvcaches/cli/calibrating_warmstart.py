@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from hf_kvcaches.cli.options import begin, load, require_files
@@ -15,23 +14,6 @@ from hf_kvcaches.warmstart.calibration import CLOSED, calibrate_gate
 
 # From a tokenizer: pairs of an earlier prompt and a new one.
 Generator = Callable[[Any], list[tuple[Text, Text]]]
-
-
-def add_arguments(parser: argparse.ArgumentParser, *, generated: bool = False) -> None:
-    """Adds the options.
-
-    Args:
-        generated: Whether pairs can be generated where there is no file.
-    """
-    parser.add_argument("--out", type=Path, required=True, help="the folder that the gate is written to")
-    parser.add_argument("--pairs", type=Path, required=not generated, help="one pair a line, as JSON: an object with source and target")
-    parser.add_argument("--budget", type=float, default=0.01, help="the largest share of false hits in what is admitted")
-    parser.add_argument("--slots", type=int, default=64, help="of the library that the gate is for")
-    parser.add_argument("--layout", choices=("salient", "paper"), default="salient", help="of its slots")
-    parser.add_argument("--encoder", help="of that library; default: the model's input embeddings")
-    parser.add_argument("--following", type=int, default=16, help="tokens behind the first one that are compared")
-    parser.add_argument("--quantization", choices=("none", "int8", "int4"), default="none", help="how it keeps keys and values")
-    parser.add_argument("--slots-only", action="store_true", help="it keeps summaries, and no keys and values of whole prompts")
 
 
 def run(args: argparse.Namespace, load_model: Callable[..., tuple[Any, Any]] = load, generator: Generator | None = None) -> None:

@@ -13,8 +13,8 @@ from tqdm import tqdm
 from transformers import Cache
 
 from hf_kvcaches.cli import evaluating_suite
-from hf_kvcaches.cli.options import add_options, begin, check_counts, load, require_files
-from hf_kvcaches.cli.specs import add_cache, caches_of, parse
+from hf_kvcaches.cli.options import begin, check_counts, load, require_files
+from hf_kvcaches.cli.specs import caches_of, parse
 from hf_kvcaches.cli.tables import Row, environment, show, write_csv
 from hf_kvcaches.cli.texts import Text, read_texts, spaced
 from hf_kvcaches.core.verify import VerifyReport, verify_text
@@ -31,18 +31,6 @@ COLUMNS = {
 }
 # Shorter texts say little of a cache.
 _LEAST_CONTEXT = 16
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_options(parser, "model", "device", "dtype", "threads", "csv")
-    add_cache(parser, several=True)
-    parser.add_argument("--texts", type=Path, nargs="+", metavar="FILE", help="text files, or .jsonl with one text a line")
-    parser.add_argument("--context", type=int, default=1024, help="tokens of a text that are read as its prompt, at most")
-    parser.add_argument("--following", type=int, default=64, help="tokens of a text behind its prompt, which are fed one by one")
-    parser.add_argument("--limit", type=int, default=16, help="texts at most, taken from all over the files; prompts of a kind in a suite")
-    suites = "made-up prompts with known answers, in place of texts; the first of --texts is the prose around facts, if given"
-    parser.add_argument("--suite", nargs="+", choices=evaluating_suite.TASKS, help=suites)
-    parser.add_argument("--state", type=Path, help="a file where rows of a suite are kept, so that a run that is cut off goes on there")
 
 
 def run(args: argparse.Namespace) -> int:

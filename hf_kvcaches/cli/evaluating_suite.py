@@ -12,7 +12,6 @@ from hf_kvcaches.core.per_call import PerCall
 from hf_kvcaches.evaluate import measure, prompts, suite
 from hf_kvcaches.evaluate.suite import Item, Log, MakeCache
 
-TASKS = ("needles", "requests", "pairs")
 NEEDLE_COLUMNS = {
     "cache": "{cache}",
     "needles": "{task}",

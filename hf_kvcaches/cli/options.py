@@ -1,4 +1,4 @@
-"""Options that commands share, and what they stand for."""
+"""What the options that commands share stand for."""
 
 from __future__ import annotations
 
@@ -12,20 +12,6 @@ import transformers
 from transformers.utils import logging
 
 from hf_kvcaches.errors import ConfigError
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "model": {"required": True, "help": "a folder or a hub id"},
-    "device": {"default": "auto", "help": "cpu, cuda, mps, or auto for the first accelerator that works"},
-    "dtype": {"default": "auto", "choices": ("auto", "float32", "bfloat16", "float16"), "help": "of the weights; auto: as they are saved"},
-    "threads": {"type": int, "help": "of the CPU; default: as torch has it"},
-    "csv": {"type": Path, "help": "write every number here"},
-}
-
-
-def add_options(parser: argparse.ArgumentParser, *names: str) -> None:
-    """Adds the named ones of `OPTIONS`."""
-    for name in names:
-        parser.add_argument(f"--{name}", **OPTIONS[name])
 
 
 def check_counts(args: argparse.Namespace, names: Sequence[str], least: int = 1) -> None:

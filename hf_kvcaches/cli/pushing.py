@@ -6,17 +6,8 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from hf_kvcaches.cli.specs import CallSpec, add_cache, caches_of, parse
+from hf_kvcaches.cli.specs import CallSpec, caches_of, parse
 from hf_kvcaches.errors import ConfigError
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_cache(parser)
-    parser.add_argument("--repo", metavar="ID", help="the repository, as owner/name; made if need be")
-    parser.add_argument("--folder", type=Path, help="write the repository's files here; without --repo nothing is uploaded")
-    parser.add_argument("--private", action="store_true", help="make a new repository private")
-    parser.add_argument("--revision", help="the branch; made if need be")
-    parser.add_argument("--dry-run", action="store_true", help="print what would be uploaded, and upload nothing")
 
 
 def run(args: argparse.Namespace) -> int:

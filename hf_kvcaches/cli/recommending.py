@@ -6,7 +6,6 @@ import argparse
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from hf_kvcaches import compat
 from hf_kvcaches.cli.knowledge import Measured, family_of, nearest, speed_table
-from hf_kvcaches.cli.options import OPTIONS, add_options, begin, check_counts, require_files
+from hf_kvcaches.cli.options import begin, check_counts, require_files
 from hf_kvcaches.cli.sizes import ModelSize, model_size
 from hf_kvcaches.cli.tables import Row, show, write_csv
 from hf_kvcaches.errors import ConfigError
@@ -90,15 +89,6 @@ def choices(size: ModelSize, tokens: int) -> list[CacheChoice]:
         CacheChoice("SegmentReuseCache", "store, tokenizer", "SegmentReuseCache, exact", growing, exact=True, setup=(store,), source=True),
         CacheChoice("WarmStartCache", "library", "WarmStartCache", growing, setup=(library,), source=True),
     ]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_options(parser, "model", "dtype", "csv")
-    parser.add_argument("--context", default="8k", help="tokens of prompt and answer, such as 32k; default: 8k")
-    parser.add_argument("--batch", type=int, default=1, help="rows at a time")
-    parser.add_argument("--memory", help="of the device, such as 16GiB, for weights and cache")
-    parser.add_argument("--device", **OPTIONS["device"] | {"help": "where it will run, for the nearest row of the speed table"})
-    parser.add_argument("--speed", type=Path, help="a file of hf-kvcaches bench --csv, in place of the speed table of the package")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
 import inspect
 from dataclasses import dataclass
 from typing import Any
 
 import hf_kvcaches
+from hf_kvcaches.cli.arguments import CACHE_HELP
 from hf_kvcaches.core.per_call import PerCall, per_call
 from hf_kvcaches.errors import ConfigError, require_choice
 
@@ -17,10 +17,6 @@ CACHES = ("GrowingCache", "EquipCache", "SubspaceCache", "SegmentReuseCache", "W
 ARGUMENTS = tuple(
     "AdaptiveSubspace KVCodec PagePool QueryStatistics RetrievalHeads SegmentPolicy SegmentStore SlotProjector WarmStartGate "
     "WarmStartLibrary".split()
-)
-HELP = (
-    "such as \"EquipCache(policy='streaming', budget=512)\", \"SubspaceCache(KVCodec('FOLDER'))\" or "
-    "\"SegmentReuseCache(SegmentStore('memory'))\""
 )
 # What `ast` raises on text that is no literal.
 _UNREADABLE = (ValueError, TypeError, SyntaxError, MemoryError, RecursionError)
@@ -43,16 +39,6 @@ class CallSpec:
         return f"{self.name}({self.arguments})"
 
 
-def add_cache(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
-    """Adds the option `--cache`.
-
-    Args:
-        several: Whether it may be given more than once.
-    """
-    more = {"action": "append", "help": f"{HELP}; may be given several times"} if several else {"help": HELP}
-    parser.add_argument("--cache", required=True, metavar="SPEC", **more)
-
-
 def parse(text: str) -> CallSpec:
     """Reads a cache, without evaluating anything.
 
@@ -63,9 +49,9 @@ def parse(text: str) -> CallSpec:
         spec = _read(ast.parse(text.strip(), mode="eval").body)
     except _UNREADABLE:
         expected = "a class, or a call of it with literals and other calls as arguments"
-        raise ConfigError.of("--cache", expected, text, f"Write it {HELP}.") from None
+        raise ConfigError.of("--cache", expected, text, f"Write it {CACHE_HELP}.") from None
     if not isinstance(spec, CallSpec):
-        raise ConfigError.of("--cache", "a class, or a call of it", text, f"Write it {HELP}.")
+        raise ConfigError.of("--cache", "a class, or a call of it", text, f"Write it {CACHE_HELP}.")
     if spec.name == "TranslatedCache":
         hint = "Call hf_kvcaches.verify with a function that makes it."
         raise ConfigError.of("--cache", f"one of {', '.join(CACHES)}", spec.name, f"It starts from the codes of a single prompt. {hint}")

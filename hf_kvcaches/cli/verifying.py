@@ -3,24 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from hf_kvcaches.cli.options import add_options, begin, check_counts, load, require_files
-from hf_kvcaches.cli.specs import add_cache, caches_of, parse
+from hf_kvcaches.cli.options import begin, check_counts, load, require_files
+from hf_kvcaches.cli.specs import caches_of, parse
 from hf_kvcaches.cli.texts import read_text
 from hf_kvcaches.core.verify import verify
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_options(parser, "model", "device", "dtype", "threads")
-    add_cache(parser)
-    prompt = parser.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--prompt", help="the prompt")
-    prompt.add_argument("--file", type=Path, help="a text file with the prompt")
-    parser.add_argument("--context", type=int, help="take so many tokens of it at most")
-    parser.add_argument("--max-new-tokens", type=int, default=64, help="how many steps to compare at most")
-    parser.add_argument("--prefill-chunk-size", type=int, help="feed the prompt to the cache in chunks of so many tokens")
-    parser.add_argument("--exact", action="store_true", help="exit with 1 where the text differs")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import torch
@@ -11,6 +12,8 @@ from transformers.cache_utils import CacheLayerMixin
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.adopting import AdoptingCache
+from hf_kvcaches.core.calls import NewTokens
+from hf_kvcaches.core.layers import KVLayer
 from hf_kvcaches.core.passes import Pass, Passes
 from hf_kvcaches.errors import UnsupportedError
 
@@ -29,6 +32,7 @@ class AnsweringCache(AdoptingCache):
     def __init__(self, model: Any, *, offloading: bool = False) -> None:
         self.passes: Passes[Any] = Passes(self.pass_class)
         self._hook: weakref.finalize[[], Self] | None = None
+        self._answering: int | None = None
         self._last_layer = len(compat.layer_plan(compat.split_model(model)[1]))
         super().__init__(model, offloading=offloading)
 
@@ -49,7 +53,21 @@ class AnsweringCache(AdoptingCache):
                     "Call reset() and feed the text again."
                 )
         self._last_layer = layer_idx
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if not self.offloading:
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        self._answering = layer_idx
+        try:
+            held: tuple[Any, Any] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        finally:
+            self._answering = None
+        if isinstance(held[0], NewTokens):
+            held[0].afterwards = partial(self.offload, layer_idx, self.only_non_sliding)
+        return held
+
+    def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:
+        # transformers moves a layer away at the end of `update`, and this one has yet to answer the queries.
+        if layer_idx != self._answering or not isinstance(self.layers[layer_idx], KVLayer):
+            super().offload(layer_idx, only_non_sliding)
 
     def prompt_pass(self, positions: torch.Tensor, padding: torch.Tensor | None, tokens: int, device: torch.device) -> Pass:
         running: Pass = self.passes.of_prompt(positions, padding, tokens, device)

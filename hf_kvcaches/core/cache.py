@@ -6,6 +6,7 @@ import copy
 import uuid
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -18,8 +19,8 @@ from hf_kvcaches.core import attention, continuing, prefill, saving
 from hf_kvcaches.core.answerable import refuse_encoder_decoder, require_answering
 from hf_kvcaches.core.artifact import local_folder, make_folder
 from hf_kvcaches.core.identity import Identity, Provenance
-from hf_kvcaches.core.layers import KVLayer
-from hf_kvcaches.core.report import CacheReport, foreign_kept, foreign_tensors, measured_bytes, summarise
+from hf_kvcaches.core.layers import KVLayer, row_picker
+from hf_kvcaches.core.report import CacheReport, foreign_kept, foreign_kind, foreign_tensors, measured_bytes, summarise
 from hf_kvcaches.core.wire import caches as wire
 from hf_kvcaches.core.wire.messages import Source
 from hf_kvcaches.errors import ConfigError, UnsupportedError
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 _DRAFTED = 32
 
 
-class KVCache(compat.MarkedCache, Cache, ABC):
+class KVCache(continuing.CacheArgument, Cache, ABC):
     """The base of every cache here: one layer object per model layer, and what all caches can do.
 
     A subclass writes `make_layer`, and names in `settings` what its constructor needs to be called again. The method applies to
@@ -57,6 +58,7 @@ class KVCache(compat.MarkedCache, Cache, ABC):
     """Whether another cache hands its prompts to this one."""
 
     def __init__(self, model: Any, *, offloading: bool = False) -> None:
+        compat.warn_of_untested_version()
         base, self.config = compat.split_model(model)
         self._model = None if base is None else weakref.ref(base)
         self.provenance = Provenance()
@@ -231,7 +233,9 @@ class KVCache(compat.MarkedCache, Cache, ABC):
 
     def _report_fields(self) -> dict[str, Any]:
         kept = tuple(layer.kept if isinstance(layer, KVLayer) else foreign_kept(layer) for layer in self.layers)
-        return {"cache": type(self).__name__, "seen": self.seen, "kept": kept, "bytes": measured_bytes(self.owned_tensors().values())}
+        others = {index: foreign_kind(layer) for index, layer in enumerate(self.layers) if not isinstance(layer, KVLayer)}
+        size = measured_bytes(self.owned_tensors().values())
+        return {"cache": type(self).__name__, "seen": self.seen, "kept": kept, "bytes": size, "others": others}
 
     def owned_tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor that the cache keeps alive, by name."""
@@ -374,10 +378,11 @@ class KVCache(compat.MarkedCache, Cache, ABC):
             layer.batch_repeat_interleave(repeats)
         self.fed.map_rows(lambda ids: ids.repeat_interleave(repeats, dim=0))
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
+    def batch_select_indices(self, indices: torch.Tensor | Sequence[int] | slice) -> None:
+        pick = row_picker(indices)
         for layer in self._own_layers_first():
             layer.batch_select_indices(indices)
-        self.fed.map_rows(lambda ids: ids[indices.to(ids.device)])
+        self.fed.map_rows(pick)
 
     def activate_past_recording(self) -> None:
         self._drafting = True
@@ -426,8 +431,8 @@ class KVCache(compat.MarkedCache, Cache, ABC):
 
     def __repr__(self) -> str:
         report = self.report()
-        held = f"seen={report.seen}, kept={summarise(report.kept)}, {report.bytes / 2**20:.2f} MiB"
-        return f"{report.cache}({len(self.layers)} layers, {held})"
+        layers = f"{len(report.own_kept)} of {len(self.layers)}" if report.others else f"{len(self.layers)}"
+        return f"{report.cache}({layers} layers, seen={report.seen}, kept={summarise(report.own_kept)}, {report.bytes / 2**20:.2f} MiB)"
 
 
 _names: weakref.WeakKeyDictionary[PreTrainedModel, str] = weakref.WeakKeyDictionary()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -93,7 +94,12 @@ class NewTokens(LayerView):
 
     Args:
         keys: (batch, kv_heads, tokens, head_dim), as the model rotated them.
+
+    Attributes:
+        afterwards: Called when the queries are answered.
     """
+
+    afterwards: Callable[[], None] | None = None
 
     def __init__(self, layer: AnsweringLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.layer, self.keys, self.values = layer, keys, values
@@ -110,10 +116,14 @@ class NewTokens(LayerView):
         self.attended = True
         call = Call(module, mask, kwargs)
         if not _autocasts(query):
-            return self.layer.attend(query, self.keys, self.values, call), None
-        # The layer computes in the autocast precision throughout, as in a model of that precision.
-        with torch.autocast(query.device.type, enabled=False):
-            return self.layer.attend(query.to(self.keys.dtype), self.keys, self.values, call), None
+            output = self.layer.attend(query, self.keys, self.values, call)
+        else:
+            # The layer computes in the autocast precision throughout, as in a model of that precision.
+            with torch.autocast(query.device.type, enabled=False):
+                output = self.layer.attend(query.to(self.keys.dtype), self.keys, self.values, call)
+        if self.afterwards is not None:
+            self.afterwards()
+        return output, None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -30,7 +30,7 @@ def chunk_attention(
     """
     tokens, seen = query.shape[2], keys.shape[2] - query.shape[2]
     plain = tokens > 1 and seen > 0 and _is_cpu_sdpa(module, query, **kwargs) and _only_causal(mask, seen, tokens)
-    if plain and compat.has_flash_with_lse(query, values):
+    if plain and _has_flash_with_lse(query, values):
         return _behind(query, keys, values, kwargs.get("scaling")), None
     return grouped_attention(module, query, keys, values, mask, **kwargs)
 
@@ -49,6 +49,12 @@ def grouped_attention(
 def _is_cpu_sdpa(module: nn.Module, query: torch.Tensor, **kwargs: Any) -> bool:
     special = kwargs.get("dropout") or kwargs.get("position_bias") is not None
     return query.device.type == "cpu" and not special and previous_implementation(module.config) == "sdpa"
+
+
+def _has_flash_with_lse(query: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether torch has flash attention for these tensors that tells the log of its sums, too: on a CPU, heads of one size."""
+    fast = query.dtype in (torch.float32, torch.float64, torch.bfloat16)
+    return query.device.type == "cpu" and fast and query.shape[-1] == values.shape[-1]
 
 
 def _only_causal(mask: Any, seen: int, tokens: int) -> bool:

@@ -1,4 +1,4 @@
-"""Refuses a prompt that does not go on with what a cache holds, and a `generate` whose model drops the cache.
+"""Refuses a prompt that does not go on with what a cache holds, a `generate` whose model drops the cache, and a class for a cache.
 
 `generate` takes it for granted that a prompt begins with the tokens in the cache: it cuts off as many as the cache has seen, and neither
 the model nor the cache is shown them. A prompt that begins otherwise would be answered behind the cache's text. So the tokens that
@@ -7,23 +7,41 @@ the model nor the cache is shown them. A prompt that begins otherwise would be a
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from hf_kvcaches import compat
 from hf_kvcaches.compat import GenerateCall
-from hf_kvcaches.errors import ConfigError, UnsupportedError
+from hf_kvcaches.errors import ConfigError, UnsupportedError, with_article
 
 if TYPE_CHECKING:
     from hf_kvcaches.core.cache import KVCache
 
 # So many passes are written down before their tokens are put into one tensor.
 _MOST_PARTS = 64
+
+
+class CacheArgument(compat.MarkedCache):
+    """What `generate` takes as its cache, and neither as a class nor as `custom_generate`."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        if "logits_processor" in kwargs and "generation_config" in kwargs:
+            raise _not_custom_generate(cls, f"the class {cls.__name__}")
+        return super().__new__(cls)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse to be `custom_generate`, which `generate` leaves out where it can't be called."""
+        kind = with_article(type(self).__name__)
+        raise _not_custom_generate(type(self), kind, f", or {kind} as past_key_values")
+
+
+def _not_custom_generate(kind: type, got: str, other: str = "") -> ConfigError:
+    recipe = f"per_call({kind.__name__}, ...)"
+    return ConfigError(f"custom_generate: expected {recipe}, got {got}. Pass {recipe}{other}.")
 
 
 class FedTokens:
@@ -79,23 +97,49 @@ def begin_generate(model: PreTrainedModel, cache: KVCache, call: GenerateCall) -
     """
     if cache.seen:
         _require_continuing(cache, call)
-    kind, thread = type(cache).__name__, threading.get_ident()
+    reference, config = weakref.ref(cache), weakref.ref(call.config)
+    prompt = call.tokens if call.whole else cache.seen + call.tokens
 
     # Another thread's pass may call a hook that has just been removed, without its keyword arguments.
     def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         if torch.compiler.is_compiling() or kwargs is None:
             return
         _write_down(kwargs)
-        if compat.cache_of(kwargs) is None and kwargs.get("use_cache") and threading.get_ident() == thread:
-            raise UnsupportedError(
-                f"generate: {type(module).__name__} drops the {kind} that it was given, as models do whose angles change where a text is "
-                "longer than config.original_max_position_embeddings. Keep the text shorter, or feed a longer prompt to the model itself, "
-                "with past_key_values, before generate."
-            )
+        if compat.cache_of(kwargs) is None and kwargs.get("use_cache"):
+            _require_not_dropped(module, reference(), config(), prompt)
 
     before.only_observes = True  # type: ignore[attr-defined]
     handle = model.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+    # The traceback of an interrupted call may keep the config alive, and with it a hook that only writes down.
     weakref.finalize(call.config, handle.remove)
+
+
+def _require_not_dropped(model: Any, cache: KVCache | None, config: GenerationConfig | None, prompt: int) -> None:
+    """Refuses a pass without the cache, if the model itself takes the cache out of the passes of the running `generate`.
+
+    Guidance, for one, runs passes of its own beside those of `generate`, and the cache has nothing to do with them.
+
+    Args:
+        config: Of the call of `generate`.
+        prompt: How many tokens the prompt has, those in the cache included.
+    """
+    if cache is None or config is None or not compat.is_generating(config):
+        return
+    if _drops_cache(model, cache, max(prompt, cache.seen + 1)):
+        raise UnsupportedError(
+            f"generate: {type(model).__name__} drops the {type(cache).__name__} that it was given, as models do whose angles change where "
+            "a text is longer than config.original_max_position_embeddings. Keep the text shorter, or feed a longer prompt to the model "
+            "itself, with past_key_values, before generate."
+        )
+
+
+def _drops_cache(model: PreTrainedModel, cache: KVCache, tokens: int) -> bool:
+    """Whether a model takes the cache out of what `generate` hands to its forward, for a text of so many tokens."""
+    prepare: Any = type(model).prepare_inputs_for_generation
+    if prepare is GenerationMixin.prepare_inputs_for_generation:
+        return False
+    text = torch.zeros(1, tokens, dtype=torch.long, device=model.device)
+    return compat.cache_of(prepare(model, text, **{compat.GENERATE_CACHE: cache})) is not cache
 
 
 def _write_down(kwargs: dict[str, Any]) -> None:

@@ -273,11 +273,6 @@ def _sketches(state: ModelState) -> dict[str, TensorSketch]:
     return sketches_of(state) | {name: sketch for name, sketch in known.items() if why_unreadable(state.base.get(name))}
 
 
-def digest_of_tokenizer(tokenizer: Any) -> str:
-    """What `ModelFingerprint.tokenizer` would be."""
-    return digest_of_part(tokenizer_part(tokenizer))
-
-
 def _is_complete(details: Any) -> bool:
     if not isinstance(details, Mapping) or not set(_COMPONENTS) - {"tokenizer"} <= set(details) <= set(_COMPONENTS):
         return False

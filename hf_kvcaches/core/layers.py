@@ -20,6 +20,23 @@ from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError
 _MOST_TOKENS = 1 << 40
 
 
+def row_picker(indices: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What picks rows of a tensor, dimension 0.
+
+    Args:
+        indices: A slice, or a list or tensor of row numbers, or of a bool for each row.
+    """
+    if isinstance(indices, slice):
+        return lambda tensor: tensor[indices]
+    try:
+        picked = torch.as_tensor(indices)
+    except (TypeError, ValueError, RuntimeError):
+        picked = torch.empty(0, 0)
+    if picked.ndim != 1 or picked.is_floating_point() or picked.is_complex():
+        raise ConfigError.of("indices", "a list or a tensor of row numbers, or of a bool for each row", indices)
+    return lambda tensor: tensor[picked.to(tensor.device)]
+
+
 class KVLayer(CacheLayerMixin):
     """One layer of a `KVCache`.
 
@@ -73,8 +90,7 @@ class KVLayer(CacheLayerMixin):
         self._map_rows(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        # Lists and slices too, as with transformers' own layers.
-        self._map_rows(lambda tensor: tensor[indices.to(tensor.device) if isinstance(indices, torch.Tensor) else indices])
+        self._map_rows(row_picker(indices))
 
     def offload(self) -> None:
         self._move("cpu")

@@ -9,7 +9,7 @@ at some vector of a layer has the mean 0, and to second order an error d there c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -19,6 +19,8 @@ from hf_kvcaches.core.parallel import HeadShard
 from hf_kvcaches.core.rope import RotaryGeometry
 
 Metric = Literal["loss", "attention", "plain"]
+# Of a chunk of positions: 64 MiB in float32, 64 positions of a vocabulary of 262,144 tokens.
+_LOGITS = 1 << 24
 _PROJECTIONS = ("o_proj", "out_proj", "c_proj", "dense", "proj")
 
 
@@ -89,18 +91,37 @@ def before_rotation(geometry: RotaryGeometry | None, gradients: torch.Tensor, po
     return geometry.rotate(precise, -positions) if geometry is not None and geometry.kind == "rope" else precise
 
 
-def loss_of_drawn(logits: torch.Tensor, seeds: Sequence[int]) -> torch.Tensor:
-    """The loss of tokens that the model itself would continue with, drawn anew at each position; summed.
+def gradient_of_drawn(states: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor], seeds: Sequence[int]) -> torch.Tensor:
+    """Return the gradient, at a model's last hidden states, of the loss of tokens that the model itself would continue with.
+
+    A token is drawn at each position; the loss is the sum over all. Logits exist for a few positions at a time.
 
     Args:
-        logits: (batch, tokens, vocabulary).
+        states: (batch, tokens, hidden).
+        head: From hidden states to logits, (batch, tokens, vocabulary); differentiable.
         seeds: One for each row, so that batches and processes don't matter.
     """
-    log_shares = logits.float().log_softmax(-1)
-    with torch.no_grad():
-        drawn = [torch.rand(logits.shape[1], 1, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
-        sums = log_shares.exp().cumsum(-1)
-        # Rounding leaves the whole a little off 1.
-        tokens = torch.searchsorted(sums, torch.stack(drawn).to(sums.device) * sums[..., -1:])
-        tokens = tokens.clamp_max(logits.shape[-1] - 1)
-    return -log_shares.gather(-1, tokens).sum()
+    batch, tokens, _ = states.shape
+    draws = torch.stack([torch.rand(tokens, 1, generator=torch.Generator().manual_seed(seed)) for seed in seeds]).to(states.device)
+    gradient = torch.empty_like(states)
+    start, step = 0, 1
+    while start < tokens:
+        chunk = slice(start, start + step)
+        part = states[:, chunk].detach().requires_grad_()
+        logits = head(part)
+        (gradient[:, chunk],) = torch.autograd.grad(logits, part, _at_logits(logits.detach(), draws[:, chunk]).to(logits.dtype))
+        start, step = start + step, max(1, _LOGITS // (batch * logits.shape[-1]))
+    return gradient
+
+
+def _at_logits(logits: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of the loss at logits: the shares, less 1 at the drawn token, (batch, tokens, vocabulary).
+
+    Args:
+        draws: Numbers from 0 to 1, (batch, tokens, 1).
+    """
+    shares = logits.float().softmax(-1)
+    sums = shares.cumsum(-1)
+    # Rounding leaves the whole a little off 1.
+    drawn = torch.searchsorted(sums, draws * sums[..., -1:]).clamp_max(logits.shape[-1] - 1)
+    return shares.scatter_add_(-1, drawn, torch.full_like(draws, -1.0))

@@ -13,7 +13,7 @@ from hf_kvcaches import compat
 from hf_kvcaches.core import generate_folder
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.publishing import publish
-from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.errors import ConfigError, with_article
 
 
 class PerCall(compat.MarkedCache):
@@ -132,8 +132,11 @@ def per_call(cache_class: type[KVCache], /, *args: Any, **options: Any) -> PerCa
         **options: Its keyword arguments. What is a `per_call(...)` itself, as `decode_with` may be, is made anew for each call.
     """
     if not (isinstance(cache_class, type) and issubclass(cache_class, KVCache)):
-        got = type(cache_class).__name__ if isinstance(cache_class, Cache) else cache_class
-        raise ConfigError.of("cache_class", "a class of this package's caches", got, "Such as per_call(EquipCache, budget=512).")
+        if isinstance(cache_class, Cache):
+            kind = type(cache_class).__name__
+            pass_class = f"Pass the class and its options: per_call({kind}, ...)."
+            raise ConfigError(f"cache_class: expected a class of this package's caches, got {with_article(kind)}. {pass_class}")
+        raise ConfigError.of("cache_class", "a class of this package's caches", cache_class, "Such as per_call(EquipCache, budget=512).")
     for name, value in _named(cache_class, args, options).items():
         kind = type(value).__name__
         if isinstance(value, PreTrainedModel):

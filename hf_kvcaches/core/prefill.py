@@ -6,6 +6,7 @@ of the layers (`run_layers`).
 
 from __future__ import annotations
 
+import threading
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -70,10 +71,11 @@ class _Takeover:
     def __init__(self, handle: RemovableHandle) -> None:
         self.handle = handle
         self.caches: weakref.WeakSet[KVCache] = weakref.WeakSet()
-        self.alive = 0
 
 
 _takeovers: weakref.WeakKeyDictionary[PreTrainedModel, _Takeover] = weakref.WeakKeyDictionary()
+# Caches may be freed in another thread, and by the garbage collector in the middle of `install`.
+_lock = threading.RLock()
 
 
 def install(model: PreTrainedModel, cache: KVCache) -> None:
@@ -84,14 +86,18 @@ def install(model: PreTrainedModel, cache: KVCache) -> None:
     Args:
         cache: Its `take_prefill` is called with each prompt.
     """
-    takeover = _takeovers.get(model)
-    if takeover is None:
-        compat.remove_pre_hook(model, _before_forward)  # A copied model brings that of its original, and nobody who would remove it.
-        takeover = _takeovers[model] = _Takeover(model.register_forward_pre_hook(_before_forward, with_kwargs=True))
-    if cache not in takeover.caches:
-        takeover.caches.add(cache)
-        takeover.alive += 1
+    with _lock:
+        takeover = None
+        while takeover is None or _takeovers.get(model) is not takeover:  # the last other cache may have taken it along
+            takeover = _takeovers.get(model) or _take_over(model)
+            takeover.caches.add(cache)
         weakref.finalize(cache, _forget, weakref.ref(model))
+
+
+def _take_over(model: PreTrainedModel) -> _Takeover:
+    compat.remove_pre_hook(model, _before_forward)  # A copied model brings that of its original, and nobody who would remove it.
+    _takeovers[model] = takeover = _Takeover(model.register_forward_pre_hook(_before_forward, with_kwargs=True))
+    return takeover
 
 
 def is_installed(model: PreTrainedModel) -> bool:
@@ -100,14 +106,12 @@ def is_installed(model: PreTrainedModel) -> bool:
 
 
 def _forget(model_reference: weakref.ref[PreTrainedModel]) -> None:
-    model = model_reference()
-    if model is None or model not in _takeovers:
-        return
-    takeover = _takeovers[model]
-    takeover.alive -= 1
-    if takeover.alive == 0:
-        takeover.handle.remove()
-        del _takeovers[model]
+    with _lock:
+        model = model_reference()
+        takeover = None if model is None else _takeovers.get(model)
+        if model is not None and takeover is not None and not any(True for _ in takeover.caches):
+            takeover.handle.remove()
+            del _takeovers[model]
 
 
 def _before_forward(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,7 @@ class CacheReport:
         seen: Tokens that the model has fed in.
         kept: Slots that hold a token, for each layer.
         bytes: Memory of every tensor that the cache owns, reserves included.
+        others: For each layer that the method does not apply to, its index and what the model keeps in its place.
         decode_with: Of the cache that holds the tokens for this one, if there is one.
     """
 
@@ -26,19 +29,32 @@ class CacheReport:
     kept: tuple[int, ...]
     bytes: int
     decode_with: CacheReport | None = field(default=None, kw_only=True)
+    others: Mapping[int, str] = field(default_factory=dict, kw_only=True, hash=False)
+
+    @property
+    def own_kept(self) -> tuple[int, ...]:
+        """`kept` of the layers that the method applies to."""
+        return tuple(kept for layer, kept in enumerate(self.kept) if layer not in self.others)
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields as a plain dict; `decode_with` where there is one."""
-        return {name: value for name, value in asdict(self).items() if name != "decode_with" or value is not None}
+        """The fields as a plain dict; `decode_with` and `others` where there are any."""
+        return {name: value for name, value in asdict(self).items() if name not in ("decode_with", "others") or value}
 
     def __str__(self) -> str:
-        rows = {"tokens seen": f"{self.seen:,}", "slots kept": summarise(self.kept), "memory": f"{self.bytes / 2**20:,.2f} MiB"}
-        rows |= {
-            f.name.replace("_", " "): str(getattr(self, f.name)) for f in fields(self) if f.name not in CacheReport.__dataclass_fields__
-        }
+        own = self.own_kept
+        rows = {"tokens seen": f"{self.seen:,}", "slots kept": summarise(own), "memory": f"{self.bytes / 2**20:,.2f} MiB"}
+        if self.others:
+            rows["layers"] = f"{len(own)} of {len(self.kept)}; " + ", ".join(
+                f"{count} {'keeps' if count == 1 else 'keep'} {what}" for what, count in Counter(self.others.values()).items()
+            )
+        rows |= {f.name.replace("_", " "): self._shown(f.name) for f in fields(self) if f.name not in CacheReport.__dataclass_fields__}
         width = max(len(name) for name in rows)
         lines = [self.cache, *(f"  {name:<{width}}  {value}" for name, value in rows.items())]
         return "\n".join([*lines, f"decodes with {self.decode_with}"] if self.decode_with is not None else lines)
+
+    def _shown(self, name: str) -> str:
+        """The value of a method's own field, on one line."""
+        return str(getattr(self, name))
 
 
 def measured_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -66,6 +82,16 @@ def foreign_kept(layer: Any) -> int:
     return int(keys.shape[-2]) if isinstance(keys, torch.Tensor) and keys.ndim == 4 else 0
 
 
-def summarise(kept: tuple[int, ...]) -> str:
+def foreign_kind(layer: Any) -> str:
+    """What a layer of transformers keeps, in a few words, as the object of a sentence."""
+    window = getattr(layer, "sliding_window", None)
+    if isinstance(window, int):
+        return f"the model's windows of {window}"
+    if isinstance(layer, CacheLayerMixin):
+        return f"the model's {type(layer).__name__}"
+    return "a state of the model's own" if foreign_tensors(layer) or isinstance(layer, LinearAttentionCacheLayerMixin) else "no tokens"
+
+
+def summarise(kept: Sequence[float]) -> str:
     """The slots of all layers in a few words."""
     return str(kept[0]) if len(set(kept)) == 1 else f"{min(kept, default=0)} to {max(kept, default=0)}"

@@ -10,6 +10,7 @@ from torch import nn
 from hf_kvcaches.core import attention
 from hf_kvcaches.core.adopting import AdoptingCache, LastQueries, first_position
 from hf_kvcaches.core.cache import KVCache
+from hf_kvcaches.core.calls import Call
 from hf_kvcaches.core.chunks import ChunkView
 from hf_kvcaches.core.growing import GrowingLayer
 from hf_kvcaches.core.saving import Content
@@ -212,8 +213,8 @@ class _HandingOver(attention.LayerView):
 
     def attend(self, module: nn.Module, query: torch.Tensor, mask: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         output = self.view.attend(module, query, mask, **kwargs)
-        scaling = kwargs.get("scaling")
-        queries = LastQueries(query, query.shape[-1] ** -0.5 if scaling is None else scaling, kwargs.get("softcap"))
+        call, scaling = Call(module, mask, kwargs), kwargs.get("scaling")
+        queries = LastQueries(query, query.shape[-1] ** -0.5 if scaling is None else scaling, call.softcap, call.sink_logits)
         self.cache.hand_over(self.layer_idx, self.view.keys, self.view.values, queries)
         return output
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 import torch
@@ -13,6 +13,7 @@ from hf_kvcaches.core.answering import AnsweringCache
 from hf_kvcaches.core.axes import refuse_images
 from hf_kvcaches.core.codec.codec import KVCodec
 from hf_kvcaches.core.parallel import shard_of
+from hf_kvcaches.core.report import CacheReport, summarise
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.equip import blocks, editing
 from hf_kvcaches.equip.budgets import resolve_budgets
@@ -32,6 +33,22 @@ from hf_kvcaches.equip.scoring import watch_inputs
 from hf_kvcaches.equip.settings import EquipSettings
 from hf_kvcaches.equip.store import FlatStore, RotatedKeysStore
 from hf_kvcaches.errors import ConfigError, UnsupportedError, is_number, whole_number
+
+
+@dataclass(frozen=True)
+class EquipReport(CacheReport):
+    """What an `EquipCache` holds, and how many tokens it may keep.
+
+    Args:
+        policy: The name of the policy.
+        budget: Of each layer that is pruned: tokens, or before the prompt a share of it.
+    """
+
+    policy: str = ""
+    budget: tuple[int | float, ...] = ()
+
+    def _shown(self, name: str) -> str:
+        return summarise(self.budget) if name == "budget" else super()._shown(name)
 
 
 class EquipCache(AnsweringCache):
@@ -134,7 +151,7 @@ class EquipCache(AnsweringCache):
             codec.require_model(model)
         self._watch_model()
         # For caches that can be compiled `generate` makes masks ahead, which some models do in another way than their forward.
-        self._masks_differ = self._model is not None and compat.makes_masks_ahead(self.model)
+        self._masks_differ = self._model is not None and hasattr(self.model, "create_masks_for_generate")
 
     @property
     def policy(self) -> Policy:
@@ -217,6 +234,12 @@ class EquipCache(AnsweringCache):
     @property
     def codec(self) -> KVCodec | None:
         return self._settings.codec
+
+    def report(self) -> EquipReport:
+        """What the cache holds, measured, and its budget."""
+        decided = ((layer, 0 if layer.state.deferring else layer.state.slots) for layer in self._own_layers)
+        budgets = tuple(slots or layer.settings.budget for layer, slots in decided)
+        return EquipReport(**self._report_fields(), policy=self.policy.name, budget=budgets)
 
     def settings(self) -> dict[str, Any]:
         # What "auto" came to depends on the device, and stored keys are rotated as it was.

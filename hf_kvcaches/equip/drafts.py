@@ -21,7 +21,7 @@ def fits(layer: EquipLayer, tokens: int, call: Call, running: RotatingPass) -> b
     """Whether drafts can be taken at once."""
     state, sinks = layer.state, layer.settings.sinks
     plain = layer.recording is not None and call.bias is None and running.valid is None and running.allowed is None
-    known = layer.policy.order_only and not layer.rotation.unrotated and state.filled is not None and state.filled >= sinks
+    known = layer.evicts_in_order and not layer.rotation.unrotated and state.filled is not None and state.filled >= sinks
     return plain and known and 1 < tokens <= state.slots - sinks
 
 

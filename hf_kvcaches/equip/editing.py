@@ -40,6 +40,7 @@ def drop(layer: EquipLayer, gone: torch.Tensor, moved: int = 0, start: int = 0) 
     positions = torch.where(gone.expand_as(positions), -1, positions)
     layer.state.advance(moved)
     entries = replace(entries, positions=positions).in_order()
+    layer.look_for_sinks(entries.positions)
     blocks.install(layer, entries.first(int(entries.kept().max())))
 
 
@@ -164,5 +165,7 @@ class Insertion:
         rotated_to = rank.expand(keys.shape[0], -1, -1) if rotation.kept_rotated else None
         entries = Entries(ranked, values, positions, rotated_to).behind(Entries.of(layer))
         entries = blocks.remember(layer, entries, observed, positions.new_full((keys.shape[0], 1, 1), tokens, dtype=torch.long))
-        blocks.install(layer, blocks.pruned(layer, entries.in_order(), layer.limit))
+        entries = blocks.pruned(layer, entries.in_order(), layer.limit)
+        layer.look_for_sinks(entries.positions)
+        blocks.install(layer, entries)
         return output

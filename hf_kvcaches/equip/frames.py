@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 def offset(layer: EquipLayer) -> int | torch.Tensor:
     """What tokens behind the sinks are rotated to beyond their rank under `"frames"`: a number, or (batch, 1 or kv_heads, 1)."""
-    return layer.state.row_tokens() - layer.state.kept() if layer.policy.order_only else 0
+    return layer.state.row_tokens() - layer.state.kept() if layer.evicts_in_order else 0
 
 
 def target_of(layer: EquipLayer, ranks: torch.Tensor, beyond: int | torch.Tensor) -> torch.Tensor:

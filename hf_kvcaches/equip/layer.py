@@ -154,7 +154,22 @@ class EquipLayer(KVLayer):
     @property
     def eviction_rotates(self) -> bool:
         """Whether evicting a token rotates all kept keys behind it."""
-        return self.rotation.kept_rotated and not self.policy.order_only
+        return self.rotation.kept_rotated and not self.evicts_in_order
+
+    @property
+    def evicts_in_order(self) -> bool:
+        """Whether the first slots hold all sinks, and the oldest token behind them is always evicted next."""
+        return self.policy.order_only and not self.state.sinks_missing
+
+    def look_for_sinks(self, positions: torch.Tensor) -> None:
+        """Notes whether some of the sinks are missing.
+
+        Args:
+            positions: Of all tokens that are kept, (batch, 1 or kv_heads, tokens); -1: none.
+        """
+        sinks = ((positions >= 0) & (positions < self.sinks_end)).sum(-1)
+        expected = torch.as_tensor(self.state.row_tokens(), device=sinks.device).clamp(max=self.settings.sinks)
+        self.state.sinks_missing = bool((sinks < expected.view(-1, 1)).any())
 
     def check_new_tokens(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Refuses keys and values that can't follow those of the layer, (batch, kv_heads, tokens, head_dim)."""
@@ -189,6 +204,7 @@ class EquipLayer(KVLayer):
         running = self.enter(call, tokens, keys.device)
         self._choose_angles(running)
         if self.detour is not None:
+            self.inputs = None
             return self.detour.attend(self, query, keys, values, call, running)
         if self.state.deferring and tokens == 1 and self.state.seen:
             raise UnsupportedError(
@@ -387,4 +403,5 @@ class EquipLayer(KVLayer):
             kept = None if self.state.positions is None else self.state.kept_rows()
             self.store.take({name: tensors[name] for name in names}, kept, self.state.slots)
             self.lazy_initialization(*self.store.read(1))
+            self.look_for_sinks(self.positions)
         graphs.prepare(self)

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.adopting import LastQueries
+from hf_kvcaches.core.layers import KVLayer
 from hf_kvcaches.core.passes import Pass
 from hf_kvcaches.equip.frames import as_model_rotated
 from hf_kvcaches.equip.state import padding_first
@@ -114,9 +115,10 @@ def watch_inputs(model: PreTrainedModel, cache: EquipCache) -> None:
         watching = reference()
         if watching is None or kwargs is None or not any(value is watching for value in kwargs.values()):
             return
-        hidden = args[0] if args else kwargs["hidden_states"]
-        rest = {name: value for name, value in kwargs.items() if value is not watching}
-        watching.layers[module.layer_idx].inputs = {**rest, "hidden_states": hidden}
+        layer: Any = watching.layers[module.layer_idx]
+        if isinstance(layer, KVLayer):  # the model's own layers have no policy, and would keep them
+            hidden = args[0] if args else kwargs["hidden_states"]
+            layer.inputs = {**{name: value for name, value in kwargs.items() if value is not watching}, "hidden_states": hidden}
 
     before.only_observes = True  # type: ignore[attr-defined]
     for layer in compat.decoder_layers(model)[2]:

@@ -44,6 +44,7 @@ class SlotState:
         filled: Slots in use where all rows and heads agree: the first ones. None where they differ, or have different numbers of slots.
         scaling: What the model's attention multiplies scores with.
         deferring: Whether nothing is pruned yet, because the policy waits for `EquipCache.compress`.
+        sinks_missing: Whether some of the first tokens, which always stay, were evicted or edited away.
         stale: Whether a compiled graph has moved `clock` since `seen` and `filled` were read from it.
     """
 
@@ -64,6 +65,7 @@ class SlotState:
     filled: int | None = 0
     scaling: float = 1.0
     deferring: bool = False
+    sinks_missing: bool = False
     stale: bool = False
 
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -77,7 +77,7 @@ class SegmentReuseCache(SplicingCache):
     values; `mode="approximate"` and `tiers` with models without rotary positions, or that compute attention their own way.
 
     **Memory per token**: 2 x kv_heads x head_dim x bytes per element x layers, plus an eighth (at least 64 slots) of reserve.
-    Layers with a sliding window keep all tokens too.
+    Layers with a sliding window keep the window from the first decode step on.
 
     Args:
         model: A transformers model.

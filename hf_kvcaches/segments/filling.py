@@ -118,7 +118,8 @@ class SegmentPipeline(Pipeline["SegmentReuseCache"]):
         if row.begin:
             pieces, _ = cache.store.index(self.scope).prefix(row.ids[: row.begin], Chain(), 0, exact_only=not cache.tiers)
             end = pieces[-1].stop if pieces else 0
-            stored = stored if end == row.begin else end
+            # Of dropped tokens there is nothing to store.
+            stored = max(stored if end == row.begin else end, cache.dropped - row.padding)
         return NewRow(row, stored, cache.earlier_spans(row.number), cache.caller_spans_of(row.number), self.hidden.get(row.number))
 
     def _expect(self, rows: list[NewRow], identity: Identity) -> None:

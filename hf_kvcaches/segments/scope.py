@@ -8,9 +8,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hf_kvcaches.core.fingerprint import digest_of_tokenizer
 from hf_kvcaches.core.identity import Identity, require_identity
 from hf_kvcaches.core.splicing.packing import Quantization, name_of
+from hf_kvcaches.core.tokenizer_digest import digest_of_tokenizer
 from hf_kvcaches.segments.discovery import Discovery
 from hf_kvcaches.segments.policy import SegmentPolicy
 
@@ -26,25 +26,14 @@ def check_policy(model: PreTrainedModel, policy: SegmentPolicy) -> None:
         policy.fingerprint.require_model(model, "The policy", here=require_identity(model, "The policy"))
 
 
-_tokenizers: weakref.WeakKeyDictionary[Any, tuple[Any, str]] = weakref.WeakKeyDictionary()
 _discoveries: weakref.WeakKeyDictionary[Any, dict[tuple[str, ...], Discovery]] = weakref.WeakKeyDictionary()
 
 
 def scope_of(identity: Identity, model: PreTrainedModel, tokenizer: Any, quantization: Quantization, depth: int | None) -> str:
     """Return a digest of everything that must be equal for a stored segment to be reused."""
-    parts = (str(FORMAT), identity.digest, _tokenizer_digest(tokenizer), str(name_of(quantization)), str(depth), str(model.dtype))
+    words = "" if tokenizer is None else digest_of_tokenizer(tokenizer)
+    parts = (str(FORMAT), identity.digest, words, str(name_of(quantization)), str(depth), str(model.dtype))
     return hashlib.blake2b("|".join(parts).encode(), digest_size=16).hexdigest()
-
-
-def _tokenizer_digest(tokenizer: Any) -> str:
-    """Return a tokenizer's digest. To compute it takes longer than a short prompt, so it is cached until the tokenizer visibly changes."""
-    if tokenizer is None:
-        return ""
-    state = (len(tokenizer), tokenizer.chat_template, tokenizer.special_tokens_map) if hasattr(tokenizer, "__len__") else None
-    entry = _tokenizers.get(tokenizer)
-    if state is None or entry is None or entry[0] != state:
-        entry = _tokenizers[tokenizer] = (state, digest_of_tokenizer(tokenizer))
-    return entry[1]
 
 
 _without_tokenizer: dict[tuple[str, ...], Discovery] = {}

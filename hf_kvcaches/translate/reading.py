@@ -19,7 +19,8 @@ from tqdm import tqdm
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.calibrating import add_up
-from hf_kvcaches.core.metric import before_rotation, loss_of_drawn, output_metric
+from hf_kvcaches.core.metering.running import ending_of
+from hf_kvcaches.core.metric import before_rotation, gradient_of_drawn, output_metric
 from hf_kvcaches.core.moments import Moments, second_moment
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.core.splicing.rotation import Rotation
@@ -220,8 +221,9 @@ def loss_gradients(model: Any, rotation: Rotation, tokens: PromptTokens, seed: i
 
     cache.on_layer = on_layer
     with torch.inference_mode(False), torch.enable_grad():
-        logits = model(input_ids=tokens.ids.clone(), **compat.cache_kwargs(model, cache)).logits
-        gradients = torch.autograd.grad(loss_of_drawn(logits, [seed]), [part for pair in leaves for part in pair])
+        ending = ending_of(model)
+        states = ending.run(tokens.ids.clone(), cache)
+        gradients = torch.autograd.grad(states, [part for pair in leaves for part in pair], gradient_of_drawn(states, ending.head, [seed]))
     rows = []
     for geometry, keys, values in zip(rotation.layers, gradients[::2], gradients[1::2], strict=True):
         pair = before_rotation(geometry, keys, tokens.positions), values

@@ -32,7 +32,11 @@ class WarmLayer(SplicedLayer):
 
     @property
     def kept(self) -> int:
-        return self.seen - self.left_out
+        return super().kept - self.left_out
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        # The mask of slots has a column for each token.
+        return super().get_mask_sizes(query_length) if self.counts is None else (self.seen + query_length, 0)
 
     def take_slots(self, slots: LayerSlots | Sequence[LayerSlots], seen: int) -> None:
         """Begin with the slots of each row, which stand for `seen` tokens."""
@@ -49,7 +53,11 @@ class WarmLayer(SplicedLayer):
         """Replace the content by all tokens, in buffers (batch, kv_heads, capacity, head_dim) whose first `seen` slots are filled."""
         self.key_buffer, self.value_buffer = keys, values
         self.counts = self.places = None
-        self.left_out, self.seen = 0, seen
+        self.left_out, self.seen, self.dropped, self.offset = 0, seen, 0, 0
+
+    def drop_unseen(self) -> None:
+        if self.counts is None:
+            super().drop_unseen()
 
     def exact_states(self) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
         return super().exact_states() if self.counts is None else None

@@ -15,7 +15,7 @@ from transformers import Cache, PreTrainedModel
 from hf_kvcaches import compat
 from hf_kvcaches.core.checksum import digest_of
 from hf_kvcaches.core.codec.codec import KVCodec
-from hf_kvcaches.core.fingerprint import ModelFingerprint, digest_of_tokenizer
+from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.identity import Identity, identity_of, require_identity
 from hf_kvcaches.core.parallel import require_all_heads, shard_of
 from hf_kvcaches.core.splicing import packing
@@ -23,6 +23,7 @@ from hf_kvcaches.core.splicing.background import Background
 from hf_kvcaches.core.splicing.packing import Quantization
 from hf_kvcaches.core.splicing.rotation import Rotation, rotation_of
 from hf_kvcaches.core.splicing.tokens import Ids, as_ids
+from hf_kvcaches.core.tokenizer_digest import digest_of_tokenizer
 from hf_kvcaches.errors import (
     ArtifactError,
     ConfigError,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hf_kvcaches import KVCacheError
+from hf_kvcaches.cli import arguments as shared_options
 from hf_kvcaches.cli import options
 from hf_kvcaches.cli.options import check_counts, pick_device
 from hf_kvcaches.errors import require
@@ -17,7 +18,7 @@ from shared import TESTBED
 
 __all__ = ["OPTIONS", "arguments", "begin", "check_counts", "load", "pick_device", "run_script"]
 OPTIONS: dict[str, dict[str, Any]] = {
-    **options.OPTIONS,
+    **shared_options.OPTIONS,
     "model": {"default": str(TESTBED / "base"), "help": "a folder or a hub id; default: the small model of this repository"},
     "length": {"type": int, "default": 800, "help": "of a document, in tokens"},
     "seed": {"type": int, "default": 0},

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from hf_kvcaches import ConfigError, compat
 from tests.conformance import models
 from tests.conformance.driving import close, feed, generate, left_padded, loop, replay, tokens
 from tests.conformance.entries import Entry
@@ -254,6 +255,28 @@ def prompt_as_embeddings(entry: Entry, model: PreTrainedModel, dtype: torch.dtyp
     _same_as_replayed(entry, model, dtype, output, [prompt])
 
 
+def both_names(entry: Entry, model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """A chat is the same by each name of the argument and with the names mixed, in `generate` and in the model itself.
+
+    Before transformers 5.24 there is one name.
+    """
+    renamed = "cache" in compat.parameter_names(type(model))
+    talks = [("past_key_values", "past_key_values"), ("cache", "cache"), ("cache", "past_key_values")] if renamed else []
+    expected = None
+    for first, second in talks:
+        cache, more = entry.make(model), tokens(4, seed=2)
+        answer = model.generate(PROMPTS[0], **{first: cache}, max_new_tokens=5, do_sample=False)
+        talk = torch.cat([answer, more], dim=1)
+        answer = model.generate(talk, **{second: cache}, max_new_tokens=5, do_sample=False)
+        with torch.no_grad():
+            logits = model(answer[:, cache.get_seq_length() :], **{first: cache}, use_cache=True).logits
+        expected = (answer, logits) if expected is None else expected
+        assert answer.tolist() == expected[0].tolist()
+        close(entry, dtype, logits, expected[1])
+        with pytest.raises(ConfigError, match=r"generate makes one for each call|reset\(\)"):
+            model.generate(tokens(40, seed=3), **{second: cache}, max_new_tokens=2)
+
+
 def conflicting_arguments(entry: Entry, model: PreTrainedModel, dtype: torch.dtype) -> None:
     """A second cache asked for in the same call is an error of transformers, not a silent choice."""
     cache = entry.make(model)
@@ -278,5 +301,6 @@ GENERATING = (
     chat_of_a_padded_batch,
     repeated_prompt_cache,
     prompt_as_embeddings,
+    both_names,
     conflicting_arguments,
 )

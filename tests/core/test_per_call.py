@@ -38,6 +38,7 @@ from hf_kvcaches import (
     UnsupportedError,
     WarmStartCache,
     WarmStartLibrary,
+    compat,
     per_call,
 )
 from hf_kvcaches.core.per_call import PerCall
@@ -208,7 +209,7 @@ def test_the_cache_of_a_call_is_in_its_output_and_freed_without():
     assert generate(model, custom_generate=recipe, return_dict_in_generate=True).past_key_values.report().seen >= LENGTH
     gc.collect()
     assert not model._forward_pre_hooks
-    model.register_forward_pre_hook(lambda _, args, kwargs: caches.append(weakref.ref(kwargs["past_key_values"])), with_kwargs=True)
+    model.register_forward_pre_hook(lambda _, args, kwargs: caches.append(weakref.ref(compat.cache_of(kwargs))), with_kwargs=True)
     generate(model, custom_generate=recipe)
     assert caches
     assert not any(cache() for cache in caches)
@@ -318,7 +319,7 @@ def test_what_does_not_go_with_it_is_refused_with_what_to_do(options, error, mes
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda model: per_call(GrowingCache(model)), r"a class of this package's caches, got 'GrowingCache'.*per_call\(EquipCache"),
+        (lambda model: per_call(GrowingCache(model)), r"got a GrowingCache\. Pass the class.*per_call\(GrowingCache"),
         (lambda model: per_call(DynamicCache), "a class of this package's caches"),
         (lambda model: per_call(EquipCache, model, budget=3), r"'LlamaForCausalLM'\. Leave it out: per_call\(EquipCache, \.\.\.\)"),
         (lambda model: per_call(EquipCache, bugdet=3), r"\(policy, budget, .*'bugdet'"),

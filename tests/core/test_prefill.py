@@ -378,3 +378,61 @@ def test_two_threads_take_over_prompts_of_one_model_at_a_time():
     for thread in threads:
         thread.join()
     assert not faults
+
+
+class MeanwhileCache(HalfwayCache):
+    """Calls a function once, while it is entered among the caches that take over the prompts of its model."""
+
+    def __init__(self, model, meanwhile):
+        self.meanwhile = meanwhile
+        super().__init__(model)
+
+    def __hash__(self):
+        meanwhile, self.meanwhile = self.meanwhile, None
+        if meanwhile is not None:
+            meanwhile()
+        return super().__hash__()
+
+
+def _in_another_thread(function):
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join(0.5)  # it may have to wait until the new cache is there
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("free", [lambda function: function(), _in_another_thread], ids=["by the collector", "by another thread"])
+def test_a_new_cache_takes_over_though_the_last_one_is_freed_meanwhile(free):
+    model = tiny.llama()
+    last = [HalfwayCache(model)]
+    cache = MeanwhileCache(model, lambda: free(last.clear))
+    assert not last
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join(10)
+    model(input_ids=tiny.ids(1, 4), past_key_values=cache, logits_to_keep=1)
+    assert cache.calls == [2]
+    del cache
+    gc.collect()
+    assert not prefill.is_installed(model)
+    assert not model._forward_pre_hooks
+
+
+@torch.no_grad()
+def test_threads_that_make_and_free_caches_of_one_model_all_take_over():
+    model, failed = tiny.llama(), []
+
+    def work():
+        for _ in range(30):
+            cache = HalfwayCache(model)
+            model(input_ids=tiny.ids(1, 4), past_key_values=cache, logits_to_keep=1)
+            failed.extend([] if cache.calls == [2] else [cache.calls])
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not failed
+    gc.collect()
+    assert not model._forward_pre_hooks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import weakref
 from collections.abc import Iterable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -177,6 +178,29 @@ def test_a_question_is_not_shown_to_a_press(model):
     cache = EquipCache.from_press(press, model, 16, question_start=-5)
     feed(model, cache, tiny.ids(1, TOKENS, seed=6))
     assert [view.hidden[1] for view in press.seen] == [TOKENS - 5, 5] * 4
+
+
+@pytest.mark.parametrize("build", [tiny.llama, tiny.gemma2], ids=["llama", "hybrid"])
+def test_no_hidden_states_are_kept_behind_a_pass(build):
+    model = build()
+    cache = EquipCache.from_press(WindowPress(), model, 16)
+    alive: list[weakref.ref[torch.Tensor]] = []
+    handles = [
+        layer.self_attn.register_forward_pre_hook(
+            tiny.observing(lambda _, args, kwargs: alive.append(weakref.ref(kwargs["hidden_states"]))), with_kwargs=True
+        )
+        for layer in model.model.layers
+    ]
+    feed(model, cache, tiny.ids(1, TOKENS))
+    feed(model, cache, tiny.ids(1, 1))
+    if build is tiny.llama:
+        with pytest.raises(UnsupportedError, match="press"):
+            cache.edit(model, 2, 4, [5, 6, 7])
+    for handle in handles:
+        handle.remove()
+    gc.collect()
+    assert len(alive) >= 2 * len(model.model.layers)
+    assert not any(reference() is not None for reference in alive)
 
 
 def test_the_model_is_as_it_was_when_the_cache_is_gone(model):

@@ -261,3 +261,52 @@ def test_rows_can_get_different_replacements() -> None:
     made.edit(model, 5, 7, torch.tensor([[1, 2, 3], [4, 5, 6]]))
     whole = torch.cat([edited(ids[:1], 5, 7, [1, 2, 3]), edited(ids[1:], 5, 7, [4, 5, 6])])
     assert_goes_on_alike(model, made, filled(model, "streaming", whole), rows=2)
+
+
+LOST_SINKS = {
+    "evict a sink": lambda model, made: made.evict([1]),
+    "evict all sinks": lambda model, made: made.evict([0, 1, 2, 3]),
+    "evict a sink and others": lambda model, made: made.evict([2, 26, 29]),
+    "delete the beginning": lambda model, made: made.edit(model, 0, 2, []),
+    "delete a sink": lambda model, made: made.edit(model, 2, 3, []),
+    "shorten the beginning": lambda model, made: made.edit(model, 0, 3, [5]),
+    "replace a sink": lambda model, made: made.edit(model, 1, 2, [5]),
+    "lengthen the beginning": lambda model, made: made.edit(model, 1, 2, [5, 6, 7]),
+}
+
+
+@pytest.mark.parametrize("rope", ["frames", "rotated_keys"])
+@pytest.mark.parametrize("budget", [60, 16])
+@pytest.mark.parametrize("change", LOST_SINKS.values(), ids=LOST_SINKS)
+def test_without_some_of_its_sinks_a_cache_goes_on_as_one_that_rotates_keys_on_read(rope: str, budget: int, change: Any) -> None:
+    model, ids = models.tiny("llama"), torch.cat([text(30), text(30, 9)])
+    caches = [filled(model, "streaming", ids, budget, rope=each) for each in (rope, "on_read")]
+    for made in caches:
+        change(model, made)
+    assert_goes_on_alike(model, caches[0], caches[1], rows=2)
+    caches.append(EquipCache.from_bytes(caches[0].to_bytes(), model))
+    caches[2].activate_past_recording()
+    caches[1].activate_past_recording()
+    for drafted in (4, 3):
+        assert_goes_on_alike(model, caches[2], caches[1], rows=2)
+        for made in caches[1:]:
+            feed(model, made, text(drafted, 50).expand(2, -1), [drafted])
+            made.crop(1 - drafted)
+        assert torch.equal(held(caches[2])[0].sort(-1).values, held(caches[1])[0].sort(-1).values)
+    for made in caches[1:]:
+        made.reset()
+        feed(model, made, ids, [30])
+    assert_goes_on_alike(model, caches[2], caches[1], rows=2)
+
+
+@pytest.mark.parametrize("rope", ["frames", "rotated_keys"])
+def test_padded_rows_that_lose_a_sink_go_on_as_with_keys_that_are_rotated_on_read(rope: str) -> None:
+    model = models.tiny("llama")
+    ids, mask = left_padded([text(30), text(23, 9)])
+    caches = [build(model, "streaming", 16, rope=each) for each in (rope, "on_read")]
+    for made in caches:
+        feed(model, made, ids, [30], mask)
+        made.evict([1, 8])
+    more, longer = text(24, 40).expand(2, -1), torch.nn.functional.pad(mask, (0, 24), value=1)
+    found, expected = (feed(model, made, more, [1] * 20 + [4], longer) for made in caches)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)

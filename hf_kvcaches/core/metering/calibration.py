@@ -19,7 +19,8 @@ from hf_kvcaches.core.answerable import require_answering
 from hf_kvcaches.core.calibrating import Tokenized, add_up, process_device, sequences
 from hf_kvcaches.core.layers import KVLayer
 from hf_kvcaches.core.metering.measuring import LayerMeter, Pick, Sampler
-from hf_kvcaches.core.metric import Metric, Sizes, loss_of_drawn
+from hf_kvcaches.core.metering.running import Ending, activations_on_cpu, ending_of, in_float32
+from hf_kvcaches.core.metric import Metric, Sizes, gradient_of_drawn
 from hf_kvcaches.core.rope import undoable_rotation
 from hf_kvcaches.core.verify import evaluating
 from hf_kvcaches.core.watching import Attended, WatchingCache
@@ -99,9 +100,15 @@ class MeterCache(WatchingCache):
                     # Below the first layer nothing may ask for gradients: parameters can be frozen or quantised.
                     states.requires_grad_()
 
-    def follow(self, loss: torch.Tensor) -> None:
-        """Measures the gradients of a loss, in which the pass at hand ended, at keys and values."""
-        gradients = iter(torch.autograd.grad(loss, [states for each in self.attended for states in (each.keys, each.values)]))
+    def follow(self, outputs: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
+        """Measures the gradients of a loss at keys and values.
+
+        Args:
+            outputs: What the pass at hand ended in.
+            gradient: Of the loss at the outputs; None where the output is the loss.
+        """
+        inputs = [states for each in self.attended for states in (each.keys, each.values)]
+        gradients = iter(torch.autograd.grad(outputs, inputs, gradient))
         with torch.no_grad():
             for each in self.attended:
                 self.meters[each.layer_idx].observe_gradients(next(gradients), next(gradients))
@@ -117,19 +124,24 @@ def measure(model: nn.Module, tokenizer: Any, texts: Iterable[str | Sequence[int
     limit = getattr(config, "max_position_embeddings", None)
     if isinstance(limit, int) and limit >= 2:
         reading = replace(reading, block=min(reading.block, limit))
-    if reading.metric == "loss" and (why := _no_gradients(base, reading)) is not None:
-        warnings.warn(f"metric='loss' needs gradients, and {type(base).__name__} has none: {why}. Using 'attention'.", stacklevel=3)
-        reading = replace(reading, metric="attention")
     used_tokenizer = Tokenized(tokenizer)
     blocks = enumerate(_blocks(sequences(texts, used_tokenizer, base), reading.block, reading.max_tokens))
+    # Nobody else sees the copy, if it is one, and it is freed with the end of this function.
+    base = in_float32(base)
     with evaluating(base), torch.no_grad():
+        ending = ending_of(base) if reading.metric == "loss" else None
+        if ending is not None and (why := _no_gradients(base, reading, ending)) is not None:
+            warnings.warn(f"metric='loss' needs gradients, and {type(base).__name__} has none: {why}. Using 'attention'.", stacklevel=3)
+            reading = replace(reading, metric="attention")
         cache, sampler = MeterCache(base, reading), Sampler()
-        count, tokens = _read(base, cache, sampler, blocks, listed=isinstance(texts, Sequence))
+        count, tokens = _read(base, cache, sampler, blocks, isinstance(texts, Sequence), ending)
         _join_processes(cache, sampler)
     return Measurements(reading, cache.meters, len(cache.layers), count, tokens, used_tokenizer.used)
 
 
-def _read(base: PreTrainedModel, cache: MeterCache, sampler: Sampler, blocks: Iterable[_Block], listed: bool) -> tuple[int, int]:
+def _read(
+    base: PreTrainedModel, cache: MeterCache, sampler: Sampler, blocks: Iterable[_Block], listed: bool, ending: Ending | None
+) -> tuple[int, int]:
     """Feeds this process' share of the blocks in; returns how many blocks and tokens all processes read."""
     process, processes = compat.process()
     reading, total, totals = cache.reading, cache.reading.max_tokens, [0, 0]
@@ -148,7 +160,7 @@ def _read(base: PreTrainedModel, cache: MeterCache, sampler: Sampler, blocks: It
 
         for numbers, ids in _batches(counted(), reading.block, reading.batch_size):
             cache.picks = sampler.pick(numbers, ids.shape[1])
-            _pass(base, cache, numbers, ids)
+            _pass(base, cache, numbers, ids, ending)
             for index, meter in cache.meters.items():
                 if meter.sizes is None:
                     raise UnsupportedError(f"calibrate: layer {index} did not ask the cache's attention, so it can't be measured.")
@@ -158,36 +170,40 @@ def _read(base: PreTrainedModel, cache: MeterCache, sampler: Sampler, blocks: It
     return totals[0], totals[1]
 
 
-def _pass(base: PreTrainedModel, cache: MeterCache, numbers: Sequence[int], ids: torch.Tensor) -> None:
-    """Feeds a batch in."""
+def _pass(base: PreTrainedModel, cache: MeterCache, numbers: Sequence[int], ids: torch.Tensor, ending: Ending | None = None) -> None:
+    """Feeds a batch in.
+
+    Args:
+        ending: The model's, for the metric "loss".
+    """
     cache.reset()
     cache.attended = []
-    options: dict[str, Any] = compat.cache_kwargs(base, cache)
     if cache.reading.metric == "loss":
-        on_gpu = base.device.type == "cuda"
+        assert ending is not None
         # Activations wait for the backward pass in CPU memory, so that it fits wherever the forward pass does.
-        saved = torch.autograd.graph.save_on_cpu() if on_gpu else contextlib.nullcontext()
+        saved = activations_on_cpu(base) if base.device.type == "cuda" else contextlib.nullcontext()
         # In the caller's inference mode there would be no gradients, nor with tensors that come from there.
-        with torch.inference_mode(False), torch.enable_grad(), saved:
-            logits = base(input_ids=ids.clone().to(base.device), **options).logits
-            cache.follow(loss_of_drawn(logits, numbers))
+        with torch.inference_mode(False), torch.enable_grad():
+            with saved:
+                states = ending.run(ids.clone().to(base.device), cache)
+            cache.follow(states, gradient_of_drawn(states, ending.head, numbers))
     else:
+        options: dict[str, Any] = compat.cache_kwargs(base, cache)
         if "logits_to_keep" in inspect.signature(base.forward).parameters:
             options["logits_to_keep"] = 1
         base(input_ids=ids.to(base.device), **options)
     cache.attended = []
 
 
-def _no_gradients(base: PreTrainedModel, reading: Reading) -> str | None:
+def _no_gradients(base: PreTrainedModel, reading: Reading, ending: Ending) -> str | None:
     """Why a loss can't be followed back to the keys of all layers, tried on two tokens; None if it can."""
-    with evaluating(base):
-        cache = MeterCache(base, reading)
-        try:
-            _pass(base, cache, [0], torch.zeros(1, 2, dtype=torch.long))
-        except KVCacheError:
-            raise
-        except (RuntimeError, NotImplementedError, AttributeError) as error:
-            return str(error).partition("\n")[0]
+    cache = MeterCache(base, reading)
+    try:
+        _pass(base, cache, [0], torch.zeros(1, 2, dtype=torch.long), ending)
+    except KVCacheError:
+        raise
+    except (RuntimeError, NotImplementedError, AttributeError) as error:
+        return str(error).partition("\n")[0]
     finite = all(bool(each.isfinite().all()) for meter in cache.meters.values() if meter.sizes is not None for each in meter.sums())
     return None if finite else "they are not finite"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -16,6 +16,7 @@ from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.chunks import ChunkView
 from hf_kvcaches.core.codec.codec import KVCodec
 from hf_kvcaches.core.growing import GrowingLayer
+from hf_kvcaches.core.layers import row_picker
 from hf_kvcaches.core.parallel import is_tensor_parallel, shard_of
 from hf_kvcaches.core.prefill import PrefillCall, Remaining, run_layers
 from hf_kvcaches.core.source import SourceCache
@@ -45,6 +46,10 @@ class SplicingCache(SourceCache):
     def __init__(self, model: Any, *, decode_with: KVCache | None = None, offloading: bool = False) -> None:
         super().__init__(model, decode_with=decode_with, offloading=offloading)
         self._check_layers()
+        if self.holder is None:  # which takes all tokens of a layer
+            for layer, (kind, arguments) in zip(self.layers, compat.layer_plan(self.config), strict=True):
+                if kind == "sliding_attention":
+                    layer.see_window(arguments["sliding_window"])
         self.shard = shard_of(model)
         if self.shard is None and self._model is not None and is_tensor_parallel(self.model):
             raise UnsupportedError(
@@ -82,6 +87,14 @@ class SplicingCache(SourceCache):
             note_pass(self.model, operations, time.perf_counter() - began)
             self._timed = None
         super().observe(input_ids, attention_mask, position_ids)
+        if self.holder is None and not self.offloading:
+            for layer in self.layers:
+                layer.drop_unseen() if input_ids.shape[1] == 1 else layer.fit_slots(input_ids.shape[1])
+
+    @property
+    def dropped(self) -> int:
+        """How many of the first slots are lost in some layer: the model's windows no longer reach back to them."""
+        return max(layer.dropped for layer in self.source_layers)
 
     def time_pass(self, began: float, operations: float) -> None:
         """Measure how fast prompts are computed, by the time from `began` to the next pass.
@@ -101,7 +114,7 @@ class SplicingCache(SourceCache):
     def moving_refused(self) -> str:
         """Why tokens can't be reused behind another text with this model; "" if they can."""
         why = self.rotation.why or self.parts_refused
-        if not why and self._model is not None and not compat.takes_positions(self.model):
+        if not why and self._model is not None and "position_ids" not in compat.parameter_names(type(self.model)):
             return f"{type(self.model).__name__} takes no position_ids by name, so nobody can tell how it numbers tokens"
         return why
 
@@ -247,7 +260,7 @@ class SplicingCache(SourceCache):
         """
         if next(plan.stored, None) is None:
             return 0
-        if plan.reuses_a_prefix_only or self.parts_refused or not compat.takes_positions(self.model):
+        if plan.reuses_a_prefix_only or self.parts_refused or "position_ids" not in compat.parameter_names(type(self.model)):
             return self.take(min(plan.prefixes))
         padding = [row.padding for row in plan.rows]
         slots = slots_of([self._to_run(row) for row in plan.rows], padding, plan.total, call.input_ids.device)
@@ -300,6 +313,8 @@ class SplicingCache(SourceCache):
             layer.reset()
 
     def crop(self, tokens_to_remove: int) -> None:
+        for layer in self.source_layers:
+            layer.require_croppable(tokens_to_remove)
         # New tokens will overwrite these slots, which the store's thread may be reading.
         self._release()
         reading_until = 0 if self.remembering is None else self.remembering.reading_until
@@ -322,10 +337,10 @@ class SplicingCache(SourceCache):
         super().batch_repeat_interleave(repeats)
         self._exchange(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
+    def batch_select_indices(self, indices: torch.Tensor | Sequence[int] | slice) -> None:
         self._release()
         super().batch_select_indices(indices)
-        self._exchange(lambda tensor: tensor[indices.to(tensor.device) if isinstance(indices, torch.Tensor) else indices])
+        self._exchange(row_picker(indices))
 
     def _exchange(self, rows: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.exchanged = True
@@ -364,6 +379,6 @@ def _generated_positions(model: PreTrainedModel, attention_mask: torch.Tensor | 
     Args:
         attention_mask: 1 where a token is real, (batch, all tokens), or None.
     """
-    if attention_mask is None or not compat.takes_positions(model):
+    if attention_mask is None or "position_ids" not in compat.parameter_names(type(model)):
         return {}
     return {"position_ids": (attention_mask.long().cumsum(-1) - 1).clamp_min(0)[:, -tokens:]}

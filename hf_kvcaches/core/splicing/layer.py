@@ -2,13 +2,118 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from hf_kvcaches.core.growing import GrowingLayer, append, capacity_for
+from hf_kvcaches.errors import ArtifactError, UnsupportedError
 
 
 class SplicedLayer(GrowingLayer):
-    """Keys and values of all tokens, in buffers that stored spans are spliced into before the rest of a prompt is run."""
+    """Keys and values of all tokens, in buffers that stored spans are spliced into before the rest of a prompt is run.
+
+    With a `window`, tokens that no later token sees are dropped at the first decode step. Before the next prompt, `fit_slots` makes the
+    buffers as long as the text again, with zeros for the dropped tokens, so that slots are counted from the text's start.
+    """
+
+    window: int | None = None
+    """How many tokens the model's attention sees, its own included; None: all."""
+    dropped: int = 0
+    """How many of the first tokens are lost."""
+    offset: int = 0
+    """How many of the dropped tokens have no slot in the buffers: all of them or none."""
+    record_past: bool = False
+    """Whether tokens that leave the window are kept, because drafts may be cropped."""
+
+    def see_window(self, window: int) -> None:
+        """Keep no more than a window between prompts."""
+        self.window, self.is_sliding = window, True
+
+    @property
+    def kept(self) -> int:
+        return self.seen - self.offset
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        if self.window is None:
+            return super().get_mask_sizes(query_length)
+        visible = min(self.seen, self.window - 1)
+        return visible + query_length, self.seen - visible
+
+    def exact_states(self) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
+        return None if self.dropped else super().exact_states()
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if self.window is None or self.seen == 0:
+            return super().update(key_states, value_states, *args, **kwargs)
+        self.check_new_tokens(key_states, value_states)
+        if self.offset:
+            self.drop_unseen()
+        start, tokens = self.kept, key_states.shape[2]
+        keys, values = append(self.key_buffer, key_states, start), append(self.value_buffer, value_states, start)
+        self.key_buffer, self.value_buffer = keys, values
+        visible = min(self.seen, self.window - 1) + tokens
+        self.seen += tokens
+        return keys.narrow(2, self.kept - visible, visible), values.narrow(2, self.kept - visible, visible)
+
+    def drop_unseen(self) -> None:
+        """Free the tokens that no later token sees, where that makes the buffers smaller or they are full."""
+        if self.window is None or self.key_buffer is None or self.record_past:
+            return
+        last, slots = self.window - 1, self.key_buffer.shape[2]
+        if self.kept <= last or (slots <= capacity_for(last) and self.kept < slots):
+            return
+        start = self.kept - last
+        for name in ("key_buffer", "value_buffer"):
+            setattr(self, name, append(None, getattr(self, name)[:, :, start : self.kept], 0))
+        self.offset += start
+        self.dropped = self.offset
+
+    def fit_slots(self, tokens: int) -> None:
+        """Make the buffers as long as the text, with room for some new tokens."""
+        if not self.offset:
+            return
+        for name in ("key_buffer", "value_buffer"):
+            held = getattr(self, name)
+            buffer = held.new_zeros(*held.shape[:2], capacity_for(self.seen + tokens), held.shape[3])
+            buffer[:, :, self.offset : self.seen] = held[:, :, : self.kept]
+            setattr(self, name, buffer)
+        self.offset = 0
+
+    def require_croppable(self, tokens_to_remove: int) -> None:
+        """Refuse a crop after which the window would reach back to dropped tokens."""
+        left = self.seen + int(tokens_to_remove)
+        if self.dropped and self.window is not None and 0 < left < self.dropped + self.window - 1:
+            raise UnsupportedError(
+                f"crop: of the {left} tokens that would be left, layers with a window of {self.window} have dropped some that the next one "
+                "sees. Use a new cache for the shorter text, or reset() this one."
+            )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self.require_croppable(tokens_to_remove)
+        super().crop(tokens_to_remove)
+        if self.seen == 0:
+            self.dropped = self.offset = 0
+
+    def activate_past_recording(self) -> None:
+        self.record_past = True
+
+    def reset(self) -> None:
+        super().reset()
+        self.dropped = self.offset = 0
+        self.record_past = False
+
+    def export_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        tensors, values = super().export_state()
+        return tensors, values | ({"dropped": self.dropped, "offset": self.offset} if self.dropped else {})
+
+    def import_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
+        others = dict(values)
+        dropped, offset = others.pop("dropped", 0), others.pop("offset", 0)
+        super().import_state(tensors, others)
+        if not (type(dropped) is type(offset) is int and 0 <= offset <= dropped <= self.seen and offset in (0, dropped)):
+            raise ArtifactError(f"The stored state of a {type(self).__name__} has dropped {dropped} tokens. Save the cache again.")
+        self.dropped, self.offset = dropped, offset
 
     def open(self, rows: int, total: int, keys: torch.Tensor, values: torch.Tensor, padding: int | None = None) -> None:
         """Make room for a prompt's tokens, the filler slot behind them, and some new tokens.

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import BloomConfig, DynamicCache, MistralConfig, T5Config, T5ForConditionalGeneration
+from transformers import (
+    BloomConfig,
+    DynamicCache,
+    GraniteConfig,
+    MistralConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from hf_kvcaches import ConfigError, KVCodec, RotaryGeometry, UnsupportedError, enable
+from hf_kvcaches.core import metric
 from hf_kvcaches.core.codec.sides import WIDTHS
 from hf_kvcaches.core.metering import fitting, measuring
 from hf_kvcaches.core.metering.calibration import MeterCache, Reading, _batches, _blocks, _pass
-from hf_kvcaches.core.metric import loss_of_drawn
+from hf_kvcaches.core.metering.running import activations_on_cpu, ending_of
+from hf_kvcaches.core.metric import gradient_of_drawn
 from tests import testbed, tiny
 from tests.conformance import models
 from tests.core.metering.measured import IDS, TEXTS, calibrate, coded, energies, held, measured, moment, rotated
@@ -73,7 +83,7 @@ def test_directions_diagonalise_the_covariance_in_the_metric(metric: str) -> Non
     with torch.no_grad():
         if metric == "loss":
             for number, row in enumerate(IDS):
-                _pass(model, cache, [number], row[None])
+                _pass(model, cache, [number], row[None], ending_of(model))
         else:
             model(input_ids=IDS, past_key_values=cache)
         for index, layer in enumerate(codec.layers):
@@ -137,7 +147,7 @@ def pulls(model: Any, numbers: list[int], ids: torch.Tensor = IDS) -> list[tuple
     logits = model(input_ids=ids).logits
     for hook in hooks:
         hook.remove()
-    gradients = torch.autograd.grad(loss_of_drawn(logits, numbers), list(seen.values()))
+    gradients = torch.autograd.grad(logits, list(seen.values()), gradient_of_drawn(logits, lambda part: part, numbers))
     found = {name: each.unflatten(-1, (-1, 8)).transpose(1, 2).double() for name, each in zip(seen, gradients, strict=True)}
     return [(found[f"k{index}"], found[f"v{index}"]) for index in range(len(model.model.layers))]
 
@@ -146,7 +156,7 @@ def pulls(model: Any, numbers: list[int], ids: torch.Tensor = IDS) -> list[tuple
 def test_gradients_are_those_at_keys_and_values_of_tokens_that_are_not_kept_exactly(rotation: str, rope: dict | None) -> None:
     model = tiny.llama() if rope is None else tiny.llama(rope_parameters=rope)
     cache = MeterCache(model, Reading(metric="loss", rotation=rotation))
-    _pass(model, cache, [3, 4, 5], IDS)
+    _pass(model, cache, [3, 4, 5], IDS, ending_of(model))
     for layer, (keys, values) in enumerate(pulls(model, [3, 4, 5])):
         keys = rotated(model, keys) if rotation == "post" else keys
         for side, gradients, cost in zip(cache.meters[layer].sides, (keys, values), cache.meters[layer].costs(), strict=True):
@@ -156,16 +166,77 @@ def test_gradients_are_those_at_keys_and_values_of_tokens_that_are_not_kept_exac
 
 
 def test_drawn_tokens_are_those_the_model_would_go_on_with_and_a_block_draws_the_same_in_any_batch() -> None:
-    logits = torch.tensor([0.0, 1.0, -1.0, 2.0, -torch.inf]).expand(2, 20_000, 5).clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(loss_of_drawn(logits, [7, 8]), logits)
-    shares = logits.detach()[0, 0].softmax(-1)
+    logits = torch.tensor([0.0, 1.0, -1.0, 2.0, -torch.inf]).expand(2, 20_000, 5).clone()
+    gradient = gradient_of_drawn(logits, lambda part: part, [7, 8])
+    shares = logits[0, 0].softmax(-1)
     # At a drawn token the gradient is its share minus 1, elsewhere the share.
     drawn = (shares - gradient).round()
     assert (drawn.sum(-1) == 1).all()
     assert torch.allclose(drawn.mean((0, 1)), shares, atol=0.01)
     assert not torch.equal(drawn[0], drawn[1])
-    alone = logits[1:].detach().requires_grad_()
-    assert torch.equal(torch.autograd.grad(loss_of_drawn(alone, [8]), alone)[0], gradient[1:])
+    assert torch.equal(gradient_of_drawn(logits[1:], lambda part: part, [8]), gradient[1:])
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        tiny.llama,
+        lambda: tiny.gemma2(final_logit_softcapping=2.0),
+        lambda: tiny.build(GraniteConfig(**tiny._SHAPE, logits_scaling=3.0)),
+    ],
+    ids=["plain", "capped", "scaled"],
+)
+def test_gradients_from_logits_of_a_few_positions_are_those_from_all_logits(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metric, "_LOGITS", 5 * tiny.VOCABULARY * len(IDS))
+    model = build()
+    ending = ending_of(model)
+    with torch.enable_grad():
+        states = ending.run(IDS, None)
+        logits = ending.head(states)
+        (whole,) = torch.autograd.grad(logits, states, gradient_of_drawn(logits, lambda part: part, [0, 1, 2]))
+    assert states.shape[-1] == model.config.hidden_size
+    assert torch.allclose(logits, model(input_ids=IDS).logits, atol=1e-4)
+    assert torch.allclose(gradient_of_drawn(states, ending.head, [0, 1, 2]), whole, atol=1e-5 * float(whole.abs().max()))
+
+
+def test_a_head_that_is_no_projection_alone_is_run_over_all_positions() -> None:
+    model = tiny.llama()
+    model.register_forward_hook(lambda module, inputs, output: SimpleNamespace(logits=output.logits.sin()))
+    assert torch.equal(ending_of(model).run(IDS, None), model(input_ids=IDS).logits)
+    assert calibrate(model).settings.metric == "loss"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_computed_in_float32_on_a_cpu_and_the_model_keeps_its_weights(dtype: torch.dtype) -> None:
+    model = tiny.llama(tie_word_embeddings=True).to(dtype)
+    seen = []
+    hook = model.model.layers[0].register_forward_hook(lambda module, inputs, output: seen.append(inputs[0].dtype))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    codec = calibrate(model)
+    hook.remove()
+    assert set(seen) == {torch.float32}
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    codec.fingerprint.require_model(model, "The codec")
+    same_energies(codec, calibrate(tiny.llama(tie_word_embeddings=True).to(dtype).float()))
+
+
+def test_activations_that_wait_on_the_cpu_are_no_copies_of_weights() -> None:
+    model = tiny.llama()
+    moved = []
+    original = torch.Tensor.to
+
+    def to(tensor: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        if arguments == ("cpu",):
+            moved.append(tensor.untyped_storage().data_ptr())
+        return original(tensor, *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "to", to)
+        with activations_on_cpu(model):
+            loss = model(input_ids=IDS).logits.sum()
+    assert moved
+    assert not {tensor.untyped_storage().data_ptr() for tensor in model.parameters()} & set(moved)
+    loss.backward()
 
 
 @pytest.mark.full
