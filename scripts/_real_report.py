@@ -56,6 +56,8 @@ SHOWN: dict[str, Mapping[str, str]] = {
         "agreement": "{agreement:.1%}",
     },
 }
+# The item number of rows that say why there are no others.
+NOT_MEASURED = -2
 PEERS = ("kvpress", "KIVI", "rotation", "QuantizedCache")
 
 
@@ -75,9 +77,14 @@ def summaries(rows: Sequence[Row], context: int) -> Iterator[Row]:
         context: Tokens of the contexts with needles.
     """
     tasks = list(dict.fromkeys(row["task"] for row in rows))
-    for task in [*tasks, "needles all"]:
+    for task in [*tasks, *(["needles all"] if any(task.startswith("needles ") for task in tasks) else [])]:
         section = task.split()[0]
         own = [row for row in rows if row["task"] == task or (task == "needles all" and row["task"].startswith("needles "))]
+        notes, own = [row for row in own if "note" in row], [row for row in own if "note" not in row]
+        named = {row["cache"] for row in own}
+        for row in notes:
+            if row["cache"] not in named:
+                yield {"section": section, "task": task.partition(" ")[2], **columns_of(row["cache"]), "note": row["note"]}
         for name in dict.fromkeys(row["cache"] for row in own):
             mine = [row for row in own if row["cache"] == name]
             named = {"section": section, "task": task.partition(" ")[2] or task, **columns_of(name), "samples": len(mine)}

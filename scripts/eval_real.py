@@ -57,17 +57,20 @@ class Evaluation:
         window = getattr(self.model.config, "sliding_window", None) or 0
         self.tokens = args.tokens or max(600, min(2 * window, 900))
         self.log = Log(args.state and args.state / f"{self.name}-{self.tokens}-{args.row_tokens}.jsonl")
-        self.notes: list[Row] = []
 
     def measure(self) -> list[Row]:
-        """The summary rows of all tasks."""
-        items = {task: list(getattr(self, task)()) for task in self.args.tasks}
-        for group in items.values():
-            suite.run(group, self.log)
-        if "needles" in items and self.args.kvpress:
-            self._ask_kvpress()
-        rows = [row for row in self.log.rows if row.get("cache")]
-        return [{"model": self.name, **row} for row in (*report.summaries(rows, self.tokens), *self.notes)]
+        """The summary rows of all that the log holds in the end."""
+        for task in () if self.args.report else self.args.tasks:
+            suite.run(list(getattr(self, task)()), self.log)
+            if task == "needles" and self.args.kvpress:
+                self._ask_kvpress()
+        return [{"model": self.name, **row} for row in report.summaries(self.log.rows, self.tokens)]
+
+    def _note(self, task: str, cache: str, note: str) -> None:
+        """Keeps the reason why something was not measured."""
+        item = Item(task, cache, report.NOT_MEASURED, list)
+        if not self.log.has(item):
+            self.log.add(item, [{"note": note}])
 
     def needles(self) -> Iterator[Item]:
         caches = {str(side): make for side, make in sides.pruned(self.model).items() if side.name in self.args.policies}
@@ -85,9 +88,9 @@ class Evaluation:
     def _ask_kvpress(self) -> None:
         """Has the interpreter that kvpress is installed for measure its presses, and takes its rows."""
         if getattr(self.model.config, "sliding_window", None):
-            note = "kvpress prunes no text model with sliding windows as it should: KVzip refuses it, and others prune the windows as well"
-            self.notes.append({"section": "needles", "cache": "kvpress", "peer": True, "note": note})
-            return
+            return self._note(
+                "needles", "kvpress", "not for text models with windows: KVzip refuses them, other presses prune windows as well"
+            )
         found: list[dict[str, Any]] = []
         for item, prompt in zip(self._needle_samples(), self._needle_prompts(), strict=True):
             questions = [(prompt.question, prompt.answer), *prompt.others, (prompt.continuation[:1], prompt.continuation[1:])]
@@ -99,9 +102,9 @@ class Evaluation:
         path.write_text(json.dumps(work), encoding="utf-8")
         done = subprocess.run([self.args.kvpress, SCRIPT, path, self.log.path], check=False)
         if done.returncode:
-            note = f"{self.args.kvpress} ended with {done.returncode}"
-            self.notes.append({"section": "needles", "cache": "kvpress", "peer": True, "note": note})
+            self._note("needles", "kvpress", f"{self.args.kvpress} ended with {done.returncode}")
         self.log = Log(self.log.path)
+        return None
 
     def _needle_samples(self) -> list[Item]:
         """The items of the full cache, one for each prompt."""
@@ -150,7 +153,7 @@ class Evaluation:
             # What another environment has measured needs no back-end here.
             reason = "" if all(map(self.log.has, found)) else _why_not(make)
             if reason:
-                self.notes.append({"section": "quantized", **report.columns_of(str(side)), "note": reason})
+                self._note(f"quantized {self.text}", str(side), reason)
             else:
                 yield from found
 
@@ -187,6 +190,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--kvpress", help="the Python of an environment in which kvpress is installed")
     parser.add_argument("--wikitext", type=Path, help="WikiText-2, as one file of text")
     parser.add_argument("--state", type=Path, default=ROOT / ".eval", help="where rows and codecs are kept between runs")
+    parser.add_argument("--report", action="store_true", help="measure nothing: tables, files and picture of what --state holds")
     parser.add_argument("--csv", type=Path, help="the folder for real-NAME.csv")
     parser.add_argument("--plot", type=Path, help="write a picture here (needs matplotlib)")
     parser.add_argument("--tokens", type=int, help="of a context with needles; default: 600, and more for models with windows")
