@@ -9,6 +9,7 @@
 #   WORKERS      processes that run the tests, each on one thread: tiny models are slower on two
 #   DEMO_ARGS    arguments for scripts/demo.py
 #   DEVICE       what `make bench` measures: cpu or cuda
+#   EVAL_ARGS    arguments for scripts/eval_real.py
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -22,6 +23,7 @@ PYTEST_ARGS ?=
 WORKERS ?= 2
 DEMO_ARGS ?=
 DEVICE ?= cpu
+EVAL_ARGS ?=
 
 # Twice quiet: errors are shown, pip's warnings about its own sources are not.
 PIP_INSTALL := -m pip install --quiet --quiet --no-input --disable-pip-version-check
@@ -29,7 +31,7 @@ PIP_INSTALL := -m pip install --quiet --quiet --no-input --disable-pip-version-c
 pytest = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -n $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-rest test-full lint format docs test-floor test-newest wheel-check bench clean
+.PHONY: help demo test test-rest test-full lint format docs test-floor test-newest wheel-check bench eval clean
 # Two environments that build the same tree at once would write the same egg-info.
 .NOTPARALLEL:
 
@@ -45,6 +47,7 @@ help:
 	@echo 'make test-newest  install as a user does, whatever pip finds newest, into $(VENV_NEWEST); the core of the conformance suite and the README'
 	@echo 'make wheel-check  build the wheel, install it in a clean environment, import it, run its command, check its types'
 	@echo 'make bench        run the benchmarks and write docs/benchmarks (DEVICE=cuda for a GPU)'
+	@echo 'make eval         measure quality on the real models in .models and write docs/benchmarks (an hour or more; goes on where it was cut off)'
 	@echo 'make clean        remove the environments and what tools left behind'
 
 demo: $(VENV)/.installed
@@ -103,6 +106,10 @@ bench: $(VENV)/.installed
 	$(VENV)/bin/python scripts/bench_translation.py --device $(DEVICE) \
 		--csv docs/benchmarks/translation-speed-$(DEVICE).csv --plot docs/benchmarks/translation-speed-$(DEVICE).png
 	for dtype in float32 bfloat16; do $(VENV)/bin/python scripts/bench_speed_table.py --device $(DEVICE) --dtype $$dtype || exit 1; done
+
+eval: $(VENV)/.installed
+	$(VENV)/bin/python scripts/eval_real.py --csv docs/benchmarks --plot docs/benchmarks/real.png $(EVAL_ARGS)
+	$(VENV)/bin/python scripts/docs_tables.py
 
 # What a user gets from `pip install`: no extras, no source tree on the path.
 define IMPORT_CHECK

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import statistics
 
-from _docs_numbers import Row, equip_perplexity, equip_recall, nats, one, percent, table, times, translated_recall, where
+from _docs_numbers import Row, nats, one, percent, table, times, translated_recall, where
+from _docs_real import FIRST, MODELS, continuation, found_needles, text_of
 
 SPEED = "speed-cpu"  # every cache at one size; the methods' own benchmarks differ in size
 Line = tuple[str, str, str, str, str]
+CHANGES = {"words": "words", "paragraph": "a page", "pages": "half of the pages"}
 
 
 def cases() -> str:
@@ -24,7 +26,10 @@ def note() -> str:
         "Memory is that of keys and values in 16 bits; speed is relative to `DynamicCache`, and for a first token to a full prefill.\n"
         f"Speed is that of {layers} layers of hidden size {int(hidden):,} with random weights, batch 1, {threads} "
         f"thread{'' if threads == '1' else 's'} of an {hardware}; no GPU was measured.\n"
-        "Quality is that of the small [trained models of this repository](docs/testbed.md): measure your own."
+        f"Quality is that of {MODELS[FIRST]}-Instruct in float32 ([all numbers, and those of other models]"
+        f"(docs/benchmarks/real-models.md)), KL is in nats; codes were measured on {text_of()}.\n"
+        "Translation was measured on the [testbed](docs/testbed.md) only, a small laboratory model for fast tests. "
+        "Measure your own model and prompts."
     )
 
 
@@ -58,47 +63,48 @@ def growing() -> Line:
 
 
 def equip() -> Line:
+    quality = f"{found_needles(FIRST, 'compactor', '0.25')} needles found at a quarter, the text's continuation loses "
     return (
         "[Long chats](docs/guides/long-chats.md) and streams in bounded memory",
         "[`EquipCache`](docs/equip.md)",
         "a fixed number of tokens, such as a quarter of the prompt",
         speed("decode step", "decode_ratio", "EquipCache", "policy='compactor'"),
-        f"{equip_recall('compactor', '0.25')} of facts recalled, perplexity {equip_perplexity('compactor', '0.25')} at a quarter",
+        f"{quality}{continuation(FIRST, 'compactor', '0.25')} nats",
     )
 
 
 def subspace() -> Line:
-    codec = one("subspace-quality", model="deep", variant="codec 0.125", text="prose.txt")
-    full = one("subspace-quality", model="deep", variant="full cache", text="prose.txt")
+    exact, window = (one(FIRST, section="codes", cache="codec", share="0.125", recent=recent) for recent in ("0", "64"))
+    perplexities = [f"{100 * float(row['change']):+.1f}%" for row in (window, exact)]
     return (
         "[Long documents](docs/guides/long-documents.md), more requests at once",
         "[`SubspaceCache`](docs/subspace.md)",
-        percent(codec["share"], 1),
+        "12.5%, and 64 exact tokens",
         speed("decode step", "decode_ratio", "SubspaceCache", "codec"),
-        f"KL {nats(codec['kl'])}, {codec['right']} facts recalled of the full cache's {full['right']}",
+        f"KL {nats(window['kl'])}, perplexity {perplexities[0]}; without exact tokens {nats(exact['kl'])}, {perplexities[1]}",
     )
 
 
 def segments() -> Line:
-    moved = one("segments-quality", workload="agents", side="approximate", quantization="none", cap="")
+    moved = one(FIRST, section="reuse", cache="segments approximate")
     return (
         "[Agents](docs/guides/shared-context.md) with shared instructions, tools, pages",
         "[`SegmentReuseCache`](docs/segments.md)",
         "100%, and a store",
         speed("first token", "prefill_ratio", "SegmentReuseCache"),
-        f"prefix exact; moved pages KL {nats(moved['kl_mean'])}, {percent(moved['recall'])} of facts recalled",
+        f"prefix exact; moved pages KL {nats(moved['kl'])}, {percent(moved['saved'])} of the prefill saved",
     )
 
 
 def warmstart() -> Line:
-    warm = [row for row in where("warmstart-quality", side="auto") if row["kind"] != "unrelated"]
-    largest, right = max(float(row["kl_first"]) for row in warm), min(float(row["right"]) for row in warm)
+    warm = where(FIRST, section="reuse", cache="warm start auto")
+    least, most = min(warm, key=lambda row: float(row["kl"])), max(warm, key=lambda row: float(row["kl"]))
     return (
         "[Servers](docs/guides/serving.md) with prompts that differ in a few words",
         "[`WarmStartCache`](docs/warmstart.md)",
         "100%, and a library",
         speed("first token", "prefill_ratio", "WarmStartCache"),
-        f"KL up to {nats(largest)}, {percent(right)} of answers right",
+        f"KL {nats(least['kl'])} ({CHANGES[least['task']]} changed) to {nats(most['kl'])} ({CHANGES[most['task']]})",
     )
 
 
@@ -111,5 +117,5 @@ def translation() -> Line:
         "[`TranslatedCache`](docs/translation.md)",
         f"100%, of which {percent(share, 1)} are sent",
         speed("first token", "prefill_ratio", "TranslatedCache"),
-        f"{min(recalls):.0f}% to {max(recalls):.0f}% of facts recalled",
+        f"{min(recalls):.0f}% to {max(recalls):.0f}% of facts recalled by the testbed",
     )

@@ -49,14 +49,6 @@ def nats(divergence: str | float) -> str:
     return f"{float(divergence):.2g}"
 
 
-def equip_recall(policy: str, budget: str) -> str:
-    return percent(one("equip-recall", task="recall", policy=policy, budget=budget)["share"])
-
-
-def equip_perplexity(policy: str, budget: str) -> str:
-    return f"+{percent(one('equip-recall', task='prefix', policy=policy, budget=budget)['excess'], 2)}"
-
-
 def first_token(section: str, side: str, stored: str = "bit-equal") -> str:
     return times(one("reuse-speed-cpu", section=section, side=side, stored=stored)["ratio"])
 

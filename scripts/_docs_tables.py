@@ -5,54 +5,39 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from _docs_cases import cases
-from _docs_numbers import equip_perplexity, equip_recall, first_token, nats, one, percent, table, translated_recall
-
-CODECS = ("codec 0.07", "codec 0.1", "codec 0.125", "codec 0.1875", "codec 0.25", "KIVI 4 bit")
-POLICIES = ("compactor", "kvzip", "keydiff", "snapkv", "lagkv", "streaming")
-
-
-def long_chats() -> str:
-    """What policies keep of a context, by budget."""
-    budgets = ("0.125", "0.25", "0.5")
-    lines = [
-        (f"`{policy}`", *(equip_recall(policy, budget) for budget in budgets), *(equip_perplexity(policy, budget) for budget in budgets))
-        for policy in POLICIES
-    ]
-    header = ("Policy", "facts recalled at an eighth", "a quarter", "half", "perplexity at an eighth", "a quarter", "half")
-    return table(header, lines)
-
-
-def long_documents() -> str:
-    """What a codec costs, by its bytes."""
-
-    def line(variant: str) -> tuple[str, ...]:
-        row = one("subspace-quality", model="deep", variant=variant, text="prose.txt")
-        name = f"`bytes_ratio={variant.split()[1]}`" if variant.startswith("codec") else variant
-        return (
-            name,
-            percent(row["share"], 1),
-            nats(row["kl"]),
-            f"{float(row['change_percent']):+.2f}%",
-            f"{row['right']} of {row['questions']}",
-        )
-
-    lines = [
-        ("full cache", "100%", "0", "0", "{right} of {questions}".format(**one("subspace-quality", model="deep", variant="full cache")))
-    ]
-    return table(("Codec", "bytes of 16 bits", "KL (nats)", "perplexity", "facts recalled"), [*lines, *map(line, CODECS)])
+from _docs_numbers import first_token, nats, one, percent, table, translated_recall
+from _docs_real import FIRST, MODELS, codes, of_all, pruning, quantized, reuse
 
 
 def shared_context() -> str:
     """What reuse saves and costs, by mode."""
-    sides = {"prefix caching": '`"exact"` (default)', "auto": '`"auto"`', "approximate": '`"approximate"`'}
-    speed = {"prefix caching": first_token("prefix", "memory"), "approximate": first_token("moved", "memory"), "auto": "not measured"}
+    modes = {"segments exact": '`"exact"` (default)', "segments auto": '`"auto"`', "segments approximate": '`"approximate"`'}
+    speed = {"segments exact": first_token("prefix", "memory"), "segments approximate": first_token("moved", "memory")}
 
-    def line(side: str) -> tuple[str, ...]:
-        row = one("segments-quality", workload="agents", side=side, quantization="none", cap="")
-        return sides[side], percent(row["saved"], 1), nats(row["kl_mean"]), nats(row["kl_max"]), percent(row["recall"], 1), speed[side]
+    def line(cache: str) -> tuple[str, ...]:
+        row = one(FIRST, section="reuse", cache=cache)
+        return (
+            modes[cache],
+            percent(row["saved"], 1),
+            nats(row["kl"]),
+            nats(row["worst"]),
+            percent(row["agreement"]),
+            speed.get(cache, "not measured"),
+        )
 
-    header = ("`mode=`", "FLOPs of the prefill saved", "mean KL (nats)", "largest KL", "facts recalled", "first token at 2,048 tokens")
-    return table(header, map(line, sides))
+    header = ("`mode=`", "FLOPs of the prefill saved", "mean KL (nats)", "worst request", "same next token", "first token at 2,048 tokens")
+    return table(header, map(line, modes))
+
+
+def warm_starts() -> str:
+    """What warm starts save and cost, by what changed."""
+    kinds = {"words": "four words", "paragraph": "one page of six", "pages": "three pages of six"}
+
+    def line(kind: str) -> tuple[str, ...]:
+        row = one(FIRST, section="reuse", cache="warm start auto", task=kind)
+        return kinds[kind], percent(row["saved"]), nats(row["kl"]), nats(row["worst"]), percent(row["agreement"])
+
+    return table(("What changed", "tokens not computed", "mean KL (nats)", "worst prompt", "same next token"), map(line, kinds))
 
 
 def fine_tuned_families() -> str:
@@ -92,8 +77,13 @@ def serving() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "cases": cases,
-    "long-chats": long_chats,
-    "long-documents": long_documents,
+    "long-chats": pruning,
+    "long-documents": lambda: codes(FIRST),
+    "warm-starts": warm_starts,
+    "real-needles": lambda: of_all(lambda name: pruning(name, tasks=True)),
+    "real-codes": lambda: codes(*MODELS),
+    "real-quantized": lambda: of_all(quantized),
+    "real-reuse": lambda: of_all(reuse),
     "shared-context": shared_context,
     "fine-tuned-families": fine_tuned_families,
     "serving": serving,

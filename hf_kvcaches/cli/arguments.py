@@ -17,6 +17,7 @@ CACHE_HELP = (
     "such as \"EquipCache(policy='streaming', budget=512)\", \"SubspaceCache(KVCodec('FOLDER'))\" or "
     "\"SegmentReuseCache(SegmentStore('memory'))\""
 )
+SUITES = ("needles", "requests", "pairs")
 TEXTS: dict[str, Any] = {"type": Path, "nargs": "+", "metavar": "FILE", "help": "text files, or .jsonl with one text a line"}
 
 
@@ -60,10 +61,13 @@ def verify(parser: argparse.ArgumentParser) -> None:
 def evaluate(parser: argparse.ArgumentParser) -> None:
     add_options(parser, "model", "device", "dtype", "threads", "csv")
     add_cache(parser, several=True)
-    parser.add_argument("--texts", required=True, **TEXTS)
+    parser.add_argument("--texts", **TEXTS)
     parser.add_argument("--context", type=int, default=1024, help="tokens of a text that are read as its prompt, at most")
     parser.add_argument("--following", type=int, default=64, help="tokens of a text after its prompt, which are fed one by one")
-    parser.add_argument("--limit", type=int, default=16, help="texts at most, taken from all over the files")
+    parser.add_argument("--limit", type=int, default=16, help="texts at most, taken from all over the files; prompts of a kind in a suite")
+    suites = "made-up prompts with known answers, in place of texts; the first of --texts is the prose around facts, if given"
+    parser.add_argument("--suite", nargs="+", choices=SUITES, help=suites)
+    parser.add_argument("--state", type=Path, help="a file where rows of a suite are kept, so that a run that is cut off goes on there")
 
 
 def bench(parser: argparse.ArgumentParser) -> None:

@@ -12,6 +12,7 @@ import torch
 from tqdm import tqdm
 from transformers import Cache
 
+from hf_kvcaches.cli import evaluating_suite
 from hf_kvcaches.cli.options import begin, check_counts, load, require_files
 from hf_kvcaches.cli.specs import caches_of, parse
 from hf_kvcaches.cli.tables import Row, environment, show, write_csv
@@ -35,10 +36,18 @@ _LEAST_CONTEXT = 16
 def run(args: argparse.Namespace) -> int:
     check_counts(args, ["context", "following", "limit"])
     device, specs = begin(args), [parse(text) for text in args.cache]
-    require_files("--texts", args.texts)
+    if not args.texts and not args.suite:
+        raise ConfigError.of("--texts", "files of text, or --suite", None, "Try --suite needles.")
+    require_files("--texts", args.texts or [])
     model, tokenizer = load(args.model, device, args.dtype)
-    texts = _long_enough(args.texts, tokenizer, args.context, args.following)
+    texts = [] if args.suite else _long_enough(args.texts, tokenizer, args.context, args.following)
     recipes = {repr(spec): caches_of(spec, model, tokenizer) for spec in specs}
+    fixed = {**environment(device), "model": args.model, "dtype": str(model.dtype).removeprefix("torch.")}
+    if args.suite:
+        found = evaluating_suite.evaluate(args, model, tokenizer, recipes)
+        if args.csv:
+            write_csv(args.csv, found, fixed)
+        return 0
     makers: dict[str, Callable[[], Cache]] = {name: lambda made=made: made.new_cache(model) for name, made in recipes.items()}  # type: ignore[misc]
     rows: list[Row] = []
     for number, ids in enumerate(tqdm(spaced(texts, args.limit), desc="Evaluating", unit=" texts")):
@@ -47,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         rows += [{"cache": name, "text": number, **_numbers(report, len(ids))} for name, report in reports.items()]
     print(show([_summary(name, [row for row in rows if row["cache"] == name]) for name in recipes], COLUMNS))
     if args.csv:
-        write_csv(args.csv, rows, {**environment(device), "model": args.model, "dtype": str(model.dtype).removeprefix("torch.")})
+        write_csv(args.csv, rows, fixed)
     return 0
 
 

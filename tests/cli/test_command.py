@@ -26,6 +26,12 @@ def test_help_of_a_command_takes_at_most_half_a_second_of_processor_time(command
     assert seconds <= 0.5
 
 
+def test_scripts_get_the_module_of_options_and_not_that_of_arguments():
+    program = "from hf_kvcaches.cli import options; print(options.__name__)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "hf_kvcaches.cli.options\n"
+
+
 def _printed(*options: str) -> tuple[str, float]:
     """What the command prints, and the processor time of its process; it imports neither torch nor transformers."""
     program = f"""

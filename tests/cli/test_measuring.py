@@ -127,3 +127,39 @@ def test_bench_wants_caches_that_differ(capsys, tmp_path):
     tiny.llama().config.save_pretrained(tmp_path)
     done = run(capsys, "bench", "--model", tmp_path, "--random", "--cache", "GrowingCache", "--cache", "GrowingCache()", "--context", 5)
     assert "--cache: expected caches that differ" in done.err
+
+
+def test_eval_asks_a_suite_and_goes_on_where_it_was_cut_off(capsys, tmp_path):
+    caches = ("--cache", "GrowingCache", "--cache", "EquipCache('streaming', budget=32)")
+    options = (
+        "--suite",
+        "needles",
+        "pairs",
+        "--context",
+        120,
+        "--limit",
+        1,
+        "--state",
+        tmp_path / "rows.jsonl",
+        "--csv",
+        tmp_path / "a.csv",
+    )
+    done = run(capsys, "eval", "--model", BASE, *caches, *options)
+    assert done.code == 0, done.err
+    rows = rows_of(tmp_path / "a.csv")
+    tasks = [f"needles {kind} {count}" for kind in ("digits", "words") for count in (1, 4)]
+    assert [row["task"] for row in rows if row["cache"] == "GrowingCache()"] == [*tasks, "pairs words", "pairs paragraph", "pairs pages"]
+    by_name = {(row["task"], row["cache"]): row for row in rows}
+    assert abs(float(by_name["needles words 4", "GrowingCache()"]["answer_loss"])) < 1e-5
+    assert abs(float(by_name["needles words 4", "EquipCache('streaming', budget=32)"]["answer_loss"])) > 1e-3
+    assert float(by_name["pairs words", "GrowingCache()"]["kl"]) == 0
+    kept = (tmp_path / "rows.jsonl").read_text()
+    again = run(capsys, "eval", "--model", BASE, *caches, *options)
+    assert again.out == done.out
+    assert (tmp_path / "rows.jsonl").read_text() == kept
+
+
+def test_eval_wants_texts_or_a_suite(capsys):
+    done = run(capsys, "eval", "--model", BASE, "--cache", "GrowingCache")
+    assert done.code == 2
+    assert "--texts: expected files of text, or --suite" in done.err

@@ -1,0 +1,230 @@
+"""What every cache loses on real language models, beside its peers: needles, the text's own continuation, codes, segments, warm starts.
+
+    python scripts/eval_real.py [--model .models/smollm2 .models/gemma3] [--tasks ...] [--wikitext FILE] [--csv FOLDER] [--plot FILE]
+
+`make models` makes the folders of the two models. Rows are kept in `--state` as they are measured: a run that is cut off goes on where it
+was. Texts are this repository's prose unless `--wikitext` names a file of WikiText-2 (CC BY-SA, not part of this repository).
+
+**needles**: contexts of prose with one or four facts are pruned before a question is known; counted are the answers that the full cache
+gives. The loss of the context's own next 32 tokens is measured behind the same pruned cache. **codes**: rows of text are read in one pass,
+in which each token sees a coded past, the newest token included, but for 4 first tokens. **quantized**: the same token by token behind a
+prompt of 256 tokens that is read exactly, for caches that can't be read in one pass. **requests**: an agent's prompts with the same pages
+in other orders. **pairs**: prompts that resemble the one that was served before. The last two compare the 16 tokens behind a prompt.
+
+Peers: KIVI and random rotations are written anew here (`_kivi.py`, `_real_sides.py`); `QuantizedCache` needs `optimum-quanto` and `hqq`;
+`--kvpress PYTHON` names the interpreter of an environment with kvpress, which measures its presses on the same prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import _real_report as report
+import _real_sides as sides
+import torch
+from shared import ROOT, TESTBED
+from shared.cli import arguments, begin, check_counts, load, run_script
+from shared.results import environment
+from transformers import Cache
+
+from hf_kvcaches import KVCacheError, KVCodec
+from hf_kvcaches.core.rope_families import head_sizes
+from hf_kvcaches.core.verify import verify_text
+from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.evaluate import prompts, suite
+from hf_kvcaches.evaluate.suite import Item, Log, Row
+
+TASKS = ("needles", "codes", "quantized", "requests", "pairs")
+SCRIPT = ROOT / "scripts" / "_kvpress_rows.py"
+
+
+class Evaluation:
+    """One model and what is measured on it."""
+
+    def __init__(self, args: argparse.Namespace, name: str, device: torch.device) -> None:
+        self.args, self.name = args, Path(name).name
+        self.model, self.tokenizer = load(name, device, args.dtype)
+        self.folder = name
+        self.prose = (TESTBED / "prose.txt").read_text(encoding="utf-8")
+        self.text = "WikiText-2" if args.wikitext else "prose.txt"
+        # Contexts beyond a window of the model's other layers: within it those would answer alone.
+        window = getattr(self.model.config, "sliding_window", None) or 0
+        self.tokens = args.tokens or max(600, min(2 * window, 900))
+        self.log = Log(args.state and args.state / f"{self.name}-{self.tokens}-{args.row_tokens}.jsonl")
+
+    def measure(self) -> list[Row]:
+        """The summary rows of all that the log holds in the end."""
+        for task in () if self.args.report else self.args.tasks:
+            suite.run(list(getattr(self, task)()), self.log)
+            if task == "needles" and self.args.kvpress:
+                self._ask_kvpress()
+        return [{"model": self.name, **row} for row in report.summaries(self.log.rows, self.tokens)]
+
+    def _note(self, task: str, cache: str, note: str) -> None:
+        """Keeps the reason why something was not measured."""
+        item = Item(task, cache, report.NOT_MEASURED, list)
+        if not self.log.has(item):
+            self.log.add(item, [{"note": note}])
+
+    def needles(self) -> Iterator[Item]:
+        caches = {str(side): make for side, make in sides.pruned(self.model).items() if side.name in self.args.policies}
+        yield from suite.needle_items(self.model, self._needle_prompts(), caches)
+
+    def _needle_prompts(self) -> list[prompts.NeedlePrompt]:
+        counts = {1: self.args.single, 4: self.args.several}
+        return [
+            prompt
+            for kind in prompts.NEEDLE_KINDS
+            for needles, count in counts.items()
+            for prompt in prompts.needle_prompts(self.tokenizer, count, kind, needles, tokens=self.tokens, prose=self.prose)
+        ]
+
+    def _ask_kvpress(self) -> None:
+        """Has the interpreter that kvpress is installed for measure its presses, and takes its rows."""
+        if getattr(self.model.config, "sliding_window", None):
+            return self._note(
+                "needles", "kvpress", "not for text models with windows: KVzip refuses them, other presses prune windows as well"
+            )
+        found: list[dict[str, Any]] = []
+        for item, prompt in zip(self._needle_samples(), self._needle_prompts(), strict=True):
+            questions = [(prompt.question, prompt.answer), *prompt.others, (prompt.continuation[:1], prompt.continuation[1:])]
+            found.append({"task": item.task, "sample": item.sample, "context": prompt.context, "questions": questions})
+        assert self.log.path is not None
+        work = {"model": str(Path(self.folder).resolve()), "dtype": str(self.model.dtype).removeprefix("torch."), "prompts": found}
+        work |= {"threads": torch.get_num_threads(), "presses": self.args.presses, "budgets": sides.BUDGETS}
+        path = self.log.path.with_suffix(".prompts.json")
+        path.write_text(json.dumps(work), encoding="utf-8")
+        done = subprocess.run([self.args.kvpress, SCRIPT, path, self.log.path], check=False)
+        if done.returncode:
+            self._note("needles", "kvpress", f"{self.args.kvpress} ended with {done.returncode}")
+        self.log = Log(self.log.path)
+        return None
+
+    def _needle_samples(self) -> list[Item]:
+        """The items of the full cache, one for each prompt."""
+        return list(suite.needle_items(self.model, self._needle_prompts(), {}))
+
+    @cached_property
+    def ids(self) -> list[int]:
+        """The text that codecs are calibrated and measured on."""
+        text = self.prose if self.args.wikitext is None else self.args.wikitext.read_text(encoding="utf-8")
+        return prompts.encode(self.tokenizer, text)
+
+    def _rows(self, ids: Sequence[int], count: int, tokens: int) -> torch.Tensor:
+        """Rows from all over a text, each begun as the tokenizer begins a text, (count, tokens)."""
+        begin = prompts.encode(self.tokenizer, "", begins=True)
+        length, distance = tokens - len(begin), len(ids) // max(1, count)
+        if distance < length:
+            raise ConfigError.of("--row-tokens", f"rows that a text of {len(ids)} tokens has {count} times", tokens)
+        return torch.tensor([[*begin, *ids[start * distance : start * distance + length]] for start in range(count)])
+
+    @cached_property
+    def codec(self) -> KVCodec:
+        """A codec calibrated on the beginning of the text, kept in the state folder."""
+        folder = self.args.state and self.args.state / f"{self.name}-{self.text}-{self.args.calibrate}.codec"
+        if folder and folder.exists():
+            return KVCodec.from_pretrained(folder, model=self.model)
+        rows = self._rows(self.ids[: self.args.calibrate], max(1, self.args.calibrate // 512), 512)
+        codec = KVCodec.calibrate(self.model, None, rows.tolist(), bytes_ratio=0.125)
+        if folder:
+            codec.save_pretrained(folder)
+        return codec
+
+    def codes(self) -> Iterator[Item]:
+        head_dim, _ = head_sizes(self.model.config, self.model.config.num_hidden_layers - 1) or (64, 64)
+        ids = self._rows(self.ids[self.args.calibrate :], self.args.rows, self.args.row_tokens)
+        found = sides.codings(self.model, self.codec, head_dim)
+        yield from suite.text_items(self.model, f"codes {self.text}", ids, {str(side): coding for side, coding in found.items()})
+
+    def quantized(self) -> Iterator[Item]:
+        prompt, steps = self.args.quantized
+        ids = self._rows(self.ids[self.args.calibrate :], max(1, self.args.rows // 2), prompt + steps)
+        for side, make in sides.quantized(self.model, self.codec).items():
+            found = [
+                Item(f"quantized {self.text}", str(side), sample, lambda make=make, row=row: self._step_by_step(make, row, prompt))
+                for sample, row in enumerate(ids.split(1))
+            ]
+            # What another environment has measured needs no back-end here.
+            reason = "" if all(map(self.log.has, found)) else _why_not(make)
+            if reason:
+                self._note(f"quantized {self.text}", str(side), reason)
+            else:
+                yield from found
+
+    def _step_by_step(self, make: Any, row: torch.Tensor, prompt: int) -> list[Row]:
+        found = verify_text(self.model, {"cache": make}, row[:, :prompt], row[:, prompt:])["cache"]
+        return [{"tokens": found.steps, "kl": found.mean_kl, "agreement": found.agreement}]
+
+    def requests(self) -> Iterator[Item]:
+        found = prompts.agent_prompts(self.tokenizer, self.args.requests_count, page_tokens=self.args.page, prose=self.prose)
+        yield from suite.request_items(self.model, "requests", found, sides.segments(self.model, self.tokenizer))
+
+    def pairs(self) -> Iterator[Item]:
+        for kind in prompts.PAIR_KINDS:
+            found = prompts.prompt_pairs(self.tokenizer, self.args.pairs_count, kind, page_tokens=self.args.page, prose=self.prose)
+            yield from suite.pair_items(self.model, found, sides.warm_starts(self.model, self.tokenizer))
+
+
+def _why_not(make: Callable[[], Cache]) -> str:
+    """Why a peer's cache can't be made here; "" if it can."""
+    try:
+        make()
+    except (KVCacheError, ImportError, ValueError) as error:
+        return " ".join(str(error).split())[:120]
+    return ""
+
+
+def parse() -> argparse.Namespace:
+    parser = arguments(__doc__, "dtype", "threads", "device", "quick")
+    parser.set_defaults(dtype="float32")
+    parser.add_argument("--model", nargs="+", default=[str(ROOT / ".models" / name) for name in ("smollm2", "gemma3")], help="folders")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--policies", nargs="+", choices=sides.POLICIES, default=list(sides.POLICIES))
+    parser.add_argument("--presses", nargs="+", default=list(sides.PRESSES), help="of kvpress")
+    parser.add_argument("--kvpress", help="the Python of an environment in which kvpress is installed")
+    parser.add_argument("--wikitext", type=Path, help="WikiText-2, as one file of text")
+    parser.add_argument("--state", type=Path, default=ROOT / ".eval", help="where rows and codecs are kept between runs")
+    parser.add_argument("--report", action="store_true", help="measure nothing: tables, files and picture of what --state holds")
+    parser.add_argument("--csv", type=Path, help="the folder for real-NAME.csv")
+    parser.add_argument("--plot", type=Path, help="write a picture here (needs matplotlib)")
+    parser.add_argument("--tokens", type=int, help="of a context with needles; default: 600, and more for models with windows")
+    parser.add_argument("--single", type=int, default=4, help="contexts with one needle, of each kind")
+    parser.add_argument("--several", type=int, default=3, help="contexts with four needles, of each kind")
+    parser.add_argument("--rows", type=int, default=6, help="rows of a text that are read with coded past")
+    parser.add_argument("--row-tokens", type=int, default=384)
+    parser.add_argument("--calibrate", type=int, default=16384, help="tokens at the beginning of a text that a codec is calibrated on")
+    parser.add_argument("--requests-count", type=int, default=6, help="of an agent, the first one not counted")
+    parser.add_argument("--pairs-count", type=int, default=3, help="of each kind")
+    parser.add_argument("--page", type=int, default=100, help="tokens of a page in requests and pairs")
+    args = parser.parse_args()
+    args.quantized = (sides.QUANTIZED_PROMPT, sides.QUANTIZED_STEPS)
+    check_counts(args, ("tokens", "single", "several", "rows", "row_tokens", "calibrate", "requests_count", "pairs_count", "page"))
+    if args.quick:
+        small: dict[str, Any] = {"tokens": 120, "single": 1, "several": 1, "rows": 1, "row_tokens": 64, "calibrate": 1024, "page": 40}
+        vars(args).update(small, requests_count=2, pairs_count=1, policies=args.policies[:2], quantized=(32, 4))
+    return args
+
+
+def main() -> None:
+    args = parse()
+    device = begin(args)
+    args.requests_count += 1
+    rows: list[Row] = []
+    for name in args.model:
+        found = Evaluation(args, name, device).measure()
+        rows += found
+        print(report.tables(found))
+        if args.csv:
+            report.write(args.csv / f"real-{Path(name).name}.csv", found, environment(device) | {"dtype": args.dtype})
+    if args.plot:
+        report.draw_all(args.plot, rows)
+
+
+if __name__ == "__main__":
+    run_script(main)
