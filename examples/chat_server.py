@@ -11,27 +11,40 @@ tokens of a session with `EquipCache`, so that a chat of any length takes the sa
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+# Before torch and transformers, which take seconds.
+if importlib.util.find_spec("fastapi") is None:
+    raise SystemExit('This example needs FastAPI and uvicorn: pip install "hf-kvcaches[examples]"')
+
 import torch
-from fastapi import FastAPI
+from fastapi import FastAPI, HTTPException
 from fastapi.responses import StreamingResponse
-from pydantic import BaseModel
-from transformers import AutoModelForCausalLM, AutoTokenizer, TextIteratorStreamer
+from pydantic import BaseModel, Field
+from transformers import AutoModelForCausalLM, AutoTokenizer, StoppingCriteriaList, TextIteratorStreamer
 
 from hf_kvcaches import EquipCache, GrowingCache
+
+# For tokenizers that come without one. An answer begins with the space that the model writes.
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}:{{ ' ' if message.role == 'user' }}{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
 
 
 @dataclass
 class Session:
-    """The tokens of one chat and the cache that holds them."""
+    """The messages of one chat, and the cache that holds their tokens."""
 
     cache: Any
-    token_ids: list[int] = field(default_factory=list)
+    messages: list[dict[str, str]] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)  # of the messages, as the model read and wrote them
     computed: int = 0  # prompt tokens that the last turn computed
     lock: threading.Lock = field(default_factory=threading.Lock)  # turns of one session follow each other
 
@@ -60,42 +73,69 @@ class Chats:
         return session
 
     def answer(self, session: Session, message: str, max_new_tokens: int) -> Iterator[str]:
-        """The answer to a message, piece by piece."""
+        """The answer to a message, piece by piece; closing the iterator stops the generation."""
         streamer = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
-        thread = threading.Thread(target=self._write, args=(session, message, max_new_tokens, streamer))
-        thread.start()
-        yield from streamer
-        thread.join()
+        stopped, errors = threading.Event(), list[Exception]()
 
-    def _write(self, session: Session, message: str, max_new_tokens: int, streamer: TextIteratorStreamer) -> None:
+        def write() -> None:
+            try:
+                self._write(session, message, max_new_tokens, streamer, stopped)
+            except Exception as error:
+                errors.append(error)
+                streamer.end()
+
+        thread = threading.Thread(target=write)
+        thread.start()
+        try:
+            yield from streamer
+        finally:
+            stopped.set()
+            thread.join()
+        if errors:
+            raise errors[0]
+
+    def _write(self, session: Session, message: str, max_new_tokens: int, streamer: TextIteratorStreamer, stopped: threading.Event) -> None:
         with session.lock, self._model_lock:
-            prompt_ids = [*session.token_ids, *self._turn_ids(message, is_first=not session.token_ids)]
-            session.computed = len(prompt_ids) - session.cache.get_seq_length()
+            messages = [*session.messages, {"role": "user", "content": message}]
+            prompt_ids = self.prompt_ids(messages)
+            cache, seen = session.cache, session.cache.get_seq_length()
+            if prompt_ids[:seen] != session.token_ids[:seen]:
+                # The template changes earlier messages (some remove reasoning), or an answer's text becomes other tokens.
+                cache.reset()
+                seen = 0
+            session.computed = len(prompt_ids) - seen
             inputs = torch.tensor([prompt_ids], device=self.model.device)
             settings = {"max_new_tokens": max_new_tokens, "pad_token_id": self.tokenizer.eos_token_id, "do_sample": False}
+            stopping = StoppingCriteriaList([lambda ids, scores: torch.full((len(ids),), stopped.is_set(), device=ids.device)])
             try:
                 output = self.model.generate(
-                    inputs, attention_mask=torch.ones_like(inputs), past_key_values=session.cache, streamer=streamer, **settings
+                    inputs,
+                    attention_mask=torch.ones_like(inputs),
+                    past_key_values=cache,
+                    streamer=streamer,
+                    stopping_criteria=stopping,
+                    **settings,
                 )
-                session.token_ids = output[0].tolist()
             except BaseException:
-                session.cache = self.make_cache()  # a pass that broke off leaves a cache that can't go on
-                streamer.end()
+                if {layer.get_seq_length() for layer in cache.layers} != {seen}:
+                    cache.reset()  # a pass broke off: the next turn computes the chat anew
                 raise
+            session.token_ids = output[0].tolist()
+            text = self.tokenizer.decode(session.token_ids[len(prompt_ids) :], skip_special_tokens=True)
+            session.messages = [*messages, {"role": "assistant", "content": text}]
 
-    def _turn_ids(self, message: str, is_first: bool) -> list[int]:
-        """The tokens of a turn alone, behind what the session holds."""
-        if self.tokenizer.chat_template is None:
-            return self.tokenizer(f"{'' if is_first else chr(10)}User: {message}\nAssistant:", add_special_tokens=is_first)["input_ids"]
-        turn = [{"role": "user", "content": message}]
-        return self.tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True)["input_ids"]
+    def prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
+        """The tokens of a whole chat, of which the cache holds the first ones."""
+        template = self.tokenizer.chat_template or TEMPLATE
+        prompt = self.tokenizer.apply_chat_template(messages, chat_template=template, add_generation_prompt=True, return_dict=True)
+        return list(prompt["input_ids"])
 
 
 class Message(BaseModel):
     """The body of a request."""
 
     message: str
-    max_new_tokens: int = 256
+    max_new_tokens: int = Field(256, ge=1)
 
 
 def create_app(chats: Chats) -> FastAPI:
@@ -104,7 +144,12 @@ def create_app(chats: Chats) -> FastAPI:
 
     @app.post("/chat/{name}")
     def chat(name: str, body: Message) -> StreamingResponse:
-        return StreamingResponse(chats.answer(chats.session(name), body.message, body.max_new_tokens), media_type="text/plain")
+        pieces = chats.answer(chats.session(name), body.message, body.max_new_tokens)
+        try:
+            first = next(filter(None, pieces), "")  # once an answer has begun, its status is sent
+        except Exception as error:
+            raise HTTPException(500, f"The model could not answer: {error}") from error
+        return StreamingResponse(itertools.chain([first], pieces), media_type="text/plain")
 
     @app.get("/sessions")
     def sessions() -> dict[str, dict[str, int]]:
@@ -128,6 +173,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     args = parser.parse_args(arguments)
+    if importlib.util.find_spec("uvicorn") is None:
+        parser.exit(1, 'This example needs uvicorn: pip install "hf-kvcaches[examples]"\n')
     import uvicorn
 
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto").eval()

@@ -104,35 +104,41 @@ def run(args: argparse.Namespace) -> int:
     offered = choices(size, tokens)
     require_files("--speed", [] if args.speed is None else [args.speed])
     table = speed_table(args.speed)
-    speeds = [nearest(table, choice.cache, choice.measured, case) for choice in offered]
+    # What was measured on a CPU says nothing about a GPU.
+    table = [row for row in table if row["device"] == device.type]
+    answers = [_answer(choice, support, latents=getattr(text, "kv_lora_rank", None) is not None) for choice in offered]
+    speeds = [
+        None if answer.startswith("no") else nearest(table, choice.cache, choice.measured, case)
+        for choice, answer in zip(offered, answers, strict=True)
+    ]
     rows = []
-    for choice, speed in zip(offered, speeds, strict=True):
-        held, answer = args.batch * choice.row_bytes, _answer(choice, support)
-        row: Row = {
-            "cache": f"{choice.cache}({_shown(choice)})",
-            "gib": held / GIB,
-            "share": choice.row_bytes / size.full(tokens),
-            "total_gib": (held + size.weight_bytes) / GIB,
-            "fits": "" if memory is None else "yes" if held + size.weight_bytes <= memory else "no",
-            "text": "same" if choice.exact else "close",
-            "works": _verdict(answer),
-            "answer": answer,
-        }
-        measured = {} if speed is None else {name: float(speed[name]) for name in ("prefill_ratio", "decode_ratio")}
-        rows.append(row | measured)
+    for choice, answer, speed in zip(offered, answers, speeds, strict=True):
+        row: Row = {"cache": f"{choice.cache}({_shown(choice)})", "fits": "", "works": _verdict(answer), "answer": answer}
+        if not answer.startswith("no"):
+            held = args.batch * choice.row_bytes
+            total = held + size.weight_bytes
+            row |= {"gib": held / GIB, "share": choice.row_bytes / size.full(tokens), "total_gib": total / GIB}
+            row |= {"fits": "" if memory is None else "yes" if total <= memory else "no", "text": "same" if choice.exact else "close"}
+        rows.append(row | ({} if speed is None else {name: float(speed[name]) for name in ("prefill_ratio", "decode_ratio")}))
     print(f"{args.model}: {family}, {len(size.layers)} layers, {case['dtype']}; {args.batch} x {tokens:,} tokens")
     print(f"weights: {size.weight_bytes / GIB:.2f} GiB; activations come on top of what is listed\n\n{show(rows, COLUMNS)}\n")
-    _print_notes(family, support, offered, speeds)
-    _print_choice(offered, rows)
+    _print_notes(family, support, offered, speeds, device.type)
+    found = _print_choice(offered, rows, size.weight_bits is not None)
     if args.csv:
         write_csv(args.csv, rows, {"model": args.model, **case})
-    return 0
+    return 0 if found else 1
 
 
-def _answer(choice: CacheChoice, support: Measured | None) -> str:
-    """Whether a cache works with the family, as the table of families says."""
+def _answer(choice: CacheChoice, support: Measured | None, latents: bool) -> str:
+    """Whether a cache works with the family, as the table of families says.
+
+    Args:
+        latents: Whether the model keeps latents in place of keys and values.
+    """
     if not choice.family:
         return "yes"
+    if latents and "storage=" in choice.setting:
+        return "no (storage: this model keeps latents, which are held in its dtype)"
     return "unknown" if support is None else support[choice.family]
 
 
@@ -147,7 +153,9 @@ def _shown(choice: CacheChoice) -> str:
     return f"{choice.setting} of {ratio[0]}" if ratio else choice.setting
 
 
-def _print_notes(family: str, support: Measured | None, offered: Sequence[CacheChoice], speeds: Sequence[Measured | None]) -> None:
+def _print_notes(
+    family: str, support: Measured | None, offered: Sequence[CacheChoice], speeds: Sequence[Measured | None], device: str
+) -> None:
     """What the columns mean, and why a cache is refused."""
     if support is None:
         print(f"family: {family!r} was not tried; run hf-kvcaches verify.")
@@ -159,19 +167,25 @@ def _print_notes(family: str, support: Measured | None, offered: Sequence[CacheC
         print(f"TranslatedCache, from codes of another model: {_verdict(support['TranslatedCache'])}")
     measured = [speed for choice, speed in zip(offered, speeds, strict=True) if speed is not None and choice.family]
     if not measured:
-        print("prefill, step: there is no speed table; make one with hf-kvcaches bench --csv FILE and pass it as --speed.")
+        print(f"prefill, step: nothing was measured on {device}; measure with hf-kvcaches bench --csv FILE, and pass it as --speed.")
         return
     cases = dict.fromkeys("{hidden} x {layers} layers, {dtype}, {batch} x {context} tokens, {hardware}".format(**row) for row in measured)
     print(f"prefill, step: times as fast as DynamicCache where it was measured nearest ({'; '.join(cases)}); sources with a hit.")
 
 
-def _print_choice(offered: Sequence[CacheChoice], rows: Sequence[Row]) -> None:
-    """The first that fits and works, and its code."""
+def _print_choice(offered: Sequence[CacheChoice], rows: Sequence[Row], quantized: bool) -> bool:
+    """The first that fits and works, and its code; return whether there is one.
+
+    Args:
+        quantized: Whether the weights are quantized.
+    """
     for choice, row in zip(offered, rows, strict=True):
         if not choice.source and row["fits"] != "no" and not row["answer"].startswith("no"):
             print(f"\nThe first that fits and works is {row['cache']}:\n\n{choice.code}")
-            return
-    print("\nNothing fits: shorten the context, make the batch smaller, or quantize the weights.")
+            return True
+    others = "or make the batch smaller" if quantized else "make the batch smaller, or quantize the weights"
+    print(f"\nNothing fits: shorten the context, {others}.")
+    return False
 
 
 def _dtype(config: PreTrainedConfig, name: str) -> torch.dtype:

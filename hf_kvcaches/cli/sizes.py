@@ -22,6 +22,8 @@ from hf_kvcaches.errors import UnsupportedError
 _PLAIN = ("full_attention", "sliding_attention")
 # Sinks and newest tokens that a `SubspaceCache` keeps exact by default.
 _EXACT = 4 + 64
+# Bits of the methods of quantization whose configs do not say them.
+_METHODS = {"fp8": 8, "fp4": 4, "eetq": 8, "bitnet": 2}
 # Tokens that the model without weights is fed.
 _FED = 2
 
@@ -51,17 +53,15 @@ class ModelSize:
     """What a model and its caches are made of.
 
     Args:
-        parameters: Numbers of the weights.
+        weight_bytes: Of all weights.
         element: Bytes of a number of keys and values.
+        weight_bits: Of a number of a quantized matrix; None where weights are not quantized.
     """
 
     layers: tuple[LayerSize, ...]
-    parameters: int
+    weight_bytes: int
     element: int
-
-    @property
-    def weight_bytes(self) -> int:
-        return self.parameters * self.element
+    weight_bits: int | None = None
 
     def full(self, tokens: int) -> float:
         """Bytes of a row of a `DynamicCache`."""
@@ -110,7 +110,8 @@ def model_size(config: PreTrainedConfig, dtype: torch.dtype) -> ModelSize:
         dtype: Of weights, keys and values.
     """
     model = _without_weights(config)
-    parameters, element = sum(parameter.numel() for parameter in model.parameters()), dtype.itemsize
+    element, bits = dtype.itemsize, _weight_bits(config)
+    weights = _weight_bytes(model, element, bits)
     cache = DynamicCache(config=model.config)
     tokens = torch.zeros(1, _FED, dtype=torch.long, device="meta")
     try:
@@ -118,8 +119,34 @@ def model_size(config: PreTrainedConfig, dtype: torch.dtype) -> ModelSize:
             warnings.simplefilter("ignore")
             model(input_ids=tokens, **compat.cache_kwargs(model, cache))
     except (RuntimeError, ValueError, TypeError):  # some models look at what is in a tensor, and here it has nothing in it
-        return ModelSize(_from_config(config), parameters, element)
-    return ModelSize(tuple(_measured(layer, element) for layer in cache.layers), parameters, element)
+        return ModelSize(_from_config(config), weights, element, bits)
+    return ModelSize(tuple(_measured(layer, element) for layer in cache.layers), weights, element, bits)
+
+
+def _weight_bits(config: PreTrainedConfig) -> int | None:
+    """How many bits a number of a quantized matrix has, as the config says; None where weights are not quantized, or it does not say."""
+    quantization: Any = getattr(config, "quantization_config", None)
+    if quantization is None:
+        return None
+    options = quantization if isinstance(quantization, dict) else vars(quantization)
+    if isinstance(bits := options.get("bits", options.get("w_bit")), int):
+        return bits
+    if options.get("load_in_4bit") or options.get("load_in_8bit"):
+        return 4 if options.get("load_in_4bit") else 8
+    method = str(getattr(options.get("quant_method"), "value", options.get("quant_method")))
+    return next((bits for part, bits in _METHODS.items() if part in method), None)
+
+
+def _weight_bytes(model: Any, element: int, bits: int | None) -> int:
+    """Bytes of a model's weights; embeddings, the output head and vectors are never quantized, and scales are not counted."""
+    if bits is None:
+        return sum(parameter.numel() for parameter in model.parameters()) * element
+    kept = [module.weight for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
+    exact = {id(parameter) for parameter in kept}
+    return sum(
+        parameter.numel() * element if parameter.ndim < 2 or id(parameter) in exact else parameter.numel() * bits // 8
+        for parameter in model.parameters()
+    )
 
 
 def _without_weights(config: PreTrainedConfig) -> Any:

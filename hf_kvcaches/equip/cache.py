@@ -246,7 +246,8 @@ class EquipCache(AnsweringCache):
         schemes = {layer.rotation.scheme for layer in self._own_layers} - {"given"}
         rope = schemes.pop() if schemes else self._settings.rope
         own = {"rope": rope, "policy": self.policy.settings(), "budget": list(self._settings.budget), "codec": None}
-        return {**vars(self._settings), **own}
+        # The kernels are a matter of the machine.
+        return {name: value for name, value in vars(self._settings).items() if name != "backend"} | own
 
     @classmethod
     def from_press(cls, press: Any, model: Any, budget: int | float | Sequence[int | float] | None = None, **options: Any) -> Self:

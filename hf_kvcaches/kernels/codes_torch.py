@@ -65,7 +65,8 @@ def unpacked(packed: torch.Tensor, counts: Counts) -> torch.Tensor:
     return codes.bitwise_and_(masks).sub_(centers).view(torch.int8)
 
 
-@lru_cache(maxsize=64)
+# As many as there are sides of layers, whose entries a step visits in a circle: with fewer, each visit would make one anew.
+@lru_cache(maxsize=4096)
 @torch.inference_mode(False)
 def _bit_tables(counts: Counts, device: torch.device) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
     """The first bits of the slots of each plane, (slots, 1, 1); of each level the largest code and the code of level 0: (levels, 1)."""

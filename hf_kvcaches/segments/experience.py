@@ -36,22 +36,23 @@ class Experience:
         self._unstored: list[tuple[_Key, float, float]] = []
         self._lock = threading.Lock()
 
-    def verdict(self, scope: str, layer: int, ids: Ids, similarity: float, threshold: float) -> bool | None:
+    def verdict(self, scope: str, layer: int, ids: Ids, similarity: float, threshold: float, repair: float = 0.0) -> bool | None:
         """Return whether a segment would pass a probe; None if a probe has to decide.
 
         Args:
             threshold: The lowest score with which a probe passes.
+            repair: The share of the segment's tokens that is recomputed, behind which a probe compares.
         """
         with self._lock:
-            scores = self._scores.get(_key(scope, layer, ids), ())
+            scores = self._scores.get(_key(scope, layer, ids, repair), ())
             passed = any(score >= threshold and earlier <= similarity + _ALIKE for earlier, score in scores)
             failed = any(score < threshold and earlier >= similarity - _ALIKE for earlier, score in scores)
         return None if passed == failed else passed
 
-    def learn(self, scope: str, layer: int, ids: Ids, similarity: float, score: float) -> None:
+    def learn(self, scope: str, layer: int, ids: Ids, similarity: float, score: float, repair: float = 0.0) -> None:
         """Add the score of a probe of this process."""
         with self._lock:
-            key = _key(scope, layer, ids)
+            key = _key(scope, layer, ids, repair)
             self._remember(key, similarity, score)
             self._unstored.append((key, similarity, score))
             del self._unstored[:-_UNSTORED]
@@ -81,5 +82,5 @@ class Experience:
             self._scores.popitem(last=False)
 
 
-def _key(scope: str, layer: int, ids: Ids) -> _Key:
-    return scope, layer, hashlib.blake2b(ids[:KNOWN_BY].tobytes(), digest_size=16).hexdigest()
+def _key(scope: str, layer: int, ids: Ids, repair: float) -> _Key:
+    return scope, layer, hashlib.blake2b(ids[:KNOWN_BY].tobytes() + repr(float(repair)).encode(), digest_size=16).hexdigest()

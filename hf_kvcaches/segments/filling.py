@@ -54,7 +54,7 @@ class SegmentPipeline(Pipeline["SegmentReuseCache"]):
         store.refresh(self.scope)
         policy = cache.policy
         verdict = partial(store.experience.verdict, self.scope, policy.check_layer)
-        context = TierContext(policy, len(cache.layers), lambda ids, likeness: verdict(ids, likeness, policy.probe))
+        context = TierContext(policy, len(cache.layers), lambda ids, likeness: verdict(ids, likeness, policy.probe, policy.repair))
         tiers = cache.tiers if cache.approximates else ()
         with store.reading():
             index = store.index(self.scope)

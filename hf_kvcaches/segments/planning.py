@@ -57,14 +57,16 @@ def _gaps(runs: Sequence[tuple[int, int]], start: int, stop: int) -> list[tuple[
 def _affordable(spans: Sequence[PlannedSpan], tokens: int, context: TierContext) -> list[PlannedSpan]:
     """Return the spans with no more probes than the policy allows: the longest spans are probed, the others take their fallback."""
     policy = context.policy
-    probed = sorted((span for span in spans if span.check is not None and span.check.probe), key=len, reverse=True)
-    if not probed:
+    checked = [span for span in spans if span.check is not None and span.check.probe]
+    if not checked:
         return list(spans)
+    # Where nearly all tokens are recomputed, too few are left to compare.
+    probed = sorted((span for span in checked if len(probed_indices(span)) >= SLICE + PROBES), key=len, reverse=True)
     # A probe computes only keys and queries of the layer where it compares them: less than half of that layer.
     allowed = int(policy.probing * tokens * context.layers / ((SLICE + PROBES) * (policy.check_layer + 0.5)))
     # A pass for probes takes longer than computing a few tokens.
     allowed = 0 if sum(map(len, probed[:allowed])) < 4 * policy.shortest else allowed
-    unprobed = {id(span) for span in probed[allowed:]}
+    unprobed = {id(span) for span in checked} - {id(span) for span in probed[:allowed]}
     kept: list[PlannedSpan] = []
     for span in spans:
         kept += span.check.otherwise if span.check is not None and id(span) in unprobed else [span]

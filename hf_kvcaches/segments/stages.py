@@ -200,13 +200,13 @@ class Stages:
         assert buffer is not None
         cached, fresh = buffer[index, :, slots], look.fresh[index, :, columns]
         if check.probe:
-            queries = columns[SLICE : SLICE + PROBES]
-            score = 0.0
-            if len(queries) and look.query is not None:
-                score = agreement(look.query[index, :, queries], cached[:, :SLICE], fresh[:, :SLICE], self.cache.shard)
+            assert look.query is not None
+            queries = look.query[index, :, columns[SLICE : SLICE + PROBES]]
+            score = agreement(queries, cached[:, :SLICE], fresh[:, :SLICE], self.cache.shard)
             self.cache.probes.append(Probe(span.start, span.stop, score))
-            self.cache.store.experience.learn(self.scope, level, row.ids[span.start : span.stop], check.likeness, score)
-            if score < self.cache.policy.probe:
+            policy, ids = self.cache.policy, row.ids[span.start : span.stop]
+            self.cache.store.experience.learn(self.scope, level, ids, check.likeness, score, policy.repair)
+            if score < policy.probe:
                 return check.otherwise
         recompute = span.recompute
         if check.choose:

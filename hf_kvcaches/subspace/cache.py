@@ -138,14 +138,15 @@ class SubspaceCache(AnsweringCache):
 
     def settings(self) -> dict[str, Any]:
         own = self._settings
-        options: dict[str, Any] = {"sinks": own.sinks, "recent": own.recent, "backend": own.backend}
+        options: dict[str, Any] = {"sinks": own.sinks, "recent": own.recent}
         if self.adaptive is not None:
             options["adaptive"] = asdict(self.adaptive)
         return options
 
     @classmethod
     def rebuild(cls, model: Any, settings: dict[str, Any]) -> Self:
-        options = dict(settings)
+        # The kernels are a matter of the machine: files of earlier versions name them.
+        options = {name: value for name, value in settings.items() if name != "backend"}
         if "adaptive" in options:
             options["adaptive"] = AdaptiveSubspace(**options["adaptive"])
         return cls(model, **options)

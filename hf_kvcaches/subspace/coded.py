@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -25,6 +26,8 @@ from hf_kvcaches.subspace.placement import Intake, Placement
 
 # Buffers of codes have room for one token more for each so many.
 _RESERVE = 64
+# How many of the last tokens can be taken back: each recorded one keeps the window before it alive.
+_RECORDED = 256
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ class CodedLayer(TensorLayer):
         self.coded = 0
         self.record_past = False
         # What the layer held before each pass whose tokens may be taken back: all tensors but the codes, which only grow.
-        self.past: list[dict[str, Any]] = []
+        self.past: deque[dict[str, Any]] = deque(maxlen=_RECORDED)
 
     @property
     def kept(self) -> int:
@@ -314,8 +317,13 @@ class CodedLayer(TensorLayer):
         return keys, values
 
     def activate_past_recording(self) -> None:
+<<<<<<< HEAD
         """From now on tokens can be taken back with `crop`, up to the last crop. Several tokens at once count as so many steps."""
         self.record_past = True
+=======
+        """From now on the last 256 tokens can be taken back with `crop`, up to the last crop; several at once count as so many steps."""
+        self.recording = True
+>>>>>>> h-reuse
 
     def crop(self, tokens_to_remove: int) -> None:
         """Takes the last tokens back, as if they had never come.
@@ -332,7 +340,7 @@ class CodedLayer(TensorLayer):
                 setattr(self, name, held)
         elif tokens:
             self._cut(self.seen - tokens)
-        self.past = []
+        self.past.clear()
 
     def _cut(self, left: int) -> None:
         """Forgets tokens that were not recorded, where all that a shorter row is made of is still there."""
@@ -352,7 +360,12 @@ class CodedLayer(TensorLayer):
 
     def reset(self) -> None:
         super().reset()
+<<<<<<< HEAD
         self.record_past, self.past = False, []
+=======
+        self.recording = False
+        self.past.clear()
+>>>>>>> h-reuse
 
     def export_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         tensors, values = super().export_state()
@@ -368,4 +381,4 @@ class CodedLayer(TensorLayer):
     def _map_rows(self, function: Any) -> None:
         super()._map_rows(function)
         # Rows of the past are those of the present: what was recorded for others says nothing about them.
-        self.past = []
+        self.past.clear()

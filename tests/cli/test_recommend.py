@@ -82,7 +82,9 @@ def test_the_first_setting_that_fits_comes_with_its_code(capsys):
     eighth = "SubspaceCache(codec of bytes_ratio=0.125)"
     for memory, cache in (("16GiB", "GrowingCache()"), ("1100MiB", "DynamicCache()"), ("100MiB", eighth)):
         assert f"works is {cache}:" in run(capsys, *options, "--memory", memory).out
-    assert "Nothing fits" in run(capsys, *options, "--memory", "1MiB").out
+    nothing = run(capsys, *options, "--memory", "1MiB")
+    assert nothing.code == 1
+    assert "Nothing fits: shorten the context, make the batch smaller, or quantize the weights." in nothing.out
     without = run(capsys, *options)
     assert "fits  " not in without.out
     assert "works is GrowingCache():" in without.out
@@ -109,6 +111,42 @@ def test_caches_that_refuse_the_family_are_not_chosen_and_the_reason_is_told(cap
     done = run(capsys, "recommend", "--model", tmp_path, "--context", "64k", "--memory", "500MiB", "--dtype", "float32", "--batch", 3)
     assert "SubspaceCache with deepseek_v3: no (KVCodec.calibrate needs a cache that answers" in done.out
     assert "works is EquipCache(budget=32768)" in done.out
+    lines = {line.split("  ")[0]: line.split("  ", 1)[1].split() for line in done.out.splitlines() if "  " in line}
+    # No bytes and no speeds of what does not work.
+    assert lines["EquipCache(budget=32768, storage='int8')"] == lines["SubspaceCache(codec of bytes_ratio=0.25)"] == ["no"]
+    assert lines["EquipCache(budget=32768)"][-3:][0] in ("yes", "partly")
+
+
+@pytest.mark.parametrize(
+    ("quantization", "share"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 0.5),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, 0.25),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, 0.5),
+        ({"quant_method": "mxfp4"}, 0.25),
+    ],
+)
+def test_quantized_weights_count_as_what_they_are(quantization, share, capsys, tmp_path):
+    config = tiny.llama(num_hidden_layers=8).config
+    plain = model_size(config, torch.bfloat16)
+    config.quantization_config = quantization
+    size, ends = model_size(config, torch.bfloat16), 2 * 2 * tiny.VOCABULARY * 32
+    assert size.weight_bytes == pytest.approx((plain.weight_bytes - ends) * share + ends, rel=0.02)
+    assert size.full(100) == plain.full(100)
+    config.save_pretrained(tmp_path)
+    done = run(capsys, "recommend", "--model", tmp_path, "--memory", "1KiB", "--dtype", "bfloat16")
+    assert "Nothing fits: shorten the context, or make the batch smaller." in done.out
+
+
+def test_speeds_of_another_kind_of_device_are_not_shown(capsys, tmp_path):
+    with (tmp_path / "speed.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, SPEED_COLUMNS)
+        writer.writeheader()
+        writer.writerow(row("GrowingCache", prefill_ratio=1.25, decode_ratio=3.5) | {"device": "cuda"})
+    done = run(capsys, "recommend", "--model", BASE, "--device", "cpu", "--speed", tmp_path / "speed.csv")
+    assert done.code == 0
+    assert "3.50x" not in done.out
+    assert "nothing was measured on cpu" in done.out
 
 
 @pytest.mark.parametrize(

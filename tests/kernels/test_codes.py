@@ -307,3 +307,14 @@ def test_triton_refuses_what_it_can_not_do() -> None:
 def test_importing_the_kernels_does_not_import_triton() -> None:
     code = "import sys; import hf_kvcaches.kernels.codes; assert 'triton' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_tables_of_all_layers_of_a_deep_model_are_made_once() -> None:
+    sides = [(number % 16, 2 * (number // 16), 4, 8) for number in range(160)]
+    packed = {counts: torch.zeros(1, packed_rows(counts), 4, dtype=torch.uint8) for counts in sides}
+    for counts in sides:
+        codes_torch.unpacked(packed[counts], counts)
+    misses = codes_torch._bit_tables.cache_info().misses
+    for counts in sides:
+        codes_torch.unpacked(packed[counts], counts)
+    assert codes_torch._bit_tables.cache_info().misses == misses

@@ -86,6 +86,26 @@ def test_a_segment_is_probed_once_in_surroundings_like_these(threshold, tier):
     assert ("probed" in tiers) == (tier == "probed")
 
 
+@pytest.mark.parametrize("repair", [1.0, 0.9])
+def test_a_policy_that_leaves_too_few_tokens_to_probe_teaches_others_nothing(repair):
+    model, store = tiny.llama(), SegmentStore("memory", quantization=None)
+    policy = SegmentPolicy(probe=-1.0, similarity=1.01, probing=1.0, shortest=8, guard=())
+    one, two, three, page = (tiny.ids(1, length, seed=seed) for length, seed in ((20, 1), (20, 2), (20, 3), (40, 4)))
+    caches = [SegmentReuseCache(model, store, policy=policy, repair=share) for share in (None, repair, None)]
+    for cache, before in zip(caches, (one, two, three), strict=True):
+        model.generate(torch.cat([before, page, before[:, :3]], 1), past_key_values=cache, max_new_tokens=1, do_sample=False)
+    assert [len(cache.probes) for cache in caches] == [0, 0, 1]
+    assert "probed" not in caches[1].report().tiers
+    assert "probed" in caches[2].report().tiers
+
+
+def test_probes_behind_another_share_of_recomputed_tokens_tell_nothing():
+    known = Experience()
+    known.learn("a", 1, IDS, 0.4, 0.2, 0.1)
+    assert known.verdict("a", 1, IDS, 0.4, 0.9, 0.1) is False
+    assert known.verdict("a", 1, IDS, 0.4, 0.9, 0.5) is None
+
+
 def test_what_is_told_is_heard_by_another_and_told_once():
     one, other = learned([(0.4, 0.99), (0.1, 0.2)]), Experience()
     told = one.unstored()

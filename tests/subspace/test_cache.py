@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -234,6 +235,38 @@ def test_a_saved_cache_comes_back(tmp_path: Path, padded: bool) -> None:
     with torch.no_grad():
         results = [model(text[:, 70:], past_key_values=each, **options).logits for each in (given, loaded)]
     assert torch.equal(*results)
+
+
+def test_kernels_are_chosen_by_the_machine_that_loads_a_cache(tmp_path: Path) -> None:
+    model, codec = pair()
+    saved = SubspaceCache(model, codec, sinks=2, recent=6, backend="triton")
+    run(model, saved, tiny.ids(1, 40), [40])
+    saved.save(tmp_path / "cache.safetensors")
+    loaded = SubspaceCache.load(tmp_path / "cache.safetensors", model)
+    assert torch.isfinite(run(model, loaded, tiny.ids(1, 3), [1, 1, 1])).all()
+    assert SubspaceCache.rebuild(model, {**saved.settings(), "backend": "triton", "codec": codec}).settings() == saved.settings()
+
+
+def test_recording_without_a_crop_takes_no_more_memory_with_each_step() -> None:
+    model, codec = pair()
+    given = SubspaceCache(model, codec, sinks=2, recent=6)
+    run(model, given, tiny.ids(1, 10), [10])
+    given.activate_past_recording()
+
+    def recorded() -> int:
+        gc.collect()
+        return sum(isinstance(each, torch.Tensor) for each in gc.get_objects())
+
+    text = tiny.ids(1, 100)
+    for _ in range(3):
+        run(model, given, text, [1] * 100)
+    before = recorded()
+    run(model, given, text, [1] * 100)
+    assert recorded() <= before + 50
+    given.crop(-100)
+    assert given.seen == 310
+    with pytest.raises(UnsupportedError, match="crop"):
+        given.crop(-300)
 
 
 def test_a_copy_goes_its_own_way_and_shares_the_codec() -> None:

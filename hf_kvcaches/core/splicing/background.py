@@ -7,7 +7,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from hf_kvcaches.core.splicing.remembering import Remembering
@@ -41,6 +41,24 @@ class Writer:
                 self._jobs.popleft()()
 
 
+class _Watched:
+    """The caches whose prompts may have to be stored, which any thread may add to; they are not kept alive.
+
+    A `WeakSet` can't be iterated while another thread adds to it. References are replaced as a whole, and dead ones left out then.
+    """
+
+    def __init__(self) -> None:
+        self._references: tuple[weakref.ref[Remembering], ...] = ()
+        self._lock = threading.RLock()  # reentrant: a finalizer may make a cache
+
+    def add(self, remembering: Remembering) -> None:
+        with self._lock:
+            self._references = (*(each for each in self._references if each() is not None), weakref.ref(remembering))
+
+    def __iter__(self) -> Iterator[Remembering]:
+        return iter([remembering for each in self._references if (remembering := each()) is not None])
+
+
 class Background:
     """The background jobs of a store, which write prompts of caches as soon as they are computed.
 
@@ -50,7 +68,7 @@ class Background:
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         self._warn, self._writer = warn, Writer()
-        self._waiting: weakref.WeakSet[Remembering] = weakref.WeakSet()
+        self._waiting = _Watched()
         weakref.finalize(self, _finish, self._waiting, self._writer)
 
     def watch(self, remembering: Remembering) -> None:

@@ -43,6 +43,7 @@ class History:
     def reset(self) -> None:
         """Forget all tokens."""
         self._passes: list[_PassTokens] = []
+        self._length = 0
         self._mask: torch.Tensor | None = None
         self._unmasked = False
         self.known = True
@@ -72,11 +73,8 @@ class History:
         positions = numbered if position_ids is None else _text_positions(position_ids)
         self._mask = attention_mask
         # Copies, because callers may write the next tokens into the same tensors.
-        self._passes = [*self._passes, _PassTokens(input_ids.clone(), real, positions.to(input_ids.device).expand(batch, -1))]
-
-    @property
-    def _length(self) -> int:
-        return sum(part.ids.shape[1] for part in self._passes)
+        self._passes.append(_PassTokens(input_ids.clone(), real, positions.to(input_ids.device).expand(batch, -1)))
+        self._length += tokens
 
     def _joined(self) -> _PassTokens:
         """Return the tokens of all passes as one."""
@@ -122,6 +120,7 @@ class History:
         """Forget all tokens from `length` on."""
         if length < self._length:
             self._passes = [self._joined().map(lambda tensor: tensor[:, :length])]
+            self._length = length
             if self._mask is not None:
                 self._mask = self._mask[:, :length]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 import pytest
@@ -213,3 +214,19 @@ def test_positions_of_three_axes_are_those_of_text_where_the_axes_agree() -> Non
         positions[1, 0, 2] += changed
         history.observe(tiny.ids(1, 4), None, positions, 0)
         assert history.padding(4) == expected or (expected is None and isinstance(history.padding(4), str))
+
+
+def test_the_six_thousandth_token_costs_as_much_as_the_hundredth() -> None:
+    history, token = History(), torch.zeros(1, 1, dtype=torch.long)
+
+    def seconds(tokens: range) -> float:
+        began = time.process_time()
+        for seen in tokens:
+            history.observe(token, None, None, seen)
+        return time.process_time() - began
+
+    seconds(range(100))
+    early = seconds(range(100, 600))
+    seconds(range(600, 6000))
+    assert seconds(range(6000, 6500)) < 5 * early
+    assert history.rows()[0].tolist() == [0] * 6500
