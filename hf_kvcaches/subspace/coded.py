@@ -317,13 +317,8 @@ class CodedLayer(TensorLayer):
         return keys, values
 
     def activate_past_recording(self) -> None:
-<<<<<<< HEAD
-        """From now on tokens can be taken back with `crop`, up to the last crop. Several tokens at once count as so many steps."""
-        self.record_past = True
-=======
         """From now on the last 256 tokens can be taken back with `crop`, up to the last crop; several at once count as so many steps."""
-        self.recording = True
->>>>>>> h-reuse
+        self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
         """Takes the last tokens back, as if they had never come.
@@ -360,12 +355,8 @@ class CodedLayer(TensorLayer):
 
     def reset(self) -> None:
         super().reset()
-<<<<<<< HEAD
-        self.record_past, self.past = False, []
-=======
-        self.recording = False
+        self.record_past = False
         self.past.clear()
->>>>>>> h-reuse
 
     def export_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         tensors, values = super().export_state()
