@@ -71,7 +71,7 @@ def run_agent(model: Any, tokenizer: Any, store: SegmentStore, task: str, max_st
         cache = SegmentReuseCache(model, store, tokenizer)
         output = model.generate(
             **inputs,
-            past_key_values=cache,
+            cache=cache,
             max_new_tokens=max_new_tokens,
             do_sample=False,
             stop_strings="\n",

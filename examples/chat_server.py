@@ -111,7 +111,7 @@ class Chats:
                 output = self.model.generate(
                     inputs,
                     attention_mask=torch.ones_like(inputs),
-                    past_key_values=cache,
+                    cache=cache,
                     streamer=streamer,
                     stopping_criteria=stopping,
                     **settings,

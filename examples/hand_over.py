@@ -80,7 +80,7 @@ def answer(args: argparse.Namespace) -> None:
         output = consumer.generate(
             prompt_ids,
             attention_mask=torch.ones_like(prompt_ids),
-            past_key_values=cache,
+            cache=cache,
             max_new_tokens=args.max_new_tokens,
             do_sample=False,
             pad_token_id=tokenizer.eos_token_id,

@@ -35,7 +35,7 @@ def read_document(model: Any, document_ids: torch.Tensor, folder: Path, codec_fo
         return cache
     cache = SubspaceCache(model, codec)
     with torch.no_grad():
-        model(document_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(document_ids, cache=cache, use_cache=True, logits_to_keep=1)
     folder.mkdir(parents=True, exist_ok=True)
     cache.save(folder / FILE, codec=codec)
     print(f"read {cache.get_seq_length()} tokens into {cache.report().bytes / 2**20:.1f} MiB")
@@ -49,7 +49,7 @@ def answer(model: Any, tokenizer: Any, cache: SubspaceCache, document_ids: torch
     output = model.generate(
         prompt_ids,
         attention_mask=torch.ones_like(prompt_ids),
-        past_key_values=copy.deepcopy(cache),
+        cache=copy.deepcopy(cache),
         max_new_tokens=max_new_tokens,
         do_sample=False,
         pad_token_id=tokenizer.eos_token_id,

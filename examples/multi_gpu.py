@@ -35,7 +35,7 @@ def answer(model: Any, tokenizer: Any, store: SegmentStore, prompt: str, max_new
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
     cache = SegmentReuseCache(model, store, tokenizer)
     settings = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": tokenizer.eos_token_id}
-    output = model.generate(**inputs, past_key_values=cache, **settings)
+    output = model.generate(**inputs, cache=cache, **settings)
     text = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     return " ".join(text.split()), cache.report().reused_tokens
 
