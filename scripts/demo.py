@@ -29,6 +29,7 @@ from transformers.generation import BaseStreamer
 
 import hf_kvcaches as kv
 from hf_kvcaches import MissingDependencyError, UnsupportedError, VerifyReport
+from hf_kvcaches.compat import GENERATE_CACHE
 from tests.testbed.documents import Document, Filler, fit_document
 
 FULL_CACHE = "DynamicCache"
@@ -136,7 +137,7 @@ class Writer:
     def write(self, inputs: BatchEncoding, cache: Cache, clock: Clock | None = None) -> list[str]:
         clock = clock or Clock(self.progress)
         settings = {"max_new_tokens": self.new_tokens, "do_sample": False, "pad_token_id": self.tokenizer.pad_token_id}
-        ids = self.model.generate(**inputs, past_key_values=cache, streamer=clock, **settings)
+        ids = self.model.generate(**inputs, **{GENERATE_CACHE: cache}, streamer=clock, **settings)
         self.progress.update(self.new_tokens - len(clock.times) + 1)  # of a text that ended early
         return self.tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
