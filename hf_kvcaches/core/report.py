@@ -34,11 +34,16 @@ class CacheReport:
     def __str__(self) -> str:
         rows = {"tokens seen": f"{self.seen:,}", "slots kept": summarise(self.kept), "memory": f"{self.bytes / 2**20:,.2f} MiB"}
         rows |= {
-            f.name.replace("_", " "): str(getattr(self, f.name)) for f in fields(self) if f.name not in CacheReport.__dataclass_fields__
+            f.name.replace("_", " "): _shown(getattr(self, f.name)) for f in fields(self) if f.name not in CacheReport.__dataclass_fields__
         }
         width = max(len(name) for name in rows)
         lines = [self.cache, *(f"  {name:<{width}}  {value}" for name, value in rows.items())]
         return "\n".join([*lines, f"decodes with {self.decode_with}"] if self.decode_with is not None else lines)
+
+
+def _shown(value: Any) -> str:
+    """A field for people: no more digits than they read."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def measured_bytes(tensors: Iterable[torch.Tensor]) -> int:
