@@ -53,8 +53,9 @@ class CacheReport:
         return "\n".join([*lines, f"decodes with {self.decode_with}"] if self.decode_with is not None else lines)
 
     def _shown(self, name: str) -> str:
-        """The value of a method's own field, on one line."""
-        return str(getattr(self, name))
+        """The value of a method's own field on one line, with no more digits than people read."""
+        value = getattr(self, name)
+        return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def measured_bytes(tensors: Iterable[torch.Tensor]) -> int:

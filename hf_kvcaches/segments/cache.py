@@ -42,6 +42,14 @@ class ReusedSpan(NamedTuple):
     segments: tuple[str, ...]
     reason: str = ""
 
+    def __repr__(self) -> str:
+        """Shorten ids to 8 digits, and leave out what is as in most spans; `segments` has whole ids."""
+        ids = ", ".join(f"{key[:8]}…" for key in self.segments[:3]) + (f", {len(self.segments) - 3} more" if len(self.segments) > 3 else "")
+        shown = {"repaired": self.repaired or None, "depth": self.depth, "segments": f"[{ids}]" if ids else None}
+        shown["reason"] = repr(self.reason) if self.reason else None
+        others = "".join(f", {name}={value}" for name, value in shown.items() if value is not None)
+        return f"ReusedSpan(row={self.row}, start={self.start}, stop={self.stop}, tier={self.tier!r}{others})"
+
 
 @dataclass(frozen=True)
 class SegmentReport(CacheReport):
@@ -81,7 +89,7 @@ class SegmentReuseCache(SplicingCache):
 
     Args:
         model: A transformers model.
-        store: Where segments are kept between requests.
+        store: Where segments are kept between requests; None is refused.
         tokenizer: The model's. With it, prompts are cut at messages, blank lines and lines. Segments are bound to it.
         mode: `"exact"`: prefixes of earlier prompts only. `"auto"`: other segments too, where the policy admits them. `"approximate"`:
             every verbatim segment, repaired, without guards and probes. None: `"auto"` with a policy or tiers, else `"exact"`.
@@ -97,7 +105,7 @@ class SegmentReuseCache(SplicingCache):
     def __init__(
         self,
         model: Any,
-        store: SegmentStore,
+        store: SegmentStore | None = None,
         tokenizer: Any = None,
         mode: Mode | None = None,
         policy: SegmentPolicy | None = None,
@@ -111,6 +119,7 @@ class SegmentReuseCache(SplicingCache):
     ) -> None:
         others = {"model": model, "tokenizer": tokenizer, "policy": policy}
         require_instance("store", store, SegmentStore, others, 'Such as SegmentStore("memory").')
+        assert store is not None
         require_tokenizer(tokenizer)
         require_choice("mode", mode, ("exact", "approximate", "auto", None))
         if policy is not None:

@@ -17,7 +17,7 @@ from hf_kvcaches.core.splicing.remembering import Buffers, NewPrompt
 from hf_kvcaches.segments.near import NearIdentical
 from hf_kvcaches.segments.planning import plan_row
 from hf_kvcaches.segments.records import Chain
-from hf_kvcaches.segments.scope import scope_of
+from hf_kvcaches.segments.scope import other_scopes, scope_of
 from hf_kvcaches.segments.stages import Stages
 from hf_kvcaches.segments.storing import Hidden, NewRow, SegmentForm, new_segments
 from hf_kvcaches.segments.tiers import TierContext
@@ -51,7 +51,7 @@ class SegmentPipeline(Pipeline["SegmentReuseCache"]):
     def look_up(self, identity: Identity, rows: tuple[PromptRow, ...]) -> PromptPlan:
         cache, store = self.cache, self.cache.store
         self.scope = scope_of(identity, cache.model, cache.tokenizer, store.quantization, store.depth)
-        store.refresh(self.scope)
+        store.refresh(self.scope, partial(other_scopes, identity, cache.model, cache.tokenizer, store.quantization, store.depth))
         policy = cache.policy
         verdict = partial(store.experience.verdict, self.scope, policy.check_layer)
         context = TierContext(policy, len(cache.layers), lambda ids, likeness: verdict(ids, likeness, policy.probe, policy.repair))

@@ -36,6 +36,21 @@ def scope_of(identity: Identity, model: PreTrainedModel, tokenizer: Any, quantiz
     return hashlib.blake2b("|".join(parts).encode(), digest_size=16).hexdigest()
 
 
+def other_scopes(
+    identity: Identity, model: PreTrainedModel, tokenizer: Any, quantization: Quantization, depth: int | None
+) -> dict[str, str]:
+    """Return what differs, as a sentence, by scopes of the same model that differ in one thing and can be told without more knowledge."""
+    found = {}
+    if tokenizer is not None:
+        scope = scope_of(identity, model, None, quantization, depth)
+        found[scope] = "It has segments of this model that were stored without a tokenizer: pass the tokenizer to all caches, or to none."
+    for other in (None, "int8", "int4"):
+        if other != quantization:
+            sentence = f"It has segments of this model that were stored with quantization={other!r}."
+            found[scope_of(identity, model, tokenizer, other, depth)] = sentence
+    return found
+
+
 _without_tokenizer: dict[tuple[str, ...], Discovery] = {}
 
 

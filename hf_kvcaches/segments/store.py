@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Self
@@ -126,19 +126,21 @@ class SegmentStore:
         """Return a lock that keeps indices from changing."""
         return self.catalog.lock
 
-    def refresh(self, scope: str | None = None) -> None:
+    def refresh(self, scope: str | None = None, others: Callable[[], Mapping[str, str]] = dict) -> None:
         """Begin a request: write pending segments, and apply changes of other processes.
 
         Args:
             scope: Warn once if the store has segments, but none of this scope.
+            others: What differs where segments have another scope, as a sentence by scope.
         """
         self.flush()
         self.catalog.refresh()
         if scope is not None and scope not in self.contents.indices and self.catalog.entries:
+            known = [sentence for other, sentence in others().items() if other in self.contents.indices]
             self.catalog.warn_once(
                 "foreign",
                 f"{self.catalog.blobs.place} holds {len(self._lengths())} segments, but none for this model with its adapters, tokenizer "
-                "and format, so nothing is reused until it has stored its own.",
+                f"and format, so nothing is reused until it has stored its own.{''.join(f' {sentence}' for sentence in known)}",
             )
 
     def tensors(self, key: str, device: torch.device | None = None) -> dict[str, torch.Tensor] | None:
@@ -228,6 +230,8 @@ class SegmentStore:
 
     def __repr__(self) -> str:
         cap = "" if self.max_bytes is None else f" of {self.max_bytes / 2**20:.1f}"
+        if not self.catalog.read_once:
+            return f"SegmentStore({self.catalog.blobs.place!r}, not yet read)"
         return f"SegmentStore({self.catalog.blobs.place!r}, {len(self._lengths())} segments, {self.catalog.bytes / 2**20:.1f}{cap} MiB)"
 
     def _lengths(self) -> Mapping[str, int]:

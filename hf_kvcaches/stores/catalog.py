@@ -65,6 +65,7 @@ class Catalog:
         lock: Guards the contents and the entries. No call that may wait for a server is made under it.
         entries: The blobs in the order of their last use: of two of the same worth the older one is evicted first.
         bytes: The bytes of all entries.
+        read_once: Whether the entries are those of the store, as it was at the last look-up.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Catalog:
         self._reads: deque[tuple[float, int, float]] = deque(maxlen=_LATEST)  # times, bytes and seconds
         self._changes_lock = threading.Lock()  # changes are applied in the order in which they are fetched
         self._warned: set[str] = set()
+        self.read_once = location == "memory"  # nobody else writes there
 
     def refresh(self) -> None:
         """Begin a request: apply the changes of other processes, and evict expired blobs and those above the cap."""
@@ -104,6 +106,7 @@ class Catalog:
         """Apply all changes, also those of this process: the entries are the blobs that the store reports, and no others."""
         with self._count_failures(), self._changes_lock:
             added, removed = self.blobs.changes()
+            self.read_once = True
             with self.lock:
                 for key in self.entries.keys() & removed:
                     self.bytes -= self.entries.pop(key).size

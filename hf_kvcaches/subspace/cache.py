@@ -95,6 +95,8 @@ class SubspaceCache(AnsweringCache):
     def make_layer(self, layer_idx: int) -> CodedLayer:
         codec, adaptive = self._own_codec, self.adaptive
         if codec is not None and (layer_idx >= len(codec.layers) or codec.layers[layer_idx] is None):
+            if self._model is not None and self._codec is not None:
+                self._codec.require_model(self.model)  # says so where it is another model's
             got = f"a codec of {len(codec.layers)} layers without it"
             raise ConfigError.of("codec", f"codes for layer {layer_idx}", got, "Calibrate with this model.")
         if codec is not None:

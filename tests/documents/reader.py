@@ -15,9 +15,10 @@ from tests import testbed
 MODELS = {
     "Qwen/Qwen3-0.6B": "base",
     "Qwen/Qwen3-0.6B-tuned": "tuned",
+    "HuggingFaceTB/SmolLM2-135M-Instruct": "base",
 }
 CHAT_TEMPLATE = (
-    "{% for turn in messages %}{{ turn.role }}: {{ turn.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    "{% for turn in messages %}{{ turn.role }}:{{ turn.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 )
 CALIBRATION_TEXTS, CHARACTERS = 8, 900
 

@@ -220,6 +220,24 @@ def test_segments_of_another_format_are_not_reused(model, folder):
     assert len(sentences) == 1
 
 
+def test_it_is_said_what_differs_where_that_can_be_known(tmp_path):
+    from tests.testbed import load
+
+    model, tokenizer = load()
+    torch.manual_seed(0)
+    ids = torch.randint(3, 200, (1, LENGTH))
+    with opened(tmp_path / "ids") as store:
+        ask(model, ids, store)
+    with said() as sentences:
+        ask(model, ids, opened(tmp_path / "ids"), tokenizer=tokenizer)
+    assert "stored without a tokenizer" in sentences[0]
+    with SegmentStore(f"disk:{tmp_path / 'int8'}", quantization="int8") as store:
+        ask(model, ids, store)
+    with said() as sentences:
+        ask(model, ids, opened(tmp_path / "int8"))
+    assert "stored with quantization='int8'" in sentences[0]
+
+
 def test_each_adapter_and_none_have_segments_of_their_own(tmp_path):
     pytest.importorskip("peft")
     from peft import LoraConfig

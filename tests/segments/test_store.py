@@ -11,6 +11,7 @@ import torch
 from hf_kvcaches import SegmentReuseCache, SegmentStore
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.stores.blobs import MemoryBlobs, open_blobs
+from tests import tiny
 from tests.segments.store_helpers import (
     LENGTH,
     PART,
@@ -356,3 +357,33 @@ def test_a_store_of_a_blob_store_of_ones_own_is_one_like_others(model):
     assert right(model, prompt(0), store).reused == WHOLE
     with pytest.raises(ConfigError, match="location: expected a BlobStore that serves no other store"):
         SegmentStore(blobs)
+
+
+def test_a_store_that_was_not_read_yet_says_so(tmp_path):
+    model = tiny.llama()
+    with SegmentStore(f"disk:{tmp_path}") as store:
+        model.generate(tiny.ids(1, 80), past_key_values=SegmentReuseCache(model, store), max_new_tokens=1, do_sample=False)
+    store = SegmentStore(f"disk:{tmp_path}")
+    assert repr(store).endswith("not yet read)")
+    store.refresh()
+    assert f"{store.report().segments} segments" in repr(store)
+    assert "0 segments" in repr(SegmentStore("memory"))
+
+
+def test_reports_are_short_enough_to_read():
+    model, store = tiny.llama(), SegmentStore("memory")
+    for _ in range(2):
+        cache = SegmentReuseCache(model, store)
+        model.generate(tiny.ids(1, 300), past_key_values=cache, max_new_tokens=1, do_sample=False)
+    report = cache.report()
+    ids = [key for span in report.spans for key in span.segments]
+    assert ids
+    assert not any(key in str(report) or key in repr(report) for key in ids)
+    assert all(key[:8] in str(report) for key in ids[:3])
+    assert f"{report.flops_saved:.4g}" in str(report)
+    assert str(report.flops_saved) not in str(report)
+
+
+def test_a_cache_without_a_store_is_refused_with_what_to_pass():
+    with pytest.raises(ConfigError, match=r"store: expected a SegmentStore.*SegmentStore\(\"memory\"\)"):
+        SegmentReuseCache(tiny.llama())

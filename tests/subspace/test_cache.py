@@ -366,6 +366,12 @@ def test_a_codec_of_another_model_is_refused() -> None:
         SubspaceCache(tiny.llama(num_hidden_layers=5), codec)
 
 
+def test_a_codec_of_a_model_with_fewer_layers_is_another_models() -> None:
+    _, codec = pair()
+    with pytest.raises(FingerprintMismatch):
+        SubspaceCache(tiny.llama(num_hidden_layers=6), codec)
+
+
 def test_other_rows_or_another_precision_than_those_held_are_refused_and_change_nothing() -> None:
     model, codec = pair()
     given = SubspaceCache(model, codec, sinks=2, recent=4)
