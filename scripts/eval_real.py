@@ -222,7 +222,11 @@ def main() -> None:
         rows += found
         print(report.tables(found))
         if args.csv:
-            report.write(args.csv / f"real-{Path(name).name}.csv", found, environment(device) | {"dtype": args.dtype})
+            report.write(
+                args.csv / f"real-{Path(name).name}.csv",
+                found,
+                environment(device) | {"dtype": args.dtype, "calibrated_tokens": args.calibrate},
+            )
     if args.plot:
         report.draw_all(args.plot, rows)
 
