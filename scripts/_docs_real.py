@@ -98,7 +98,8 @@ def quantized(name: str = FIRST) -> str:
     """KL token by token behind an exact prompt, for caches that can't be read in one pass."""
     lines = [
         (row["cache"], percent(row["share"], 1), row["recent"], nats(row["kl"]) if row["kl"] else row["note"])
-        for row in where(name, section="quantized")
+        for row in rows(name)
+        if row["section"] == "quantized"
     ]
     return table(("Cache", "bytes of 16 bits", "exact newest tokens", "KL"), lines)
 
@@ -117,6 +118,12 @@ def text_of(name: str = FIRST) -> str:
     return where(name, section="codes")[0]["task"]
 
 
-def of_all(make: Callable[[str], str]) -> str:
-    """A table for each model under its name."""
-    return "\n\n".join(f"**{title}**\n\n{make(name)}" for name, title in MODELS.items())
+def of_all(make: Callable[[str], str], section: str) -> str:
+    """A table for each model in which a section was measured, under its name."""
+    measured = {name: title for name, title in MODELS.items() if any(row["section"] == section for row in rows(name))}
+    return "\n\n".join(f"**{title}**\n\n{make(name)}" for name, title in measured.items())
+
+
+def codes_of_all() -> str:
+    """Codes of all models in which they were measured."""
+    return codes(*(name for name in MODELS if any(row["section"] == "codes" for row in rows(name))))

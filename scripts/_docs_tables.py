@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from _docs_cases import cases
 from _docs_numbers import first_token, nats, one, percent, table, translated_recall
-from _docs_real import FIRST, MODELS, codes, of_all, pruning, quantized, reuse
+from _docs_real import FIRST, codes, codes_of_all, of_all, pruning, quantized, reuse
 
 
 def shared_context() -> str:
@@ -80,10 +80,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "long-chats": pruning,
     "long-documents": lambda: codes(FIRST),
     "warm-starts": warm_starts,
-    "real-needles": lambda: of_all(lambda name: pruning(name, tasks=True)),
-    "real-codes": lambda: codes(*MODELS),
-    "real-quantized": lambda: of_all(quantized),
-    "real-reuse": lambda: of_all(reuse),
+    "real-needles": lambda: of_all(lambda name: pruning(name, tasks=True), "needles"),
+    "real-codes": codes_of_all,
+    "real-quantized": lambda: of_all(quantized, "quantized"),
+    "real-reuse": lambda: of_all(reuse, "reuse"),
     "shared-context": shared_context,
     "fine-tuned-families": fine_tuned_families,
     "serving": serving,

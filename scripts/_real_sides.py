@@ -22,7 +22,7 @@ SHARES = (0.125, 0.1875, 0.25)
 WINDOWS = (0, 64)
 SINKS = 4
 # Of a prompt that is read before a quantized cache is compared token by token.
-QUANTIZED_PROMPT, QUANTIZED_STEPS = 256, 48
+QUANTIZED_PROMPT, QUANTIZED_STEPS = 256, 32
 
 
 @dataclass(frozen=True)

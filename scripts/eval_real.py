@@ -80,7 +80,7 @@ class Evaluation:
         counts = {1: self.args.single, 4: self.args.several}
         return [
             prompt
-            for kind in prompts.NEEDLE_KINDS
+            for kind in self.args.kinds
             for needles, count in counts.items()
             for prompt in prompts.needle_prompts(self.tokenizer, count, kind, needles, tokens=self.tokens, prose=self.prose)
         ]
@@ -194,6 +194,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--csv", type=Path, help="the folder for real-NAME.csv")
     parser.add_argument("--plot", type=Path, help="write a picture here (needs matplotlib)")
     parser.add_argument("--tokens", type=int, help="of a context with needles; default: 600, and more for models with windows")
+    parser.add_argument("--kinds", nargs="+", choices=prompts.NEEDLE_KINDS, default=list(prompts.NEEDLE_KINDS), help="of needles")
     parser.add_argument("--single", type=int, default=4, help="contexts with one needle, of each kind")
     parser.add_argument("--several", type=int, default=3, help="contexts with four needles, of each kind")
     parser.add_argument("--rows", type=int, default=6, help="rows of a text that are read with coded past")
@@ -221,7 +222,11 @@ def main() -> None:
         rows += found
         print(report.tables(found))
         if args.csv:
-            report.write(args.csv / f"real-{Path(name).name}.csv", found, environment(device) | {"dtype": args.dtype})
+            report.write(
+                args.csv / f"real-{Path(name).name}.csv",
+                found,
+                environment(device) | {"dtype": args.dtype, "calibrated_tokens": args.calibrate},
+            )
     if args.plot:
         report.draw_all(args.plot, rows)
 

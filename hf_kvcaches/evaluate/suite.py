@@ -7,6 +7,7 @@ where it was.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,10 +120,12 @@ def needle_items(model: Any, prompts: Sequence[NeedlePrompt], caches: Mapping[st
         return [{**numbers, "right": [each.matches for each in found], "losses": [each.loss for each in found]}]
 
     full = lambda: DynamicCache(config=compat.base_model(model).config)  # noqa: E731
-    for sample, prompt in enumerate(prompts):
+    samples: Counter[str] = Counter()
+    for prompt in prompts:
         task = f"needles {prompt.kind} {prompt.needles}"
         for name, make in {FULL_CACHE: full, **caches}.items():
-            yield Item(task, name, sample, lambda prompt=prompt, make=make: measured(prompt, make))  # type: ignore[misc]
+            yield Item(task, name, samples[task], lambda prompt=prompt, make=make: measured(prompt, make))  # type: ignore[misc]
+        samples[task] += 1
 
 
 def text_items(model: Any, task: str, input_ids: torch.Tensor, codings: Mapping[str, PastCoding], prompt: int = 4) -> Iterator[Item]:
