@@ -16,6 +16,8 @@ import torch
 from transformers import Cache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
+from hf_kvcaches.evaluate.past import PastCoding
+
 GROUP = 32
 
 
@@ -78,3 +80,29 @@ class KiviCache(Cache):
 
     def __init__(self, config: PreTrainedConfig, bits: int, sinks: int = 4) -> None:
         super().__init__(layers=[KiviLayer(bits, sinks) for _ in range(config.num_hidden_layers)])
+
+
+class KiviCoding(PastCoding):
+    """What is read of such keys and values, for one pass over whole rows.
+
+    Args:
+        bits: Of a number.
+    """
+
+    def __init__(self, bits: int, *, sinks: int = 4, recent: int = 0) -> None:
+        super().__init__(sinks, recent)
+        self.bits = bits
+
+    def read(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        sinks, coded = keys[:, :, : self.sinks], keys[:, :, self.sinks :]
+        read_keys = torch.cat([sinks, quantized(coded, self.bits, 2)], 2) if coded.shape[2] else keys
+        return read_keys, quantized(values, self.bits, 3)
+
+    def read_open_group(self, keys: torch.Tensor) -> torch.Tensor:
+        batch, heads, tokens, dim = keys.shape
+        read = keys.new_zeros(batch, heads, tokens, GROUP, dim)
+        for start in range(self.sinks, tokens, GROUP):
+            group = keys[:, :, start : start + GROUP]
+            for count in range(1, group.shape[2] + 1):
+                read[:, :, start + count - 1, :count] = quantized(group[:, :, :count], self.bits, 2)
+        return read

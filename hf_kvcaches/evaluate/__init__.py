@@ -1,0 +1,1 @@
+"""What a cache loses on a real model: prompts with known answers, and measures of logits and answers."""
