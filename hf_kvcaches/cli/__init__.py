@@ -8,17 +8,17 @@ import sys
 from collections.abc import Sequence
 
 from hf_kvcaches import __version__
-from hf_kvcaches.cli import arguments as options
+from hf_kvcaches.cli import arguments as declared
 from hf_kvcaches.errors import KVCacheError
 
 # Name -> what it does, its options, and its module, which has `run(args)`.
 COMMANDS = {
-    "recommend": ("show what caches cost for a model's config, and which one fits into memory", options.recommend, "recommending"),
-    "verify": ("compare a cache with the full cache on what the model itself writes", options.verify, "verifying"),
-    "eval": ("measure what caches lose on texts", options.evaluate, "evaluating"),
-    "bench": ("time prefill and decode steps of caches", options.bench, "benching"),
-    "calibrate": ("make a codec, a segment policy, a warm-start gate or a translator", options.calibrate, "calibrating"),
-    "push-generate": ("publish a cache as a custom_generate repository", options.push_generate, "pushing"),
+    "recommend": ("show what caches cost for a model's config, and which one fits into memory", declared.recommend, "recommending"),
+    "verify": ("compare a cache with the full cache on what the model itself writes", declared.verify, "verifying"),
+    "eval": ("measure what caches lose on texts", declared.evaluate, "evaluating"),
+    "bench": ("time prefill and decode steps of caches", declared.bench, "benching"),
+    "calibrate": ("make a codec, a segment policy, a warm-start gate or a translator", declared.calibrate, "calibrating"),
+    "push-generate": ("publish a cache as a custom_generate repository", declared.push_generate, "pushing"),
 }
 
 
