@@ -28,7 +28,7 @@ MEASURED: dict[str, dict[str, dict[str, float]]] = {
         # Shares of the bytes of bfloat16; every token is read as codes but for four, or for four and the newest 64.
         "0.125": {"kl": 0.184, "change": 0.145},
         "0.1875": {"kl": 0.0683, "change": 0.0578},
-        "0.25": {"kl": 0.0241, "change": 0.0079},
+        "0.25": {"kl": 0.0241, "change": 0.0145},
         "0.125, 64 recent": {"kl": 0.0350, "change": 0.0217},
         "segments": {"kl": 0.0453, "worst": 0.0689, "saved": 0.790},
         "words": {"kl": 0.00055, "worst": 0.00066, "saved": 0.895},
