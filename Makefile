@@ -7,7 +7,8 @@
 #                  a URL  that index, beside pip's own sources
 #   PYTEST_ARGS  more arguments for pytest
 #   WORKERS      processes that run the tests, each on one thread: tiny models are slower on two
-#   DEMO_ARGS    arguments for scripts/demo.py
+#   MODEL        of the demo: a folder, a hub id, or smollm2 or gemma3 after `make models`; default: a small model of this repository
+#   DEMO_ARGS    more arguments for scripts/demo.py
 #   DEVICE       what `make bench` measures: cpu or cuda
 #   EVAL_ARGS    arguments for scripts/eval_real.py
 
@@ -21,6 +22,7 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 FLOOR_TRANSFORMERS := 5.17.0
 PYTEST_ARGS ?=
 WORKERS ?= 2
+MODEL ?=
 DEMO_ARGS ?=
 DEVICE ?= cpu
 EVAL_ARGS ?=
@@ -31,15 +33,17 @@ PIP_INSTALL := -m pip install --quiet --quiet --no-input --disable-pip-version-c
 pytest = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -n $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-rest test-full lint format docs test-floor test-newest wheel-check bench eval clean
+.PHONY: help demo models test test-rest test-full test-real lint format docs test-floor test-newest wheel-check bench eval clean
 # Two environments that build the same tree at once would write the same egg-info.
 .NOTPARALLEL:
 
 help:
-	@echo 'make demo         install into $(VENV) and run the demo on the embedded model'
+	@echo 'make demo         install into $(VENV) and run the demo on the embedded model, or on MODEL=smollm2'
+	@echo 'make models       make the folders of two public language models under .models (320 MB are downloaded once)'
 	@echo 'make test         install into $(VENV) and run the tests of the fast tier'
 	@echo 'make test-rest    run what make test leaves out, and its property tests again with more examples'
 	@echo 'make test-full    both'
+	@echo 'make test-real    what caches lose on these two models, and that they are exact where they say so'
 	@echo 'make lint         ruff check, ruff format --check, mypy --strict'
 	@echo 'make format       let ruff rewrite what it can'
 	@echo 'make docs         build the documentation site into site/ (mkdocs serve shows it); a broken link is an error'
@@ -51,7 +55,14 @@ help:
 	@echo 'make clean        remove the environments and what tools left behind'
 
 demo: $(VENV)/.installed
-	$(VENV)/bin/python scripts/demo.py $(DEMO_ARGS)
+	$(VENV)/bin/python scripts/demo.py $(if $(MODEL),--model $(MODEL)) $(DEMO_ARGS)
+
+models: $(VENV)/.installed
+	$(VENV)/bin/python scripts/real_models.py
+
+# A file has the tests of one model, and a process loads a model once.
+test-real: models
+	$(call pytest,$(VENV)) tests/real --timeout 600 $(PYTEST_ARGS)
 
 test: $(VENV)/.installed
 	$(call pytest,$(VENV)) -m 'not full' $(PYTEST_ARGS)

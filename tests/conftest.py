@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
+
+from hf_kvcaches.cli.options import REAL_MODELS
 
 # How many examples a property is tried on, by tier: pytest's --hypothesis-profile names one. Where nobody is there to look at a rare
 # example, a run is to say of a change what the run before said. Elsewhere examples are drawn anew.
@@ -15,15 +18,27 @@ for name, examples in (("fast", 20), ("full", 200)):
 settings.load_profile("fast")
 
 
+REAL = Path(__file__).parent / "real"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave tests of real models, which have to be made first, to those who name their folder."""
+    named = (Path(config.invocation_params.dir, argument.partition("::")[0]).resolve() for argument in config.args)
+    return True if collection_path == REAL and not any(path == REAL or REAL in path.parents for path in named) else None
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `--dist loadfile`, spread the families over all processes: they are the longest file, and share nothing."""
+    """With `--dist loadfile`, spread the families over all processes, which share nothing, and keep apart what needs another real model."""
     if config.getvalue("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
 
     class LoadFileOrFamily(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
+            if nodeid.startswith("tests/real/"):
+                model = next((name for name in REAL_MODELS if name in nodeid), "")
+                return f"{super()._split_scope(nodeid)} {model}"
             return nodeid if nodeid.startswith("tests/families/") else super()._split_scope(nodeid)
 
     return LoadFileOrFamily(config, log)

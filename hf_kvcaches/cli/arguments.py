@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "model": {"required": True, "help": "a folder or a hub id"},
+    "model": {"required": True, "help": "a folder, a hub id, or smollm2 or gemma3 after make models"},
     "device": {"default": "auto", "help": "cpu, cuda, mps, or auto for the first accelerator that works"},
     "dtype": {"default": "auto", "choices": ("auto", "float32", "bfloat16", "float16"), "help": "of the weights; auto: as they are saved"},
     "threads": {"type": int, "help": "of the CPU; default: as torch has it"},

@@ -13,7 +13,7 @@ import transformers
 from transformers import Cache, DynamicCache
 
 from hf_kvcaches import compat
-from hf_kvcaches.cli.options import begin, check_counts, load
+from hf_kvcaches.cli.options import begin, check_counts, load, model_source
 from hf_kvcaches.cli.specs import CallSpec, caches_of, parse
 from hf_kvcaches.cli.tables import Row, hardware, print_environment, show, write_csv
 from hf_kvcaches.cli.timing import in_turns, ratios, spread
@@ -65,7 +65,7 @@ class TimedSide:
 
 def _random_model(name: str, device: torch.device, dtype: str) -> tuple[Any, None]:
     """A model with random weights; `auto` is the dtype that its config names."""
-    config = transformers.AutoConfig.from_pretrained(name)
+    config = transformers.AutoConfig.from_pretrained(model_source(name))
     chosen = (getattr(config, "dtype", None) or torch.float32) if dtype == "auto" else getattr(torch, dtype)
     torch.manual_seed(0)
     with device:

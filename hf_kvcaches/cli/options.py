@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import transformers
 from transformers.utils import logging
 
 from hf_kvcaches.errors import ConfigError
+
+REAL_MODELS = ("smollm2", "gemma3")  # folders that `make models` makes
 
 
 def check_counts(args: argparse.Namespace, names: Sequence[str], least: int = 1) -> None:
@@ -45,8 +48,29 @@ def pick_device(name: str) -> torch.device:
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 
 
+def model_source(name: str) -> str:
+    """The folder or the hub id that a model's name stands for: `smollm2` and `gemma3` are folders that `make models` makes.
+
+    Args:
+        name: As on the command line.
+    """
+    if Path(name).is_dir():
+        return name
+    if name in REAL_MODELS:
+        here = Path.cwd()
+        made = next((folder / ".models" / name for folder in (here, *here.parents) if (folder / ".models" / name).is_dir()), None)
+        if made is None:
+            hint = "`make models`, in a checkout of the repository, makes it; then run this there."
+            raise ConfigError.of("model", f"a folder .models/{name} here or in a folder above", name, hint)
+        return str(made)
+    if not re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", name):
+        raise ConfigError.of("model", "a folder that exists, or a hub id such as owner/name", name, "There is no such folder.")
+    return name
+
+
 def load(name: str, device: torch.device, dtype: str = "auto") -> tuple[Any, Any]:
-    """A model and its tokenizer from a folder or the Hub."""
+    """A model and its tokenizer from a folder or the Hub; `name` is as in `model_source`."""
+    name = model_source(name)
     tokenizer = transformers.AutoTokenizer.from_pretrained(name)
     model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
     if dtype == "auto" and device.type == "cpu" and model.dtype == torch.float16:

@@ -13,7 +13,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from hf_kvcaches import compat
 from hf_kvcaches.cli.knowledge import Measured, family_of, nearest, speed_table
-from hf_kvcaches.cli.options import begin, check_counts, require_files
+from hf_kvcaches.cli.options import begin, check_counts, model_source, require_files
 from hf_kvcaches.cli.sizes import ModelSize, model_size
 from hf_kvcaches.cli.tables import Row, show, write_csv
 from hf_kvcaches.errors import ConfigError
@@ -94,7 +94,7 @@ def choices(size: ModelSize, tokens: int) -> list[CacheChoice]:
 def run(args: argparse.Namespace) -> int:
     check_counts(args, ["batch"])
     device, tokens, memory = begin(args), _tokens(args.context), bytes_of_size("--memory", args.memory)
-    config = AutoConfig.from_pretrained(args.model)
+    config = AutoConfig.from_pretrained(model_source(args.model))
     dtype = _dtype(config, args.dtype)
     size = model_size(config, dtype)
     family, support = family_of(config)

@@ -19,7 +19,10 @@ from shared import TESTBED
 __all__ = ["OPTIONS", "arguments", "begin", "check_counts", "load", "pick_device", "run_script"]
 OPTIONS: dict[str, dict[str, Any]] = {
     **shared_options.OPTIONS,
-    "model": {"default": str(TESTBED / "base"), "help": "a folder or a hub id; default: the small model of this repository"},
+    "model": {
+        "default": str(TESTBED / "base"),
+        "help": "a folder or a hub id; smollm2, gemma3: see make models; default: the small model of this repository",
+    },
     "length": {"type": int, "default": 800, "help": "of a document, in tokens"},
     "seed": {"type": int, "default": 0},
     "plot": {"type": Path, "help": "write a picture here (needs matplotlib)"},

@@ -10,6 +10,7 @@ import pytest
 
 import hf_kvcaches
 from hf_kvcaches.cli import COMMANDS, main
+from hf_kvcaches.cli.options import model_source
 from tests.cli.running import BASE, run
 from tests.scripts.running import ROOT
 
@@ -45,6 +46,11 @@ finally:
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     return done.stdout, float(done.stderr)
+
+
+def test_the_command_hides_no_module_of_its_package():
+    program = "from hf_kvcaches.cli import main, options; options.begin"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
 @pytest.mark.full
@@ -95,3 +101,35 @@ def test_what_a_user_can_mend_ends_with_2_and_a_sentence(options, message, capsy
     assert done.code == 2
     assert done.err.startswith("error: ")
     assert message in done.err
+
+
+@pytest.mark.parametrize("command", ["recommend", "verify", "bench"])
+@pytest.mark.parametrize("name", ["./no/such/folder", "folders/of/models", "/absolute", "no-such-folder/"])
+def test_a_folder_that_does_not_exist_is_said_to_be_none(command, name, capsys):
+    options = {"recommend": (), "verify": ("--cache", "GrowingCache", "--prompt", "a"), "bench": ("--cache", "GrowingCache")}[command]
+    done = run(capsys, command, "--model", name, *options)
+    assert (done.code, done.out) == (2, "")
+    assert (
+        done.err == f"error: model: expected a folder that exists, or a hub id such as owner/name, got {name!r}. There is no such folder.\n"
+    )
+
+
+def test_the_name_of_a_real_model_is_its_folder_in_the_checkout(tmp_path, monkeypatch, capsys):
+    (tmp_path / ".models").mkdir()
+    (tmp_path / ".models" / "smollm2").symlink_to(BASE, target_is_directory=True)
+    (tmp_path / "deeper").mkdir()
+    monkeypatch.chdir(tmp_path / "deeper")
+    assert run(capsys, "recommend", "--model", "smollm2").code == 0
+
+
+def test_a_real_model_that_was_not_made_is_refused_with_what_makes_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    done = run(capsys, "recommend", "--model", "gemma3")
+    assert done.code == 2
+    assert "make models" in done.err
+
+
+def test_a_folder_named_as_a_real_model_comes_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gemma3").mkdir()
+    assert model_source("gemma3") == "gemma3"
