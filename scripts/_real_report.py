@@ -56,6 +56,8 @@ SHOWN: dict[str, Mapping[str, str]] = {
         "agreement": "{agreement:.1%}",
     },
 }
+# Of the picture, whose panels have at most eight lines: it does as `streaming` does.
+LEFT_OUT = ("lagkv",)
 # The item number of rows that say why there are no others.
 NOT_MEASURED = -2
 PEERS = ("kvpress", "KIVI", "rotation", "QuantizedCache")
@@ -128,13 +130,23 @@ def panels(rows: Sequence[Row]) -> list[Panel]:
         codes = rows_where(own, section="codes", recent=0)
         text = codes[-1]["task"] if codes else ""
         kinds = [row | {"kind": re.sub(r" \d bit$", "", row["cache"])} for row in codes if row["task"] == text]
+        pruned = [row for row in pruned if row["cache"] not in LEFT_OUT]
         along = "share of the tokens"
         made += [
+            Panel(f"{model}: needles found of those the full cache finds", pruned, "{cache}", "share", "share_right", "x", along=along),
             Panel(
-                f"{model}: needles found of those that the full cache finds", pruned, "{cache}", "share", "share_right", "x", along=along
+                f"{model}: loss of the continuation, nats",
+                pruned,
+                "{cache}",
+                "share",
+                "continuation_loss",
+                "x",
+                along=along,
+                unit="nats more than the full cache",
             ),
-            Panel(f"{model}: loss of the continuation, nats", pruned, "{cache}", "share", "continuation_loss", "x", along=along),
-            Panel(f"{model}: KL behind codes, nats, {text}", kinds, "{kind}", "share", "kl", "xy", along="share of the bytes"),
+            Panel(
+                f"{model}: KL behind codes, nats, {text}", kinds, "{kind}", "share", "kl", "xy", along="share of the bytes", unit="KL, nats"
+            ),
         ]
     return made
 
