@@ -63,6 +63,9 @@ NOT_MEASURED = -2
 PEERS = ("kvpress", "KIVI", "rotation", "QuantizedCache")
 
 
+PICTURE = "Caches and their peers on real language models"
+
+
 def columns_of(name: str) -> Row:
     """Cache, share and window of a side's name."""
     found = _NAMED.match(name)
@@ -153,4 +156,4 @@ def panels(rows: Sequence[Row]) -> list[Panel]:
 
 def draw_all(path: Path, rows: Sequence[Row]) -> None:
     """One picture of all models."""
-    draw(path, "Caches and their peers on real language models", panels(rows))
+    draw(path, PICTURE, panels(rows))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import _real_report
 import _segments_verdicts
 import _translation_report
 import _warmstart_quality
@@ -34,6 +35,7 @@ PICTURES: dict[str, tuple[Callable[[Sequence[Row]], list[Panel]], str]] = {
     "equip-perplexity": (quality_panels, "EquipCache"),
     "equip-recall": (quality_panels, "EquipCache"),
     "growing-cpu": (bench_growing.panels, bench_growing.PICTURE),
+    "real": (_real_report.panels, _real_report.PICTURE),
     "segments-speed-cpu": (bench_segments.panels, "SegmentReuseCache"),
     "subspace-quality": (eval_subspace.panels, "SubspaceCache with a codec, and plain quantization"),
     "subspace-length": (eval_subspace_length.panels, "SubspaceCache over long texts"),
@@ -54,6 +56,12 @@ def of_last_computers(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if computer(row) == last[row.get("section")]]
 
 
+def rows_of(name: str, folder: Path) -> list[Row]:
+    """The rows of a picture: those of its file, or for `real` those of each model's."""
+    paths = sorted(folder.glob("real-*.csv")) if name == "real" else [folder / f"{name}.csv"]
+    return [row for path in paths if path.exists() for row in of_last_computers(read_csv(path))]
+
+
 def computer(row: Row) -> str:
     return title_from(row, "").removesuffix(": ")
 
@@ -72,14 +80,13 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=names, default=names)
     args = parser.parse_args()
     for name in args.only:
-        path = args.folder / f"{name}.csv"
-        if not path.exists():
+        rows, path = rows_of(name, args.folder), args.folder / f"{name}.png"
+        if not rows:
             continue
-        rows = of_last_computers(read_csv(path))
         panels, title = panels_of(name, args.folder, rows)
         computers = dict.fromkeys(computer(row) for row in rows)
-        draw(path.with_suffix(".png"), f"{'; '.join(computers)}: {title}", panels)
-        print(path.with_suffix(".png"))
+        draw(path, f"{'; '.join(computers)}: {title}", panels)
+        print(path)
 
 
 if __name__ == "__main__":

@@ -106,7 +106,7 @@ class AdoptingCache(KVCache):
             if not isinstance(layer, KVLayer) and _is_alike(source, layer):
                 cache.layers[index] = copy.deepcopy(source)
                 continue
-            keys, values = exact_states(source, index, tokens)
+            keys, values = exact_states(source, index, tokens, window=not isinstance(layer, KVLayer))
             _require_heads(cache, index, keys, values)
             cache.adopt_layer(index, keys, values, position_ids, padding, None if queries is None else queries[index])
         if isinstance(past, KVCache):
@@ -192,17 +192,23 @@ def first_position(cache: KVCache) -> int:
     return 1 if model is not None and model.config.model_type == "paligemma" else 0
 
 
-def exact_states(layer: Any, layer_idx: int, tokens: int, argument: str = "past") -> tuple[torch.Tensor, torch.Tensor]:
+def exact_states(
+    layer: Any, layer_idx: int, tokens: int, argument: str = "past", *, window: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """A layer's keys and values, (batch, kv_heads, tokens, head_dim) each; refuses layers that don't keep them exactly.
 
     Args:
         tokens: How many the source has seen.
         argument: What the caller calls the source, for errors.
+        window: Whether they are for a layer with a sliding window.
     """
-    # Subclasses of DynamicLayer quantize.
-    states = (layer.keys, layer.values) if type(layer) is DynamicLayer else layer.exact_states() if isinstance(layer, KVLayer) else None
+    states = None
+    if type(layer) is DynamicLayer:  # its subclasses quantize
+        states = (layer.keys, layer.values)
+    elif isinstance(layer, KVLayer):
+        states = layer.window_states() if window else layer.exact_states()
     if states is None:
-        hint = "Fill a DynamicCache or a GrowingCache."
+        hint = "Fill a DynamicCache or a GrowingCache; layers with a sliding window drop tokens when decoding begins."
         raise ConfigError.of(f"{argument}.layers[{layer_idx}]", "a layer with every key and value", type(layer).__name__, hint)
     keys, values = states
     if keys is None or values is None or keys.ndim != 4 or keys.shape[2] != tokens:

@@ -67,6 +67,10 @@ class KVLayer(CacheLayerMixin):
         """Keys and values of all tokens seen, as the model computed them; None where the layer has lost some."""
         return None
 
+    def window_states(self) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
+        """`exact_states` for a layer with a sliding window: tokens that no later one sees may be zeros."""
+        return self.exact_states()
+
     def get_seq_length(self) -> int:
         """The number of tokens seen, as `generate` and the position ids need it."""
         return self.seen

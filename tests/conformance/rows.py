@@ -14,7 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hf_kvcaches import ConfigError, compat
 from tests.conformance import models
-from tests.conformance.driving import close, feed, generate, left_padded, loop, replay, tokens
+from tests.conformance.driving import close, feed, generate, left_padded, loop, reference, replay, tokens
 from tests.conformance.entries import Entry
 
 PROMPTS = tuple(tokens(length, seed=length) for length in (13, 7, 10))
@@ -260,21 +260,26 @@ def both_names(entry: Entry, model: PreTrainedModel, dtype: torch.dtype) -> None
 
     Before transformers 5.24 there is one name.
     """
-    renamed = "cache" in compat.parameter_names(type(model))
-    talks = [("past_key_values", "past_key_values"), ("cache", "cache"), ("cache", "past_key_values")] if renamed else []
-    expected = None
-    for first, second in talks:
-        cache, more = entry.make(model), tokens(4, seed=2)
-        answer = model.generate(PROMPTS[0], **{first: cache}, max_new_tokens=5, do_sample=False)
-        talk = torch.cat([answer, more], dim=1)
-        answer = model.generate(talk, **{second: cache}, max_new_tokens=5, do_sample=False)
-        with torch.no_grad():
-            logits = model(answer[:, cache.get_seq_length() :], **{first: cache}, use_cache=True).logits
-        expected = (answer, logits) if expected is None else expected
-        assert answer.tolist() == expected[0].tolist()
-        close(entry, dtype, logits, expected[1])
-        with pytest.raises(ConfigError, match=r"generate makes one for each call|reset\(\)"):
-            model.generate(tokens(40, seed=3), **{second: cache}, max_new_tokens=2)
+    plain, other = reference(entry, model)
+    expected = _two_turns(plain, other, "past_key_values", "past_key_values")
+    names = ("cache", "past_key_values") if "cache" in compat.parameter_names(type(model)) else ("past_key_values",)
+    for first in names:
+        for second in names:
+            cache = entry.make(model)
+            answer, logits = _two_turns(model, cache, first, second)
+            assert answer.tolist() == expected[0].tolist()
+            close(entry, dtype, logits, expected[1])
+            with pytest.raises(ConfigError, match=r"generate makes one for each call"):
+                model.generate(tokens(40, seed=3), **{second: cache}, max_new_tokens=2)
+
+
+def _two_turns(model: PreTrainedModel, cache: Any, first: str, second: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The text of two turns, (1, tokens), and the logits of its last tokens, which the model is called with."""
+    answer = model.generate(PROMPTS[0], **{first: cache}, max_new_tokens=5, do_sample=False)
+    talk = torch.cat([answer, tokens(4, seed=2)], dim=1)
+    answer = model.generate(talk, **{second: cache}, max_new_tokens=5, do_sample=False)
+    with torch.no_grad():
+        return answer, model(answer[:, cache.get_seq_length() :], **{first: cache}, use_cache=True).logits
 
 
 def conflicting_arguments(entry: Entry, model: PreTrainedModel, dtype: torch.dtype) -> None:

@@ -323,7 +323,7 @@ def test_what_does_not_go_with_it_is_refused_with_what_to_do(options, error, mes
         (lambda model: per_call(DynamicCache), "a class of this package's caches"),
         (lambda model: per_call(EquipCache, model, budget=3), r"'LlamaForCausalLM'\. Leave it out: per_call\(EquipCache, \.\.\.\)"),
         (lambda model: per_call(EquipCache, bugdet=3), r"\(policy, budget, .*'bugdet'"),
-        (lambda model: per_call(SegmentReuseCache), "'store'"),
+        (lambda model: generate(model, custom_generate=per_call(SegmentReuseCache)), "store: expected a SegmentStore"),
         (
             lambda model: per_call(SegmentReuseCache, SegmentStore("memory"), decode_with=EquipCache(model)),
             r"'EquipCache'\. Pass per_call\(EquipCache, \.\.\.\) in its place",

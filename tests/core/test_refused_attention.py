@@ -15,14 +15,14 @@ FAMILIES = {
     "deepseek_v2": {**_LATENT, **_DENSE, "head_dim": 8},
     "deepseek_v3": {**_LATENT, **_DENSE},
     "falcon": {"alibi": False},
-    "gptj": {"rotary_dim": 8, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},
 }
 LATENT = [name for name in FAMILIES if name.startswith("deepseek")]
 
 
 def build(model_type: str) -> PreTrainedModel:
     torch.manual_seed(0)
-    sizes = FAMILIES[model_type] if model_type == "gptj" else {**_SIZES, **FAMILIES[model_type]}
+    sizes = FAMILIES[model_type] if model_type == "bloom" else {**_SIZES, **FAMILIES[model_type]}
     config = AutoConfig.for_model(model_type, **{**sizes, "vocab_size": tiny.VOCABULARY, "bos_token_id": 1, "eos_token_id": 2})
     return AutoModelForCausalLM.from_config(config).eval()
 

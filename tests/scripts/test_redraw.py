@@ -22,7 +22,7 @@ def test_every_picture_of_the_repository_can_be_drawn_again(redraw):
 def test_every_file_has_panels_of_at_most_eight_series(redraw):
     plot = import_script("shared.plot")
     for name in (*redraw.PICTURES, redraw.WITH_DRIFTS):
-        rows = redraw.of_last_computers(redraw.read_csv(BENCHMARKS / f"{name}.csv"))
+        rows = redraw.rows_of(name, BENCHMARKS)
         panels, _ = redraw.panels_of(name, BENCHMARKS, rows)
         drawn = [plot.series_of(panel, values) for panel in panels if (values := panel.with_values())]
         assert drawn, name

@@ -69,14 +69,21 @@ def test_a_prompt_served_from_it_has_the_logits_of_a_cold_run_with_the_default_q
     assert not cache.why_inexact
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gpt2"])
-def test_windows_and_learned_positions_are_taken_too(family: str) -> None:
-    model = getattr(tiny, family)()
+def test_learned_positions_are_taken_too() -> None:
+    model = tiny.gpt2()
     cache = filled(model, WarmStartCache(model, library_of(model)))
     run, taken = library_of(model, EARLIER), library_of(model)
     (key,) = taken.add(EARLIER[0], cache=cache)
     for part, tensor in entry(run, key).items():
         torch.testing.assert_close(entry(taken, key)[part], tensor, atol=1e-5, rtol=1e-4)
+
+
+def test_a_cache_whose_windows_have_dropped_tokens_is_refused_and_says_why() -> None:
+    model = tiny.gemma2()
+    cache, library = filled(model, WarmStartCache(model, library_of(model))), library_of(model)
+    with pytest.raises(ConfigError, match="layers with a sliding window drop tokens when decoding begins"):
+        library.add(EARLIER[0], cache=cache)
+    assert not len(library)
 
 
 def aligned(model: Any) -> Any:

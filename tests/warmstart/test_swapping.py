@@ -87,8 +87,11 @@ def test_before_the_second_token_the_exact_prefill_takes_over(make: Callable[[],
     logits, expected = torch.stack(found.logits, 1), cold(model, found.sequences, 6)
     close(logits[:, 1:], expected[:, 1:])
     assert not torch.allclose(logits[:, 0], expected[:, 0], atol=1e-4)
-    assert cache.report().kept == (prompt.shape[1] + 5,) * len(cache.layers)
+    windows = [index for index, slides in enumerate(cache.is_sliding) if slides]
+    assert all(cache.report().kept[index] == prompt.shape[1] + 5 for index in range(len(cache.layers)) if index not in windows)
     assert cache.seen == prompt.shape[1] + 5
+    if windows:
+        return  # their first tokens are dropped, and can't be taken back
     # Nothing of the summary is left, so all can be taken back.
     cache.crop(-cache.seen + 40)
     close(forced(model, D, cache), _forced_cold(model, prompt[:, :40], D))

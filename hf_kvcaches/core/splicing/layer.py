@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from hf_kvcaches.core.growing import GrowingLayer, append, capacity_for
 from hf_kvcaches.errors import ArtifactError, UnsupportedError
@@ -42,6 +43,12 @@ class SplicedLayer(GrowingLayer):
 
     def exact_states(self) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
         return None if self.dropped else super().exact_states()
+
+    def window_states(self) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
+        keys, values = self.keys, self.values
+        if not self.offset or keys is None or values is None:
+            return keys, values
+        return functional.pad(keys, (0, 0, self.offset, 0)), functional.pad(values, (0, 0, self.offset, 0))
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         if self.window is None or self.seen == 0:
