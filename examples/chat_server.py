@@ -11,31 +11,25 @@ tokens of a session with `EquipCache`, so that a chat of any length takes the sa
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-# Before torch and transformers, which take seconds.
-if importlib.util.find_spec("fastapi") is None:
-    raise SystemExit('This example needs FastAPI and uvicorn: pip install "hf-kvcaches[examples]"')
+try:  # before torch and transformers, which take seconds
+    import uvicorn
+    from fastapi import Body, FastAPI, HTTPException
+    from fastapi.responses import StreamingResponse
+except ImportError:
+    raise SystemExit('This example needs FastAPI and uvicorn: pip install "hf-kvcaches[examples]"') from None
 
 import torch
-from fastapi import FastAPI, HTTPException
-from fastapi.responses import StreamingResponse
-from pydantic import BaseModel, Field
 from transformers import AutoModelForCausalLM, AutoTokenizer, StoppingCriteriaList, TextIteratorStreamer
 
 from hf_kvcaches import EquipCache, GrowingCache
-
-# For tokenizers that come without one. An answer begins with the space that the model writes.
-TEMPLATE = (
-    "{% for message in messages %}{{ message.role }}:{{ ' ' if message.role == 'user' }}{{ message.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant:{% endif %}"
-)
 
 
 @dataclass
@@ -50,12 +44,7 @@ class Session:
 
 
 class Chats:
-    """All sessions on one model. One of them writes at a time: a batch of one keeps the model busy.
-
-    Args:
-        make_cache: Makes the cache of a new session.
-        limit: Sessions that are kept.
-    """
+    """Up to `limit` sessions on one model, which writes one answer at a time: a batch of one keeps it busy."""
 
     def __init__(self, model: Any, tokenizer: Any, make_cache: Callable[[], Any], limit: int) -> None:
         self.model, self.tokenizer, self.make_cache, self.limit = model, tokenizer, make_cache, limit
@@ -74,30 +63,23 @@ class Chats:
 
     def answer(self, session: Session, message: str, max_new_tokens: int) -> Iterator[str]:
         """The answer to a message, piece by piece; closing the iterator stops the generation."""
-        streamer = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
-        stopped, errors = threading.Event(), list[Exception]()
-
-        def write() -> None:
+        streamer, stopped = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True), threading.Event()
+        stopping = StoppingCriteriaList([lambda ids, scores: torch.full((len(ids),), stopped.is_set(), device=ids.device)])
+        settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": self.tokenizer.eos_token_id}
+        settings |= {"streamer": streamer, "stopping_criteria": stopping}
+        with ThreadPoolExecutor(1) as executor:
+            turn = executor.submit(self._write, session, message, settings)
+            turn.add_done_callback(lambda _: streamer.end())  # `generate` ends the streamer only where it succeeds
             try:
-                self._write(session, message, max_new_tokens, streamer, stopped)
-            except Exception as error:
-                errors.append(error)
-                streamer.end()
+                yield from streamer
+                turn.result()  # raises the error of a turn that failed
+            finally:
+                stopped.set()
 
-        thread = threading.Thread(target=write)
-        thread.start()
-        try:
-            yield from streamer
-        finally:
-            stopped.set()
-            thread.join()
-        if errors:
-            raise errors[0]
-
-    def _write(self, session: Session, message: str, max_new_tokens: int, streamer: TextIteratorStreamer, stopped: threading.Event) -> None:
+    def _write(self, session: Session, message: str, settings: dict[str, Any]) -> None:
         with session.lock, self._model_lock:
             messages = [*session.messages, {"role": "user", "content": message}]
-            prompt_ids = self.prompt_ids(messages)
+            prompt_ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
             cache, seen = session.cache, session.cache.get_seq_length()
             if prompt_ids[:seen] != session.token_ids[:seen]:
                 # The template changes earlier messages (some remove reasoning), or an answer's text becomes other tokens.
@@ -105,17 +87,8 @@ class Chats:
                 seen = 0
             session.computed = len(prompt_ids) - seen
             inputs = torch.tensor([prompt_ids], device=self.model.device)
-            settings = {"max_new_tokens": max_new_tokens, "pad_token_id": self.tokenizer.eos_token_id, "do_sample": False}
-            stopping = StoppingCriteriaList([lambda ids, scores: torch.full((len(ids),), stopped.is_set(), device=ids.device)])
             try:
-                output = self.model.generate(
-                    inputs,
-                    attention_mask=torch.ones_like(inputs),
-                    cache=cache,
-                    streamer=streamer,
-                    stopping_criteria=stopping,
-                    **settings,
-                )
+                output = self.model.generate(inputs, attention_mask=torch.ones_like(inputs), cache=cache, **settings)
             except BaseException:
                 if {layer.get_seq_length() for layer in cache.layers} != {seen}:
                     cache.reset()  # a pass broke off: the next turn computes the chat anew
@@ -124,27 +97,14 @@ class Chats:
             text = self.tokenizer.decode(session.token_ids[len(prompt_ids) :], skip_special_tokens=True)
             session.messages = [*messages, {"role": "assistant", "content": text}]
 
-    def prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
-        """The tokens of a whole chat, of which the cache holds the first ones."""
-        template = self.tokenizer.chat_template or TEMPLATE
-        prompt = self.tokenizer.apply_chat_template(messages, chat_template=template, add_generation_prompt=True, return_dict=True)
-        return list(prompt["input_ids"])
-
-
-class Message(BaseModel):
-    """The body of a request."""
-
-    message: str
-    max_new_tokens: int = Field(256, ge=1)
-
 
 def create_app(chats: Chats) -> FastAPI:
     """The HTTP interface: `POST /chat/NAME` streams an answer, `GET /sessions` lists sessions, `DELETE /chat/NAME` forgets one."""
     app = FastAPI(title="Chats with a cache for each session")
 
     @app.post("/chat/{name}")
-    def chat(name: str, body: Message) -> StreamingResponse:
-        pieces = chats.answer(chats.session(name), body.message, body.max_new_tokens)
+    def chat(name: str, message: Annotated[str, Body()], max_new_tokens: Annotated[int, Body(ge=1)] = 256) -> StreamingResponse:
+        pieces = chats.answer(chats.session(name), message, max_new_tokens)
         try:
             first = next(filter(None, pieces), "")  # once an answer has begun, its status is sent
         except Exception as error:
@@ -173,14 +133,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     args = parser.parse_args(arguments)
-    if importlib.util.find_spec("uvicorn") is None:
-        parser.exit(1, 'This example needs uvicorn: pip install "hf-kvcaches[examples]"\n')
-    import uvicorn
-
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    if tokenizer.chat_template is None:
+        parser.error(f"{args.model} has no chat template: name a model that is made for chats")
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto").eval()
     make_cache = (lambda: EquipCache(model, "streaming", budget=args.budget)) if args.budget else (lambda: GrowingCache(model))
-    chats = Chats(model, AutoTokenizer.from_pretrained(args.model), make_cache, args.sessions)
-    uvicorn.run(create_app(chats), host=args.host, port=args.port)
+    uvicorn.run(create_app(Chats(model, tokenizer, make_cache, args.sessions)), host=args.host, port=args.port)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -10,20 +12,29 @@ from transformers import DynamicCache
 
 from hf_kvcaches import EquipCache, GrowingCache
 from tests import testbed
-from tests.examples.running import import_example
+from tests.examples.running import BASE, import_example
 
 pytest.importorskip("fastapi")
 NEW = 6
+# The testbed's tokenizer has none. An answer begins with the space that the model writes.
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}:{{ ' ' if message.role == 'user' }}{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
 
 
 @pytest.fixture(scope="module")
 def example():
-    return import_example("chat_server")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "uvicorn", ModuleType("uvicorn"))  # no test here opens a port
+        return import_example("chat_server")
 
 
 @pytest.fixture(scope="module")
 def loaded():
-    return testbed.load()
+    model, tokenizer = testbed.load()
+    tokenizer.chat_template = TEMPLATE
+    return model, tokenizer
 
 
 @pytest.fixture
@@ -50,7 +61,7 @@ def alone(chats, *messages: str) -> list[str]:
     chat, answers = [], []
     for message in messages:
         chat.append({"role": "user", "content": message})
-        prompt = torch.tensor([chats.prompt_ids(chat)])
+        prompt = torch.tensor([chats.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)])
         settings = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": chats.tokenizer.eos_token_id}
         cache = DynamicCache(config=chats.model.config)
         output = chats.model.generate(prompt, attention_mask=torch.ones_like(prompt), past_key_values=cache, **settings)
@@ -149,3 +160,31 @@ def test_a_budget_bounds_what_a_session_holds(example, loaded):
         "".join(chats.answer(session, "The ship left the harbour at dawn, and nobody saw it " * 3, NEW))
     assert session.cache.get_seq_length() > 80
     assert max(map(len, session.cache.kept_positions(0)[0])) <= 80
+
+
+@pytest.mark.parametrize("package", ["fastapi", "uvicorn"])
+def test_a_missing_package_is_said_before_anything_is_loaded(monkeypatch, package):
+    monkeypatch.setitem(sys.modules, "uvicorn", ModuleType("uvicorn"))
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, "examples_chat_server", raising=False)
+    with pytest.raises(SystemExit, match=r"hf-kvcaches\[examples\]"):
+        import_example("chat_server")
+
+
+def test_a_model_without_a_chat_template_is_refused_before_it_is_loaded(example, monkeypatch, capsys):
+    monkeypatch.setattr(example, "AutoModelForCausalLM", None)
+    with pytest.raises(SystemExit):
+        example.main(["--model", str(BASE)])
+    assert "has no chat template" in capsys.readouterr().err
+
+
+def test_the_server_starts_with_a_cache_as_the_budget_says(example, monkeypatch, loaded):
+    started = []
+    monkeypatch.setattr(example.uvicorn, "run", lambda app, **options: started.append(options), raising=False)
+    monkeypatch.setattr(example.AutoTokenizer, "from_pretrained", lambda name: loaded[1])
+    made = []
+    monkeypatch.setattr(example, "create_app", lambda chats: made.append(chats.session("us").cache))
+    for options in ([], ["--budget", "80"]):
+        example.main(["--model", str(BASE), "--port", "8001", *options])
+    assert started == [{"host": "127.0.0.1", "port": 8001}] * 2
+    assert [type(cache) for cache in made] == [GrowingCache, EquipCache]
