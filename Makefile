@@ -47,7 +47,7 @@ help:
 	@echo 'make lint         ruff check, ruff format --check, mypy --strict'
 	@echo 'make format       let ruff rewrite what it can'
 	@echo 'make docs         build the documentation site into site/ (mkdocs serve shows it); a broken link is an error'
-	@echo 'make test-floor   the conformance suite (but for pages) and per_call against transformers $(FLOOR_TRANSFORMERS), in $(VENV_FLOOR)'
+	@echo 'make test-floor   the conformance suite (fast tier, but for pages) and per_call against transformers $(FLOOR_TRANSFORMERS)'
 	@echo 'make test-newest  install as a user does, whatever pip finds newest, into $(VENV_NEWEST); the core of the conformance suite and the README'
 	@echo 'make wheel-check  build the wheel, install it in a clean environment, import it, run its command, check its types'
 	@echo 'make bench        run the benchmarks and write docs/benchmarks (DEVICE=cuda for a GPU)'
@@ -86,7 +86,8 @@ docs: $(VENV)/.installed
 
 test-floor: $(VENV_FLOOR)/.installed
 	$(VENV_FLOOR)/bin/python -c 'import transformers as t; assert t.__version__ == "$(FLOOR_TRANSFORMERS)", t.__version__'
-	$(call pytest,$(VENV_FLOOR)) tests/conformance tests/core/test_per_call.py tests/core/test_generate_folder.py -k 'not paged' $(PYTEST_ARGS)
+	$(call pytest,$(VENV_FLOOR)) tests/conformance tests/core/test_per_call.py tests/core/test_generate_folder.py \
+		tests/evaluate -m 'not full' -k 'not paged' $(PYTEST_ARGS)
 
 # Made anew each time, because its point is what pip finds today. The exception is torch where only PyPI's build with CUDA is within reach.
 NEWEST_EXTRAS := retrieval,peft,distributed
