@@ -67,7 +67,7 @@ def pruning(name: str = FIRST, tasks: bool = False) -> str:
             for cache in named
         )
         return table(header, lines)
-    kinds = [task for task in dict.fromkeys(row["task"] for row in rows(name) if row["section"] == "needles") if task != "all"]
+    kinds = [task for task in dict.fromkeys(row["task"] for row in rows(name) if row["section"] == "needles") if task not in ("", "all")]
     lines = (
         (shown(cache), word, *(found_needles(name, cache, share, kind) for kind in kinds), continuation(name, cache, share))
         for cache in named
