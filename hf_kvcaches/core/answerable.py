@@ -19,8 +19,8 @@ _BOUNDED = frozenset({"sliding_attention", "chunked_attention", "hybrid_sliding"
 EXPANSION = "expand_kv"
 
 
-def refuse_encoder_decoder(model: PreTrainedModel, what: str) -> None:
-    """Refuses a model with an encoder.
+def require_plain_decoder(model: PreTrainedModel, what: str) -> None:
+    """Refuses a model with an encoder, and one that runs layers in loops.
 
     Args:
         what: What can't be used with it, as the subject of the message.
@@ -30,6 +30,11 @@ def refuse_encoder_decoder(model: PreTrainedModel, what: str) -> None:
             f"{what} needs a decoder-only model, and {type(model).__name__} is an encoder-decoder, whose cross-attention keeps keys of "
             "another text. Use GrowingCache, or leave past_key_values out."
         )
+    if getattr(compat.decoder_config(model.config), "n_recurrent_loops", 1) > 1:
+        raise UnsupportedError(
+            f"{what} needs a model that runs each layer once, and {type(model).__name__} runs some in loops, with keys of each loop. Use "
+            "GrowingCache, or leave past_key_values out."
+        )
 
 
 def require_answering(model: PreTrainedModel, what: str, *, latents: bool = False) -> None:
@@ -38,7 +43,7 @@ def require_answering(model: PreTrainedModel, what: str, *, latents: bool = Fals
     Args:
         latents: Whether it can where keys and values are expanded from what it holds (multi-head latent attention).
     """
-    refuse_encoder_decoder(model, what)
+    require_plain_decoder(model, what)
     reason = why_not_answering(model, latents=latents)
     if reason is not None:
         raise UnsupportedError(f"{what} needs a cache that answers the model's queries, which is not possible: {reason}. Use DynamicCache.")

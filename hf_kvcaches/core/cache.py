@@ -16,7 +16,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from hf_kvcaches import compat
 from hf_kvcaches.core import attention, continuing, prefill, saving
-from hf_kvcaches.core.answerable import refuse_encoder_decoder, require_answering
+from hf_kvcaches.core.answerable import require_answering, require_plain_decoder
 from hf_kvcaches.core.artifact import local_folder, make_folder
 from hf_kvcaches.core.identity import Identity, Provenance
 from hf_kvcaches.core.layers import KVLayer, row_picker
@@ -69,7 +69,7 @@ class KVCache(continuing.CacheArgument, Cache, ABC):
         if offloading and not torch.cuda.is_available():
             raise UnsupportedError("offloading: needs a CUDA device to move layers to and from. Leave it out.")
         if base is not None and self.takes_over_prefill:
-            refuse_encoder_decoder(base, type(self).__name__)
+            require_plain_decoder(base, type(self).__name__)
         if base is not None and self.needs_attention:
             require_answering(base, type(self).__name__, latents=self.takes_latents)
         # In which configs the attention modules look up their implementation; the cache holds on to them and not to the model.

@@ -289,7 +289,7 @@ def test_compiled_steps_go_on_behind_evicted_tokens(model: Any, plain: Any, opti
     for own, cache in ((model, one), (plain, other)):
         feed(own, cache, tokens(20, seed=1), [20])
         kept = cache.kept_positions(0)[0, 0].tolist()
-        cache.evict([kept[1], kept[5], kept[6]])
+        cache.evict([kept[5], kept[6], kept[7]])
     more = tokens(30, seed=2)
     expected = feed(plain, other, more)
     with compiled(model):

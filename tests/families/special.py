@@ -13,6 +13,7 @@ _LINEAR = {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_k
 
 # By model type (of the config or of a nested one): what the constructor is given, beyond `SIZES`.
 SPECIAL: dict[str, dict[str, Any]] = {
+    "dory": {"n_input_layers": 1, "n_output_layers": 1},
     "bamba": _MAMBA_2 | {"attn_layer_indices": [1, 3]},
     "granitemoehybrid": _MAMBA_2 | {"layer_types": ["mamba", "attention", "mamba", "attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8},
