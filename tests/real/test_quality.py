@@ -58,7 +58,9 @@ def check(name: str, case: str, found: suite.Row) -> None:
     """Compare what was found with the numbers of a case."""
     for measure, known in MEASURED[name][case].items():
         if measure in GREATER_IS_BETTER:
-            assert found[measure] >= 0.95 * known, f"{case}: {measure} {found[measure]:.3g}, was {known}"
+            # One answer may be a near tie, which another machine's kernels tip; the loss of all answers is bounded below.
+            least = known - 1 if measure == "recalled" else 0.95 * known
+            assert found[measure] >= least, f"{case}: {measure} {found[measure]:.3g}, was {known}"
         else:
             assert found[measure] <= max(1.2 * known, known + 0.005), f"{case}: {measure} {found[measure]:.3g}, was {known}"
 
