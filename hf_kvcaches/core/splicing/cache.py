@@ -89,7 +89,8 @@ class SplicingCache(SourceCache):
         super().observe(input_ids, attention_mask, position_ids)
         if self.holder is None and not self.offloading:
             for layer in self.layers:
-                layer.drop_unseen() if input_ids.shape[1] == 1 else layer.fit_slots(input_ids.shape[1])
+                if layer.window is not None:
+                    layer.drop_unseen() if input_ids.shape[1] == 1 else layer.fit_slots(input_ids.shape[1])
 
     @property
     def dropped(self) -> int:
@@ -114,7 +115,7 @@ class SplicingCache(SourceCache):
     def moving_refused(self) -> str:
         """Why tokens can't be reused behind another text with this model; "" if they can."""
         why = self.rotation.why or self.parts_refused
-        if not why and self._model is not None and "position_ids" not in compat.parameter_names(type(self.model)):
+        if not why and self._model is not None and not _takes_positions(self.model):
             return f"{type(self.model).__name__} takes no position_ids by name, so nobody can tell how it numbers tokens"
         return why
 
@@ -260,7 +261,7 @@ class SplicingCache(SourceCache):
         """
         if next(plan.stored, None) is None:
             return 0
-        if plan.reuses_a_prefix_only or self.parts_refused or "position_ids" not in compat.parameter_names(type(self.model)):
+        if plan.reuses_a_prefix_only or self.parts_refused or not _takes_positions(self.model):
             return self.take(min(plan.prefixes))
         padding = [row.padding for row in plan.rows]
         slots = slots_of([self._to_run(row) for row in plan.rows], padding, plan.total, call.input_ids.device)
@@ -373,12 +374,16 @@ class SplicingCache(SourceCache):
             raise UnsupportedError("model: a learned prompt stands before every text, and is in no fingerprint. Use DynamicCache.")
 
 
+def _takes_positions(model: PreTrainedModel) -> bool:
+    return "position_ids" in compat.parameter_names(type(model))
+
+
 def _generated_positions(model: PreTrainedModel, attention_mask: torch.Tensor | None, tokens: int) -> dict[str, torch.Tensor]:
     """The `position_ids` that `generate` would pass for the last tokens of a padded batch; nothing where it would pass none.
 
     Args:
         attention_mask: 1 where a token is real, (batch, all tokens), or None.
     """
-    if attention_mask is None or "position_ids" not in compat.parameter_names(type(model)):
+    if attention_mask is None or not _takes_positions(model):
         return {}
     return {"position_ids": (attention_mask.long().cumsum(-1) - 1).clamp_min(0)[:, -tokens:]}
