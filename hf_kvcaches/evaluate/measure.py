@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import Cache, DynamicCache
+from transformers import Cache
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.verify import evaluating
@@ -168,15 +168,3 @@ def answers(model: Any, cache: Cache, questions: Sequence[tuple[Sequence[int], S
             logits, targets = torch.cat(blocks, 1)[0, -len(answer) :], torch.tensor(list(answer), device=model.device)
             found.append(Answer(-float(losses(logits, targets).sum()), bool((logits.argmax(-1) == targets).all()), len(answer)))
     return found
-
-
-def answer_all(
-    model: Any, make_cache: Callable[[], Cache] | None, context: Sequence[int], questions: Sequence[tuple[Sequence[int], Sequence[int]]]
-) -> list[Answer]:
-    """`prefill` and `answers` in one.
-
-    Args:
-        make_cache: Makes the cache; None for the full one.
-    """
-    cache = DynamicCache(config=compat.base_model(model).config) if make_cache is None else make_cache()
-    return answers(model, prefill(model, cache, context), questions)

@@ -75,4 +75,4 @@ def test_a_context_is_pruned_before_its_questions_are_known() -> None:
 def test_a_question_without_tokens_is_refused() -> None:
     model = tiny.llama()
     with pytest.raises(ConfigError, match="questions"):
-        measure.answer_all(model, None, [3, 4, 5], [([], [6])])
+        measure.answers(model, measure.prefill(model, DynamicCache(config=model.config), [3, 4, 5]), [([], [6])])
