@@ -6,16 +6,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hf_kvcaches.codec.codec import KVCodec
     from hf_kvcaches.core.attention import disable, enable
     from hf_kvcaches.core.cache import KVCache
-    from hf_kvcaches.core.codec.codec import KVCodec
     from hf_kvcaches.core.fingerprint import ModelFingerprint, set_fingerprint
     from hf_kvcaches.core.growing import GrowingCache
     from hf_kvcaches.core.layers import KVLayer
     from hf_kvcaches.core.per_call import per_call
     from hf_kvcaches.core.report import CacheReport
     from hf_kvcaches.core.rope import RotaryGeometry
-    from hf_kvcaches.core.verify import VerifyReport, verify
     from hf_kvcaches.equip.budgets import pyramid_budgets
     from hf_kvcaches.equip.cache import EquipCache
     from hf_kvcaches.equip.pages import PagePool
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
         PoolExhausted,
         UnsupportedError,
     )
+    from hf_kvcaches.evaluate.verify import VerifyReport, verify
     from hf_kvcaches.segments.cache import SegmentReuseCache
     from hf_kvcaches.segments.policy import SegmentPolicy
     from hf_kvcaches.segments.store import SegmentStore
@@ -67,7 +67,7 @@ _HOMES = {
     "enable": "core.attention",
     "disable": "core.attention",
     "KVCache": "core.cache",
-    "KVCodec": "core.codec.codec",
+    "KVCodec": "codec.codec",
     "KVLayer": "core.layers",
     "per_call": "core.per_call",
     "CacheReport": "core.report",
@@ -75,8 +75,8 @@ _HOMES = {
     "ModelFingerprint": "core.fingerprint",
     "set_fingerprint": "core.fingerprint",
     "RotaryGeometry": "core.rope",
-    "verify": "core.verify",
-    "VerifyReport": "core.verify",
+    "verify": "evaluate.verify",
+    "VerifyReport": "evaluate.verify",
     "EquipCache": "equip.cache",
     "PagePool": "equip.pages",
     "pyramid_budgets": "equip.budgets",

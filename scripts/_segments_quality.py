@@ -15,8 +15,8 @@ from shared.results import Row
 from shared.texts import encode
 
 from hf_kvcaches import SegmentPolicy, SegmentReuseCache, SegmentStore
-from hf_kvcaches.core.calibrating import divergence
-from hf_kvcaches.core.splicing.packing import Quantization, label_of
+from hf_kvcaches.evaluate.texts import divergence
+from hf_kvcaches.reuse.layout import Quantization, label_of
 from hf_kvcaches.segments.calibration import CLOSED, next_tokens
 from hf_kvcaches.segments.tiers import Mode
 from tests.testbed.agents import Request, adversarial_workload, agent_workload, no_repeat_workload

@@ -15,7 +15,7 @@ from shared.numbers import mean, spearman
 from shared.plot import Panel, draw
 from shared.results import Row, rows_where, show, write_csv
 
-from hf_kvcaches.core.splicing.packing import label_of
+from hf_kvcaches.reuse.layout import label_of
 from hf_kvcaches.segments.filling import LEAST
 
 # What became of the requests of a workload on each side.

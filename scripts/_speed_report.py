@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from shared.results import Results, Row, environment, rows_where, write_csv
 
-from hf_kvcaches.cli.benching import SPEED_COLUMNS
+from hf_kvcaches.cli.bench import SPEED_COLUMNS
 
 ROW = list(SPEED_COLUMNS)
 KEY = ROW[: ROW.index("prefill_s")]  # what a row is found by

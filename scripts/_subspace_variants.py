@@ -16,7 +16,7 @@ from shared.cli import load
 from shared.texts import codec_texts, encode
 from transformers import Cache, DynamicCache, QuantizedCache
 
-from hf_kvcaches.core.codec.codec import KVCodec
+from hf_kvcaches.codec.codec import KVCodec
 from hf_kvcaches.core.report import measured_bytes
 from hf_kvcaches.subspace.adaptive.settings import AdaptiveSubspace
 from hf_kvcaches.subspace.cache import SubspaceCache

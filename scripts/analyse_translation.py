@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from hf_kvcaches import compat
-from hf_kvcaches.cli.calibrating_translator import layers_of
+from hf_kvcaches.cli.calibrate_translator import layers_of
 from hf_kvcaches.cli.texts import spaced
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.translate.cache import TranslatedCache

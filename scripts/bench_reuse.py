@@ -33,7 +33,7 @@ from shared.timing import in_turns, ratios, spread
 from transformers import DynamicCache
 
 from hf_kvcaches import SegmentReuseCache, SegmentStore
-from hf_kvcaches.core.splicing import packing
+from hf_kvcaches.reuse import layout
 
 SECTIONS = ("prefix", "moved", "aligned", "no repeats", "network")
 COLUMNS = (
@@ -101,7 +101,7 @@ class Run:
         return random_ids(self.vocabulary, 1, self.size.tokens, seed=seed).to(self.pair.device)
 
     def bytes_per_token(self, stored: Any, itemsize: int) -> int:
-        return packing.payload_bytes(self.pair.plain.config, stored, itemsize=itemsize)
+        return layout.payload_bytes(self.pair.plain.config, stored, itemsize=itemsize)
 
     def _ask(self, way: Way, ids: torch.Tensor, new_tokens: int = 1, memory: bool = False) -> Answer:
         return ask(way, self.pair.plain if isinstance(way, Cold | Copied) else self.pair.switched, ids, new_tokens, memory)

@@ -13,7 +13,7 @@ from _segments_quality import calibration_prompts
 from shared.cli import arguments, load, run_script
 
 from hf_kvcaches.cli import arguments as options
-from hf_kvcaches.cli import calibrating_segments as command
+from hf_kvcaches.cli import calibrate_segments as command
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from shared.cli import arguments, load, run_script
 
 from hf_kvcaches.cli import arguments as options
-from hf_kvcaches.cli import calibrating_translator as command
+from hf_kvcaches.cli import calibrate_translator as command
 from hf_kvcaches.cli.texts import Text, pieces
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from shared.cli import arguments, check_counts, load, run_script
 
 from hf_kvcaches.cli import arguments as options
-from hf_kvcaches.cli import calibrating_warmstart as command
+from hf_kvcaches.cli import calibrate_warmstart as command
 from hf_kvcaches.cli.texts import Text
 
 # Seeds of generated pairs begin here; those that `eval_warmstart.py` measures on begin at 0.

@@ -35,10 +35,10 @@ from transformers import Cache
 
 from hf_kvcaches import KVCacheError, KVCodec
 from hf_kvcaches.core.rope_families import head_sizes
-from hf_kvcaches.core.verify import verify_text
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.evaluate import prompts, suite
 from hf_kvcaches.evaluate.suite import Item, Log, Row
+from hf_kvcaches.evaluate.verify import verify_text
 
 TASKS = ("needles", "codes", "quantized", "requests", "pairs")
 SCRIPT = ROOT / "scripts" / "_kvpress_rows.py"

@@ -29,7 +29,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hf_kvcaches import TrainedAdapters, WarmStartCache, WarmStartLibrary
 from hf_kvcaches.core.fingerprint import ModelFingerprint
-from hf_kvcaches.core.splicing.rotation import rotation_of
+from hf_kvcaches.core.rotation import rotation_of
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.warmstart.reading import read_prompt
 from hf_kvcaches.warmstart.summaries.adapters import Adapters

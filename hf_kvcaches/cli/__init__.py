@@ -13,12 +13,12 @@ from hf_kvcaches.errors import KVCacheError
 
 # Name -> what it does, its options, and its module, which has `run(args)`.
 COMMANDS = {
-    "recommend": ("show what caches cost for a model's config, and which one fits into memory", arguments.recommend, "recommending"),
-    "verify": ("compare a cache with the full cache on what the model itself writes", arguments.verify, "verifying"),
-    "eval": ("measure what caches lose on texts", arguments.evaluate, "evaluating"),
-    "bench": ("time prefill and decode steps of caches", arguments.bench, "benching"),
-    "calibrate": ("make a codec, a segment policy, a warm-start gate or a translator", arguments.calibrate, "calibrating"),
-    "push-generate": ("publish a cache as a custom_generate repository", arguments.push_generate, "pushing"),
+    "recommend": ("show what caches cost for a model's config, and which one fits into memory", arguments.recommend, "recommend"),
+    "verify": ("compare a cache with the full cache on what the model itself writes", arguments.verify, "verify"),
+    "eval": ("measure what caches lose on texts", arguments.evaluate, "evaluate"),
+    "bench": ("time prefill and decode steps of caches", arguments.bench, "bench"),
+    "calibrate": ("make a codec, a segment policy, a warm-start gate or a translator", arguments.calibrate, "calibrate"),
+    "push-generate": ("publish a cache as a custom_generate repository", arguments.push_generate, "push"),
 }
 
 

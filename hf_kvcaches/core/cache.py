@@ -15,19 +15,20 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from hf_kvcaches import compat
-from hf_kvcaches.core import attention, continuing, prefill, saving
+from hf_kvcaches.codec.wire import caches as wire
+from hf_kvcaches.codec.wire.messages import Source
+from hf_kvcaches.core import attention, continuing, prefill
+from hf_kvcaches.core import save as saved
 from hf_kvcaches.core.answerable import require_answering, require_plain_decoder
 from hf_kvcaches.core.artifact import local_folder, make_folder
 from hf_kvcaches.core.identity import Identity, Provenance
 from hf_kvcaches.core.layers import KVLayer, row_picker
 from hf_kvcaches.core.report import CacheReport, foreign_kept, foreign_kind, foreign_tensors, measured_bytes, summarise
 from hf_kvcaches.core.versions import warn_of_untested_version
-from hf_kvcaches.core.wire import caches as wire
-from hf_kvcaches.core.wire.messages import Source
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
-    from hf_kvcaches.core.codec.codec import KVCodec
+    from hf_kvcaches.codec.codec import KVCodec
 
 # Passes of assisted decoding bring at most so many drafted tokens.
 _DRAFTED = 32
@@ -258,7 +259,7 @@ class KVCache(continuing.CacheArgument, Cache, ABC):
             attention_mask: With codec, of a cache with several rows that are exact: 1 where a token is real, (batch, tokens) of the prompt
                 or of all, with padding at the start of rows. Keys are coded best where positions count these, as with `generate`.
         """
-        saving.save(self.content(codec, attention_mask), Path(path))
+        saved.save(self.content(codec, attention_mask), Path(path))
 
     def to_bytes(self, codec: KVCodec | None = None, attention_mask: torch.Tensor | None = None) -> bytes:
         """The cache as a message, to go on in another process that has the model.
@@ -279,7 +280,7 @@ class KVCache(continuing.CacheArgument, Cache, ABC):
         """
         return wire.read(data).cache(cls, model, codec, "this message")
 
-    def content(self, codec: KVCodec | None, attention_mask: torch.Tensor | None) -> saving.Content:
+    def content(self, codec: KVCodec | None, attention_mask: torch.Tensor | None) -> saved.Content:
         """What is saved or sent.
 
         Args:
@@ -287,7 +288,7 @@ class KVCache(continuing.CacheArgument, Cache, ABC):
         """
         if self._learned_prompt:
             raise UnsupportedError("save: what a learned prompt put into the cache is in no fingerprint. Keep the cache in memory.")
-        return saving.Content.of(self, codec, attention_mask)
+        return saved.Content.of(self, codec, attention_mask)
 
     @classmethod
     def load(cls, path: str | Path, model: Any, codec: KVCodec | None = None) -> Self:
@@ -298,7 +299,7 @@ class KVCache(continuing.CacheArgument, Cache, ABC):
             model: The model to go on with; another one than the cache was filled by is a `FingerprintMismatch`.
             codec: The one that it was saved with, if it was with one.
         """
-        return saving.load(cls, Path(path), model, codec)
+        return saved.load(cls, Path(path), model, codec)
 
     def save_pretrained(self, folder: str | Path, codec: KVCodec | None = None, attention_mask: torch.Tensor | None = None) -> None:
         """Writes the cache into a folder, made if need be, as `save` does into a file.
@@ -308,7 +309,7 @@ class KVCache(continuing.CacheArgument, Cache, ABC):
             codec: As for `save`, and `attention_mask`.
         """
         make_folder(Path(folder))
-        self.save(Path(folder) / saving.FILE_NAME, codec, attention_mask)
+        self.save(Path(folder) / saved.FILE_NAME, codec, attention_mask)
 
     @classmethod
     def from_pretrained(cls, folder_or_hub_id: str | Path, model: Any, codec: KVCodec | None = None, **options: Any) -> Self:
@@ -320,7 +321,7 @@ class KVCache(continuing.CacheArgument, Cache, ABC):
             codec: The one that it was saved with, if it was with one.
             **options: `revision`, `token`, `cache_dir` and `local_files_only` of a download.
         """
-        return cls.load(local_folder(folder_or_hub_id, [saving.FILE_NAME], **options) / saving.FILE_NAME, model, codec)
+        return cls.load(local_folder(folder_or_hub_id, [saved.FILE_NAME], **options) / saved.FILE_NAME, model, codec)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -46,7 +46,7 @@ class RotaryGeometry:
     length on. Such a geometry refuses to rotate; `at` gives the one that a pass rotates by.
 
     **Image tokens.** In models with a position per axis (Qwen2-VL and the like), `shift` moves all axes together and is right for every
-    token; `rotate` and `unrotate` are right for text tokens, whose axes agree. `core/axes.py` refuses image tokens.
+    token; `rotate` and `unrotate` are right for text tokens, whose axes agree. `equip/axes.py` refuses image tokens.
 
     Args:
         inv_freq: Angle per position of each rotated pair: `(rotary_dim / 2,)`, float64, on the CPU.

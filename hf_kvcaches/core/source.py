@@ -13,13 +13,13 @@ from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.calls import Call
 from hf_kvcaches.core.chunks import ChunkView
 from hf_kvcaches.core.growing import GrowingLayer
-from hf_kvcaches.core.saving import Content
-from hf_kvcaches.core.splicing.history import History
-from hf_kvcaches.core.splicing.rotation import Rotation, rotation_of
+from hf_kvcaches.core.history import History
+from hf_kvcaches.core.rotation import Rotation, rotation_of
+from hf_kvcaches.core.save import Content
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
-    from hf_kvcaches.core.codec.codec import KVCodec
+    from hf_kvcaches.codec.codec import KVCodec
 
 
 class SourceCache(KVCache):

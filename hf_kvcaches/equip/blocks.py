@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from hf_kvcaches.core.adopting import LastQueries
-from hf_kvcaches.core.blocks import Visibility, block_attention, observers
 from hf_kvcaches.equip.budgets import Limit
 from hf_kvcaches.equip.entries import Entries
 from hf_kvcaches.equip.frames import keys_for_queries, offset, target_of
 from hf_kvcaches.equip.heads import best_by_head
 from hf_kvcaches.equip.scoring import bias_columns, mask_of_slots, score, shown_queries
 from hf_kvcaches.errors import UnsupportedError
+from hf_kvcaches.kernels.blocks import Visibility, block_attention, observers
 
 if TYPE_CHECKING:
     from hf_kvcaches.core.calls import Call

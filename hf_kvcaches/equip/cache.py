@@ -9,13 +9,13 @@ from typing import Any, Literal, Self
 import torch
 
 from hf_kvcaches import compat
+from hf_kvcaches.codec.codec import KVCodec
 from hf_kvcaches.core.answering import AnsweringCache
-from hf_kvcaches.core.axes import refuse_images
-from hf_kvcaches.core.codec.codec import KVCodec
 from hf_kvcaches.core.parallel import shard_of
 from hf_kvcaches.core.report import CacheReport, summarise
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.equip import blocks, editing
+from hf_kvcaches.equip.axes import refuse_images
 from hf_kvcaches.equip.budgets import resolve_budgets
 from hf_kvcaches.equip.coded import CodedStore, FlatCodes, PagedCodes
 from hf_kvcaches.equip.heads import of_layer, plain_head_budgets

@@ -9,8 +9,8 @@ from typing import Any, Self
 
 import torch
 
-from hf_kvcaches.core.codec.codec import KVCodec
-from hf_kvcaches.core.codec.coder import LayerCoder
+from hf_kvcaches.codec.codec import KVCodec
+from hf_kvcaches.codec.coder import LayerCoder
 from hf_kvcaches.equip.paged import PagedStore
 from hf_kvcaches.equip.pages import PageBook
 from hf_kvcaches.equip.rotation import RotatingPass, SlotRotation

@@ -13,13 +13,13 @@ import torch
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.blocks import Visibility, block_attention, observers
 from hf_kvcaches.equip import blocks
 from hf_kvcaches.equip.entries import Entries
 from hf_kvcaches.equip.frames import keys_by_rank
 from hf_kvcaches.equip.layer import EquipLayer, detours
 from hf_kvcaches.equip.rotation import rotation_between
 from hf_kvcaches.errors import ConfigError, UnsupportedError
+from hf_kvcaches.kernels.blocks import Visibility, block_attention, observers
 
 if TYPE_CHECKING:
     from hf_kvcaches.core.calls import Call

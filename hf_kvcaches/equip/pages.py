@@ -18,7 +18,7 @@ from hf_kvcaches.equip.budgets import slots_for
 from hf_kvcaches.errors import ConfigError, PoolExhausted, UnsupportedError, whole_number
 
 if TYPE_CHECKING:
-    from hf_kvcaches.core.codec.codec import KVCodec
+    from hf_kvcaches.codec.codec import KVCodec
 
 _LAYOUT = "{} heads of size {} in {} on {}"
 _lock = threading.Lock()

@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 import torch
 
-from hf_kvcaches.core.quantize import quantize
 from hf_kvcaches.equip.rotation import SlotRotation
 from hf_kvcaches.equip.store import FlatStore, Slots, wrong_rows
 from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.kernels.launch import Backend
 from hf_kvcaches.kernels.quantization import dequantize
+from hf_kvcaches.kernels.quantize import quantize
 from hf_kvcaches.kernels.slots import put_in_slots
 
 Storage = Literal["int8", "int4"]

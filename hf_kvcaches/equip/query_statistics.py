@@ -11,15 +11,15 @@ from torch import nn
 from tqdm import tqdm
 
 from hf_kvcaches import compat
+from hf_kvcaches.codec.moments import Moments
 from hf_kvcaches.core.artifact import Artifact
-from hf_kvcaches.core.calibrating import Tokenized, sequences
 from hf_kvcaches.core.fingerprint import ModelFingerprint
-from hf_kvcaches.core.moments import Moments
 from hf_kvcaches.core.prefill import run_module
-from hf_kvcaches.core.verify import evaluating
 from hf_kvcaches.equip.policies.base import Policy
 from hf_kvcaches.equip.tokens import Tokens
 from hf_kvcaches.errors import ConfigError, whole_number
+from hf_kvcaches.evaluate.texts import Tokenized, sequences
+from hf_kvcaches.evaluate.verify import evaluating
 
 _SINKS = 4
 

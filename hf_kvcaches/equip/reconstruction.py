@@ -9,10 +9,10 @@ import torch
 from torch.nn import functional
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.blocks import Visibility, block_attention
 from hf_kvcaches.equip.blocks import block_index
 from hf_kvcaches.equip.frames import keys_for_queries
 from hf_kvcaches.equip.layer import EquipLayer, detours
+from hf_kvcaches.kernels.blocks import Visibility, block_attention
 
 if TYPE_CHECKING:
     from hf_kvcaches.core.calls import Call

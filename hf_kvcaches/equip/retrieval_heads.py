@@ -13,10 +13,10 @@ from tqdm import tqdm
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.artifact import Artifact
-from hf_kvcaches.core.calibrating import Tokenized, divergence, sequences
 from hf_kvcaches.core.fingerprint import ModelFingerprint
-from hf_kvcaches.core.verify import evaluating
 from hf_kvcaches.errors import ConfigError, is_number, whole_number
+from hf_kvcaches.evaluate.texts import Tokenized, divergence, sequences
+from hf_kvcaches.evaluate.verify import evaluating
 
 if TYPE_CHECKING:
     from hf_kvcaches.equip.cache import EquipCache

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hf_kvcaches.core.codec.codec import KVCodec
+from hf_kvcaches.codec.codec import KVCodec
 from hf_kvcaches.core.parallel import require_all_heads
 from hf_kvcaches.equip.budgets import Limit, check_budget, one_budget, slots_for
 from hf_kvcaches.equip.heads import scores_alike

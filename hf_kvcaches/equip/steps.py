@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hf_kvcaches.core.blocks import Visibility, block_attention
 from hf_kvcaches.equip.frames import as_model_rotated, keys_for_queries, offset, rotated_to
 from hf_kvcaches.equip.policies.base import WaitingPolicy, put_score
 from hf_kvcaches.equip.scoring import bias_columns, mask_of_slots, seen_by_policy
+from hf_kvcaches.kernels.blocks import Visibility, block_attention
 
 if TYPE_CHECKING:
     from hf_kvcaches.core.calls import Call

@@ -12,9 +12,9 @@ import torch
 from transformers import Cache
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.verify import evaluating
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.evaluate.past import CodedPast, PastCoding, require_rows
+from hf_kvcaches.evaluate.verify import evaluating
 
 # Logits of so many positions are compared at a time: a vocabulary may have 262k entries.
 _POSITIONS = 64

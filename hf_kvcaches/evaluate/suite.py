@@ -19,11 +19,11 @@ from tqdm import tqdm
 from transformers import Cache, DynamicCache
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.verify import verify
 from hf_kvcaches.errors import ArtifactError
 from hf_kvcaches.evaluate import measure
 from hf_kvcaches.evaluate.past import PastCoding
 from hf_kvcaches.evaluate.prompts import NeedlePrompt, PromptPair
+from hf_kvcaches.evaluate.verify import verify
 
 Row = dict[str, Any]
 MakeCache = Callable[[], Cache]

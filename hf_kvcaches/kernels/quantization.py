@@ -1,4 +1,4 @@
-"""Numbers in 8 or 4 bits with a scale for each group, as `core.quantize` stores them."""
+"""Numbers in 8 or 4 bits with a scale for each group, as `kernels.quantize` stores them."""
 
 from __future__ import annotations
 

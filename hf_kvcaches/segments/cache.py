@@ -11,9 +11,9 @@ from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.parallel import require_all_heads
 from hf_kvcaches.core.prefill import PrefillCall, Remaining
 from hf_kvcaches.core.report import CacheReport
-from hf_kvcaches.core.splicing.cache import SplicingCache
-from hf_kvcaches.core.splicing.plan import PlannedRow, PlannedSpan
 from hf_kvcaches.errors import ConfigError, UnsupportedError, require_choice, require_instance, require_tokenizer
+from hf_kvcaches.reuse.cache import SplicingCache
+from hf_kvcaches.reuse.plan import PlannedRow, PlannedSpan
 from hf_kvcaches.segments.filling import SegmentPipeline
 from hf_kvcaches.segments.policy import SegmentPolicy
 from hf_kvcaches.segments.scope import check_policy, discovery_for

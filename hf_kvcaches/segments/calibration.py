@@ -17,10 +17,10 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from hf_kvcaches.core.calibrating import divergence, next_tokens, require_whole
 from hf_kvcaches.core.fingerprint import ModelFingerprint
-from hf_kvcaches.core.splicing.packing import Quantization, check_quantization, label_of
 from hf_kvcaches.errors import ConfigError, is_number, whole_number
+from hf_kvcaches.evaluate.texts import divergence, next_tokens, require_whole
+from hf_kvcaches.reuse.layout import Quantization, check_quantization, label_of
 from hf_kvcaches.segments.cache import SegmentReuseCache
 from hf_kvcaches.segments.policy import SegmentPolicy
 from hf_kvcaches.segments.store import SegmentStore

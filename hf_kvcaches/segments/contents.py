@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, islice
 
-from hf_kvcaches.core.splicing import packing
+from hf_kvcaches.reuse import layout
 from hf_kvcaches.segments.experience import Experience
 from hf_kvcaches.segments.index import SegmentIndex
 from hf_kvcaches.segments.records import Record
@@ -48,7 +48,7 @@ class SegmentContents:
             self._probe_blobs[blob.key] = float(blob.head.get("created", 0.0)), blob.bytes
             return 0
         record = Record.from_dict(dict(blob.head))
-        packing.check_stored(record.stored)
+        layout.check_stored(record.stored)
         if record.key != blob.key or (record.signature is not None and len(record.signature) != PERMUTATIONS):
             raise ValueError("another name, or a signature of another kind")
         self.indices[record.scope].add(blob.key, record)

@@ -7,13 +7,13 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from hf_kvcaches.core.codec.codec import KVCodec
+from hf_kvcaches.codec.codec import KVCodec
 from hf_kvcaches.core.identity import Identity, confirmation
 from hf_kvcaches.core.prefill import PrefillCall, Remaining
-from hf_kvcaches.core.splicing.flops import Costs
-from hf_kvcaches.core.splicing.pipeline import Pipeline, Tensors
-from hf_kvcaches.core.splicing.plan import PlannedRow, PromptPlan, PromptRow
-from hf_kvcaches.core.splicing.remembering import Buffers, NewPrompt
+from hf_kvcaches.reuse.flops import Costs
+from hf_kvcaches.reuse.pipeline import Pipeline, Tensors
+from hf_kvcaches.reuse.plan import PlannedRow, PromptPlan, PromptRow
+from hf_kvcaches.reuse.storage import Buffers, NewPrompt
 from hf_kvcaches.segments.near import NearIdentical
 from hf_kvcaches.segments.planning import plan_row
 from hf_kvcaches.segments.records import Chain

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hf_kvcaches.core.splicing.plan import Indices, PlannedRow, PlannedSpan, PromptRow, joined
+from hf_kvcaches.reuse.plan import Indices, PlannedRow, PlannedSpan, PromptRow, joined
 from hf_kvcaches.segments.index import SegmentIndex
 from hf_kvcaches.segments.near import NearIdentical
 from hf_kvcaches.segments.records import Chain

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from hf_kvcaches.core.splicing.plan import COMPUTED
-from hf_kvcaches.core.splicing.tokens import Ids, array_as_text, array_of_text
+from hf_kvcaches.core.tokens import Ids, array_as_text, array_of_text
+from hf_kvcaches.reuse.plan import COMPUTED
 from hf_kvcaches.segments.signatures import Signature
 
 # How many tokens before a segment are stored with it: the most equal tokens that a guard can require, short of all.
@@ -50,7 +50,7 @@ class Record:
         context: Up to `CONTEXT` tokens before it, (n,).
         origin: Its tier: "exact" if neither it nor anything before it was an approximation.
         fresh: Whether all of it was computed at its index. Only such segments are reused behind other texts, so drift does not add up.
-        stored: What `packing` needs to read the tensors.
+        stored: What `layout` needs to read the tensors.
         signature: MinHash of its canonical text, or None.
     """
 

@@ -17,14 +17,14 @@ import torch
 
 from hf_kvcaches.core.parallel import HeadShard
 from hf_kvcaches.core.prefill import PrefillCall
-from hf_kvcaches.core.splicing import packing
-from hf_kvcaches.core.splicing.flops import Costs
-from hf_kvcaches.core.splicing.pipeline import Tensors
-from hf_kvcaches.core.splicing.plan import NONE, Indices, PlannedRow, PlannedSpan, PromptPlan
-from hf_kvcaches.core.splicing.sparse import Look, SparsePass, ids_at, slots_of
-from hf_kvcaches.core.splicing.transfer import moved
 from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.kernels.splice import splice
+from hf_kvcaches.reuse import layout
+from hf_kvcaches.reuse.flops import Costs
+from hf_kvcaches.reuse.pipeline import Tensors
+from hf_kvcaches.reuse.plan import NONE, Indices, PlannedRow, PlannedSpan, PromptPlan
+from hf_kvcaches.reuse.sparse import Look, SparsePass, ids_at, slots_of
+from hf_kvcaches.reuse.transfer import moved
 from hf_kvcaches.segments.planning import PROBES, SLICE, probed_indices
 from hf_kvcaches.segments.storing import Hidden
 
@@ -155,7 +155,7 @@ class Stages:
                 for tokens in span.stored:
                     length = tokens.stop - tokens.start
                     blob = self.joining[tokens.key]
-                    packed = packing.hidden_states(blob, tokens.stored, level, tokens.offset, tokens.offset + length)
+                    packed = layout.hidden_states(blob, tokens.stored, level, tokens.offset, tokens.offset + length)
                     span_states = row_states.new_empty(1, length, row_states.shape[-1])
                     splice(moved(packed, self.device), [span_states], torch.arange(length, device=self.device))
                     joining = np.setdiff1d(np.arange(tokens.start, tokens.stop), span.recompute) - tokens.start

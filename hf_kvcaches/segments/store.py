@@ -12,13 +12,13 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from hf_kvcaches.core.codec.codec import KVCodec
+from hf_kvcaches.codec.codec import KVCodec
 from hf_kvcaches.core.rope import RotaryGeometry
-from hf_kvcaches.core.splicing import packing
-from hf_kvcaches.core.splicing.background import Background
-from hf_kvcaches.core.splicing.packing import LayerStates, Quantization
-from hf_kvcaches.core.splicing.report import CatalogReport
 from hf_kvcaches.errors import ConfigError, whole_number
+from hf_kvcaches.reuse import layout
+from hf_kvcaches.reuse.background import Background
+from hf_kvcaches.reuse.layout import LayerStates, Quantization
+from hf_kvcaches.reuse.report import CatalogReport
 from hf_kvcaches.segments.contents import SegmentContents
 from hf_kvcaches.segments.index import SegmentIndex
 from hf_kvcaches.segments.records import Record
@@ -94,7 +94,7 @@ class SegmentStore:
         near_identical: bool = False,
         timeout: float = TIMEOUT,
     ) -> None:
-        self.quantization = packing.check_quantization(quantization)
+        self.quantization = layout.check_quantization(quantization)
         expected = "a number of layers of at least 1, or None"
         self.cuts = None if cuts is None else whole_number("cuts", cuts, 1, expected)
         self.depth = None if depth is None else whole_number("depth", depth, 1, expected)
@@ -154,7 +154,7 @@ class SegmentStore:
             with self.catalog.lock:
                 record = self.contents.record(key)
             if record is not None:
-                packing.check(tensors, record.stored, len(record))
+                layout.check(tensors, record.stored, len(record))
 
         return self.catalog.read(key, check, device=device)
 
@@ -170,7 +170,7 @@ class SegmentStore:
                 if record.key in self.catalog.entries:
                     continue
             try:
-                tensors, stored = packing.encode(layers, hidden, self.quantization, record.start, geometries)
+                tensors, stored = layout.encode(layers, hidden, self.quantization, record.start, geometries)
             except ConfigError as error:  # not finite
                 self.catalog.warn_once("unfinite", f"A segment was not stored: {error}")
                 continue

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from hf_kvcaches.core.rope import RotaryGeometry
-from hf_kvcaches.core.splicing.plan import PlannedRow, PlannedSpan
-from hf_kvcaches.core.splicing.remembering import Buffers, states_in
+from hf_kvcaches.reuse.plan import PlannedRow, PlannedSpan
+from hf_kvcaches.reuse.storage import Buffers, states_in
 from hf_kvcaches.segments.discovery import Discovery
 from hf_kvcaches.segments.records import CONTEXT, Chain, Record
 from hf_kvcaches.segments.signatures import signature_of

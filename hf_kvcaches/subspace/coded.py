@@ -8,18 +8,18 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from hf_kvcaches.codec.codec import KVCodec
+from hf_kvcaches.codec.coder import LayerCoder
 from hf_kvcaches.core.adopting import LastQueries
 from hf_kvcaches.core.attention import previous_attention
-from hf_kvcaches.core.blocks import Visibility, block_attention
 from hf_kvcaches.core.calls import Call, hand_out
-from hf_kvcaches.core.codec.codec import KVCodec
-from hf_kvcaches.core.codec.coder import LayerCoder
 from hf_kvcaches.core.growing import append
 from hf_kvcaches.core.layers import TensorLayer
 from hf_kvcaches.core.passes import Pass, Passes
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.kernels.attention_parts import KeyRotation, exact_attention, merge_attention
+from hf_kvcaches.kernels.blocks import Visibility, block_attention
 from hf_kvcaches.kernels.codes import CodeMap, code_attention, decode_codes, packed_rows
 from hf_kvcaches.kernels.launch import Backend
 from hf_kvcaches.subspace.placement import Intake, Placement

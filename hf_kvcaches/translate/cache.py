@@ -11,8 +11,8 @@ from hf_kvcaches import compat
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.prefill import PrefillCall
 from hf_kvcaches.core.report import CacheReport
-from hf_kvcaches.core.splicing.cache import SplicingCache
 from hf_kvcaches.errors import ConfigError, UnsupportedError, require_instance
+from hf_kvcaches.reuse.cache import SplicingCache
 from hf_kvcaches.translate.codes import ArrivingCodes, CodesHead, SemanticCodes
 from hf_kvcaches.translate.filling import CodedPrompt, Filling, match_rows
 from hf_kvcaches.translate.states import PromptTokens

@@ -10,11 +10,11 @@ from typing import Any, Literal
 import torch
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.calibrating import sequences
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.identity import require_identity
-from hf_kvcaches.core.verify import evaluating
 from hf_kvcaches.errors import ConfigError, is_number, whole_number
+from hf_kvcaches.evaluate.texts import sequences
+from hf_kvcaches.evaluate.verify import evaluating
 from hf_kvcaches.translate.config import TranslatorConfig, TranslatorSettings
 from hf_kvcaches.translate.maps import Maps
 from hf_kvcaches.translate.pair import Pair

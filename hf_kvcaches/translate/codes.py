@@ -1,7 +1,7 @@
 """Semantic codes: what a producer sends instead of its keys and values, and consumers rebuild theirs from.
 
 The tokens of a batch are concatenated without padding, so a part's codes are (bytes of a token, tokens of all rows). Codes come in parts,
-each of one or more layers, behind a head that says what they are. `core/wire/messages.py` describes the bytes.
+each of one or more layers, behind a head that says what they are. `codec/wire/messages.py` describes the bytes.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any, ClassVar, NamedTuple, Self
 import numpy as np
 from torch import Tensor
 
+from hf_kvcaches.codec.wire.messages import DIGEST, BodyTensor, Bytes, MessageReader, MessageWriter, message_bytes
 from hf_kvcaches.core.files import MOST_LAYERS, write_atomically
-from hf_kvcaches.core.wire.messages import DIGEST, BodyTensor, Bytes, MessageReader, MessageWriter, message_bytes
 from hf_kvcaches.errors import ArtifactError, ConfigError
 from hf_kvcaches.stores.files import opened
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from hf_kvcaches.core.codec.sides import WIDTHS
-from hf_kvcaches.core.metric import Metric
+from hf_kvcaches.codec.metric import Metric
+from hf_kvcaches.codec.sides import WIDTHS
 from hf_kvcaches.errors import ConfigError, is_number, require_choice, whole_number
 
 Method = Literal["joint", "paper"]

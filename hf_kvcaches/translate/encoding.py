@@ -8,8 +8,8 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.verify import evaluating
 from hf_kvcaches.errors import ConfigError, whole_number
+from hf_kvcaches.evaluate.verify import evaluating
 from hf_kvcaches.translate.codes import CodesHead, Part, Row
 from hf_kvcaches.translate.states import PromptTokens, State, read_states
 

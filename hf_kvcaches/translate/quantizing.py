@@ -11,10 +11,10 @@ from functools import cached_property
 
 import torch
 
-from hf_kvcaches.core.codec.allocation import allot
-from hf_kvcaches.core.codec.coder import Levels
-from hf_kvcaches.core.codec.sides import WIDTHS
-from hf_kvcaches.core.metering.fitting import quantizers
+from hf_kvcaches.codec.allocation import allot
+from hf_kvcaches.codec.coder import Levels
+from hf_kvcaches.codec.fit import quantizers
+from hf_kvcaches.codec.sides import WIDTHS
 from hf_kvcaches.errors import ArtifactError
 from hf_kvcaches.kernels.codes import CodeMap, decode_codes
 

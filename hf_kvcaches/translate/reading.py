@@ -1,6 +1,6 @@
 """What a translator is fitted to: second moments of both models' states, a sample of tokens, and the cost of errors.
 
-The cost of errors of a layer is a symmetric matrix over its [keys, values], by which regression weighs them; `core/metric.py` says of what.
+The cost of errors of a layer is a symmetric matrix over its [keys, values], by which regression weighs them; see `codec/metric.py`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import torch
 from tqdm import tqdm
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.calibrating import add_up
-from hf_kvcaches.core.metering.running import ending_of
-from hf_kvcaches.core.metric import before_rotation, gradient_of_drawn, output_metric
-from hf_kvcaches.core.moments import Moments, second_moment
+from hf_kvcaches.codec.forward import ending_of
+from hf_kvcaches.codec.metric import before_rotation, gradient_of_drawn, output_metric
+from hf_kvcaches.codec.moments import Moments, second_moment
+from hf_kvcaches.core.observer import Attended
 from hf_kvcaches.core.rope import RotaryGeometry
-from hf_kvcaches.core.splicing.rotation import Rotation
-from hf_kvcaches.core.watching import Attended
+from hf_kvcaches.core.rotation import Rotation
 from hf_kvcaches.errors import KVCacheError, UnsupportedError
+from hf_kvcaches.evaluate.texts import add_up
 from hf_kvcaches.translate.config import TranslatorConfig
 from hf_kvcaches.translate.pair import Pair
 from hf_kvcaches.translate.regression import BlockMoments

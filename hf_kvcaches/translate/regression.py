@@ -11,7 +11,7 @@ from typing import NamedTuple, Self
 
 import torch
 
-from hf_kvcaches.core.moments import Moments, roots
+from hf_kvcaches.codec.moments import Moments, roots
 from hf_kvcaches.kernels.rebuild import Decoder
 
 # A variance below this share of the mean variance is rounding.

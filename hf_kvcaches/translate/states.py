@@ -18,10 +18,10 @@ from hf_kvcaches import compat
 from hf_kvcaches.core.answerable import require_answering
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.layers import KVLayer, PassingLayer
+from hf_kvcaches.core.observer import Attended, WatchedView
 from hf_kvcaches.core.partial import PassEnded, ToldModule, name_of, twin_of, with_layers
 from hf_kvcaches.core.prefill import run_module
-from hf_kvcaches.core.splicing.rotation import Rotation, rotation_of
-from hf_kvcaches.core.watching import Attended, WatchedView
+from hf_kvcaches.core.rotation import Rotation, rotation_of
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 
 

@@ -10,7 +10,7 @@ import socket
 import torch
 import torch.distributed as dist
 
-from hf_kvcaches.core.wire.transports import reader, received, send, send_distributed
+from hf_kvcaches.codec.wire.transports import reader, received, send, send_distributed
 from hf_kvcaches.translate.codes import ArrivingCodes
 
 __all__ = ["receive", "receive_distributed", "send", "send_distributed"]

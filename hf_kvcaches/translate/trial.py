@@ -10,8 +10,8 @@ import torch
 from transformers import DynamicCache
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.calibrating import divergence
 from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.evaluate.texts import divergence
 from hf_kvcaches.translate.maps import Maps
 from hf_kvcaches.translate.pair import Pair
 from hf_kvcaches.translate.paper.feeding import state_of_input

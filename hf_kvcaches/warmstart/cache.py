@@ -15,7 +15,6 @@ from hf_kvcaches.core.identity import Identity, identity_of
 from hf_kvcaches.core.parallel import require_all_heads
 from hf_kvcaches.core.prefill import PrefillCall, Remaining, run_span
 from hf_kvcaches.core.report import CacheReport
-from hf_kvcaches.core.splicing.cache import SplicingCache
 from hf_kvcaches.errors import (
     ConfigError,
     FingerprintMismatch,
@@ -25,6 +24,7 @@ from hf_kvcaches.errors import (
     require_tokenizer,
     whole_number,
 )
+from hf_kvcaches.reuse.cache import SplicingCache
 from hf_kvcaches.warmstart.filling import WarmStartPipeline, storing_job
 from hf_kvcaches.warmstart.gate import WarmStartGate
 from hf_kvcaches.warmstart.layer import WarmLayer

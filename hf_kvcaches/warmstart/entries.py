@@ -13,9 +13,9 @@ import numpy.typing as npt
 from torch import Tensor
 
 from hf_kvcaches.core.files import not_finite
-from hf_kvcaches.core.splicing.report import CatalogReport
-from hf_kvcaches.core.splicing.tokens import Ids, array_as_text, array_of_text, as_ids, common_prefix
+from hf_kvcaches.core.tokens import Ids, array_as_text, array_of_text, as_ids, common_prefix
 from hf_kvcaches.errors import ArtifactError, ConfigError, require
+from hf_kvcaches.reuse.report import CatalogReport
 from hf_kvcaches.stores.blobs import TIMEOUT, BlobStore, Stored
 from hf_kvcaches.stores.catalog import Catalog
 from hf_kvcaches.stores.vectors import VectorIndex
@@ -36,7 +36,7 @@ class Entry:
         embedding: `(dim,)`, of length 1.
         tensors: Tensors by name. Those of a stored entry are read-only.
         provenance: Where it is from, as JSON values.
-        stored: What `packing` needs to read its keys and values; empty if it has none.
+        stored: What `layout` needs to read its keys and values; empty if it has none.
     """
 
     text: str

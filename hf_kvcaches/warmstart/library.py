@@ -13,17 +13,14 @@ import torch
 from transformers import Cache, PreTrainedModel
 
 from hf_kvcaches import compat
+from hf_kvcaches.codec.codec import KVCodec
 from hf_kvcaches.core.checksum import digest_of
-from hf_kvcaches.core.codec.codec import KVCodec
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.identity import Identity, identity_of, require_identity
 from hf_kvcaches.core.parallel import require_all_heads, shard_of
-from hf_kvcaches.core.splicing import packing
-from hf_kvcaches.core.splicing.background import Background
-from hf_kvcaches.core.splicing.packing import Quantization
-from hf_kvcaches.core.splicing.rotation import Rotation, rotation_of
-from hf_kvcaches.core.splicing.tokens import Ids, as_ids
+from hf_kvcaches.core.rotation import Rotation, rotation_of
 from hf_kvcaches.core.tokenizer_digest import digest_of_tokenizer
+from hf_kvcaches.core.tokens import Ids, as_ids
 from hf_kvcaches.errors import (
     ArtifactError,
     ConfigError,
@@ -32,6 +29,9 @@ from hf_kvcaches.errors import (
     require_tokenizer,
     whole_number,
 )
+from hf_kvcaches.reuse import layout as blob_layout
+from hf_kvcaches.reuse.background import Background
+from hf_kvcaches.reuse.layout import Quantization
 from hf_kvcaches.stores.blobs import TIMEOUT, BlobStore
 from hf_kvcaches.warmstart.encoders import EmbeddingsEncoder, Encoder, HiddenEncoder, encoder_of
 from hf_kvcaches.warmstart.entries import Entry, EntryReport, EntryStore
@@ -120,7 +120,7 @@ class WarmStartLibrary:
         if slots and not self.rotation.turns and self.correction is None:
             raise UnsupportedError(f"slots: {self.rotation.why}. Use slots=0, which reuses common starts of prompts.")
         self.slots, self.layout, self.tail, self.full = slots, layout, tail, full
-        quantization = packing.check_quantization(quantization)
+        quantization = blob_layout.check_quantization(quantization)
         self.quantization: Quantization = quantization if full else None
         if self.codec is not None:
             self.codec.require_all_layers(self.model, "quantization")
@@ -153,7 +153,7 @@ class WarmStartLibrary:
 
     def _scope(self) -> str:
         parts: list[Any] = ["warm start 2", self.digest, digest_of_tokenizer(self.tokenizer), self.encoder.name]
-        parts += [self.slots, self.layout, self.tail, self.full, packing.name_of(self.quantization), digest_of(self._adapter_tensors())]
+        parts += [self.slots, self.layout, self.tail, self.full, blob_layout.name_of(self.quantization), digest_of(self._adapter_tensors())]
         return hashlib.blake2b("|".join(map(str, parts)).encode(), digest_size=16).hexdigest()
 
     def _adapter_tensors(self) -> dict[str, torch.Tensor]:
@@ -207,7 +207,7 @@ class WarmStartLibrary:
             tensors |= {_SLOTS + name: tensor for name, tensor in slots.tensors().items()}
         stored: dict[str, Any] = {}
         if self.full:
-            packed, stored = packing.encode(states.layers, {}, self.quantization, 0, self.rotation.layers)
+            packed, stored = blob_layout.encode(states.layers, {}, self.quantization, 0, self.rotation.layers)
             tensors |= {_FULL + name: tensor for name, tensor in packed.items()}
         text = self.text(ids) if text is None else text
         return self.entries.put(Entry(text, ids, self._encoded(text, ids), tensors, dict(provenance or {}), stored))
@@ -266,11 +266,11 @@ class WarmStartLibrary:
         return None if entry is None else slots_in(entry.tensors)
 
     def full_of(self, key: str) -> tuple[Mapping[str, Any], dict[str, torch.Tensor]] | None:
-        """Return an entry's keys and values in the form of `packing`; None if they are missing or damaged."""
+        """Return an entry's keys and values in the form of `layout`; None if they are missing or damaged."""
         head = self.entries.head(key)
         if head is None or not head.stored:
             return None
-        entry = self.entries.get(key, lambda tensors: packing.check(_named(tensors, _FULL), head.stored, len(head.ids)), "full")
+        entry = self.entries.get(key, lambda tensors: blob_layout.check(_named(tensors, _FULL), head.stored, len(head.ids)), "full")
         return None if entry is None else (head.stored, _named(entry.tensors, _FULL))
 
     def delete(self, key: str) -> bool:
@@ -341,7 +341,7 @@ class WarmStartLibrary:
         """
         packed = PackedLibrary.from_pretrained(folder_or_hub_id, model=compat.base_model(model), tokenizer=tokenizer, **options)
         adapters = Adapters.of(packed.adapters) if packed.adapters else None
-        settings = packed.settings | {"quantization": packing.quantization_of(packed.settings["quantization"], codec)}
+        settings = packed.settings | {"quantization": blob_layout.quantization_of(packed.settings["quantization"], codec)}
         settings |= {"location": location, "max_bytes": max_bytes, "hot_bytes": hot_bytes, "time_to_live": time_to_live, "index": index}
         library = cls(model, tokenizer, encoder=encoder, adapters=adapters, **settings)
         if library.encoder.name != packed.encoder:
@@ -360,7 +360,7 @@ class WarmStartLibrary:
             self.entries.catalog.blobs.begin()  # each is a request of its own
             entries.append(self.entries.get(key))
         settings: dict[str, Any] = {"slots": self.slots, "layout": self.layout, "tail": self.tail, "full": self.full}
-        settings |= {"quantization": packing.name_of(self.quantization), "correct_positions": self.correction is not None}
+        settings |= {"quantization": blob_layout.name_of(self.quantization), "correct_positions": self.correction is not None}
         packed = PackedLibrary(tuple(filter(None, entries)), settings, self.encoder.name, self._adapter_tensors())
         packed.fingerprint = ModelFingerprint.of(self.model, self.tokenizer)
         return packed
@@ -386,7 +386,7 @@ class WarmStartLibrary:
         return self  # a copied cache shares the library
 
     def __repr__(self) -> str:
-        kept = packing.label_of(self.quantization) if self.full else "slots only"
+        kept = blob_layout.label_of(self.quantization) if self.full else "slots only"
         return f"WarmStartLibrary({len(self)} prompts, {self.slots} slots, {kept}, {self.entries.catalog.blobs.place!r})"
 
 

@@ -8,8 +8,8 @@ from typing import Any, Self
 import torch
 
 from hf_kvcaches.core.artifact import Artifact
-from hf_kvcaches.core.splicing.packing import check, is_coded
 from hf_kvcaches.errors import ArtifactError
+from hf_kvcaches.reuse.layout import check, is_coded
 from hf_kvcaches.warmstart.entries import Entry
 
 # The settings of a library, each with a check of its value.

@@ -11,8 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_kvcaches.core.prefill import run_span
-from hf_kvcaches.core.splicing.cache import SplicingCache
-from hf_kvcaches.core.splicing.streams import Event, mark, own_stream, wait_for
+from hf_kvcaches.reuse.cache import SplicingCache
+from hf_kvcaches.reuse.streams import Event, mark, own_stream, wait_for
 
 Swap = Literal["off", "sync", "background"]
 

@@ -10,10 +10,10 @@ import torch
 from transformers import DynamicCache
 
 from hf_kvcaches import EquipCache, GrowingCache, verify
-from hf_kvcaches.cli import benching
-from hf_kvcaches.core.stepping import ModelRunner
-from hf_kvcaches.core.verify import verify_text
+from hf_kvcaches.cli import bench
 from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.evaluate.runner import ModelRunner
+from hf_kvcaches.evaluate.verify import verify_text
 from tests import testbed, tiny
 from tests.cli.running import BASE, run
 
@@ -101,7 +101,7 @@ def test_bench_writes_a_speed_table(capsys, tmp_path):
     done = run(capsys, "bench", "--model", tmp_path, "--cache", "GrowingCache", "--cache", "EquipCache('knorm', budget=8)", *lengths, *how)
     assert done.code == 0, done.err
     rows = rows_of(tmp_path / "a.csv")
-    assert tuple(rows[0]) == benching.SPEED_COLUMNS
+    assert tuple(rows[0]) == bench.SPEED_COLUMNS
     assert [row["cache"] for row in rows] == ["DynamicCache", "GrowingCache", "EquipCache"]
     assert [row["setting"] for row in rows] == ["", "", "'knorm', budget=8"]
     shared = {"device": "cpu", "threads": "1", "dtype": "bfloat16", "hidden": "32", "layers": "4", "heads": "4", "kv_heads": "2"}
@@ -117,7 +117,7 @@ def test_bench_writes_a_speed_table(capsys, tmp_path):
 def test_bench_times_nothing_where_logits_are_not_finite(capsys, tmp_path, monkeypatch):
     model = tiny.llama()
     torch.nn.init.constant_(model.lm_head.weight, float("nan"))
-    monkeypatch.setattr(benching, "load", lambda *_: (model, None))
+    monkeypatch.setattr(bench, "load", lambda *_: (model, None))
     done = run(capsys, "bench", "--model", tmp_path, "--cache", "GrowingCache", "--context", 5, "--steps", 2, "--rounds", 2)
     assert done.code == 2
     assert "not finite" in done.err

@@ -10,12 +10,12 @@ import torch
 from transformers import DeepseekV3Config, DynamicCache, FalconConfig, MistralConfig, Qwen3Config, Qwen3NextConfig
 
 from hf_kvcaches import EquipCache, GrowingCache, KVCodec, SubspaceCache
-from hf_kvcaches.cli.benching import SPEED_COLUMNS
+from hf_kvcaches.cli.bench import SPEED_COLUMNS
 from hf_kvcaches.cli.knowledge import family_of, nearest, speed_table
-from hf_kvcaches.cli.recommending import choices
+from hf_kvcaches.cli.recommend import choices
 from hf_kvcaches.cli.sizes import model_size
-from hf_kvcaches.core.verify import cache_bytes
 from hf_kvcaches.errors import ArtifactError
+from hf_kvcaches.evaluate.verify import cache_bytes
 from tests import testbed, tiny
 from tests.cli.running import BASE, run
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hf_kvcaches.cli import texts
-from hf_kvcaches.cli.calibrating_translator import layers_of
+from hf_kvcaches.cli.calibrate_translator import layers_of
 from hf_kvcaches.errors import ConfigError
 from tests import testbed
 

@@ -30,7 +30,7 @@ from hf_kvcaches import (
     WarmStartLibrary,
 )
 from hf_kvcaches.core.files import read_safetensors, sha256_of, write_safetensors
-from hf_kvcaches.core.saving import FORMAT, _checksum
+from hf_kvcaches.core.save import FORMAT, _checksum
 from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch, UnsupportedError
 from hf_kvcaches.translate.translator import CacheTranslator
 from hf_kvcaches.warmstart.summaries.adapters import Adapters, TrainedAdapters

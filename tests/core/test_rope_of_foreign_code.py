@@ -7,7 +7,7 @@ from transformers.models.llama import modeling_llama
 
 from hf_kvcaches import AdaptiveSubspace, EquipCache, SubspaceCache, UnsupportedError
 from hf_kvcaches.core.rope import RotaryGeometry
-from hf_kvcaches.core.splicing.rotation import rotation_of
+from hf_kvcaches.core.rotation import rotation_of
 
 
 class RemoteConfig(PreTrainedConfig):

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from hf_kvcaches.core.quantize import quantize
 from hf_kvcaches.core.rope import RotaryGeometry
+from hf_kvcaches.kernels.quantize import quantize
 from hf_kvcaches.kernels.splice import Packed, splice
 from tests.kernels.cases import NAN, Draws
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from hf_kvcaches import KVCodec, ModelFingerprint, QueryStatistics, RetrievalHeads, SegmentReuseCache, SegmentStore, set_fingerprint
-from hf_kvcaches.core.splicing import pipeline
+from hf_kvcaches.reuse import pipeline
 from tests import testbed, tiny
 from tests.parallel.holders import HOLDERS, attempted, differences, whole_model
 from tests.parallel.processes import in_processes

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from hf_kvcaches import EquipCache, SegmentReuseCache, SegmentStore, WarmStartCache, WarmStartLibrary
+from hf_kvcaches.codec.past import CodecCoding
 from hf_kvcaches.evaluate import suite
-from hf_kvcaches.evaluate.past import CodecCoding
 from hf_kvcaches.evaluate.prompts import PairKind, agent_prompts, needle_prompts, prompt_pairs
 from tests import testbed
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_kvcaches.core.codec.sides import CalibratedLayer, CalibratedSide
+from hf_kvcaches.codec.sides import CalibratedLayer, CalibratedSide
 
 
 def codes_of(side: CalibratedSide, vectors: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from hf_kvcaches.core.codec.sides import CalibratedSide
+from hf_kvcaches.codec.sides import CalibratedSide
 
 TILE = 16
 BITS = (1, 2, 3, 4, 5, 6, 8, 16, 24)

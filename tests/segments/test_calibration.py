@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 from hf_kvcaches import SegmentPolicy, SegmentReuseCache, SegmentStore
-from hf_kvcaches.core.splicing.packing import label_of
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedError
+from hf_kvcaches.reuse.layout import label_of
 from hf_kvcaches.segments.calibration import (
     Answered,
     Bounds,

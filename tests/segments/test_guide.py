@@ -10,7 +10,7 @@ from xml.dom import minidom
 from transformers import LlamaConfig
 
 from hf_kvcaches import SegmentPolicy
-from hf_kvcaches.core.splicing.packing import payload_bytes
+from hf_kvcaches.reuse.layout import payload_bytes
 
 DOCS = Path(__file__).parents[2] / "docs"
 GUIDE = (DOCS / "segments.md").read_text(encoding="utf-8")

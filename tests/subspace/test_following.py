@@ -13,8 +13,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from hf_kvcaches import AdaptiveSubspace
-from hf_kvcaches.core.codec.sides import CalibratedSide
-from hf_kvcaches.core.metering.fitting import fit_layer, unmeasured
+from hf_kvcaches.codec.fit import fit_layer, unmeasured
+from hf_kvcaches.codec.sides import CalibratedSide
 from hf_kvcaches.kernels.codes import TILE, decode_codes
 from hf_kvcaches.subspace.adaptive.following import Follower, Track
 from tests.reference.following import FollowingOracle, Step

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_kvcaches.core.moments import descending
+from hf_kvcaches.codec.moments import descending
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.subspace.adaptive.sketch import FrequentDirections, Gram, Sketch
 

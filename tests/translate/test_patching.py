@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_kvcaches.core.calibrating import divergence
 from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.evaluate.texts import divergence
 from hf_kvcaches.translate.pair import Pair
 from hf_kvcaches.translate.paper import patching
 from hf_kvcaches.translate.paper.aligner import MLPAligner

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_kvcaches import WarmStartCache, WarmStartGate, WarmStartLibrary
-from hf_kvcaches.core.calibrating import divergence
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch
+from hf_kvcaches.evaluate.texts import divergence
 from hf_kvcaches.warmstart.calibration import CLOSED, FALSE, ServedDivergence, calibrate_gate, limit, measure_pair
 from hf_kvcaches.warmstart.changes import changes
 from tests import testbed

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hf_kvcaches import FingerprintMismatch, KVCodec, WarmStartCache, WarmStartLibrary
-from hf_kvcaches.core.splicing import packing
 from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError
+from hf_kvcaches.reuse import layout
 from tests import tiny
 from tests.segments.test_coded import codec_of
 from tests.warmstart.warm import OPEN, library_of, logits_of, words
@@ -80,7 +80,7 @@ def test_entries_that_another_codec_coded_do_not_load(tmp_path: Path):
     model, codec = tiny.llama(), codec_of(tiny.llama())
     library = library_of(model, tiny.ids(1, 40), quantization=codec)
     packed = library._packed()
-    packed.settings["quantization"] = packing.name_of(codec.at(0.25))
+    packed.settings["quantization"] = layout.name_of(codec.at(0.25))
     packed.save_pretrained(tmp_path)
     with pytest.raises(ArtifactError, match="Prompt 0 is stored as"):
         WarmStartLibrary.from_pretrained(tmp_path, model, words(), codec=codec.at(0.25))

@@ -10,7 +10,7 @@ import torch
 
 from hf_kvcaches import WarmStartCache, WarmStartGate, WarmStartLibrary
 from hf_kvcaches.core.rope import RotaryGeometry
-from hf_kvcaches.core.splicing.rotation import rotation_of
+from hf_kvcaches.core.rotation import rotation_of
 from hf_kvcaches.warmstart.reading import read_prompt
 from hf_kvcaches.warmstart.summaries.compressor import SlotCompressor
 from hf_kvcaches.warmstart.summaries.positions import PositionCorrection

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_kvcaches.core.metric import output_rows
+from hf_kvcaches.codec.metric import output_rows
 from hf_kvcaches.equip.policies.base import WrappingPolicy
 from hf_kvcaches.equip.tokens import Tokens
 from hf_kvcaches.errors import ConfigError, is_number

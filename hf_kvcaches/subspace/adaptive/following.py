@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from hf_kvcaches.core.codec.coder import Levels
-from hf_kvcaches.core.codec.sides import CalibratedSide
-from hf_kvcaches.core.moments import descending
+from hf_kvcaches.codec.coder import Levels
+from hf_kvcaches.codec.moments import descending
+from hf_kvcaches.codec.sides import CalibratedSide
 from hf_kvcaches.kernels.codes import TILE, CodeMap
 from hf_kvcaches.subspace.adaptive.settings import AdaptiveSubspace
 from hf_kvcaches.subspace.adaptive.sketch import FrequentDirections

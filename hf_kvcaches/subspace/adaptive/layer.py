@@ -7,10 +7,10 @@ from typing import ClassVar
 
 import torch
 
-from hf_kvcaches.core.codec.codec import KVCodec
-from hf_kvcaches.core.codec.sides import CalibratedLayer
-from hf_kvcaches.core.metering.fitting import unmeasured
-from hf_kvcaches.core.moments import descending, second_moment
+from hf_kvcaches.codec.codec import KVCodec
+from hf_kvcaches.codec.fit import unmeasured
+from hf_kvcaches.codec.moments import descending, second_moment
+from hf_kvcaches.codec.sides import CalibratedLayer
 from hf_kvcaches.core.parallel import HeadShard
 from hf_kvcaches.core.passes import Pass, Passes
 from hf_kvcaches.core.rope import RotaryGeometry

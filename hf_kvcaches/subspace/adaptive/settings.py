@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from hf_kvcaches.core.codec.allocation import BitRule
+from hf_kvcaches.codec.allocation import BitRule
 from hf_kvcaches.errors import ConfigError, is_number, require_choice, whole_number
 from hf_kvcaches.kernels.codes import TILE
 from hf_kvcaches.subspace.adaptive.sketch import FrequentDirections, Gram, Sketch

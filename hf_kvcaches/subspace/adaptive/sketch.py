@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_kvcaches.core.moments import second_moment
+from hf_kvcaches.codec.moments import second_moment
 from hf_kvcaches.errors import ConfigError, whole_number
 
 _LARGEST = torch.finfo(torch.float32).max

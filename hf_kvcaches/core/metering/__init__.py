@@ -1,1 +1,0 @@
-"""Measuring a model on texts, for codecs."""

@@ -1,0 +1,184 @@
+"""Fill a cache with one prompt from a store: look up, plan, fetch, write, run, report."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from typing import Generic, TypeVar
+
+import numpy as np
+import torch
+
+from hf_kvcaches.codec.codec import KVCodec
+from hf_kvcaches.core.identity import Identity
+from hf_kvcaches.core.parallel import HeadShard
+from hf_kvcaches.core.prefill import PrefillCall, Remaining
+from hf_kvcaches.reuse.cache import SplicingCache
+from hf_kvcaches.reuse.flops import Costs
+from hf_kvcaches.reuse.plan import PromptPlan, PromptRow
+from hf_kvcaches.reuse.speed import seconds_to_compute
+from hf_kvcaches.stores.hot import bytes_of
+
+CacheT = TypeVar("CacheT", bound=SplicingCache)
+
+Tensors = Mapping[str, torch.Tensor]
+# Reads of fewer seconds are not compared with computing.
+NOTICED = 0.05
+# Blobs are read, written into the cache and freed in batches of about this many bytes.
+TOGETHER = 2**25
+
+
+class Pipeline(ABC, Generic[CacheT]):
+    """Fill a cache with one prompt. Each step returns a new plan: as looked up, without missing blobs, as executed.
+
+    A failed read is a miss: its tokens are computed. If the model has changed since the look-up, the look-up is repeated.
+    """
+
+    def __init__(self, cache: CacheT, call: PrefillCall) -> None:
+        self.cache, self.call = cache, call
+        self.total = cache.seen + call.input_ids.shape[1]
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the prompt is on a CPU, where attention between reused tokens is slower than that of a whole prompt."""
+        return self.call.input_ids.device.type == "cpu"
+
+    def fill(self) -> int | Remaining:
+        """Fill the cache; return how many of the prompt's tokens it took, or those that the model runs."""
+        padding = self.cache.padding_of(self.call)
+        if isinstance(padding, str):
+            return self.leave(padding)
+        rows = tuple(
+            PromptRow(number, pad, slots[pad:], max(self.cache.seen - pad, 0))
+            for number, (slots, pad) in enumerate(zip(self.cache.history.rows(), padding, strict=True))
+        )
+        identity = self.cache.identity_of_pass(self.call.input_ids.shape[1])
+        reason = self.refused(identity)
+        plan = None if reason else self.look_up(identity, rows)
+        # Stored tokens are used, or refused, only under an identity that was confirmed by reading all weights.
+        if identity.presumed and (plan is None or self.reuses(plan)):
+            presumed, identity = identity, self.cache.confirmed_identity()
+            reason = self.refused(identity)
+            if not reason and (plan is None or identity != presumed):
+                plan = self.look_up(identity, rows)
+        plan = None if plan is None or reason else self.load(plan)
+        if self.cache.shard is not None:
+            plan, reason = self._agreed(self.cache.shard, plan, reason)
+        if plan is None:
+            return self.leave(reason, rows)
+        began = time.perf_counter()
+        taken, plan = self.run(plan)
+        self.cache.time_pass(began, self.operations(plan))
+        self.report(plan, identity)
+        return taken
+
+    def _agreed(self, shard: HeadShard, plan: PromptPlan | None, reason: str) -> tuple[PromptPlan | None, str]:
+        """The plan, or the reason for none, that the processes of a tensor-parallel model have in common: they run the same passes.
+
+        Where plans differ, nothing is reused.
+        """
+        decisions = shard.decisions("" if plan is None else plan.outline())
+        if len(decisions) == 1:
+            return plan, reason
+        differ = "The processes of the tensor-parallel model found different tokens in their stores."
+        if plan is None or "" in decisions:
+            return None, reason or differ
+        return replace(plan, rows=tuple(row.cut(row.begin, differ) for row in plan.rows)), ""
+
+    def operations(self, plan: PromptPlan) -> float:
+        """Count the floating-point operations of a plan in the decoder layers, including the last token."""
+        costs, layers = Costs.of(self.cache.model), len(self.cache.layers)
+        spans = [span for row in plan.rows for span in row.spans]
+        joining = sum(costs.of_tokens(span.joining(), span.depth or 0, layers) for span in spans)
+        leaving = sum(costs.of_tokens(span.recompute, span.repair_depth, layers) for span in spans if span.repair_depth is not None)
+        return joining - leaving + sum(costs.of_tokens(np.append(row.recompute(), len(row.ids) - 1)) for row in plan.rows)
+
+    def slower(self, plan: PromptPlan) -> str:
+        """Say why fetching takes longer than computing, as a sentence; "" if it does not, or if the speed is not known."""
+        reading = self.seconds_to_read({tokens.key for tokens in plan.stored})
+        if reading is None or reading < NOTICED:
+            return ""
+        costs = Costs.of(self.cache.model)
+        saved = sum(costs.of_prompt(row.begin, len(row.ids)) for row in plan.rows) - self.operations(plan)
+        computing = seconds_to_compute(self.cache.model, saved)
+        if computing is None or reading < computing:
+            return ""
+        return f"To fetch what is stored takes {reading:.2f} s, and to compute it {computing:.2f} s."
+
+    def leave(self, reason: str, rows: tuple[PromptRow, ...] = ()) -> int:
+        """Leave the prompt to the model, and keep the reason for the report; `rows` is empty where the rows are not known."""
+        self.cache.reason = reason
+        return 0
+
+    def reuses(self, plan: PromptPlan) -> bool:
+        """Whether a plan takes anything from the store."""
+        return next(plan.stored, None) is not None
+
+    def load(self, plan: PromptPlan) -> PromptPlan:
+        """Read the blobs of a plan and write its tokens into the cache, some blobs at a time to bound the memory.
+
+        Returns:
+            The plan without evicted or damaged blobs, whose tokens are computed.
+        """
+        if reason := self.slower(plan):
+            return replace(plan, rows=tuple(row.cut(row.begin, reason) for row in plan.rows))
+        lost: set[str] = set()
+        for number, blobs in enumerate(self._batches(plan, lost)):
+            self.write(plan, blobs, make_room=number == 0)
+        return replace(plan, rows=tuple(row.without(lost, "The stored tokens are gone or damaged.") for row in plan.rows)) if lost else plan
+
+    def _batches(self, plan: PromptPlan, lost: set[str]) -> Iterator[dict[str, Tensors]]:
+        """Yield the blobs of a plan by their keys, some at a time; add the keys of blobs that can't be read to `lost`."""
+        blobs: dict[str, Tensors] = {}
+        size = 0
+        for key in dict.fromkeys(tokens.key for tokens in plan.stored):
+            tensors = self.read(key)
+            if tensors is None:
+                lost.add(key)
+                continue
+            blobs[key] = tensors
+            size += bytes_of(tensors)
+            if size >= TOGETHER:
+                yield blobs
+                blobs, size = {}, 0
+        if blobs:
+            yield blobs
+
+    def write(self, plan: PromptPlan, blobs: Mapping[str, Tensors], make_room: bool) -> None:
+        """Write the tokens of some blobs into the cache.
+
+        Args:
+            make_room: Whether to make room for the prompt first: true for the first blobs of a plan.
+        """
+        self.cache.write(plan, blobs, self.codec, make_room)
+
+    def run(self, plan: PromptPlan) -> tuple[int | Remaining, PromptPlan]:
+        """Run what is not reused, or leave it to the model; return how many tokens the cache took, and the plan as executed."""
+        return self.cache.execute(self.call, plan), plan
+
+    @property
+    @abstractmethod
+    def codec(self) -> KVCodec | None:
+        """The codec of the store's blobs, if they are codes."""
+
+    @abstractmethod
+    def seconds_to_read(self, keys: Collection[str]) -> float | None:
+        """Estimate how long blobs take to be read, by the measured speed; None if it is not known."""
+
+    @abstractmethod
+    def refused(self, identity: Identity) -> str:
+        """Say why a model of this identity can reuse nothing, as a sentence; "" if it may."""
+
+    @abstractmethod
+    def look_up(self, identity: Identity, rows: tuple[PromptRow, ...]) -> PromptPlan:
+        """Look up the rows and plan what is reused."""
+
+    @abstractmethod
+    def read(self, key: str) -> Tensors | None:
+        """Return the tensors of a blob; None if it is missing or damaged."""
+
+    @abstractmethod
+    def report(self, plan: PromptPlan, identity: Identity) -> None:
+        """Count an executed plan in the reports of cache and store, and have new tokens stored."""

@@ -1,0 +1,65 @@
+"""What the tests of calibration share: all keys, values and queries of a small model, held at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from hf_kvcaches import KVCodec, RotaryGeometry
+from hf_kvcaches.codec.calibration import MeterCache, Reading
+from hf_kvcaches.codec.sides import EXACT
+from tests import tiny
+
+IDS = tiny.ids(3, 40, seed=5)
+TEXTS = IDS.tolist()
+
+
+def calibrate(model: Any = None, texts: Any = TEXTS, **options: Any) -> KVCodec:
+    """A codec of a few random tokens."""
+    return KVCodec.calibrate(tiny.llama() if model is None else model, None, texts, **{"progress": False, **options})
+
+
+@torch.no_grad()
+def held(model: Any, layer: int, ids: torch.Tensor = IDS) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries and keys before rotation, keys after it, and values of one Llama layer, (batch, heads, tokens, d)."""
+    attention, seen = model.model.layers[layer].self_attn, {}
+    hooks = [
+        getattr(attention, name).register_forward_hook(lambda *a, name=name: seen.update({name: a[2]})) for name in ("q_proj", "k_proj")
+    ]
+    cache = DynamicCache(config=model.config)
+    model(input_ids=ids, past_key_values=cache)
+    for hook in hooks:
+        hook.remove()
+    size = model.config.head_dim or model.config.hidden_size // model.config.num_attention_heads
+    query, key = (seen[name].unflatten(-1, (-1, size)).transpose(1, 2).double() for name in ("q_proj", "k_proj"))
+    return query, key, cache.layers[layer].keys.double(), cache.layers[layer].values.double()
+
+
+@torch.no_grad()
+def measured(model: Any, ids: torch.Tensor = IDS, **reading: Any) -> MeterCache:
+    """What one batch of whole sequences leaves behind, without gradients."""
+    cache = MeterCache(model, Reading(**reading))
+    model(input_ids=ids, past_key_values=cache)
+    return cache
+
+
+def coded(states: torch.Tensor) -> torch.Tensor:
+    """Those tokens that caches may code."""
+    return states[:, :, EXACT:]
+
+
+def moment(rows: torch.Tensor) -> torch.Tensor:
+    """The second moment of each head, (heads, d, d)."""
+    return torch.einsum("bhti,bhtj->hij", rows, rows) / (rows.shape[0] * rows.shape[2])
+
+
+def rotated(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """Queries or keys of positions from 0 on, as the model rotates them."""
+    return RotaryGeometry.from_config(model.config).rotate(x, torch.arange(x.shape[-2]))
+
+
+def energies(codec: KVCodec) -> list[torch.Tensor]:
+    """What is lost of each direction at 0 bits, of keys and of values of all coded layers."""
+    return [side.distortions[..., 0] for layer in codec.layers if layer is not None for side in layer]

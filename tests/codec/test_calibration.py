@@ -1,0 +1,512 @@
+"""Calibration against references that hold all keys, values and gradients."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import (
+    BloomConfig,
+    DynamicCache,
+    GraniteConfig,
+    MistralConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from hf_kvcaches import ConfigError, KVCodec, RotaryGeometry, UnsupportedError, enable
+from hf_kvcaches.codec import fit, measures, metric
+from hf_kvcaches.codec.calibration import MeterCache, Reading, _batches, _blocks, _pass
+from hf_kvcaches.codec.forward import activations_on_cpu, ending_of
+from hf_kvcaches.codec.metric import gradient_of_drawn
+from hf_kvcaches.codec.sides import WIDTHS
+from tests import testbed, tiny
+from tests.codec.measured import IDS, TEXTS, calibrate, coded, energies, held, measured, moment, rotated
+from tests.conformance import models
+from tests.reference.codec import codes_of, vectors_of
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 64, "partial_rotary_factor": 1.0}
+
+
+def same_energies(one: KVCodec, other: KVCodec) -> None:
+    """Asserts that the directions of two codecs hold the same."""
+    assert one.settings == other.settings
+    for mine, theirs in zip(energies(one), energies(other), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2e-3, atol=1e-5 * float(theirs.max()))
+
+
+# Keys and values
+
+
+@pytest.mark.parametrize("rotation", ["aware", "post"])
+def test_means_and_covariances_are_those_of_all_tokens_that_are_not_kept_exactly(rotation: str) -> None:
+    model = tiny.llama()
+    meters = measured(model, rotation=rotation).meters
+    for layer in range(4):
+        _, key, after, values = held(model, layer)
+        for side, states in zip(meters[layer].sides, (key if rotation == "aware" else after, values), strict=True):
+            rows = coded(states)
+            mean = rows.mean((0, 2))
+            assert torch.allclose(side.mean, mean, rtol=1e-4, atol=1e-5)
+            assert torch.allclose(side.covariance, moment(rows - mean[:, None]), rtol=1e-4, atol=1e-4)
+            assert int(side.moments.count) == 3 * 36
+
+
+@pytest.mark.parametrize("build", [lambda: models.build("gpt_neox"), lambda: tiny.llama(rope_parameters=YARN)])
+def test_partial_and_scaled_rotations_are_undone_before_the_moments(build: Any) -> None:
+    model = build()
+    meter = measured(model).meters[1]
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(input_ids=IDS, past_key_values=cache)
+    keys = coded(RotaryGeometry.from_config(model.config).unrotate(cache.layers[1].keys, torch.arange(40))).double()
+    assert torch.allclose(meter.keys.moments.mean, moment(keys), rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(meter.keys.moments.mean, moment(coded(cache.layers[1].keys).double()), rtol=1e-2)
+
+
+def test_short_sequences_count_their_last_token() -> None:
+    assert calibrate(texts=[[5, 6], [7, 8, 9]], metric="attention").settings.tokens == 5
+    meter = measured(tiny.llama(), tiny.ids(1, 3)).meters[0]
+    assert int(meter.keys.moments.count) == 1
+
+
+@pytest.mark.parametrize("metric", ["loss", "attention", "plain"])
+def test_directions_diagonalise_the_covariance_in_the_metric(metric: str) -> None:
+    model = tiny.llama()
+    codec = calibrate(model, metric=metric)
+    cache = MeterCache(model, Reading(metric=metric))
+    with torch.no_grad():
+        if metric == "loss":
+            for number, row in enumerate(IDS):
+                _pass(model, cache, [number], row[None], ending_of(model))
+        else:
+            model(input_ids=IDS, past_key_values=cache)
+        for index, layer in enumerate(codec.layers):
+            for side, meter, cost in zip(layer, cache.meters[index].sides, cache.meters[index].costs(), strict=True):
+                encode = side.encode.double()
+                covariance = encode @ meter.covariance @ encode.mT
+                largest = covariance.diagonal(dim1=-2, dim2=-1).amax(-1)[:, None, None]
+                assert float(((covariance - torch.diag_embed(covariance.diagonal(dim1=-2, dim2=-1))) / largest).abs().max()) < 1e-3
+                # An error costs as much as the sum of squares of its coefficients, up to one factor.
+                gram = encode.mT @ encode
+                size = cost.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
+                assert torch.allclose(gram, cost / size, atol=1e-3 * float(gram.abs().max()))
+
+
+# Quantisers
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_distortions_are_the_squared_errors_of_the_sampled_tokens(width: int) -> None:
+    model = tiny.llama()
+    codec = calibrate(model, metric="plain").at(rank=8, widths=width)
+    for index, layer in enumerate(codec.layers):
+        _, keys, _, values = held(model, index)
+        for side, states in zip(layer, (coded(keys), coded(values)), strict=True):
+            encode = side.encode.double().mT
+            error = (states - vectors_of(side, codes_of(side, states))) @ encode
+            whole = (states - side.mean.double()[:, None]) @ encode
+            found, rest = error.square().mean((0, 2)), whole.square().mean((0, 2))
+            expected = side.distortions[..., 1 + WIDTHS.index(width)].double() / side.distortions[..., 0].double()
+            torch.testing.assert_close(found / rest, expected, rtol=2e-2, atol=1e-8)
+
+
+def test_no_other_step_loses_much_less() -> None:
+    # In the first layer each token of the vocabulary has one vector.
+    model, ids = tiny.llama(num_hidden_layers=2), tiny.ids(24, 132)
+    layer = calibrate(model, ids.tolist(), metric="plain").layers[1]
+    _, keys, _, values = held(model, 1, ids)
+    for side, states in zip(layer, (coded(keys), coded(values)), strict=True):
+        coefficients = ((states - side.mean.double()[:, None]) @ side.encode.double().mT).transpose(0, 1).flatten(1, 2)
+        # From 6 bits on steps reach all of the sample, whatever loses least.
+        for place, width in enumerate(WIDTHS[:5]):
+            top, errors = 2 ** (width - 1) - 0.5, []
+            for factor in torch.logspace(-1, 1, 41, base=3.0).tolist():
+                step = factor * side.steps[..., place].double()[:, None]
+                levels = ((coefficients / step).floor() + 0.5).clamp(-top, top)
+                errors.append((levels * step - coefficients).square().mean(1))
+            assert float((errors[20] / torch.stack(errors).amin(0)).max()) < 1.15
+
+
+# Gradients
+
+
+def pulls(model: Any, numbers: list[int], ids: torch.Tensor = IDS) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """For each layer the gradients of the loss at keys before rotation and at values, (batch, kv_heads, tokens, d)."""
+    seen: dict[str, torch.Tensor] = {}
+    hooks = [
+        getattr(layer.self_attn, f"{kind}_proj").register_forward_hook(lambda *a, name=f"{kind}{index}": seen.update({name: a[2]}))
+        for index, layer in enumerate(model.model.layers)
+        for kind in "kv"
+    ]
+    logits = model(input_ids=ids).logits
+    for hook in hooks:
+        hook.remove()
+    gradients = torch.autograd.grad(logits, list(seen.values()), gradient_of_drawn(logits, lambda part: part, numbers))
+    found = {name: each.unflatten(-1, (-1, 8)).transpose(1, 2).double() for name, each in zip(seen, gradients, strict=True)}
+    return [(found[f"k{index}"], found[f"v{index}"]) for index in range(len(model.model.layers))]
+
+
+@pytest.mark.parametrize(("rotation", "rope"), [("aware", None), ("post", None), ("aware", YARN)])
+def test_gradients_are_those_at_keys_and_values_of_tokens_that_are_not_kept_exactly(rotation: str, rope: dict | None) -> None:
+    model = tiny.llama() if rope is None else tiny.llama(rope_parameters=rope)
+    cache = MeterCache(model, Reading(metric="loss", rotation=rotation))
+    _pass(model, cache, [3, 4, 5], IDS, ending_of(model))
+    for layer, (keys, values) in enumerate(pulls(model, [3, 4, 5])):
+        keys = rotated(model, keys) if rotation == "post" else keys
+        for side, gradients, cost in zip(cache.meters[layer].sides, (keys, values), cache.meters[layer].costs(), strict=True):
+            expected = moment(coded(gradients))
+            assert torch.allclose(side.gradients.mean, expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
+            assert torch.equal(cost, side.gradients.mean)
+
+
+def test_drawn_tokens_are_those_the_model_would_go_on_with_and_a_block_draws_the_same_in_any_batch() -> None:
+    logits = torch.tensor([0.0, 1.0, -1.0, 2.0, -torch.inf]).expand(2, 20_000, 5).clone()
+    gradient = gradient_of_drawn(logits, lambda part: part, [7, 8])
+    shares = logits[0, 0].softmax(-1)
+    # At a drawn token the gradient is its share minus 1, elsewhere the share.
+    drawn = (shares - gradient).round()
+    assert (drawn.sum(-1) == 1).all()
+    assert torch.allclose(drawn.mean((0, 1)), shares, atol=0.01)
+    assert not torch.equal(drawn[0], drawn[1])
+    assert torch.equal(gradient_of_drawn(logits[1:], lambda part: part, [8]), gradient[1:])
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        tiny.llama,
+        lambda: tiny.gemma2(final_logit_softcapping=2.0),
+        lambda: tiny.build(GraniteConfig(**tiny._SHAPE, logits_scaling=3.0)),
+    ],
+    ids=["plain", "capped", "scaled"],
+)
+def test_gradients_from_logits_of_a_few_positions_are_those_from_all_logits(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metric, "_LOGITS", 5 * tiny.VOCABULARY * len(IDS))
+    model = build()
+    ending = ending_of(model)
+    with torch.enable_grad():
+        states = ending.run(IDS, None)
+        logits = ending.head(states)
+        (whole,) = torch.autograd.grad(logits, states, gradient_of_drawn(logits, lambda part: part, [0, 1, 2]))
+    assert states.shape[-1] == model.config.hidden_size
+    assert torch.allclose(logits, model(input_ids=IDS).logits, atol=1e-4)
+    assert torch.allclose(gradient_of_drawn(states, ending.head, [0, 1, 2]), whole, atol=1e-5 * float(whole.abs().max()))
+
+
+def test_a_head_that_is_no_projection_alone_is_run_over_all_positions() -> None:
+    model = tiny.llama()
+    model.register_forward_hook(lambda module, inputs, output: SimpleNamespace(logits=output.logits.sin()))
+    assert torch.equal(ending_of(model).run(IDS, None), model(input_ids=IDS).logits)
+    assert calibrate(model).settings.metric == "loss"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_computed_in_float32_on_a_cpu_and_the_model_keeps_its_weights(dtype: torch.dtype) -> None:
+    model = tiny.llama(tie_word_embeddings=True).to(dtype)
+    seen = []
+    hook = model.model.layers[0].register_forward_hook(lambda module, inputs, output: seen.append(inputs[0].dtype))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    codec = calibrate(model)
+    hook.remove()
+    assert set(seen) == {torch.float32}
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    codec.fingerprint.require_model(model, "The codec")
+    same_energies(codec, calibrate(tiny.llama(tie_word_embeddings=True).to(dtype).float()))
+
+
+def test_activations_that_wait_on_the_cpu_are_no_copies_of_weights() -> None:
+    model = tiny.llama()
+    moved = []
+    original = torch.Tensor.to
+
+    def to(tensor: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        if arguments == ("cpu",):
+            moved.append(tensor.untyped_storage().data_ptr())
+        return original(tensor, *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "to", to)
+        with activations_on_cpu(model):
+            loss = model(input_ids=IDS).logits.sum()
+    assert moved
+    assert not {tensor.untyped_storage().data_ptr() for tensor in model.parameters()} & set(moved)
+    loss.backward()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["k", "v"])
+def test_the_squared_gradient_along_an_error_is_twice_the_divergence_that_it_makes(kind: str) -> None:
+    model, layer = tiny.llama(), 1
+    error = 1e-3 * torch.randn(3, 40, 16, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        exact = model(input_ids=IDS).logits.double().log_softmax(-1)
+        projection = getattr(model.model.layers[layer].self_attn, f"{kind}_proj")
+        hook = projection.register_forward_hook(lambda *a: a[2] + error)
+        moved = model(input_ids=IDS).logits.double().log_softmax(-1)
+        hook.remove()
+    divergence = float((exact.exp() * (exact - moved)).sum())
+    along = error.unflatten(-1, (2, 8)).transpose(1, 2)
+    squares = []
+    for seed in range(0, 900, 3):
+        gradients = pulls(model, [seed, seed + 1, seed + 2])[layer]["kv".index(kind)]
+        squares.append((gradients * along).sum((1, 2, 3)).square().sum())
+    assert sum(squares) / len(squares) == pytest.approx(2 * divergence, rel=0.15)
+
+
+def test_a_layer_that_reads_anothers_keys_adds_its_pull_on_them() -> None:
+    model = tiny.llama()
+    cache = MeterCache(model, Reading(metric="loss"))
+    generator = torch.Generator().manual_seed(0)
+    query, keys = (torch.randn(1, heads, 40, 8, generator=generator) for heads in (4, 2))
+    view, _ = cache.update(keys, keys.clone(), 0)
+    outputs = [view.attend(model.model.layers[index].self_attn, query, None, scaling=1.0)[0] for index in (0, 1)]
+    loss = outputs[0].square().sum() + 3 * outputs[1].square().sum()
+    at_keys, at_values = torch.autograd.grad(loss, [view.keys, view.values], retain_graph=True)
+    cache.follow(loss)
+    before = RotaryGeometry.from_config(model.config).unrotate(at_keys.double(), torch.arange(40))
+    for side, gradients in zip(cache.meters[0].sides, (before, at_values.double()), strict=True):
+        assert torch.allclose(side.gradients.mean, moment(coded(gradients)), rtol=1e-3, atol=1e-4)
+        assert int(side.gradients.count) == int(side.moments.count) == 36
+
+
+@pytest.mark.parametrize("how", ["frozen", "inference mode", "no grad"])
+def test_gradients_are_found_in_frozen_models_and_modes_without_and_parameters_get_none(how: str) -> None:
+    expected, model = calibrate(metric="loss"), tiny.llama()
+    if how == "frozen":
+        model.requires_grad_(False)
+    with torch.inference_mode(how == "inference mode"), torch.set_grad_enabled(how == "frozen"):
+        codec = calibrate(model, metric="loss")
+    assert codec.settings.metric == "loss"
+    assert all(each.grad is None and each.requires_grad == (how != "frozen") for each in model.parameters())
+    assert not any(tensor.is_inference() for tensor in codec.tensors().values()) or how == "inference mode"
+    same_energies(codec, expected)
+
+
+@pytest.mark.parametrize("broken", ["detached", "endless", "headless"])
+def test_where_no_gradients_come_back_the_metric_is_attention_and_a_warning_says_why(broken: str) -> None:
+    model = tiny.llama()
+    if broken == "detached":
+        model.model.layers[1].register_forward_hook(lambda *a: a[2].detach())
+    elif broken == "endless":
+        model.model.layers[1].mlp.register_forward_hook(lambda *a: a[2] + (a[2] * 0).sqrt())
+    model = model.model if broken == "headless" else model
+    with pytest.warns(UserWarning, match="metric='loss' needs gradients"):
+        codec = calibrate(model, metric="loss")
+    assert codec.settings.metric == "attention"
+    same_energies(codec, calibrate(metric="attention"))
+
+
+# How texts are read
+
+
+@given(lengths=st.lists(st.integers(1, 20), max_size=6), block=st.integers(2, 8), limit=st.one_of(st.none(), st.integers(2, 60)))
+def test_blocks_hold_the_texts_in_order_and_only_single_tokens_are_left_out(lengths: list[int], block: int, limit: int | None) -> None:
+    texts = [torch.arange(100 * index, 100 * index + length) for index, length in enumerate(lengths)]
+    found = list(_blocks(iter(texts), block, limit))
+    expected = [piece for text in texts for piece in text.split(block) if len(piece) >= 2]
+    if limit is None:
+        assert [each.tolist() for each in found] == [each.tolist() for each in expected]
+        return
+    total = sum(map(len, expected))
+    assert torch.cat([*found, torch.empty(0)]).tolist() == torch.cat([*expected, torch.empty(0)])[: sum(map(len, found))].tolist()
+    assert min(total, limit) - 1 <= sum(map(len, found)) <= limit
+    assert all(len(each) >= 2 for each in found)
+
+
+@given(lengths=st.lists(st.integers(2, 5), max_size=12), size=st.integers(1, 4))
+def test_batches_hold_every_block_once_and_nothing_is_padded(lengths: list[int], size: int) -> None:
+    blocks = [(index, torch.full((length,), index)) for index, length in enumerate(lengths)]
+    seen = {}
+    for numbers, ids in _batches(iter(blocks), 5, size):
+        assert len(numbers) == len(ids) <= size
+        seen |= dict(zip(numbers, ids.tolist(), strict=True))
+    assert seen == {index: ids.tolist() for index, ids in blocks}
+
+
+@pytest.mark.parametrize("metric", ["attention", "loss", "plain"])
+def test_batches_do_not_change_the_codec_beyond_rounding(metric: str) -> None:
+    alone, batched = (calibrate(block=16, batch_size=size, metric=metric) for size in (1, 3))
+    assert (alone.settings.tokens, alone.settings.blocks) == (120, 9)
+    same_energies(alone, batched)
+
+
+def test_reading_stops_at_max_tokens_and_blocks_fit_the_model() -> None:
+    codec = calibrate(texts=iter(TEXTS), max_tokens=50, block=1000, metric="plain")
+    assert (codec.settings.tokens, codec.settings.block) == (50, 256)
+
+
+def test_strings_are_read_with_the_tokenizer_which_is_then_part_of_the_fingerprint() -> None:
+    model, tokenizer = testbed.load()
+    text = testbed.held_out()[:1500]
+    options: dict[str, Any] = {"metric": "plain", "progress": False}
+    from_text = KVCodec.calibrate(model, tokenizer, [text], **options)
+    from_ids = KVCodec.calibrate(model, tokenizer, [tokenizer(text)["input_ids"]], **options)
+    assert from_text.settings == from_ids.settings
+    assert all(torch.equal(tensor, from_ids.tensors()[name]) for name, tensor in from_text.tensors().items())
+    assert from_text.fingerprint.tokenizer is not None
+    assert from_ids.fingerprint.tokenizer is None
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_the_model_is_left_as_it_was_also_after_an_error(enabled: bool) -> None:
+    model = tiny.llama()
+    if enabled:
+        enable(model)
+    model.train()
+    model.model.layers[1].eval()
+    before = (model.config._attn_implementation, [module.training for module in model.modules()])
+    calibrate(model)
+    assert (model.config._attn_implementation, [module.training for module in model.modules()]) == before
+    with pytest.raises(ConfigError):
+        calibrate(model, [*TEXTS, [1000]])
+    assert (model.config._attn_implementation, [module.training for module in model.modules()]) == before
+    assert not any(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_a_bar_shows_unless_it_is_not_wanted(capsys: pytest.CaptureFixture[str]) -> None:
+    calibrate(progress=True, metric="plain")
+    assert "120/120" in capsys.readouterr().err
+    calibrate(metric="plain")
+    assert capsys.readouterr().err == ""
+
+
+def test_the_sample_is_bounded_and_does_not_depend_on_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measures, "SAMPLE_TOKENS", 50)
+    monkeypatch.setattr(measures, "SAMPLE_OF_BLOCK", 12)
+    forward, backward = measures.Sampler(), measures.Sampler()
+    for block in range(40):
+        forward.pick([block], 20)
+        backward.pick([39 - block], 20)
+        assert sum(size for _, size in forward.kept.values()) <= 50
+    assert sorted(forward.kept) == sorted(backward.kept)
+    assert len(forward.kept) == 4
+    [pick] = measures.Sampler().pick([7], 20)
+    assert [pick.positions.tolist()] == [other.positions.tolist() for other in measures.Sampler().pick([3, 7], 20) if other.block == 7]
+    assert len(pick.positions) == 12
+    assert 4 <= int(pick.positions.min()) <= int(pick.positions.max()) < 20
+    sizes = []
+    original = fit.fit_layer
+    monkeypatch.setattr(fit, "fit_layer", lambda meter: (sizes.append(meter.keys.tokens().shape), original(meter))[1])
+    calibrate(block=10, metric="plain")
+    assert sizes == [(2, 48, 8)] * 4  # 8 blocks with 6 tokens each besides those kept exactly
+
+
+# Models
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_without_rotation_both_ways_are_the_same(family: str) -> None:
+    aware, post = (calibrate(models.build(family), rotation=rotation).tensors() for rotation in ("aware", "post"))
+    assert all(torch.equal(tensor, post[name]) for name, tensor in aware.items())
+
+
+@pytest.mark.parametrize("family", [name for name in models.FAMILIES if name != "mistral_sliding"])
+@pytest.mark.parametrize("metric", ["attention", "loss"])
+def test_families_have_codes_where_attention_is_full(family: str, metric: str) -> None:
+    model = models.build(family)
+    codec = calibrate(model, bytes_ratio=0.25, metric=metric)
+    assert codec.settings.metric == metric
+    kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * len(codec.layers)
+    assert [layer is not None for layer in codec.layers] == [kind == "full_attention" for kind in kinds]
+    assert all(bool(tensor.isfinite().all()) for tensor in codec.tensors().values())
+    assert 0.15 < codec.bytes_ratio <= 0.25
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("metric", ["attention", "loss"])
+def test_half_precision_models_are_measured_in_double(metric: str, dtype: torch.dtype) -> None:
+    codec = calibrate(tiny.llama().to(dtype), metric=metric)
+    assert codec.settings.metric == metric
+    assert all(bool(tensor.isfinite().all()) for tensor in codec.tensors().values())
+    assert {tensor.dtype for name, tensor in codec.tensors().items() if not name.endswith("widths")} == {torch.float32}
+    exact = calibrate(metric="plain")
+    for mine, theirs in zip(energies(calibrate(tiny.llama().to(dtype), metric="plain")), energies(exact), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0.2, atol=0.02)
+
+
+def test_angles_that_follow_the_length_of_the_text_are_refused_and_post_works() -> None:
+    model = tiny.llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
+    with pytest.raises(UnsupportedError, match="rotation='post' works"):
+        calibrate(model)
+    assert 0.1 < calibrate(model, rotation="post").bytes_ratio <= 0.125
+
+
+def test_cross_attention_foreign_attention_and_windows_alone_are_refused() -> None:
+    t5 = T5ForConditionalGeneration(T5Config(vocab_size=96, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2))
+    with pytest.raises(UnsupportedError, match="cross-attention"):
+        calibrate(t5)
+    bloom = tiny.build(BloomConfig(vocab_size=96, hidden_size=16, n_layer=1, n_head=2))
+    with pytest.raises(UnsupportedError, match="computes attention itself"):
+        calibrate(bloom)
+    windows = MistralConfig(
+        vocab_size=96, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, sliding_window=8
+    )
+    with pytest.raises(UnsupportedError, match="no layers with full attention"):
+        calibrate(tiny.build(windows))
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"bytes_ratio": 0.5, "energy": 0.9}, "bytes_ratio, rank, energy: expected exactly one"),
+        ({"rank": 2, "energy": 0.9}, "exactly one"),
+        ({"energy": 1.5}, "energy"),
+        ({"energy": 0}, "energy"),
+        ({"bytes_ratio": -0.1}, "bytes_ratio"),
+        ({"bytes_ratio": float("nan")}, "bytes_ratio"),
+        ({"bytes_ratio": True}, "bytes_ratio"),
+        ({"bytes_ratio": 1e-4}, "bytes_ratio: expected enough for at least one direction"),
+        ({"rank": 0}, "rank"),
+        ({"rank": (2, 3, 4)}, "rank"),
+        ({"rank": 2.0}, "rank"),
+        ({"rank": (8, 9)}, "rank: expected at most 8"),
+        ({"widths": 7}, "widths: expected some of"),
+        ({"widths": (4, True)}, "widths"),
+        ({"widths": ()}, "widths"),
+        ({"widths": "8"}, "widths"),
+        ({"rank": 2, "widths": (4, 8)}, "widths: expected one number with rank"),
+        ({"energy": 0.9, "widths": (4, 8)}, "widths: expected one number with energy"),
+        ({"rotation": "before"}, "rotation"),
+        ({"metric": "cosine"}, "metric"),
+        ({"gamma": 1.0}, "gamma"),
+        ({"block": 1}, "block"),
+        ({"batch_size": 0}, "batch_size"),
+        ({"max_tokens": 1}, "max_tokens"),
+    ],
+)
+def test_bad_options_are_named(options: dict, names: str) -> None:
+    with pytest.raises(ConfigError, match=names):
+        calibrate(**options)
+
+
+@pytest.mark.parametrize(
+    ("texts", "names"),
+    [
+        ("a text", r"texts: .* Pass \[text\]"),
+        (["a text"], "tokenizer"),
+        ([5, 6], r"texts\[0\]"),
+        ([[0.5, 1.0]], r"texts\[0\]"),
+        ([[5, 6], [[5, 6]]], r"texts\[1\].*Pass \[ids\]"),
+        ([[5, 96]], r"texts\[0\]: expected token ids of 0 to 95"),
+        ([object()], r"texts\[0\]"),
+        ([], "at least 2 tokens"),
+        ([[], [5]], "at least 2 tokens"),
+    ],
+)
+def test_bad_texts_are_named(texts: Any, names: str) -> None:
+    with pytest.raises(ConfigError, match=names):
+        calibrate(texts=texts)
+
+
+def test_reading_checks_what_it_is_made_with() -> None:
+    assert Reading().block == 512
+    with pytest.raises(ConfigError, match="block"):
+        Reading(block=True)

@@ -1,0 +1,91 @@
+"""One pass over whole rows with a coded past gives the logits of decoding token by token."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from transformers import Cache
+
+from hf_kvcaches import KVCodec, SubspaceCache, compat
+from hf_kvcaches.codec.past import CodecCoding
+from hf_kvcaches.errors import ConfigError, UnsupportedError
+from hf_kvcaches.evaluate import measure
+from hf_kvcaches.evaluate.past import CodedPast, PastCoding
+from tests import tiny
+from tests.test_layout import ROOT
+
+# A code may flip to its neighbour where arithmetic in another order falls on the other side of a step; float64 has no such ties.
+TOLERANCE = {torch.float64: 2e-4, torch.float32: 2e-2}
+
+
+@pytest.fixture(autouse=True)
+def _scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+
+@cache
+def codec_of(family: str) -> KVCodec:
+    texts = [tiny.ids(1, 96, seed=seed)[0].tolist() for seed in range(4)]
+    return KVCodec.calibrate(getattr(tiny, family)(), None, texts, bytes_ratio=0.2, progress=False)
+
+
+def one_by_one(model: Any, cache: Cache, ids: torch.Tensor, prompt: int) -> torch.Tensor:
+    with torch.no_grad():
+        blocks = [ids[:, :prompt], *ids[:, prompt:].split(1, 1)]
+        return torch.cat([model(input_ids=block, **compat.cache_kwargs(model, cache)).logits for block in blocks], 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(("sinks", "recent", "prompt"), [(4, 0, 4), (4, 8, 4), (0, 1, 1), (2, 0, 20)])
+def test_a_codec_reads_as_a_subspace_cache_does_token_by_token(dtype: torch.dtype, sinks: int, recent: int, prompt: int) -> None:
+    model, codec, ids = tiny.llama().to(dtype), codec_of("llama"), tiny.ids(2, 63)
+    window = {"sinks": sinks, "recent": recent}
+    expected = one_by_one(model, SubspaceCache(model, codec, **window), ids, prompt)
+    got = measure.read_rows(model, ids, CodecCoding(codec, model, **window), prompt)
+    torch.testing.assert_close(got, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def test_layers_with_windows_and_capped_scores_are_read_as_well() -> None:
+    model, codec, ids = tiny.gemma2().double(), codec_of("gemma2"), tiny.ids(1, 40)
+    model.set_attn_implementation("eager")  # in older releases sdpa does not cap scores
+    expected = one_by_one(model, SubspaceCache(model, codec, recent=3), ids, 5)
+    torch.testing.assert_close(measure.read_rows(model, ids, CodecCoding(codec, model, recent=3), 5), expected, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("prompt", [1, 4, 40])
+def test_groups_that_grow_are_read_as_kivi_reads_them_token_by_token(bits: int, prompt: int) -> None:
+    from _kivi import KiviCache, KiviCoding
+
+    model, ids = tiny.llama().double(), tiny.ids(2, 83)
+    expected = one_by_one(model, KiviCache(model.config, bits), ids, prompt)
+    torch.testing.assert_close(measure.read_rows(model, ids, KiviCoding(bits), prompt), expected, atol=2e-4, rtol=2e-4)
+
+
+class Exact(PastCoding):
+    def read(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return keys, values
+
+
+def test_a_coding_that_loses_nothing_gives_the_logits_of_the_full_cache() -> None:
+    model, ids = tiny.llama().double(), tiny.ids(2, 300)
+    torch.testing.assert_close(measure.read_rows(model, ids, Exact()), measure.read_rows(model, ids), atol=1e-9, rtol=1e-9)
+
+
+def test_a_second_pass_is_refused() -> None:
+    model = tiny.llama()
+    past = CodedPast(model, Exact())
+    model(input_ids=tiny.ids(1, 8), **compat.cache_kwargs(model, past))
+    with pytest.raises(UnsupportedError, match="one pass"):
+        model(input_ids=tiny.ids(1, 8), **compat.cache_kwargs(model, past))
+
+
+@pytest.mark.parametrize("wrong", [tiny.ids(8), tiny.ids(1, 3), [1, 2, 3]])
+def test_ids_that_are_no_rows_are_refused(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="input_ids"):
+        measure.compare(torch.zeros(1, 8, 4), torch.zeros(1, 8, 4), wrong)

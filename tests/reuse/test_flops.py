@@ -1,0 +1,76 @@
+"""Counted costs against what PyTorch counts of a real prefill."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from hf_kvcaches.reuse.flops import Costs
+from tests import tiny
+
+MODELS = {
+    "grouped heads": lambda: tiny.llama(),
+    "one head": lambda: tiny.llama(num_key_value_heads=1, num_hidden_layers=2),
+    "wide heads": lambda: tiny.llama(head_dim=16),
+    "no groups": lambda: tiny.gpt2(),
+}
+
+
+def counted(model, tokens: int) -> tuple[float, float]:
+    """Operations in the matrices of the decoder layers, and in attention."""
+    head = model.get_output_embeddings().weight.numel()
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(tiny.ids(1, tokens), use_cache=False)
+    total = counter.get_flop_counts()["Global"]
+    attention = sum(number for operation, number in total.items() if "attention" in str(operation) or "bmm" in str(operation))
+    return sum(total.values()) - attention - 2 * head * tokens, attention
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("tokens", [1, 17, 100])
+def test_a_prompt_costs_what_pytorch_counts_but_for_what_causal_attention_leaves_out(name: str, tokens: int) -> None:
+    model = MODELS[name]()
+    model.set_attn_implementation("eager")
+    linear, attention = counted(model, tokens)
+    costs = Costs.of(model)
+    assert sum(costs.linear) * tokens == pytest.approx(linear)
+    # PyTorch counts the whole square of scores; a token looks at those before it and itself, (tokens + 1) / 2 on the mean.
+    scores = costs.of_prompt(0, tokens) - sum(costs.linear) * tokens
+    assert scores == pytest.approx(attention * (tokens + 1) / (2 * tokens))
+    assert costs.of_prompt(0, tokens) == pytest.approx(linear + attention, rel=0.5 * attention / (linear + attention) + 1e-9)
+
+
+def slow(costs: Costs, places: list[int], layers: range) -> float:
+    total = 0.0
+    for layer in layers:
+        for place in places:
+            total += costs.linear[layer] + costs.scores[layer] * len(range(place + 1))
+    return total
+
+
+def test_costs_are_the_sum_over_tokens_and_layers() -> None:
+    costs = Costs((10.0, 20.0, 40.0), (3.0, 5.0, 3.0))
+    places = [0, 3, 4, 9]
+    assert costs.of_tokens(np.array(places)) == slow(costs, places, range(3))
+    assert costs.of_tokens(np.array(places), 1) == slow(costs, places, range(1, 3))
+    assert costs.of_tokens(np.array(places), 1, 2) == slow(costs, places, range(1, 2))
+    assert costs.of_tokens(np.array(places), 0, 2) + costs.of_tokens(np.array(places), 2) == costs.of_tokens(np.array(places))
+    assert costs.of_prompt(2, 5) == slow(costs, [2, 3, 4], range(3))
+    assert costs.of_prompt(0, 2) + costs.of_prompt(2, 5) == costs.of_prompt(0, 5)
+    assert costs.of_prompt(3, 3) == costs.of_tokens(np.zeros(0, np.int64)) == 0
+
+
+def test_a_models_costs_are_read_once_and_forgotten_with_it() -> None:
+    from hf_kvcaches.reuse import flops
+
+    model = tiny.llama(seed=5)
+    before = len(flops._known)
+    assert Costs.of(model) is Costs.of(model)
+    assert len(flops._known) == before + 1
+    del model
+    import gc
+
+    gc.collect()
+    assert len(flops._known) <= before

@@ -1,0 +1,201 @@
+"""Whatever is not reused says why, and what takes longer to fetch than to compute is computed."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_kvcaches import SegmentReuseCache, SegmentStore, WarmStartCache
+from hf_kvcaches.reuse import pipeline
+from hf_kvcaches.reuse.speed import note_pass, seconds_to_compute
+from hf_kvcaches.segments.tiers import Candidate, SegmentTier, TierContext, Verdict
+from tests import tiny
+from tests.warmstart.warm import library_of
+
+PROMPT = tiny.ids(1, 120, seed=1)
+MOVED = torch.cat([tiny.ids(1, 20, seed=2), PROMPT[:, :90], tiny.ids(1, 5, seed=3)], dim=1)
+
+
+def segments(model: Any) -> tuple[Any, Any]:
+    store = SegmentStore("memory")
+    return SegmentReuseCache(model, store), store
+
+
+def warm(model: Any) -> tuple[Any, Any]:
+    library = library_of(model, PROMPT)
+    return WarmStartCache(model, library), library
+
+
+def asked(model: Any, cache: Any, ids: torch.Tensor = PROMPT, **inputs: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=ids, past_key_values=cache, use_cache=True, **{"logits_to_keep": 1, **inputs}).logits[:, -1]
+
+
+CALLS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "embeddings": (
+        lambda model, cache: model(inputs_embeds=model.get_input_embeddings()(PROMPT), past_key_values=cache, logits_to_keep=1),
+        "inputs_embeds",
+    ),
+    "positions of one's own": (lambda model, cache: asked(model, cache, position_ids=torch.arange(3, 123)[None]), "position_ids"),
+    "all logits": (lambda model, cache: asked(model, cache, logits_to_keep=0), "logits_to_keep"),
+    "several logits": (lambda model, cache: asked(model, cache, logits_to_keep=5), "last 5 tokens"),
+    "gradients": (lambda model, cache: model(input_ids=PROMPT, past_key_values=cache, logits_to_keep=1), "Gradients"),
+    "the insides of layers": (lambda model, cache: asked(model, cache, output_hidden_states=True), "output_hidden_states"),
+    "a mask with a hole": (lambda model, cache: asked(model, cache, attention_mask=(torch.arange(120) != 60).long()[None]), "mask"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("make", [segments, warm])
+def test_a_prompt_that_is_not_looked_up_says_why(make: Any, name: str) -> None:
+    model = tiny.llama()
+    cache, _ = make(model)
+    call, words = CALLS[name]
+    with torch.set_grad_enabled(name == "gradients"):
+        call(model, cache)
+    assert words in cache.report().reason
+    assert cache.report().reused_tokens == 0
+    cache.reset()
+    assert cache.report().reason == ""
+
+
+@pytest.mark.parametrize("make", [segments, warm])
+def test_hooks_that_may_change_the_model_are_the_reason(make: Any) -> None:
+    model = tiny.llama()
+    cache, _ = make(model)
+    handle = model.model.layers[0].register_forward_hook(lambda module, args, output: None)
+    asked(model, cache)
+    handle.remove()
+    assert "hook" in cache.report().reason
+
+
+@pytest.mark.parametrize("make", [segments, warm])
+def test_a_prompt_that_is_looked_up_has_no_reason_and_keeps_none_of_its_decode_steps(make: Any) -> None:
+    model = tiny.llama()
+    cache, _ = make(model)
+    model.generate(PROMPT, past_key_values=cache, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert cache.report().reason == ""
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1e6])
+def test_what_takes_longer_to_fetch_than_to_compute_is_computed(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    model, store = tiny.llama(), SegmentStore("memory")
+    asked(model, SegmentReuseCache(model, store))
+    store.flush()
+    expected = asked(model, None)
+    monkeypatch.setattr(store.catalog, "seconds_to_read", lambda keys: seconds)
+    note_pass(model, 1e6, 1.0)
+    cache = SegmentReuseCache(model, store)
+    torch.testing.assert_close(asked(model, cache), expected, atol=1e-4, rtol=0)
+    report = cache.report()
+    assert (report.reused_tokens > 0) == (seconds == 0)
+    assert all("To fetch what is stored takes" in span.reason for span in report.spans if seconds)
+
+
+def test_a_read_that_nobody_would_notice_is_made_however_fast_the_model_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, store = tiny.llama(), SegmentStore("memory")
+    asked(model, SegmentReuseCache(model, store))
+    store.flush()
+    monkeypatch.setattr(store.catalog, "seconds_to_read", lambda keys: pipeline.NOTICED * 0.9)
+    note_pass(model, 1e18, 1.0)
+    cache = SegmentReuseCache(model, store)
+    asked(model, cache)
+    assert cache.report().reused_tokens > 0
+
+
+def test_the_speed_of_a_model_is_that_of_its_fastest_late_prompt() -> None:
+    model = tiny.llama()
+    assert seconds_to_compute(model, 1e6) is None
+    note_pass(model, 1e6, 2.0)
+    note_pass(model, 1e6, 1.0)
+    note_pass(model, 0.0, 0.0)
+    assert seconds_to_compute(model, 2e6) == pytest.approx(2.0)
+    for _ in range(20):
+        note_pass(model, 1e6, 4.0)
+    assert seconds_to_compute(model, 1e6) == pytest.approx(4.0)
+
+
+class Always(SegmentTier):
+    """Reuses everything as it is."""
+
+    name = "always"
+
+    def admit(self, candidate: Candidate, context: TierContext) -> Verdict:
+        return Verdict((candidate.reused(self.name, context),))
+
+
+@pytest.mark.parametrize(("tiers", "mode", "served"), [([Always()], "auto", "always"), (None, "exact", "computed")])
+def test_tiers_of_ones_own_reuse_segments_in_generate_and_the_default_does_not(tiers: Any, mode: str, served: str) -> None:
+    model, store = tiny.llama(), SegmentStore("memory")
+    asked(model, SegmentReuseCache(model, store))
+    cache = SegmentReuseCache(model, store, tiers=tiers)
+    model.generate(MOVED, past_key_values=cache, max_new_tokens=2, do_sample=False, pad_token_id=0)
+    assert cache.mode == mode
+    assert cache.report().tiers[served] >= 90
+
+
+@pytest.mark.parametrize("make", [segments, warm])
+def test_token_ids_are_looked_up_however_they_are_passed(make: Any) -> None:
+    model = tiny.llama()
+    cache, store = make(model)
+    if make is segments:
+        asked(model, cache)
+        store.flush()
+        cache = SegmentReuseCache(model, store)
+    with torch.no_grad():
+        logits = model(PROMPT, past_key_values=cache, logits_to_keep=1).logits[:, -1]
+    assert cache.report().reused_tokens == 119
+    assert torch.allclose(logits, asked(model, None), atol=1e-5)
+
+
+def stored_segments(model: Any, folder: Path) -> SegmentStore:
+    """A store in a folder that has a prompt in segments of 30 tokens."""
+    store = SegmentStore(f"disk:{folder}")
+    asked(model, SegmentReuseCache(model, store, spans=[[(start, start + 30) for start in range(0, 120, 30)]]))
+    store.flush()
+    return store
+
+
+def test_blobs_are_let_go_of_before_the_next_ones_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.llama()
+    store = stored_segments(model, tmp_path)
+    monkeypatch.setattr(pipeline, "TOGETHER", 1)
+    living: list[weakref.ref[Any]] = []
+    most, read = 0, SegmentStore.tensors
+
+    def watched(self: SegmentStore, *args: Any) -> Any:
+        nonlocal most
+        tensors = read(self, *args)
+        living.extend(map(weakref.ref, tensors.values()))
+        most = max(most, sum(each() is not None for each in living) // len(tensors))
+        return tensors
+
+    monkeypatch.setattr(SegmentStore, "tensors", watched)
+    cache = SegmentReuseCache(model, store)
+    logits = asked(model, cache)
+    assert torch.allclose(logits, asked(model, None), atol=1e-5)
+    assert cache.report().reused_tokens == 119
+    assert most <= 2  # the one that was just written, until the next one is there
+
+
+@pytest.mark.parametrize("together", [1, 2**25])
+@pytest.mark.parametrize("gone", range(4))
+def test_what_is_lost_between_blobs_that_were_written_is_computed(
+    gone: int, together: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny.llama()
+    store = stored_segments(model, tmp_path)
+    monkeypatch.setattr(pipeline, "TOGETHER", together)
+    whole = SegmentReuseCache(model, store)
+    asked(model, whole)
+    keys = [key for span in whole.report().spans for key in span.segments]
+    read = SegmentStore.tensors
+    monkeypatch.setattr(SegmentStore, "tensors", lambda self, key, *args: None if key == keys[gone] else read(self, key, *args))
+    cache = SegmentReuseCache(model, store)
+    assert torch.allclose(asked(model, cache), asked(model, None), atol=1e-5)
+    assert cache.report().reused_tokens == 119 - (29 if gone == 3 else 30)
