@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hf_kvcaches.codec.codec import KVCodec
-    from hf_kvcaches.core.attention import disable, enable
     from hf_kvcaches.core.cache import KVCache
     from hf_kvcaches.core.fingerprint import ModelFingerprint, set_fingerprint
     from hf_kvcaches.core.growing import GrowingCache
@@ -15,6 +14,7 @@ if TYPE_CHECKING:
     from hf_kvcaches.core.per_call import per_call
     from hf_kvcaches.core.report import CacheReport
     from hf_kvcaches.core.rope import RotaryGeometry
+    from hf_kvcaches.core.view import disable, enable
     from hf_kvcaches.equip.budgets import pyramid_budgets
     from hf_kvcaches.equip.cache import EquipCache
     from hf_kvcaches.equip.pages import PagePool
@@ -64,8 +64,8 @@ __version__ = "0.2.0"
 
 # Public name -> the module that has it. Nothing is imported before it is asked for.
 _HOMES = {
-    "enable": "core.attention",
-    "disable": "core.attention",
+    "enable": "core.view",
+    "disable": "core.view",
     "KVCache": "core.cache",
     "KVCodec": "codec.codec",
     "KVLayer": "core.layers",

@@ -6,15 +6,15 @@ import inspect
 import sys
 from abc import ABCMeta
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cache
+from importlib.resources import files
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
-from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types_and_kwargs
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 from transformers.masking_utils import AttentionMaskInterface as AttentionMaskInterface
@@ -24,18 +24,6 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 from transformers.utils import output_capturing
 
 from hf_kvcaches.errors import ConfigError, UnsupportedError
-
-
-@dataclass(frozen=True)
-class GenerateCall:
-    """What a `generate` was given that begins with a cache."""
-
-    ids: torch.Tensor | None  # the prompt, (rows, tokens), each beam a row; None where it came as embeddings
-    tokens: int
-    mask: torch.Tensor | None  # 1 where a token is real, (rows, tokens seen and new ones); None where nothing is padded
-    masked: int | None  # tokens by the mask; None where the model takes no mask
-    whole: bool  # whether `ids` are the whole text, of which `generate` cuts off what the cache has seen
-    config: GenerationConfig  # lives as long as the call
 
 
 class _MarkedType(ABCMeta):
@@ -61,26 +49,10 @@ class MarkedCache(metaclass=_MarkedType):
     @_is_user_defined.setter
     def _is_user_defined(self, value: bool) -> None:
         self._marked = value
-        call = _running_generate()
-        if call is not None:
-            self.generate_begins(call)
+        self.generate_begins()
 
-    def generate_begins(self, call: GenerateCall) -> None:
+    def generate_begins(self) -> None:
         """Called when `generate` begins with this cache, before it runs anything."""
-
-
-def _running_generate() -> GenerateCall | None:
-    """The innermost `generate` that is about to mark a cache, which hands the cache nothing: its local variables are read."""
-    given = _locals_of_generate()
-    if given is None:
-        return None
-    options, config, ids = given["model_kwargs"], given["generation_config"], given["input_ids"]
-    mask = options.get("attention_mask")
-    # `generate` drops a mask without padding, and remembers its length.
-    masked = getattr(config, "_mask_length", None) if mask is None else mask.shape[1]
-    if (embeddings := options.get("inputs_embeds")) is not None:
-        return GenerateCall(None, embeddings.shape[1], mask, masked, True, config)
-    return GenerateCall(ids, ids.shape[1], mask, masked, masked == ids.shape[1], config)
 
 
 def _locals_of_generate() -> Mapping[str, Any] | None:
@@ -90,14 +62,6 @@ def _locals_of_generate() -> Mapping[str, Any] | None:
         if frame is not None and frame.f_code is not _GENERATE:
             frame = frame.f_back
     return None if frame is None or frame.f_code is not _GENERATE else frame.f_locals
-
-
-def is_generating(config: GenerationConfig) -> bool:
-    """Whether this thread is in the `generate` that has that config."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not (frame.f_code is _GENERATE and frame.f_locals.get("generation_config") is config):
-        frame = frame.f_back
-    return frame is not None
 
 
 def begin_decoding(model: PreTrainedModel, cache: MarkedCache) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -189,6 +153,45 @@ def layer_plan(config: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
     # Up to some version there is one dict for all layers.
     each = [arguments] * len(types) if isinstance(arguments, dict) else arguments
     return list(zip(types, each, strict=True))
+
+
+# With which attention modules make keys and values of the latents that a cache returns.
+EXPANSION = "expand_kv"
+# Families whose attention computes with keys and values after they are in the cache, latents aside.
+COMPUTES_WITH_CACHED_KEYS = frozenset(
+    ("diffllama", "doge", "git", "idefics", "jetmoe", "pix2struct_text_model", "t5gemma2_decoder", "udop")
+)
+
+
+def has_latents(model: PreTrainedModel) -> bool:
+    """Whether a model keeps latents, of which its attention makes keys and values (multi-head latent attention)."""
+    return any(hasattr(module, EXPANSION) for module in modules_of(model.get_decoder()))
+
+
+def runs_layers_in_loops(config: PreTrainedConfig) -> bool:
+    """Whether a model runs some layers several times in a pass."""
+    return bool(getattr(decoder_config(config), "n_recurrent_loops", 1) > 1)
+
+
+def shares_keys_between_layers(config: PreTrainedConfig) -> bool:
+    """Whether some layers attend to the keys of others."""
+    return bool(getattr(config, "num_kv_shared_layers", 0)) or "reuse" in (getattr(config, "kv_sharing_modes", None) or ())
+
+
+def inserts_tokens(config: PreTrainedConfig) -> bool:
+    """Whether a model puts tokens of its own before every text."""
+    return bool(config.model_type == "cpmant")
+
+
+def first_position(config: PreTrainedConfig) -> int:
+    """The position that a model gives a text's first token."""
+    return int(config.model_type == "paligemma")
+
+
+@cache
+def families_with_spans() -> frozenset[str]:
+    """Families whose models run spans of a prompt between others; `tests/families` makes the list, one to a line."""
+    return frozenset((files("hf_kvcaches.core") / "spans.txt").read_text().split())
 
 
 def layer_configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:

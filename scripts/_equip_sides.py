@@ -14,7 +14,7 @@ from shared.results import Row
 from shared.timing import in_turns, ratios, spread, synchronize
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from hf_kvcaches.core.attention import LayerView
+from hf_kvcaches.core.view import LayerView
 from hf_kvcaches.equip.cache import EquipCache
 from hf_kvcaches.kernels.slots import slot_attention
 from tests.reference.baselines import FrozenKV, FrozenLayer, GatherAppendH2O, RerotateAllStreaming, ShiftAppendStreaming

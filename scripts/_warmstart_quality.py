@@ -16,7 +16,7 @@ from shared.results import Row, rows_where, show, write_csv
 from transformers import PreTrainedModel
 
 from hf_kvcaches import WarmStartCache, WarmStartGate, WarmStartLibrary
-from hf_kvcaches.core.prefill import PrefillCall
+from hf_kvcaches.core.prompt import PrefillCall
 from hf_kvcaches.evaluate.texts import divergence
 from hf_kvcaches.warmstart.calibration import FALSE
 from hf_kvcaches.warmstart.reading import PromptStates

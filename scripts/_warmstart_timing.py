@@ -17,7 +17,7 @@ from shared.timing import in_turns, ratios, spread, synchronize
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_kvcaches import WarmStartCache, WarmStartGate, WarmStartLibrary
-from hf_kvcaches.core.tokens import Ids, common_prefix
+from hf_kvcaches.reuse.tokens import Ids, common_prefix
 from hf_kvcaches.warmstart.entries import Entry
 from hf_kvcaches.warmstart.filling import COMPARED
 

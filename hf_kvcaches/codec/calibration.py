@@ -18,10 +18,10 @@ from hf_kvcaches import compat
 from hf_kvcaches.codec.forward import Ending, activations_on_cpu, ending_of, in_float32
 from hf_kvcaches.codec.measures import LayerMeter, Pick, Sampler
 from hf_kvcaches.codec.metric import Metric, Sizes, gradient_of_drawn
-from hf_kvcaches.core.answerable import require_answering
 from hf_kvcaches.core.layers import KVLayer
 from hf_kvcaches.core.observer import Attended, WatchingCache
 from hf_kvcaches.core.rope import undoable_rotation
+from hf_kvcaches.core.view import require_answering
 from hf_kvcaches.errors import ConfigError, KVCacheError, UnsupportedError, require_choice, whole_number
 from hf_kvcaches.evaluate.texts import Tokenized, add_up, process_device, sequences
 from hf_kvcaches.evaluate.verify import evaluating

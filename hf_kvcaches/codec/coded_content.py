@@ -12,8 +12,8 @@ from transformers import PreTrainedConfig
 from hf_kvcaches.codec.codec import KVCodec
 from hf_kvcaches.codec.sides import EXACT
 from hf_kvcaches.core.layers import KVLayer
-from hf_kvcaches.core.masks import padding_of
 from hf_kvcaches.core.parallel import require_all_heads
+from hf_kvcaches.core.step import padding_of
 from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError, require_instance
 
 if TYPE_CHECKING:

@@ -17,13 +17,13 @@ from transformers.cache_utils import CacheLayerMixin
 from hf_kvcaches import compat
 from hf_kvcaches.codec.wire import caches as wire
 from hf_kvcaches.codec.wire.messages import Source
-from hf_kvcaches.core import attention, continuing, prefill
+from hf_kvcaches.core import continuation, view
 from hf_kvcaches.core import save as saved
-from hf_kvcaches.core.answerable import require_answering, require_plain_decoder
 from hf_kvcaches.core.artifact import local_folder, make_folder
 from hf_kvcaches.core.identity import Identity, Provenance
 from hf_kvcaches.core.layers import KVLayer, row_picker
 from hf_kvcaches.core.report import CacheReport, foreign_kept, foreign_kind, foreign_tensors, measured_bytes, summarise
+from hf_kvcaches.core.token_log import TokenLog
 from hf_kvcaches.core.versions import warn_of_untested_version
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _DRAFTED = 32
 
 
-class KVCache(continuing.CacheArgument, Cache, ABC):
+class KVCache(continuation.CacheArgument, Cache, ABC):
     """The base of every cache here: one layer object per model layer, and what all caches can do.
 
     A subclass writes `make_layer`, and names in `settings` what its constructor needs to be called again. The method applies to
@@ -44,6 +44,10 @@ class KVCache(continuing.CacheArgument, Cache, ABC):
         model: A transformers model, or a config: with a config the attention is switched for models that share this very object, and
             other models need `hf_kvcaches.enable`.
         offloading: Keep all layers but the running one in CPU memory; needs CUDA.
+
+    Attributes:
+        log: The tokens that `generate` has fed in.
+        provenance: Which model computed them.
     """
 
     needs_attention: ClassVar[bool] = False
@@ -52,27 +56,21 @@ class KVCache(continuing.CacheArgument, Cache, ABC):
     """The types of the model's layers that the method applies to; others are transformers' own."""
     takes_latents: ClassVar[bool] = False
     """Whether they also do for models that expand keys and values from what the cache returns (multi-head latent attention)."""
-    takes_over_prefill: ClassVar[bool] = False
-    """Whether `take_prefill` is to be called with every prompt that `generate` feeds in."""
-    filling: bool = False
-    """Whether `take_prefill` is at it, or broke off."""
-    adopted: bool = False
-    """Whether another cache hands its prompts to this one."""
+    logs_passes: ClassVar[bool] = False
+    """Whether the cache writes down the tokens of all passes itself."""
+    broken: bool = False
+    """Whether a prefill broke off and left the cache with part of its tokens."""
 
     def __init__(self, model: Any, *, offloading: bool = False) -> None:
         warn_of_untested_version()
         base, self.config = compat.split_model(model)
         self._model = None if base is None else weakref.ref(base)
-        self.provenance = Provenance()
-        self.reads_all_weights = self.takes_over_prefill
-        self.fed = continuing.FedTokens()
+        self.provenance, self.log, self.generate_began = Provenance(), TokenLog(), False
         self._learned_prompt = compat.has_learned_prompt(model)
         if offloading and not torch.cuda.is_available():
             raise UnsupportedError("offloading: needs a CUDA device to move layers to and from. Leave it out.")
-        if base is not None and self.takes_over_prefill:
-            require_plain_decoder(base, type(self).__name__)
         if base is not None and self.needs_attention:
-            require_answering(base, type(self).__name__, latents=self.takes_latents)
+            view.require_answering(base, type(self).__name__, latents=self.takes_latents)
         # In which configs the attention modules look up their implementation; the cache holds on to them and not to the model.
         self._attention_configs = (None if base is None else compat.attention_configs(base)) or (self.config,)
         layers = [
@@ -82,12 +80,10 @@ class KVCache(continuing.CacheArgument, Cache, ABC):
         super().__init__(layers=layers, **({"offloading": True} if offloading else {}))
         # Layers of linear attention are not told of tokens.
         self._lowest = next((index for index, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin)), 0)
-        if base is not None and self.takes_over_prefill:
-            prefill.install(base, self)
 
-    def generate_begins(self, call: compat.GenerateCall) -> None:
+    def generate_begins(self) -> None:
         if self._model is not None and (model := self._model()) is not None:
-            continuing.begin_generate(model, self, call)
+            continuation.begin_generate(model, self)
 
     @property
     def codec(self) -> KVCodec | None:
@@ -116,22 +112,61 @@ class KVCache(continuing.CacheArgument, Cache, ABC):
         """
         return cls(model, **settings)
 
-    def observe(self, input_ids: torch.Tensor, attention_mask: Any, position_ids: Any) -> None:
-        """Told of the tokens of every pass, before it runs. Only with `takes_over_prefill`.
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model that the cache was built with."""
+        model = None if self._model is None else self._model()
+        if model is None:
+            raise ConfigError(
+                f"{type(self).__name__} has no model: it was built with a config, unpickled, or outlived its model. "
+                "Build it with the model."
+            )
+        return model
 
-        Passes on embeddings, images and the like are not told of: after one, a cache that counts has been told of fewer than it holds.
+    @property
+    def seen(self) -> int:
+        """The number of tokens that the model has fed in."""
+        return int(self.get_seq_length())
 
-        Args:
-            input_ids: (batch, tokens).
-            attention_mask: As the model got it.
-            position_ids: As the model got them, or None.
-        """
-        # Anew, because a pass that was told of before may have failed.
-        self.provenance.until = min(self.provenance.until, self.seen)
-        self.enter_pass(input_ids.shape[1])
+    @property
+    def why_inexact(self) -> str:
+        """Why the keys and values of its tokens may differ from those of a plain prefill, as a sentence; "" where they don't."""
+        return ""
 
-    def enter_pass(self, tokens: int) -> None:
-        """Takes the identity of the model before a pass, unless it is a decode step, or one that checks a few drafted tokens.
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if layer_idx >= len(self.layers):
+            raise ConfigError(
+                f"The cache was built for {len(self.layers)} layers and the model has a layer {layer_idx}. "
+                "Build it with this model or its config."
+            )
+        if torch.compiler.is_compiling():
+            if self.needs_attention and not self.is_compileable:
+                return _update_uncompiled(self, key_states, value_states, layer_idx, *args, **kwargs)
+        elif layer_idx == self._lowest:
+            self.begin_pass(key_states.shape[-2])
+        held: tuple[Any, Any]
+        if self.offloading:
+            held = self.update_offloaded(key_states, value_states, layer_idx, *args)
+        else:
+            held = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+        if type(held[0]) is not torch.Tensor and isinstance(held[0], view.LayerView):
+            self.answer_next(held[0])
+        return held
+
+    def update_offloaded(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any) -> tuple[Any, Any]:
+        """Update a layer that is fetched before and moved away afterwards, by transformers."""
+        held: tuple[Any, Any] = super().update(key_states, value_states, layer_idx, *args)
+        return held
+
+    def answer_next(self, answering: view.LayerView) -> None:
+        """Let a view answer the queries of this thread's next attention call."""
+        if torch.compiler.is_compiling():
+            view.answer_in_graph(answering, self._attention_configs)
+        else:
+            view.answer_next(answering, self._attention_configs, self._model is not None)
+
+    def begin_pass(self, tokens: int) -> None:
+        """Called when a pass of some tokens reaches the lowest layer. Decode steps are by the model of the pass before.
 
         Args:
             tokens: How many the pass adds.
@@ -149,84 +184,69 @@ class KVCache(continuing.CacheArgument, Cache, ABC):
         if model is not None and not torch.compiler.is_compiling():
             seen = self.seen
             if not self.provenance.taken or seen + tokens > self.provenance.until:
-                self.provenance.begin_pass(model, seen, tokens, shared=self.reads_all_weights)
+                self.provenance.begin_pass(model, seen, tokens, shared=self.logs_passes)
         return self.provenance.identity
 
-    def confirmed_identity(self) -> Identity:
-        """`identity_of_pass` of the pass that has begun, after all weights are read: before anything stored is used."""
-        self.provenance.confirm(self.model)
-        return self.provenance.identity
+    def reset(self) -> None:
+        """Forget all tokens; settings and whatever does not belong to a sequence stay."""
+        self.provenance, self.generate_began = Provenance(), False
+        self.log.reset()
+        for layer in self.layers:
+            if isinstance(layer, KVLayer):
+                layer.reset()
+                layer.record_past = False
+        for index, (layer_type, arguments) in enumerate(compat.layer_plan(self.config)):
+            if not isinstance(self.layers[index], KVLayer):
+                # Transformers' own layers may keep their length when they are reset in older versions.
+                self.layers[index] = compat.transformers_layer(layer_type, arguments)
 
-    def pass_begins(self) -> None:
-        """Called before every pass of the model. Only with `takes_over_prefill`."""
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        for layer in self._own_layers_first():
+            layer.reorder_cache(beam_idx)
+        self.log.map_rows(lambda rows: rows.index_select(0, beam_idx.to(rows.device)))
 
-    def take_prefill(self, call: prefill.PrefillCall) -> int | prefill.Remaining:
-        """Fills the cache with the first tokens of a prompt and returns how many; the model runs the others.
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        for layer in self._own_layers_first():
+            layer.batch_repeat_interleave(repeats)
+        self.log.map_rows(lambda rows: rows.repeat_interleave(repeats, dim=0))
 
-        Only asked of caches with `takes_over_prefill`. A cache may return a `Remaining` instead: the model runs its tokens, and the cache
-        counts the whole prompt as seen when the last layer has them.
+    def batch_select_indices(self, indices: torch.Tensor | Sequence[int] | slice) -> None:
+        pick = row_picker(indices)
+        for layer in self._own_layers_first():
+            layer.batch_select_indices(indices)
+        self.log.map_rows(pick)
 
-        Args:
-            call: The model, the prompt and its mask.
-        """
-        raise NotImplementedError(f"{type(self).__name__} takes over the prefill but does not write take_prefill")
-
-    def prompt_left(self, reason: str) -> None:
-        """Told why `take_prefill` is not asked for a pass of several tokens.
-
-        Args:
-            reason: As a sentence.
-        """
-
-    @property
-    def wants_prompts(self) -> bool:
-        """Whether `take_prefill` has a use for a prompt now."""
-        return True
-
-    def leave_last(self, taken: int, tokens: int) -> int:
-        """How many of the tokens that `take_prefill` took the model need not run: it may forget the last ones again.
-
-        Args:
-            taken: How many it took.
-            tokens: How many the prompt has.
-        """
-        return taken
-
-    def take_provenance(self, provenance: Provenance) -> None:
-        """Goes on behind tokens that another cache was filled with.
-
-        Args:
-            provenance: Of that cache, which may share its tokens with others.
-        """
-        self.provenance, self.reads_all_weights = provenance, True
-
-    def abandon_prefill(self, seen: int) -> None:
-        """Called when `take_prefill` failed or was interrupted; unless it clears `filling`, the cache refuses all but `reset`.
-
-        Args:
-            seen: How many tokens the cache had before.
-        """
+    def crop(self, tokens_to_remove: int) -> None:
+        for layer in self._own_layers_first():
+            layer.crop(tokens_to_remove)
+        self.provenance.crop(self.seen)
+        self.log.crop(self.seen)
 
     @property
-    def why_inexact(self) -> str:
-        """Why the keys and values of its tokens may differ from those of a plain prefill, as a sentence; "" where they don't."""
-        return ""
+    def records_past(self) -> bool:
+        """Whether new tokens may be drafts, which are taken back."""
+        return any(getattr(layer, "record_past", False) for layer in self.layers)
 
-    @property
-    def model(self) -> PreTrainedModel:
-        """The model that the cache was built with."""
-        model = None if self._model is None else self._model()
-        if model is None:
-            raise ConfigError(
-                f"{type(self).__name__} has no model: it was built with a config, unpickled, or outlived its model. "
-                "Build it with the model."
-            )
-        return model
+    def activate_past_recording(self) -> None:
+        for layer in self._own_layers_first():
+            if hasattr(layer, "activate_past_recording"):
+                layer.activate_past_recording()
 
-    @property
-    def seen(self) -> int:
-        """The number of tokens that the model has fed in."""
-        return int(self.get_seq_length())
+    def _own_layers_first(self) -> list[Any]:
+        """All layers; when one of a hybrid model refuses, transformers' layers have not been changed yet."""
+        return sorted(self.layers, key=lambda layer: not isinstance(layer, KVLayer))
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        length: int = super().get_seq_length(layer_idx)
+        # In a compiled graph an int would be one more break or constant. Elsewhere it is a copy: some versions' layers count in a tensor.
+        return length if torch.compiler.is_compiling() else int(length)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        if query_length == 0 and self.seen:
+            # A view of the attention's heads would fail next.
+            raise continuation.refusal(self, "a prompt that is not longer")
+        sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
+        return sizes
 
     def report(self) -> CacheReport:
         """What the cache holds, measured."""
@@ -323,94 +343,6 @@ class KVCache(continuing.CacheArgument, Cache, ABC):
         """
         return cls.load(local_folder(folder_or_hub_id, [saved.FILE_NAME], **options) / saved.FILE_NAME, model, codec)
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if layer_idx >= len(self.layers):
-            raise ConfigError(
-                f"The cache was built for {len(self.layers)} layers and the model has a layer {layer_idx}. "
-                "Build it with this model or its config."
-            )
-        if layer_idx == self._lowest and not torch.compiler.is_compiling():
-            self.enter_pass(key_states.shape[-2])
-        held: tuple[torch.Tensor, torch.Tensor]
-        if self.offloading:
-            held = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        else:
-            held = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
-        if type(held[0]) is not torch.Tensor and isinstance(held[0], attention.LayerView):
-            if torch.compiler.is_compiling():
-                attention.answer_in_graph(held[0], self._attention_configs)
-            else:
-                self.answer_next(held[0])
-        return held
-
-    def answer_next(self, view: attention.LayerView) -> None:
-        """Lets a view answer the queries of this thread's next attention call."""
-        attention.answer_next(view, self._attention_configs, bound=self._model is not None)
-
-    def reset(self) -> None:
-        """Forgets all tokens; settings and whatever does not belong to a sequence stay."""
-        self.provenance = Provenance()
-        self.fed = continuing.FedTokens()
-        for layer in self.layers:
-            if isinstance(layer, KVLayer):
-                layer.reset()
-                layer.record_past = False
-        self.filling = False
-        for index, (layer_type, arguments) in enumerate(compat.layer_plan(self.config)):
-            if not isinstance(self.layers[index], KVLayer):
-                # Transformers' own layers may keep their length when they are reset in older versions.
-                self.layers[index] = compat.transformers_layer(layer_type, arguments)
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        for layer in self._own_layers_first():
-            layer.reorder_cache(beam_idx)
-        self.fed.map_rows(lambda ids: ids.index_select(0, beam_idx.to(ids.device)))
-
-    def crop(self, tokens_to_remove: int) -> None:
-        for layer in self._own_layers_first():
-            layer.crop(tokens_to_remove)
-        self.provenance.crop(self.seen)
-        self.fed.cut(self.seen)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        for layer in self._own_layers_first():
-            layer.batch_repeat_interleave(repeats)
-        self.fed.map_rows(lambda ids: ids.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: torch.Tensor | Sequence[int] | slice) -> None:
-        pick = row_picker(indices)
-        for layer in self._own_layers_first():
-            layer.batch_select_indices(indices)
-        self.fed.map_rows(pick)
-
-    @property
-    def records_past(self) -> bool:
-        """Whether new tokens may be drafts, which are taken back."""
-        return any(getattr(layer, "record_past", False) for layer in self.layers)
-
-    def activate_past_recording(self) -> None:
-        for layer in self._own_layers_first():
-            if hasattr(layer, "activate_past_recording"):
-                layer.activate_past_recording()
-
-    def _own_layers_first(self) -> list[Any]:
-        """All layers; when one of a hybrid model refuses, transformers' layers have not been changed yet."""
-        return sorted(self.layers, key=lambda layer: not isinstance(layer, KVLayer))
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        length: int = super().get_seq_length(layer_idx)
-        # In a compiled graph an int would be one more break or constant. Elsewhere it is a copy: some versions' layers count in a tensor.
-        return length if torch.compiler.is_compiling() else int(length)
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        if query_length == 0 and self.seen:
-            # A view of the attention's heads would fail next.
-            raise continuing.refusal(self, "a prompt that is not longer")
-        sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
-        return sizes
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
@@ -418,8 +350,6 @@ class KVCache(continuing.CacheArgument, Cache, ABC):
         memo[id(self._attention_configs)] = self._attention_configs
         for name, value in vars(self).items():
             setattr(copied, name, copy.deepcopy(value, memo))
-        if self.takes_over_prefill and self._model is not None and (model := self._model()) is not None:
-            prefill.install(model, copied)
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
@@ -440,6 +370,8 @@ class KVCache(continuing.CacheArgument, Cache, ABC):
         return f"{report.cache}({layers} layers, seen={report.seen}, kept={summarise(report.own_kept)}, {report.bytes / 2**20:.2f} MiB)"
 
 
+# Traced, a cache that answers queries would be compiled anew at nearly every step.
+_update_uncompiled = torch.compiler.disable(KVCache.update, reason="the cache's is_compileable is False")
 _names: weakref.WeakKeyDictionary[PreTrainedModel, str] = weakref.WeakKeyDictionary()
 _named: weakref.WeakValueDictionary[str, PreTrainedModel] = weakref.WeakValueDictionary()
 

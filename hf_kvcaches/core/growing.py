@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from hf_kvcaches.core.adopting import AdoptingCache, LastQueries
+from hf_kvcaches.core.holder import HolderCache, LastQueries
 from hf_kvcaches.core.layers import TensorLayer
 from hf_kvcaches.errors import ConfigError
 
@@ -135,7 +135,7 @@ def capacity_for(slots: int, reserve: int = 8) -> int:
     return slots + max(64, slots // reserve)
 
 
-class GrowingCache(AdoptingCache):
+class GrowingCache(HolderCache):
     """Keeps every token, like `DynamicCache`, without copying the whole cache for each new one.
 
     The ground that lossy caches are measured from, and what a cache with nothing to save falls back to.

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from hf_kvcaches.core.attention import LayerView, previous_attention
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.layers import KVLayer, PassingLayer
+from hf_kvcaches.core.view import LayerView, previous_attention
 from hf_kvcaches.errors import UnsupportedError
 
 

@@ -1,4 +1,4 @@
-"""Passes through some of a model's layers, on a shallow twin of the model.
+"""Passes through a model without its head, and through some of its layers, on a shallow twin of the model.
 
 The twin shares every weight, buffer and hook with the model. Only the modules on the way from its root to an exchanged part are new
 objects, with a dict of children of their own. The model itself is never changed: other threads may run it meanwhile, and nothing has to be
@@ -14,10 +14,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
 
 from hf_kvcaches import compat
-from hf_kvcaches.errors import UnsupportedError
+from hf_kvcaches.core.cache import KVCache
+from hf_kvcaches.core.view import LayerView
+from hf_kvcaches.errors import ConfigError, UnsupportedError
 
 
 class PassEnded(Exception):
@@ -144,3 +147,128 @@ class RunningLayer(StandIn):
         outputs = self.stood(*args, **kwargs)
         self.__dict__["output"] = outputs[0] if isinstance(outputs, tuple) else outputs
         return outputs
+
+
+class LayerPass(Cache):
+    """Appends to the layers of a cache; lengths are those of the layers that run."""
+
+    def __init__(self, cache: KVCache, start: int = 0) -> None:
+        super().__init__(layers=cache.layers)
+        self.cache, self.start = cache, start
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        states: tuple[torch.Tensor, torch.Tensor] = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+        if isinstance(states[0], LayerView):
+            self.cache.answer_next(states[0])
+        return states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return int(super().get_seq_length(self._counting(layer_idx)))
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        sizes: tuple[int, int] = super().get_mask_sizes(query_length, self._counting(layer_idx))
+        return sizes
+
+    def _counting(self, layer_idx: int) -> int:
+        """The lowest running layer of the kind that `layer_idx` has; layers of linear attention don't count tokens."""
+        if layer_idx >= self.start:
+            return layer_idx
+        kinds = self.is_sliding
+        counting = [index for index in range(self.start, len(kinds)) if isinstance(self.layers[index], CacheLayerMixin)]
+        return next((index for index in counting if kinds[index] == kinds[layer_idx]), layer_idx)
+
+
+class StoppingPass(LayerPass):
+    """Ends when a layer has its keys and values, with a `PassEnded`."""
+
+    def __init__(self, cache: KVCache, last: int, start: int = 0) -> None:
+        super().__init__(cache, start)
+        self.last = last
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if layer_idx == self.last:
+            raise PassEnded
+        return states
+
+
+def run_span(
+    model: PreTrainedModel, cache: Cache, input_ids: torch.Tensor, positions: torch.Tensor, attention_mask: torch.Tensor | None = None
+) -> None:
+    """Runs tokens at given positions into a cache.
+
+    Args:
+        cache: What the tokens follow, and where their keys and values go.
+        input_ids: (batch, tokens).
+        positions: (tokens,) or (batch, tokens); they need not follow those in the cache.
+        attention_mask: 1 where a token is real, (batch, tokens seen before + new ones), or None.
+    """
+    run_module(model.base_model, cache, input_ids, positions, attention_mask)
+
+
+def run_module(
+    module: nn.Module,
+    cache: Cache | None,
+    input_ids: torch.Tensor,
+    positions: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,
+) -> None:
+    """Does what `run_span` does, with the module to call.
+
+    Args:
+        module: A model without its head, or a twin of it.
+        cache: As in `run_span`; None for none.
+        positions: As in `run_span`; None for those that follow.
+    """
+    arguments: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask, **compat.cache_kwargs(module, cache)}
+    names = compat.parameter_names(type(module))
+    if positions is not None and "position_ids" in names:
+        arguments["position_ids"] = positions.expand(input_ids.shape[0], -1) if positions.ndim == 1 else positions
+    if "logits_to_keep" in names:  # the base of a model may be a model with a head
+        arguments["logits_to_keep"] = 1
+    module(**arguments)
+
+
+def run_layers(
+    model: PreTrainedModel,
+    start: int,
+    stop: int,
+    input_ids: torch.Tensor,
+    cache: KVCache | LayerPass,
+    positions: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    *,
+    hidden: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Runs only the layers from `start` to before `stop`, and returns what would enter layer `stop`, (batch, tokens, hidden).
+
+    The cache's other layers are not touched, whatever they hold. After the last layer it is what enters the model's final norm.
+
+    Args:
+        model: A causal language model; neither its final norm nor its head matter.
+        stop: The first layer not to run, or the number of layers.
+        input_ids: (batch, tokens).
+        cache: Its layers from `start` to before `stop` take the keys and values, as the pass says where one is given.
+        positions: (tokens,) or (batch, tokens).
+        attention_mask: 1 where a token is real, (batch, tokens that layer `start` has seen + new ones), or None.
+        hidden: What entered layer `start`, (batch, tokens, hidden); None for layer 0.
+    """
+    layers = compat.decoder_layers(model)[2]
+    if not 0 <= start < len(layers) or (hidden is None) != (start == 0):
+        raise ConfigError.of("start", f"a decoder layer from 0 to {len(layers) - 1}, and hidden for all but layer 0", start)
+    if not start < stop <= len(layers):
+        raise ConfigError.of("stop", f"a layer above {start}, or the number of layers", stop)
+    # Skipped layers stay in the list, because models look up masks by a layer's index. The last one hands out `hidden`, so that nothing
+    # that the model does to its embeddings (scaling, learned positions) matters.
+    below = [SkippedLayer(layer, hidden if index == start - 1 else None) for index, layer in enumerate(layers[:start])]
+    running = [RunningLayer(layer) for layer in layers[start:stop]]
+    twin = with_layers(model, [*below, *running, *(SkippedLayer(layer) for layer in layers[stop:])])
+    run_module(twin, cache if isinstance(cache, LayerPass) else LayerPass(cache, start), input_ids, positions, attention_mask)
+    output = running[-1].output
+    if not isinstance(output, torch.Tensor) or output.shape[:-1] != input_ids.shape:
+        raise UnsupportedError(f"model: {type(model).__name__} passes more than hidden states from layer to layer. Run whole prompts.")
+    return output

@@ -110,7 +110,7 @@ class PerCall(compat.MarkedCache):
             revision=revision,
         )
 
-    def generate_begins(self, call: compat.GenerateCall) -> None:
+    def generate_begins(self) -> None:
         """Refuses to be passed as `past_key_values`."""
         raise ConfigError.of("past_key_values", "a cache", self, "Pass what per_call returns as custom_generate.")
 

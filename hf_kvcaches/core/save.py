@@ -87,7 +87,7 @@ class Content:
         coded = CodedContent.of_header(header.get("codec"), codec, where)
         with refusing_nonsense(f"{where}: its content doesn't make a {cls.__name__}", "Save the cache again."):
             cache = _rebuilt(cls, where, model, self, coded)
-        identity = Identity(fingerprint) if cls.takes_over_prefill else glanced_identity(cache.model)
+        identity = Identity(fingerprint) if cls.logs_passes else glanced_identity(cache.model)
         cache.provenance = Provenance.of(identity, cache.seen)
         return cache
 

@@ -1,58 +1,94 @@
-"""The base of caches that are sources: they get a prompt in from somewhere, and may hand it to a holder."""
+"""Sources: caches that get the first tokens of a prompt in from elsewhere, and may hand the prompt to a holder.
+
+A hook on the model's forward (`prompt.py`) asks the source for the first tokens of a prompt, and lets the model run the others. Where the
+source decodes with a holder, the pass that answers the prompt hands over layer by layer: as soon as a layer's attention is computed, the
+holder's layer takes its place.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from abc import abstractmethod
+from typing import Any, Protocol, Self
 
 import torch
 from torch import nn
 
-from hf_kvcaches.core import attention
-from hf_kvcaches.core.adopting import AdoptingCache, LastQueries, first_position
 from hf_kvcaches.core.cache import KVCache
-from hf_kvcaches.core.calls import Call
-from hf_kvcaches.core.chunks import ChunkView
+from hf_kvcaches.core.call import Call
 from hf_kvcaches.core.growing import GrowingLayer
-from hf_kvcaches.core.history import History
+from hf_kvcaches.core.holder import HolderCache, LastQueries, first_position
+from hf_kvcaches.core.prompt import PrefillCall, Remaining, Stage, install
 from hf_kvcaches.core.rotation import Rotation, rotation_of
 from hf_kvcaches.core.save import Content
+from hf_kvcaches.core.token_log import TokenLog
+from hf_kvcaches.core.view import LayerView, previous_attention, require_plain_decoder
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 
-if TYPE_CHECKING:
-    from hf_kvcaches.codec.codec import KVCodec
+
+class TensorView(LayerView):
+    """All keys and values of a layer, which the model attends to as ever.
+
+    Args:
+        keys: (batch, kv_heads, tokens, head_dim).
+    """
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.keys, self.values = keys, values
+
+    def attend(self, module: nn.Module, query: torch.Tensor, mask: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return previous_attention(module, query, self.keys, self.values, mask, **kwargs)
+
+
+class OwnPass(Protocol):
+    """The model's pass over the tokens of a prompt that are not reused."""
+
+    @property
+    def total(self) -> int:
+        """How many tokens the source has seen behind it."""
+
+    def write(self, layer: Any, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> TensorView:
+        """Write the pass's tokens into their slots of a layer, and return the view that answers their queries."""
 
 
 class SourceCache(KVCache):
     """Fills in prompts, and keeps every token; or hands the prompt to a holder, once the model has answered it from exact keys.
 
-    The pass that answers the prompt hands over layer by layer: as soon as a layer's attention is computed, the holder's layer takes its
-    place, and its buffers are freed. From then on the cache *is* its holder: what is decoded, and further prompts of a chat, go there.
-
     Args:
         model: A transformers model.
         decode_with: The holder, a new cache of the same model; None to keep every token.
         offloading: Keep all layers but the running one in CPU memory; needs CUDA.
+
+    Attributes:
+        stage: What the source does with its tokens.
+        own_pass: The model's own pass over the tokens of a prompt that are not reused, until its last layer has them.
     """
 
-    takes_over_prefill = True
+    logs_passes = True
     own_layer_types = ("full_attention", "sliding_attention", "chunked_attention")
 
     def __init__(self, model: Any, *, decode_with: KVCache | None = None, offloading: bool = False) -> None:
         if offloading and decode_with is not None:
             raise UnsupportedError("offloading: with decode_with, only the prompt is in this cache. Give offloading to the holder.")
         super().__init__(model, offloading=offloading)
+        if self._model is not None:
+            require_plain_decoder(self.model, type(self).__name__)
         self.rotation: Rotation = rotation_of(self.config)
-        self.history = History(self.rotation.positions_matter)
+        self.log = TokenLog(self.rotation.positions_matter)
         self.source_layers: tuple[GrowingLayer, ...] = tuple(self.layers)
-        self.holder: AdoptingCache | None = None
+        self.stage, self.own_pass = Stage.OPEN, None
+        self.holder: HolderCache | None = None
         # Of the prompt that is handed over: (batch or 1, tokens), and (batch,) or None.
         self._positions: torch.Tensor | None = None
         self._padding: torch.Tensor | None = None
         if decode_with is not None:
             self._take_holder(decode_with)
+        if self._model is not None and self.logs_passes:
+            install(self.model, self)
+
+    own_pass: OwnPass | None
 
     def _take_holder(self, holder: KVCache) -> None:
-        if not isinstance(holder, AdoptingCache):
+        if not isinstance(holder, HolderCache):
             raise ConfigError.of(
                 "decode_with", "a GrowingCache, an EquipCache or a SubspaceCache", type(holder).__name__, "Or leave it out."
             )
@@ -66,10 +102,38 @@ class SourceCache(KVCache):
             raise UnsupportedError(f"decode_with: {why}")
         holder.adopted, self.holder = True, holder
 
+    @abstractmethod
+    def take_prefill(self, call: PrefillCall) -> int | Remaining:
+        """See `PromptSource`."""
+
+    def observe(self, input_ids: torch.Tensor, attention_mask: Any, position_ids: Any) -> None:
+        # Anew, because a pass that was told of before may have failed.
+        self.provenance.until = min(self.provenance.until, self.seen)
+        self.begin_pass(input_ids.shape[1])
+        self.log.append(input_ids, self.seen, attention_mask, position_ids)
+
+    def prompt_left(self, reason: str) -> None:
+        pass
+
+    def abandon_prefill(self, seen: int) -> None:
+        pass
+
+    def leave_last(self, taken: int, tokens: int) -> int:
+        """Leave the tokens to the model whose queries the holder looks at."""
+        window = 0 if self.holder is None else self.holder.adopt_window or 0
+        run_again = min(taken, max(0, window - (tokens - taken)))
+        for layer in self.source_layers:
+            layer.seen -= run_again
+        return taken - run_again
+
+    def confirmed_identity(self) -> Any:
+        self.provenance.confirm(self.model)
+        return self.provenance.identity
+
     @property
-    def handed_over(self) -> bool:
-        """Whether the holder has the prompt."""
-        return self.holder is not None and self.layers[-1] is not self.source_layers[-1]
+    def broken(self) -> bool:
+        """Whether a prefill broke off."""
+        return self.stage is Stage.FILLING
 
     @property
     def why_inexact(self) -> str:
@@ -80,49 +144,40 @@ class SourceCache(KVCache):
         """False: which layers answer is known in Python only."""
         return False
 
-    @property
-    def wants_prompts(self) -> bool:
-        return not self.handed_over
-
-    def observe(self, input_ids: torch.Tensor, attention_mask: Any, position_ids: Any) -> None:
-        super().observe(input_ids, attention_mask, position_ids)
-        self.history.observe(input_ids, attention_mask, position_ids, self.seen)
-
-    def leave_last(self, taken: int, tokens: int) -> int:
-        if self.holder is None or not taken:
-            return taken
-        run_again = min(taken, max(0, (self.holder.adopt_window or 0) - (tokens - taken)))
-        for layer in self.source_layers:
-            layer.seen -= run_again
-        return taken - run_again
-
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        holder = self.holder
-        if holder is None or self.filling or layer_idx >= len(self.layers):
+        holder, own_pass = self.holder, self.own_pass
+        plain = (holder is None and own_pass is None) or self.stage is Stage.FILLING
+        if plain or layer_idx >= len(self.layers):
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if layer_idx == 0:
-            self.begin_hand_over(holder, key_states.shape[2])
+        if layer_idx == 0 and holder is not None:
+            self._begin_hand_over(holder, self.seen + key_states.shape[2] if own_pass is None else own_pass.total)
         if self.layers[layer_idx] is not self.source_layers[layer_idx]:
+            assert holder is not None
             held: tuple[Any, Any] = holder.update(key_states, value_states, layer_idx, *args, **kwargs)
             return held
-        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        return self.answer_with(ChunkView(keys, values), layer_idx)
+        if own_pass is None:
+            answering = TensorView(*super().update(key_states, value_states, layer_idx, *args, **kwargs))
+        else:
+            answering = own_pass.write(self.source_layers[layer_idx], layer_idx, key_states, value_states)
+            if layer_idx == len(self.source_layers) - 1:
+                # All at once: where the pass breaks off before, no token counts as seen.
+                self.own_pass = None
+                for layer in self.source_layers:
+                    layer.seen = own_pass.total
+        view = answering if holder is None else _HandingOver(self, layer_idx, answering)
+        self.answer_next(view)
+        return view, view
 
-    def answer_with(self, view: ChunkView, layer_idx: int) -> tuple[Any, Any]:
-        """Answers the queries of a layer with a view of all tokens; then a holder takes the layer over.
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        if self.own_pass is not None:
+            return self.own_pass.total, 0
+        return super().get_mask_sizes(query_length, layer_idx)
 
-        Returns:
-            What the model gets in the place of keys and of values.
-        """
-        answering = view if self.holder is None else _HandingOver(self, layer_idx, view)
-        self.answer_next(answering)
-        return answering, answering
-
-    def begin_hand_over(self, holder: AdoptingCache, tokens: int) -> None:
+    def _begin_hand_over(self, holder: HolderCache, total: int) -> None:
         """Called before the pass that answers the prompt.
 
         Args:
-            tokens: How many tokens the cache will have seen more behind it.
+            total: How many tokens the cache will have seen behind it.
         """
         handed = {layer is not source for layer, source in zip(self.layers, self.source_layers, strict=True)}
         if len(handed) > 1:
@@ -130,43 +185,38 @@ class SourceCache(KVCache):
                 f"A pass through the model broke off while {type(self).__name__} handed its prompt to its holder. reset() it, and feed the "
                 "whole text."
             )
-        if self.handed_over:
+        if self.stage is Stage.HANDED_OVER:
             return
         unknown = torch.is_grad_enabled() or torch.compiler.is_compiling()
-        padding = "Gradients are enabled, or the pass is compiled." if unknown else self.history.padding(self.seen + tokens)
+        padding = "Gradients are enabled, or the pass is compiled." if unknown else self.log.padding(total)
         if isinstance(padding, str) and self.seen:
             raise UnsupportedError(f"decode_with: {type(self).__name__} can't hand over this prompt. {padding} Leave decode_with out.")
         if isinstance(padding, str):
             # There is nothing to hand over: the holder reads the prompt itself.
             self.layers[:] = holder.layers
-            holder.take_provenance(self.provenance)
+            holder.provenance, self.stage = self.provenance, Stage.HANDED_OVER
             return
-        self._positions, self._padding = _positions(padding, self.seen + tokens, first_position(self))
+        self._positions, self._padding = _positions(padding, total, first_position(self))
 
     def hand_over(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor, queries: LastQueries) -> None:
-        """Puts a layer of the holder in the place of one that has answered the prompt.
+        """Put a layer of the holder in the place of one that has answered the prompt.
 
         Args:
-            layer_idx: The layer.
             keys: Of all tokens, (batch, kv_heads, tokens, head_dim).
             values: Like `keys`.
             queries: Of the pass.
         """
-        assert self.holder is not None
-        assert self._positions is not None
-        self.holder.adopt_layer(layer_idx, keys, values, self._positions, self._padding, queries)
-        self.layers[layer_idx] = self.holder.layers[layer_idx]
+        holder = self.holder
+        assert holder is not None and self._positions is not None  # noqa: PT018
+        holder.adopt_layer(layer_idx, keys, values, self._positions, self._padding, queries)
+        self.layers[layer_idx] = holder.layers[layer_idx]
         self.release_layer(self.source_layers[layer_idx])
         if layer_idx == len(self.layers) - 1:
-            self.holder.take_provenance(self.provenance)
+            holder.provenance, self.stage = self.provenance, Stage.HANDED_OVER
             self.prompt_answered()
 
     def release_layer(self, layer: GrowingLayer) -> None:
-        """Frees a layer whose tokens are with the holder.
-
-        Args:
-            layer: Of the source.
-        """
+        """Free a layer of the source whose tokens are with the holder."""
         layer.reset()
 
     def prompt_answered(self) -> None:
@@ -176,39 +226,45 @@ class SourceCache(KVCache):
         fields = super()._report_fields()
         return fields if self.holder is None else fields | {"decode_with": self.holder.report()}
 
-    def content(self, codec: KVCodec | None, attention_mask: torch.Tensor | None) -> Content:
+    def content(self, codec: Any, attention_mask: torch.Tensor | None) -> Content:
         """What is saved or sent: with `decode_with`, the holder, to be read with the holder's class."""
         if self.holder is None:
             return super().content(codec, attention_mask)
-        if self.seen and not self.handed_over:
+        if self.seen and self.stage is not Stage.HANDED_OVER:
             raise UnsupportedError("save: the prompt is not yet with the holder. Let the model answer it first.")
         return self.holder.content(codec, attention_mask)
 
     def reset(self) -> None:
         self.layers[:] = self.source_layers
         super().reset()
-        self.history.reset()
+        self.stage, self.own_pass = Stage.OPEN, None
         self._positions = self._padding = None
         if self.holder is not None:
             self.holder.reset()
 
-    def crop(self, tokens_to_remove: int) -> None:
-        super().crop(tokens_to_remove)
-        self.history.crop(self.seen)
-
     def activate_past_recording(self) -> None:
-        if self.holder is not None and not self.handed_over:
+        if self.holder is not None and self.stage is not Stage.HANDED_OVER:
             raise UnsupportedError(
                 "activate_past_recording: assisted decoding brings its first drafts with the prompt, which decode_with can't tell apart. "
                 "Decode without an assistant, or leave decode_with out."
             )
         super().activate_past_recording()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        memo |= {id(self.rotation): self.rotation, id(self.own_pass): None}
+        copied = super().__deepcopy__(memo)
+        if self.logs_passes and self._model is not None and (model := self._model()) is not None:
+            install(model, copied)
+        return copied
 
-class _HandingOver(attention.LayerView):
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "own_pass": None}
+
+
+class _HandingOver(LayerView):
     """A view of all tokens of a layer, which a holder takes over once they have answered the prompt's queries."""
 
-    def __init__(self, cache: SourceCache, layer_idx: int, view: ChunkView) -> None:
+    def __init__(self, cache: SourceCache, layer_idx: int, view: TensorView) -> None:
         self.cache, self.layer_idx, self.view = cache, layer_idx, view
 
     def attend(self, module: nn.Module, query: torch.Tensor, mask: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:

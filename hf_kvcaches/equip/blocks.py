@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from hf_kvcaches.core.adopting import LastQueries
+from hf_kvcaches.core.holder import LastQueries
 from hf_kvcaches.equip.budgets import Limit
 from hf_kvcaches.equip.entries import Entries
 from hf_kvcaches.equip.frames import keys_for_queries, offset, target_of
@@ -18,7 +18,7 @@ from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.kernels.blocks import Visibility, block_attention, observers
 
 if TYPE_CHECKING:
-    from hf_kvcaches.core.calls import Call
+    from hf_kvcaches.core.call import Call
     from hf_kvcaches.equip.layer import EquipLayer
     from hf_kvcaches.equip.rotation import RotatingPass
 

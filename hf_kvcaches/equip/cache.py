@@ -10,7 +10,7 @@ import torch
 
 from hf_kvcaches import compat
 from hf_kvcaches.codec.codec import KVCodec
-from hf_kvcaches.core.answering import AnsweringCache
+from hf_kvcaches.core.holder import AnsweringCache
 from hf_kvcaches.core.parallel import shard_of
 from hf_kvcaches.core.report import CacheReport, summarise
 from hf_kvcaches.core.rope import RotaryGeometry
@@ -335,7 +335,7 @@ class EquipCache(AnsweringCache):
 
     def _context(self, input_ids: torch.Tensor | None, tokens: int) -> torch.Tensor:
         """The token ids of the context, (rows, tokens)."""
-        ids = self.fed.ids if input_ids is None else input_ids.reshape(-1, input_ids.shape[-1])
+        ids = self.log.ids if input_ids is None else input_ids.reshape(-1, input_ids.shape[-1])
         rows = max(layer.store.shape[0] for layer in self._own_layers)
         if ids.shape[0] != rows or ids.shape[1] < tokens:
             what = f"the ids of the {tokens} tokens of the context in {rows} rows"
@@ -368,7 +368,7 @@ class EquipCache(AnsweringCache):
         if ids.ndim not in (1, 2):
             raise ConfigError.of("new_ids", "token ids, (tokens,) or (rows, tokens)", tuple(ids.shape))
         editing.edit(self, model, self._own_layers, start, stop, ids[None] if ids.ndim == 1 else ids)
-        self.fed.cut(start)
+        self.log.crop(start)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = super().__deepcopy__(memo)

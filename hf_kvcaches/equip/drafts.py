@@ -12,7 +12,7 @@ import torch
 from hf_kvcaches.equip.blocks import block_index
 
 if TYPE_CHECKING:
-    from hf_kvcaches.core.calls import Call
+    from hf_kvcaches.core.call import Call
     from hf_kvcaches.equip.layer import EquipLayer
     from hf_kvcaches.equip.rotation import RotatingPass
 

@@ -22,7 +22,7 @@ from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.kernels.blocks import Visibility, block_attention, observers
 
 if TYPE_CHECKING:
-    from hf_kvcaches.core.calls import Call
+    from hf_kvcaches.core.call import Call
     from hf_kvcaches.equip.cache import EquipCache
     from hf_kvcaches.equip.rotation import RotatingPass
 

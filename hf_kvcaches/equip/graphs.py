@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.attention import previous_attention
+from hf_kvcaches.core.view import previous_attention
 from hf_kvcaches.equip import steps
 from hf_kvcaches.equip.rotation import EXACT_UP_TO, PairRotation, rotation_between
 from hf_kvcaches.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from hf_kvcaches.core.calls import Call
+    from hf_kvcaches.core.call import Call
     from hf_kvcaches.core.rope import RotaryGeometry
     from hf_kvcaches.equip.layer import EquipLayer
 

@@ -9,12 +9,12 @@ from typing import Any, Protocol
 
 import torch
 
-from hf_kvcaches.core.adopting import LastQueries
-from hf_kvcaches.core.calls import Call, hand_out
+from hf_kvcaches.core.call import Call, NewTokens
+from hf_kvcaches.core.holder import LastQueries
 from hf_kvcaches.core.layers import KVLayer
 from hf_kvcaches.core.parallel import HeadShard, require_heads
-from hf_kvcaches.core.passes import Passes
 from hf_kvcaches.core.rope import RotaryGeometry
+from hf_kvcaches.core.step import Passes
 from hf_kvcaches.equip import blocks, drafts, graphs, steps
 from hf_kvcaches.equip.budgets import Limit, slots_for
 from hf_kvcaches.equip.heads import reserve_for_whole_heads
@@ -187,7 +187,8 @@ class EquipLayer(KVLayer):
         Args:
             key_states: (batch, kv_heads, tokens, head_dim), as the model rotated them.
         """
-        return hand_out(self, key_states, value_states)
+        view = NewTokens(self, key_states, value_states)
+        return view, view
 
     def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call) -> torch.Tensor:
         """Takes the new tokens and gives their queries' attention, (batch, tokens, heads, head_dim).

@@ -14,7 +14,7 @@ from hf_kvcaches import compat
 from hf_kvcaches.codec.moments import Moments
 from hf_kvcaches.core.artifact import Artifact
 from hf_kvcaches.core.fingerprint import ModelFingerprint
-from hf_kvcaches.core.prefill import run_module
+from hf_kvcaches.core.partial import run_module
 from hf_kvcaches.equip.policies.base import Policy
 from hf_kvcaches.equip.tokens import Tokens
 from hf_kvcaches.errors import ConfigError, whole_number

@@ -15,7 +15,7 @@ from hf_kvcaches.equip.layer import EquipLayer, detours
 from hf_kvcaches.kernels.blocks import Visibility, block_attention
 
 if TYPE_CHECKING:
-    from hf_kvcaches.core.calls import Call
+    from hf_kvcaches.core.call import Call
     from hf_kvcaches.equip.cache import EquipCache
     from hf_kvcaches.equip.rotation import RotatingPass
 

@@ -22,8 +22,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from hf_kvcaches.core.passes import Pass
 from hf_kvcaches.core.rope import RotaryGeometry
+from hf_kvcaches.core.step import Pass
 from hf_kvcaches.kernels.rotation import Layout
 
 Scheme = Literal["given", "frames", "on_read", "rotated_keys"]

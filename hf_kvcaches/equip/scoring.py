@@ -11,9 +11,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.adopting import LastQueries
+from hf_kvcaches.core.holder import LastQueries
 from hf_kvcaches.core.layers import KVLayer
-from hf_kvcaches.core.passes import Pass
+from hf_kvcaches.core.step import Pass
 from hf_kvcaches.equip.frames import as_model_rotated
 from hf_kvcaches.equip.state import padding_first
 from hf_kvcaches.equip.tokens import Tokens

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import torch
 
-from hf_kvcaches.core.adopting import LastQueries
+from hf_kvcaches.core.holder import LastQueries
 from hf_kvcaches.equip.tokens import order_of
 from hf_kvcaches.errors import ArtifactError
 

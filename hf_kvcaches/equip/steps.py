@@ -16,7 +16,7 @@ from hf_kvcaches.equip.scoring import bias_columns, mask_of_slots, seen_by_polic
 from hf_kvcaches.kernels.blocks import Visibility, block_attention
 
 if TYPE_CHECKING:
-    from hf_kvcaches.core.calls import Call
+    from hf_kvcaches.core.call import Call
     from hf_kvcaches.equip.layer import EquipLayer
 
 _OBSERVED = ("attention", "gathering", "gathered", "scores")

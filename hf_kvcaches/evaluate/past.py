@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_kvcaches.core.attention import LayerView
 from hf_kvcaches.core.cache import KVCache
-from hf_kvcaches.core.calls import Call
+from hf_kvcaches.core.call import Call
 from hf_kvcaches.core.layers import KVLayer, PassingLayer
+from hf_kvcaches.core.view import LayerView
 from hf_kvcaches.errors import ConfigError, UnsupportedError, require_instance, whole_number
 
 # Scores of so many queries are held at a time.

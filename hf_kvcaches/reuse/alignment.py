@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hf_kvcaches.core.tokens import common_prefix
+from hf_kvcaches.reuse.tokens import common_prefix
 
 Ids = npt.NDArray[np.int64]
 # With more pairs of equal windows than this for each token on average, only the best diagonals are searched.

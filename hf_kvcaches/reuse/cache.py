@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -14,27 +14,25 @@ from transformers import PreTrainedModel
 from hf_kvcaches import compat
 from hf_kvcaches.codec.codec import KVCodec
 from hf_kvcaches.core.cache import KVCache
-from hf_kvcaches.core.chunks import ChunkView
 from hf_kvcaches.core.growing import GrowingLayer
-from hf_kvcaches.core.layers import row_picker
 from hf_kvcaches.core.parallel import is_tensor_parallel, shard_of
-from hf_kvcaches.core.prefill import PrefillCall, Remaining, run_layers
+from hf_kvcaches.core.partial import run_layers
+from hf_kvcaches.core.prompt import PrefillCall, Remaining, Stage
 from hf_kvcaches.core.source import SourceCache
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.reuse.background import Background
 from hf_kvcaches.reuse.layer import SplicedLayer
 from hf_kvcaches.reuse.plan import Indices, PlannedRow, PromptPlan
-from hf_kvcaches.reuse.sparse import Look, LookingPass, RunningPass, SparsePass, SplicingPass, ids_at, slots_of
+from hf_kvcaches.reuse.sparse import Look, LookingPass, RunningPass, SparsePass, SplicingPass, ids_at, slots_of, spans_refused
 from hf_kvcaches.reuse.speed import note_pass
 from hf_kvcaches.reuse.storage import Remembering
-from hf_kvcaches.reuse.trial import parts_refused
 from hf_kvcaches.reuse.writer import Loaded, like_stored, splice_row
 
 
 class SplicingCache(SourceCache):
     """Keeps every token; stored spans of a prompt are written into the layers' slots, and the tokens between are computed.
 
-    A subclass implements `take_prefill`. The base records the tokens (`history`) and how keys are rotated (`rotation`), and runs passes
+    A subclass implements `take_prefill`. The base records the tokens (`log`) and how keys are rotated (`rotation`), and runs passes
     over tokens that are not consecutive.
 
     Args:
@@ -56,11 +54,7 @@ class SplicingCache(SourceCache):
                 f"model: {type(self).__name__} serves tensor parallelism that splits keys and values by head, and this model's plan splits "
                 "other modules only. Use GrowingCache."
             )
-        if self.shard is not None:
-            parts_refused(self.model)  # runs a pass, which all processes have to do together
         self.exchanged = False
-        # The model's own pass over the tokens of a prompt that are not reused, until its last layer has them.
-        self.model_pass: RunningPass | None = None
         # Why the last prompt was neither looked up nor stored, as a sentence; "" where it was.
         self.reason = ""
         # Start time and operations of the pass over a prompt, until the next pass ends the measurement.
@@ -109,7 +103,7 @@ class SplicingCache(SourceCache):
     @property
     def parts_refused(self) -> str:
         """Why the model can't run spans of a prompt between others; "" if it can."""
-        return parts_refused(self.model)
+        return spans_refused(self.model)
 
     @property
     def moving_refused(self) -> str:
@@ -154,45 +148,6 @@ class SplicingCache(SourceCache):
         self.crop(-1)
         return self.seen
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        if self.model_pass is not None:
-            return self._update_sparse(self.model_pass, key_states, value_states, layer_idx)
-        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if not self._answers_chunk(key_states, keys):
-            return keys, values
-        view = ChunkView(keys, values)
-        self.answer_next(view)
-        return view, view
-
-    def _update_sparse(self, running: RunningPass, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> tuple[Any, Any]:
-        total = running.sparse.total
-        if layer_idx == 0 and self.holder is not None:
-            self.begin_hand_over(self.holder, total - self.seen)
-        view = running.write(self.source_layers[layer_idx], layer_idx, key_states, value_states)
-        if layer_idx == len(self.source_layers) - 1:
-            # All at once: where the pass breaks off before, no token counts as seen.
-            self.model_pass = None
-            for layer in self.source_layers:
-                layer.seen = total
-        return self.answer_with(view, layer_idx)
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        if self.model_pass is not None:
-            return self.model_pass.sparse.total, 0
-        return super().get_mask_sizes(query_length, layer_idx)
-
-    def pass_begins(self) -> None:
-        if self.model_pass is not None:  # the last pass broke off
-            self.model_pass = None
-            self.abandon_prefill(self.seen)
-
-    def _answers_chunk(self, new_keys: torch.Tensor, keys: Any) -> bool:
-        """Whether the new tokens are a chunk behind others, for which attention in two parts is faster."""
-        chunk = type(keys) is torch.Tensor and keys.device.type == "cpu" and 1 < new_keys.shape[2] < keys.shape[2]
-        if not chunk or self._model is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return False
-        return not self.parts_refused
-
     def prompt_left(self, reason: str) -> None:
         self.reason = reason
 
@@ -207,7 +162,7 @@ class SplicingCache(SourceCache):
             return "The cache offloads its layers, which can't be filled out of their order."
         if call.most != tokens - 1:
             return f"The call asks for logits of the last {tokens - call.most} tokens, which the model has to run. Pass logits_to_keep=1."
-        return self.history.padding(self.seen + tokens)
+        return self.log.padding(self.seen + tokens)
 
     def run_sparse(
         self, sparse: SparsePass, ids: torch.Tensor, start: int = 0, stop: int | None = None, hidden: torch.Tensor | None = None
@@ -250,8 +205,8 @@ class SplicingCache(SourceCache):
             if seen == 0:
                 layer.reset()
             layer.seen = seen
-        self.history.crop(seen)
-        self.filling = False
+        self.log.crop(seen)
+        self.stage = Stage.OPEN
 
     def execute(self, call: PrefillCall, plan: PromptPlan) -> int | Remaining:
         """Take a prefix if nothing else is reused; else have the model run the tokens between reused ones.
@@ -268,7 +223,7 @@ class SplicingCache(SourceCache):
         # Fillers first, so that each row ends with its last token.
         slots = slots.gather(1, (slots < plan.total).long().argsort(dim=1, stable=True))
         sparse = SparsePass(slots, torch.tensor(padding, device=slots.device), plan.total)
-        self.model_pass = RunningPass.of(sparse, self.model)
+        self.own_pass = RunningPass.of(sparse, self.model)
         return Remaining(ids_at(call, slots, plan.total), sparse.positions)
 
     def _to_run(self, row: PlannedRow) -> Indices:
@@ -326,30 +281,26 @@ class SplicingCache(SourceCache):
     def reset(self) -> None:
         self._release()
         super().reset()
-        self.exchanged, self.reason, self.model_pass, self._timed = False, "", None, None
+        self.exchanged, self.reason, self._timed = False, "", None
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self._release()
         super().reorder_cache(beam_idx)
-        self._exchange(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+        self.exchanged = True
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._release()
         super().batch_repeat_interleave(repeats)
-        self._exchange(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+        self.exchanged = True
 
     def batch_select_indices(self, indices: torch.Tensor | Sequence[int] | slice) -> None:
         self._release()
         super().batch_select_indices(indices)
-        self._exchange(row_picker(indices))
-
-    def _exchange(self, rows: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.exchanged = True
-        self.history.map_rows(rows)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         self._release()
-        memo |= {id(self.rotation): self.rotation, id(self.remembering): None, id(self.model_pass): None}
+        memo[id(self.remembering)] = None
         copied = super().__deepcopy__(memo)
         if self.background is not None:
             copied.remember_with(self.background)
@@ -358,7 +309,7 @@ class SplicingCache(SourceCache):
     def __getstate__(self) -> dict[str, Any]:
         # A store belongs to its process. In another one the cache keeps its tokens only.
         self._release()
-        return {**super().__getstate__(), "background": None, "remembering": None, "model_pass": None, "_timed": None}
+        return {**super().__getstate__(), "background": None, "remembering": None, "_timed": None}
 
     def _check_layers(self) -> None:
         foreign = sorted({kind for kind, _ in compat.layer_plan(self.config) if kind not in self.own_layer_types})
@@ -368,7 +319,7 @@ class SplicingCache(SourceCache):
             raise UnsupportedError(f"model: {self.rotation.why}. Use DynamicCache.")
         if self._model is not None:
             compat.decoder_layers(self.model)  # refuses models without decoder layers
-        if self.config.model_type == "cpmant":
+        if compat.inserts_tokens(self.config):
             raise UnsupportedError("model: it inserts tokens before every text, which count in the cache. Use DynamicCache.")
         if self._learned_prompt:
             raise UnsupportedError("model: a learned prompt stands before every text, and is in no fingerprint. Use DynamicCache.")

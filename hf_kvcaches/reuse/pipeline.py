@@ -14,7 +14,7 @@ import torch
 from hf_kvcaches.codec.codec import KVCodec
 from hf_kvcaches.core.identity import Identity
 from hf_kvcaches.core.parallel import HeadShard
-from hf_kvcaches.core.prefill import PrefillCall, Remaining
+from hf_kvcaches.core.prompt import PrefillCall, Remaining
 from hf_kvcaches.reuse.cache import SplicingCache
 from hf_kvcaches.reuse.flops import Costs
 from hf_kvcaches.reuse.plan import PromptPlan, PromptRow
@@ -52,7 +52,7 @@ class Pipeline(ABC, Generic[CacheT]):
             return self.leave(padding)
         rows = tuple(
             PromptRow(number, pad, slots[pad:], max(self.cache.seen - pad, 0))
-            for number, (slots, pad) in enumerate(zip(self.cache.history.rows(), padding, strict=True))
+            for number, (slots, pad) in enumerate(zip(self.cache.log.rows(), padding, strict=True))
         )
         identity = self.cache.identity_of_pass(self.call.input_ids.shape[1])
         reason = self.refused(identity)

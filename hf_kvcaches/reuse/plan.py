@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hf_kvcaches.core.tokens import Ids
+from hf_kvcaches.reuse.tokens import Ids
 
 # Indices of tokens in their row, padding not counted, ascending.
 Indices = npt.NDArray[np.int64]

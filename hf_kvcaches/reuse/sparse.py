@@ -12,11 +12,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.attention import LayerView, previous_implementation
 from hf_kvcaches.core.cache import KVCache
-from hf_kvcaches.core.chunks import ChunkView, grouped_attention
-from hf_kvcaches.core.layer_pass import LayerPass
-from hf_kvcaches.core.prefill import PrefillCall
+from hf_kvcaches.core.partial import LayerPass
+from hf_kvcaches.core.prompt import PrefillCall
+from hf_kvcaches.core.source import TensorView
+from hf_kvcaches.core.view import LayerView, previous_attention, previous_implementation, why_not_answering
 from hf_kvcaches.reuse.layer import SplicedLayer
 from hf_kvcaches.reuse.plan import Indices
 
@@ -26,6 +26,19 @@ _BLOCK, _BLOCK_ON_CPU = 512, 64
 
 # From a layer's index and its queries to the mask of its attention, (batch, 1, tokens, total).
 Masks = Callable[[int, torch.Tensor], torch.Tensor]
+
+
+def spans_refused(model: PreTrainedModel) -> str:
+    """Why a model can't run spans of a prompt between others, as the end of a sentence; "" if it can."""
+    config, name = compat.decoder_config(model.config), type(model).__name__
+    implementation = previous_implementation(config)
+    if reason := why_not_answering(model):
+        return reason
+    if implementation not in ("sdpa", "eager"):
+        return f"attention {implementation!r} takes no ready masks; load the model with attn_implementation='sdpa'"
+    if config.model_type not in compat.families_with_spans():
+        return f"{name} is of a family ({config.model_type}) that was not found to compute each token from its own mask and position"
+    return ""
 
 
 class SparsePass:
@@ -124,6 +137,17 @@ def _additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, torch.finfo(dtype).min)
 
 
+def _grouped_attention(
+    module: nn.Module, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, **kwargs: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The model's own attention; with sdpa on a CPU without a copy of the keys for each query head, which transformers makes for a mask."""
+    special = kwargs.get("dropout") or kwargs.get("position_bias") is not None
+    if query.device.type != "cpu" or special or previous_implementation(module.config) != "sdpa":
+        return previous_attention(module, query, keys, values, mask, **kwargs)
+    attend = nn.functional.scaled_dot_product_attention
+    return attend(query, keys, values, attn_mask=mask, scale=kwargs.get("scaling"), enable_gqa=True).transpose(1, 2), None
+
+
 class Look(LayerView):
     """Records the keys and queries that a layer computes for some tokens; its attention output is zeros and not used.
 
@@ -141,7 +165,7 @@ class Look(LayerView):
         return query.new_zeros(batch, tokens, heads, self._value_dim), None
 
 
-class SparseView(ChunkView):
+class SparseView(TensorView):
     """Keys and values of all slots, for the queries of a sparse pass; each block of queries attends to the slots up to its last one.
 
     Args:
@@ -157,7 +181,7 @@ class SparseView(ChunkView):
         outputs = []
         for start, stop, end in self.running.sparse.blocks:
             keys, values = self.keys.narrow(2, 0, end), self.values.narrow(2, 0, end)
-            output, _ = grouped_attention(module, query[:, :, start:stop], keys, values, mask[..., start:stop, :end], **kwargs)
+            output, _ = _grouped_attention(module, query[:, :, start:stop], keys, values, mask[..., start:stop, :end], **kwargs)
             outputs.append(output)
         return torch.cat(outputs, 1), None
 
@@ -167,6 +191,11 @@ class RunningPass(NamedTuple):
 
     sparse: SparsePass
     masks: Masks
+
+    @property
+    def total(self) -> int:
+        """How many tokens the cache has seen behind the pass."""
+        return self.sparse.total
 
     @classmethod
     def of(cls, sparse: SparsePass, model: PreTrainedModel) -> RunningPass:

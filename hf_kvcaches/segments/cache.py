@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Self
 
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.parallel import require_all_heads
-from hf_kvcaches.core.prefill import PrefillCall, Remaining
+from hf_kvcaches.core.prompt import PrefillCall, Remaining
 from hf_kvcaches.core.report import CacheReport
 from hf_kvcaches.errors import ConfigError, UnsupportedError, require_choice, require_instance, require_tokenizer
 from hf_kvcaches.reuse.cache import SplicingCache

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
-from hf_kvcaches.core.tokens import Ids
+from hf_kvcaches.reuse.tokens import Ids
 
 # A segment is identified by this many of its first tokens: those that probes run, and some more.
 KNOWN_BY = 32

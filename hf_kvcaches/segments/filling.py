@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from hf_kvcaches.codec.codec import KVCodec
 from hf_kvcaches.core.identity import Identity, confirmation
-from hf_kvcaches.core.prefill import PrefillCall, Remaining
+from hf_kvcaches.core.prompt import PrefillCall, Remaining
 from hf_kvcaches.reuse.flops import Costs
 from hf_kvcaches.reuse.pipeline import Pipeline, Tensors
 from hf_kvcaches.reuse.plan import PlannedRow, PromptPlan, PromptRow

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hf_kvcaches.core.tokens import Ids, common_prefix, common_suffix, window_hashes
+from hf_kvcaches.reuse.tokens import Ids, common_prefix, common_suffix, window_hashes
 from hf_kvcaches.segments.records import Chain, Record
 from hf_kvcaches.segments.signatures import Signature, SignatureIndex
 

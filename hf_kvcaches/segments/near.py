@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hf_kvcaches.core.tokens import Ids
 from hf_kvcaches.reuse.alignment import align
+from hf_kvcaches.reuse.tokens import Ids
 from hf_kvcaches.segments.discovery import Discovery
 from hf_kvcaches.segments.index import Run, SegmentIndex, StoredSpan
 from hf_kvcaches.segments.signatures import signature_of

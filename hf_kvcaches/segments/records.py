@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from hf_kvcaches.core.tokens import Ids, array_as_text, array_of_text
 from hf_kvcaches.reuse.plan import COMPUTED
+from hf_kvcaches.reuse.tokens import Ids, array_as_text, array_of_text
 from hf_kvcaches.segments.signatures import Signature
 
 # How many tokens before a segment are stored with it: the most equal tokens that a guard can require, short of all.

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from hf_kvcaches.core.parallel import HeadShard
-from hf_kvcaches.core.prefill import PrefillCall
+from hf_kvcaches.core.prompt import PrefillCall
 from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.kernels.splice import splice
 from hf_kvcaches.reuse import layout

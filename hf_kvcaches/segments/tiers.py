@@ -15,9 +15,9 @@ from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 
-from hf_kvcaches.core.tokens import Ids, common_suffix, window_hashes
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.reuse.plan import COMPUTED, Check, PlannedSpan, StoredTokens, joined
+from hf_kvcaches.reuse.tokens import Ids, common_suffix, window_hashes
 from hf_kvcaches.segments.index import SHINGLE, Run, StoredSpan
 from hf_kvcaches.segments.policy import SegmentPolicy
 

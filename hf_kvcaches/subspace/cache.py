@@ -9,7 +9,7 @@ import torch
 
 from hf_kvcaches import compat
 from hf_kvcaches.codec.codec import KVCodec
-from hf_kvcaches.core.answering import AnsweringCache
+from hf_kvcaches.core.holder import AnsweringCache
 from hf_kvcaches.core.parallel import require_all_heads, shard_of
 from hf_kvcaches.core.rope import undoable_rotation
 from hf_kvcaches.core.rope_families import head_sizes

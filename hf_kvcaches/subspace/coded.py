@@ -10,13 +10,13 @@ import torch
 
 from hf_kvcaches.codec.codec import KVCodec
 from hf_kvcaches.codec.coder import LayerCoder
-from hf_kvcaches.core.adopting import LastQueries
-from hf_kvcaches.core.attention import previous_attention
-from hf_kvcaches.core.calls import Call, hand_out
+from hf_kvcaches.core.call import Call, NewTokens
 from hf_kvcaches.core.growing import append
+from hf_kvcaches.core.holder import LastQueries
 from hf_kvcaches.core.layers import TensorLayer
-from hf_kvcaches.core.passes import Pass, Passes
 from hf_kvcaches.core.rope import RotaryGeometry
+from hf_kvcaches.core.step import Pass, Passes
+from hf_kvcaches.core.view import previous_attention
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.kernels.attention_parts import KeyRotation, exact_attention, merge_attention
 from hf_kvcaches.kernels.blocks import Visibility, block_attention
@@ -127,7 +127,8 @@ class CodedLayer(TensorLayer):
         Args:
             key_states: (batch, kv_heads, tokens, head_dim), as the model rotated them.
         """
-        return hand_out(self, key_states, value_states)
+        view = NewTokens(self, key_states, value_states)
+        return view, view
 
     def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call) -> torch.Tensor:
         """Takes the new tokens and gives their queries' attention, (batch, tokens, heads, head_dim).

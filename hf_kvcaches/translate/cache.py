@@ -9,7 +9,7 @@ import torch
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.cache import KVCache
-from hf_kvcaches.core.prefill import PrefillCall
+from hf_kvcaches.core.prompt import PrefillCall, Stage
 from hf_kvcaches.core.report import CacheReport
 from hf_kvcaches.errors import ConfigError, UnsupportedError, require_instance
 from hf_kvcaches.reuse.cache import SplicingCache
@@ -93,7 +93,7 @@ class TranslatedCache(SplicingCache):
         if not isinstance(codes, SemanticCodes | ArrivingCodes):
             hint = "Pass SemanticCodes.from_bytes(data)." if isinstance(codes, bytes) else "Pass what translator.encode gave."
             raise ConfigError.of("codes", "SemanticCodes or ArrivingCodes", type(codes).__name__, hint)
-        if self.translator is None or self.handed_over or self.codes is not None:
+        if self.translator is None or self.stage is Stage.HANDED_OVER or self.codes is not None:
             raise UnsupportedError(
                 "add: expected a cache that has used its codes, keeps its tokens and knows its translator. Feed it the prompt that was "
                 "coded before, leave out decode_with, and make a new one in place of one that was loaded."
@@ -118,7 +118,7 @@ class TranslatedCache(SplicingCache):
         return super().prefill(input_ids, attention_mask)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        if self.codes is not None and not self.filling:
+        if self.codes is not None and self.stage is not Stage.FILLING:
             unserved = "Pass the input_ids of the whole prompt, with logits_to_keep=1 as generate does."
             raise UnsupportedError(
                 "TranslatedCache: the cache is still to be filled from its codes, and this call of the model can't be served by them. "
@@ -150,13 +150,13 @@ class TranslatedCache(SplicingCache):
     def _whole_text(self, call: PrefillCall) -> PromptTokens:
         """The tokens in the cache and those of a call."""
         length = self.seen + call.input_ids.shape[1]
-        padding = self.history.padding(length)
+        padding = self.log.padding(length)
         if isinstance(padding, str):
             raise UnsupportedError(
                 f"codes: they can't be compared with this prompt. {padding} Pad rows on the left, with attention_mask, and pass "
                 "position_ids=(attention_mask.cumsum(-1) - 1).clamp(min=0), as generate does, here and with the tokens that follow."
             )
-        return PromptTokens.of(self.history.tokens(), torch.arange(length)[None] >= torch.tensor(padding)[:, None])
+        return PromptTokens.of(self.log.ids.cpu(), torch.arange(length)[None] >= torch.tensor(padding)[:, None])
 
     def _match(self, head: CodesHead, tokens: PromptTokens, most: int) -> CodedPrompt:
         """Return which codes the rows of a batch are rebuilt from."""

@@ -13,7 +13,8 @@ from hf_kvcaches import compat
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.identity import Identity, identity_of
 from hf_kvcaches.core.parallel import require_all_heads
-from hf_kvcaches.core.prefill import PrefillCall, Remaining, run_span
+from hf_kvcaches.core.partial import run_span
+from hf_kvcaches.core.prompt import PrefillCall, Remaining
 from hf_kvcaches.core.report import CacheReport
 from hf_kvcaches.errors import (
     ConfigError,
@@ -201,7 +202,6 @@ class WarmStartCache(SplicingCache):
             layer.take_slots([LayerSlots(*(tensor.to(device) for tensor in row)) for row in rows], covered)
 
     def observe(self, input_ids: torch.Tensor, attention_mask: Any, position_ids: Any) -> None:
-        self.history.crop(self.seen)  # drops a pass that did not run to its end
         if self._exact is not None and self.seen:
             self._go_on(attention_mask)
         super().observe(input_ids, attention_mask, position_ids)
@@ -224,7 +224,7 @@ class WarmStartCache(SplicingCache):
 
     def _take_over(self, exact: ExactPrefill, attention_mask: Any) -> None:
         """Replace what was reused by the exact keys and values, and recompute the generated tokens."""
-        if not self.history.known or self.history.tokens().shape[1] != self.seen:
+        if len(self.log) != self.seen:
             _warn("Tokens went by that the cache was not told of, so it goes on without the exact prefill.")
             return
         exact_cache = exact.result() if identity_of(self.model) == self.provenance.identity else None
@@ -236,7 +236,7 @@ class WarmStartCache(SplicingCache):
             exact_cache.batch_select_indices(rows)
         start, seen = exact.ids.shape[1], self.seen
         if seen > start:
-            new_ids = self.history.tokens()[:, start:seen].to(exact.ids.device)
+            new_ids = self.log.ids[:, start:seen].to(exact.ids.device)
             positions = exact.positions[rows, -1:] + 1 + torch.arange(seen - start, device=rows.device)
             mask = attention_mask[:, :seen] if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2 else None
             with torch.no_grad():

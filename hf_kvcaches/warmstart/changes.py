@@ -18,8 +18,8 @@ from typing import Literal
 
 import numpy as np
 
-from hf_kvcaches.core.tokens import common_prefix
 from hf_kvcaches.reuse.alignment import align
+from hf_kvcaches.reuse.tokens import common_prefix
 from hf_kvcaches.warmstart import words as lists
 
 Risk = Literal["numbers", "names", "negations", "logic", "quotations", "code", "links", "units"]

@@ -13,9 +13,9 @@ import numpy.typing as npt
 from torch import Tensor
 
 from hf_kvcaches.core.files import not_finite
-from hf_kvcaches.core.tokens import Ids, array_as_text, array_of_text, as_ids, common_prefix
 from hf_kvcaches.errors import ArtifactError, ConfigError, require
 from hf_kvcaches.reuse.report import CatalogReport
+from hf_kvcaches.reuse.tokens import Ids, array_as_text, array_of_text, as_ids, common_prefix
 from hf_kvcaches.stores.blobs import TIMEOUT, BlobStore, Stored
 from hf_kvcaches.stores.catalog import Catalog
 from hf_kvcaches.stores.vectors import VectorIndex

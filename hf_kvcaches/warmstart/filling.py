@@ -12,12 +12,12 @@ import torch
 from hf_kvcaches import compat
 from hf_kvcaches.codec.codec import KVCodec
 from hf_kvcaches.core.identity import Identity, confirmation
-from hf_kvcaches.core.prefill import Remaining
-from hf_kvcaches.core.tokens import Ids
+from hf_kvcaches.core.prompt import Remaining
 from hf_kvcaches.reuse.alignment import Block
 from hf_kvcaches.reuse.pipeline import Pipeline, Tensors
 from hf_kvcaches.reuse.plan import PromptPlan, PromptRow
 from hf_kvcaches.reuse.storage import Buffers, NewPrompt, states_in
+from hf_kvcaches.reuse.tokens import Ids
 from hf_kvcaches.warmstart.changes import changes
 from hf_kvcaches.warmstart.library import Neighbour
 from hf_kvcaches.warmstart.planning import Choice, ServedRow, best_aligned

@@ -20,7 +20,6 @@ from hf_kvcaches.core.identity import Identity, identity_of, require_identity
 from hf_kvcaches.core.parallel import require_all_heads, shard_of
 from hf_kvcaches.core.rotation import Rotation, rotation_of
 from hf_kvcaches.core.tokenizer_digest import digest_of_tokenizer
-from hf_kvcaches.core.tokens import Ids, as_ids
 from hf_kvcaches.errors import (
     ArtifactError,
     ConfigError,
@@ -32,6 +31,7 @@ from hf_kvcaches.errors import (
 from hf_kvcaches.reuse import layout as blob_layout
 from hf_kvcaches.reuse.background import Background
 from hf_kvcaches.reuse.layout import Quantization
+from hf_kvcaches.reuse.tokens import Ids, as_ids
 from hf_kvcaches.stores.blobs import TIMEOUT, BlobStore
 from hf_kvcaches.warmstart.encoders import EmbeddingsEncoder, Encoder, HiddenEncoder, encoder_of
 from hf_kvcaches.warmstart.entries import Entry, EntryReport, EntryStore

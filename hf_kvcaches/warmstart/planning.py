@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hf_kvcaches.core.tokens import Ids
 from hf_kvcaches.reuse.alignment import Block, align
 from hf_kvcaches.reuse.plan import PlannedRow, PlannedSpan, StoredTokens
+from hf_kvcaches.reuse.tokens import Ids
 from hf_kvcaches.warmstart.library import Neighbour
 
 Served = Literal["exact", "align", "slots", "prefix", "cold"]

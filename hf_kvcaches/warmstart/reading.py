@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from transformers import Cache, PreTrainedModel
 
-from hf_kvcaches.core.adopting import exact_states
-from hf_kvcaches.core.answerable import require_answering
 from hf_kvcaches.core.cache import KVCache
+from hf_kvcaches.core.holder import exact_states
 from hf_kvcaches.core.identity import glanced_identity
 from hf_kvcaches.core.observer import Attended, WatchedView
-from hf_kvcaches.core.prefill import run_span
+from hf_kvcaches.core.partial import run_span
 from hf_kvcaches.core.source import SourceCache
+from hf_kvcaches.core.view import require_answering
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.reuse.cache import SplicingCache
 from hf_kvcaches.reuse.layer import SplicedLayer
@@ -58,7 +58,7 @@ class _ReadLayer(SplicedLayer):
 
 
 class _ReadCache(SplicingCache):
-    takes_over_prefill = False
+    logs_passes = False
 
     def __init__(self, model: PreTrainedModel, before: Sequence[LayerStates] | None) -> None:
         self.before = before
@@ -132,7 +132,7 @@ def _why_not(model: PreTrainedModel, cache: Cache, ids: torch.Tensor, digest: st
         return f"It holds {seen} tokens, and the prompt has {tokens}."
     if not isinstance(cache, KVCache):
         return ""
-    if cache.filling:
+    if cache.broken:
         return "Its prefill failed."
     identity = cache.provenance.identity
     if why := cache.why_inexact or identity.reason:
@@ -140,9 +140,9 @@ def _why_not(model: PreTrainedModel, cache: Cache, ids: torch.Tensor, digest: st
     if identity.digest != digest if identity.fingerprint is not None else identity != glanced_identity(model):
         return "The model was another when it filled the cache, or had other adapters."
     if isinstance(cache, SourceCache):
-        fed = cache.history.tokens() if cache.history.padding(seen) == [0] else None
+        fed = cache.log.ids if cache.log.padding(seen) == [0] else None
     else:
-        fed = cache.fed.ids if len(cache.fed) >= tokens else None
+        fed = cache.log.ids if len(cache.log) >= tokens else None
     if fed is None or fed.shape[0] != 1:
         return "The tokens that it was fed are not known, or they are several rows or padded."
     return "" if torch.equal(fed[0, :tokens].cpu(), ids.cpu()) else "It was fed other tokens than those of the prompt."

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from transformers import PreTrainedModel
 
-from hf_kvcaches.core.prefill import run_span
+from hf_kvcaches.core.partial import run_span
 from hf_kvcaches.reuse.cache import SplicingCache
 from hf_kvcaches.reuse.streams import Event, mark, own_stream, wait_for
 
@@ -23,9 +23,9 @@ CHUNK = 128
 class ExactCache(SplicingCache):
     """The cache that the exact prefill fills."""
 
-    takes_over_prefill = False
+    logs_passes = False
 
-    def enter_pass(self, tokens: int) -> None:
+    def begin_pass(self, tokens: int) -> None:
         # Not before each chunk: the swap compares the model again.
         if not self.provenance.taken:
             self.provenance.begin_pass(self.model, self.seen, tokens, shared=True)

@@ -26,7 +26,7 @@ from hf_kvcaches import (
     compat,
 )
 from hf_kvcaches.core.identity import identity_of
-from hf_kvcaches.core.prefill import PrefillCall
+from hf_kvcaches.core.prompt import PrefillCall
 from hf_kvcaches.equip.tokens import Tokens
 from hf_kvcaches.translate.cache import TranslatedCache
 from tests.translate.pairs import lossless
@@ -174,7 +174,7 @@ class SeenBefore(WarmStartCache):
 
     def take_prefill(self, call: PrefillCall) -> int:
         if self.library is not None and not self.seen and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            padding = self.history.padding(call.input_ids.shape[1])
+            padding = self.log.padding(call.input_ids.shape[1])
             for pad, ids in zip(padding if isinstance(padding, list) else [], call.input_ids, strict=False):
                 if len(ids) - pad > 1:
                     self.library.add(ids[pad:].tolist())

@@ -29,7 +29,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from hf_kvcaches.core.attention import is_enabled
+from hf_kvcaches.core.view import is_enabled
 
 DEVICE = torch.device(os.environ.get("CONFORMANCE_DEVICE", "cpu"))
 VOCABULARY = 96

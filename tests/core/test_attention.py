@@ -13,9 +13,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_kvcaches
 from hf_kvcaches import GrowingCache
-from hf_kvcaches.core import attention
-from hf_kvcaches.core.attention import LayerView, answer_next, close_window, previous_attention
+from hf_kvcaches.core import view as attention
 from hf_kvcaches.core.growing import GrowingLayer
+from hf_kvcaches.core.view import LayerView, answer_next, previous_attention
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from tests import tiny
 
@@ -261,7 +261,7 @@ def test_a_config_that_is_copied_while_it_is_switched_is_as_before():
     model, view = tiny.llama(), empty_view()
     answer_next(view, (model.config,), bound=True)
     twin = copy.deepcopy(model.config)
-    close_window()
+    view.restore()
     assert twin._attn_implementation == "sdpa"
     assert type(twin._attn_implementation) is str
 

@@ -223,7 +223,7 @@ def test_after_a_failed_pass_its_tokens_are_forgotten(model):
     answer(model, text, cache)
     handle = model.model.register_forward_pre_hook(_fail)
     held = torch.cat([text, tiny.ids(1, 9, seed=3)], dim=1)
-    held[:, 12:15] = cache.fed.ids[:, 12:15]
+    held[:, 12:15] = cache.log.ids[:, 12:15]
     with pytest.raises(RuntimeError, match="on purpose"):
         answer(model, held, cache)
     handle.remove()
@@ -237,4 +237,4 @@ def _fail(module, args):
 def test_many_tokens_are_written_down(model):
     cache = GrowingCache(model)
     text = model.generate(tiny.ids(1, 5), past_key_values=cache, max_new_tokens=150, do_sample=False, pad_token_id=0)
-    assert torch.equal(cache.fed.ids, text[:, :-1])
+    assert torch.equal(cache.log.ids, text[:, :-1])

@@ -20,27 +20,31 @@ from transformers import (
     ZambaConfig,
 )
 
-from hf_kvcaches import GrowingCache, SegmentReuseCache, SegmentStore
-from hf_kvcaches.core import prefill
+from hf_kvcaches import GrowingCache, SegmentReuseCache, SegmentStore, compat
+from hf_kvcaches.core import partial as passes
+from hf_kvcaches.core import prompt as hooks
+from hf_kvcaches.core.growing import GrowingLayer
 from hf_kvcaches.core.identity import identity_of
+from hf_kvcaches.core.source import SourceCache
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from tests import tiny
 
 
-class HalfwayCache(GrowingCache):
+class HalfwayCache(SourceCache):
     """Takes over the first half of every prompt and runs it itself, as one span."""
-
-    takes_over_prefill = True
 
     def __init__(self, model):
         self.calls = []
         super().__init__(model)
 
+    def make_layer(self, layer_idx):
+        return GrowingLayer()
+
     def take_prefill(self, call):
         tokens = call.input_ids.shape[1] // 2
         mask = None if call.attention_mask is None else call.attention_mask[:, : self.seen + tokens]
         positions = torch.arange(self.seen, self.seen + tokens) if call.position_ids is None else call.position_ids[:, :tokens]
-        prefill.run_span(call.model, self, call.input_ids[:, :tokens], positions, mask)
+        passes.run_span(call.model, self, call.input_ids[:, :tokens], positions, mask)
         self.calls.append(tokens)
         return tokens
 
@@ -136,10 +140,10 @@ def test_the_hook_is_shared_and_goes_with_the_last_cache():
     caches.append(copy.deepcopy(caches[0]))
     assert len(model._forward_pre_hooks) == 1
     while caches:
-        assert prefill.is_installed(model)
+        assert hooks.is_installed(model)
         caches.pop()
         gc.collect()
-    assert not prefill.is_installed(model)
+    assert not hooks.is_installed(model)
     assert len(model._forward_pre_hooks) == 0
 
 
@@ -192,7 +196,7 @@ def test_spans_run_one_after_the_other_equal_the_whole(model):
     whole, cache = GrowingCache(model), GrowingCache(model)
     model(text, past_key_values=whole)
     for start, stop in ((0, 5), (5, 6), (6, 14)):
-        prefill.run_span(model, cache, text[:, start:stop], torch.arange(start, stop))
+        passes.run_span(model, cache, text[:, start:stop], torch.arange(start, stop))
     for mine, theirs in zip(cache.layers, whole.layers, strict=True):
         torch.testing.assert_close(mine.keys[:, :, -6:], theirs.keys[:, :, -6:], atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(mine.values[:, :, -6:], theirs.values[:, :, -6:], atol=1e-4, rtol=1e-4)
@@ -200,7 +204,7 @@ def test_spans_run_one_after_the_other_equal_the_whole(model):
 
 def hidden_states(model, **inputs):
     """What enters each layer, and what leaves the last one before the final norm."""
-    layers = prefill.compat.decoder_layers(model)[2]
+    layers = compat.decoder_layers(model)[2]
     found = []
     handles = [layer.register_forward_pre_hook(lambda module, args, kwargs: found.append(args[0]), with_kwargs=True) for layer in layers]
     handles.append(layers[-1].register_forward_hook(lambda module, args, out: found.append(out[0] if isinstance(out, tuple) else out)))
@@ -214,14 +218,14 @@ def hidden_states(model, **inputs):
 def test_some_layers_run_from_stored_hidden_states(model):
     batch = left_padded()
     positions = (batch["attention_mask"].cumsum(-1) - 1).clamp(min=0)
-    real, layers = batch["attention_mask"].bool(), len(prefill.compat.decoder_layers(model)[2])
+    real, layers = batch["attention_mask"].bool(), len(compat.decoder_layers(model)[2])
     whole = GrowingCache(model)
     hidden = hidden_states(model, **batch, position_ids=positions, past_key_values=whole)
     for start in range(layers):
         for stop in range(start + 1, layers + 1):
             partial = GrowingCache(model)
             entering = hidden[start] if start else None
-            left = prefill.run_layers(model, start, stop, batch["input_ids"], partial, positions, batch["attention_mask"], hidden=entering)
+            left = passes.run_layers(model, start, stop, batch["input_ids"], partial, positions, batch["attention_mask"], hidden=entering)
             torch.testing.assert_close(left[real], hidden[stop][real], atol=1e-5, rtol=1e-5)
             seen = [layer.get_seq_length() for layer in partial.layers]
             assert seen == [11 if start <= index < stop else 0 for index in range(layers)]
@@ -233,12 +237,12 @@ def test_some_layers_run_from_stored_hidden_states(model):
 @torch.no_grad()
 def test_upper_layers_catch_up_with_filled_lower_ones(model):
     text = tiny.ids(1, 14)
-    layers = len(prefill.compat.decoder_layers(model)[2])
+    layers = len(compat.decoder_layers(model)[2])
     cache = GrowingCache(model)
     hidden = hidden_states(model, input_ids=text, past_key_values=cache)[layers - 1]
     cache.layers[layers - 1] = GrowingCache(model).layers[layers - 1]
     for a, b in ((0, 9), (9, 14)):
-        prefill.run_layers(model, layers - 1, layers, text[:, a:b], cache, torch.arange(a, b), hidden=hidden[:, a:b])
+        passes.run_layers(model, layers - 1, layers, text[:, a:b], cache, torch.arange(a, b), hidden=hidden[:, a:b])
     follow = tiny.ids(1, 1, seed=5)
     fresh = model(torch.cat([text, follow], dim=1)).logits[:, -1]
     torch.testing.assert_close(model(follow, past_key_values=cache).logits[:, -1], fresh, atol=1e-4, rtol=1e-4)
@@ -248,7 +252,7 @@ def test_upper_layers_catch_up_with_filled_lower_ones(model):
 def test_layers_that_do_not_exist_are_refused(start, stop):
     model = tiny.llama()
     with pytest.raises(ConfigError, match=r"start|stop"):
-        prefill.run_layers(model, start, stop, tiny.ids(1, 3), GrowingCache(model), torch.arange(3), hidden=torch.zeros(1, 3, 32))
+        passes.run_layers(model, start, stop, tiny.ids(1, 3), GrowingCache(model), torch.arange(3), hidden=torch.zeros(1, 3, 32))
 
 
 @torch.no_grad()
@@ -265,7 +269,7 @@ def test_a_partial_pass_leaves_the_model_as_it_is_while_it_runs():
             found[0] = model(text).logits
 
     handle = model.model.layers[2].register_forward_pre_hook(look)
-    prefill.run_layers(model, 2, 3, text, GrowingCache(model), torch.arange(6), hidden=torch.randn(1, 6, 32))
+    passes.run_layers(model, 2, 3, text, GrowingCache(model), torch.arange(6), hidden=torch.randn(1, 6, 32))
     handle.remove()
     assert torch.equal(found[0], expected)
 
@@ -280,7 +284,7 @@ def test_a_partial_pass_runs_methods_that_were_put_onto_the_model():
     model.model.forward = types.MethodType(lambda self, *args, **kwargs: forward(self, *args, **kwargs), model.model)
     add_hook_to_module(model.model, ModelHook())
     model.model.compile(backend="eager")
-    left = prefill.run_layers(model, 1, 3, text, GrowingCache(model), torch.arange(6), hidden=hidden[1])
+    left = passes.run_layers(model, 1, 3, text, GrowingCache(model), torch.arange(6), hidden=hidden[1])
     torch.testing.assert_close(left, hidden[3])
 
 
@@ -290,7 +294,7 @@ def test_a_forward_that_cannot_be_moved_to_a_twin_is_refused():
     whole = model.model.forward
     model.model.forward = lambda *args, **kwargs: whole(*args, **kwargs)
     with pytest.raises(UnsupportedError, match="forward"):
-        prefill.run_layers(model, 0, 2, tiny.ids(1, 6), GrowingCache(model), torch.arange(6))
+        passes.run_layers(model, 0, 2, tiny.ids(1, 6), GrowingCache(model), torch.arange(6))
 
 
 def test_gemma2_config_alternates_layer_kinds():
@@ -312,7 +316,7 @@ def test_the_decoder_of_a_model_with_images_is_not_taken_for_its_encoder():
     cache = GrowingCache(model)
     with torch.no_grad():
         hidden = hidden_states(model, input_ids=text, past_key_values=GrowingCache(model))
-        got = prefill.run_layers(model, 1, 2, text, cache, torch.arange(7), hidden=hidden[1])
+        got = passes.run_layers(model, 1, 2, text, cache, torch.arange(7), hidden=hidden[1])
     torch.testing.assert_close(got, hidden[2])
     assert [layer.seen for layer in cache.layers] == [0, 7]
 
@@ -352,7 +356,7 @@ def test_a_model_that_feeds_its_embeddings_to_later_layers_gets_those_of_its_tok
     )
     model, text = tiny.build(config), tiny.ids(1, 6)
     hidden = hidden_states(model, input_ids=text)
-    left = prefill.run_layers(model, 2, 4, text, GrowingCache(model), torch.arange(6), hidden=hidden[2])
+    left = passes.run_layers(model, 2, 4, text, GrowingCache(model), torch.arange(6), hidden=hidden[2])
     torch.testing.assert_close(left, hidden[4], atol=1e-5, rtol=1e-5)
 
 
@@ -414,7 +418,7 @@ def test_a_new_cache_takes_over_though_the_last_one_is_freed_meanwhile(free):
     assert cache.calls == [2]
     del cache
     gc.collect()
-    assert not prefill.is_installed(model)
+    assert not hooks.is_installed(model)
     assert not model._forward_pre_hooks
 
 

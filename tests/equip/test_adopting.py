@@ -14,7 +14,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_kvcaches import EquipCache, GrowingCache
-from hf_kvcaches.core.adopting import LastQueries
+from hf_kvcaches.core.holder import LastQueries
 from hf_kvcaches.equip.budgets import pyramid_budgets
 from hf_kvcaches.equip.layer import EquipLayer
 from hf_kvcaches.equip.pages import PagePool

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from hf_kvcaches import enable
-from hf_kvcaches.core.attention import _attend
 from hf_kvcaches.core.rope import RotaryGeometry
+from hf_kvcaches.core.view import _attend
 from hf_kvcaches.equip.budgets import pyramid_budgets
 from hf_kvcaches.equip.cache import EquipCache
 from hf_kvcaches.equip.policies import LagKVPolicy, Policy, SnapKVPolicy, policy_from_settings

@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 from transformers import Cache, CompileConfig, PreTrainedModel
 
 from hf_kvcaches import AdaptiveSubspace, SubspaceCache
-from hf_kvcaches.core.attention import disable, enable
+from hf_kvcaches.core.view import disable, enable
 from hf_kvcaches.equip.cache import EquipCache
 from tests.conformance import models
 from tests.conformance.driving import feed, generate, left_padded, tokens

@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.models.gpt_oss.modeling_gpt_oss import apply_rotary_pos_emb
 
 from hf_kvcaches import EquipCache, SegmentReuseCache, SegmentStore
-from hf_kvcaches.core.adopting import LastQueries
+from hf_kvcaches.core.holder import LastQueries
 from hf_kvcaches.equip.layer import EquipLayer
 from hf_kvcaches.equip.policies import SnapKVPolicy, TOVAPolicy
 from tests import tiny

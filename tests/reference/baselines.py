@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from hf_kvcaches.core.attention import LayerView
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.layers import TensorLayer
 from hf_kvcaches.core.rope import RotaryGeometry
+from hf_kvcaches.core.view import LayerView
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.kernels.slots import slot_attention
 

@@ -16,11 +16,11 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from hf_kvcaches.core.attention import LayerView
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.layers import KVLayer
-from hf_kvcaches.core.masks import TokenMask
 from hf_kvcaches.core.rope import RotaryGeometry
+from hf_kvcaches.core.step import TokenMask
+from hf_kvcaches.core.view import LayerView
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 
 UNLIMITED = 1 << 40

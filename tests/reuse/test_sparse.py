@@ -24,7 +24,7 @@ def gpt_oss() -> PreTrainedModel:
 
 
 class _AnyCache(SplicingCache):
-    takes_over_prefill = False
+    logs_passes = False
 
 
 @pytest.fixture(params=[1, 7, 64, 200])

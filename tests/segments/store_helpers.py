@@ -16,8 +16,8 @@ import transformers.models.llama.modeling_llama  # noqa: F401 - the forkserver h
 from transformers import PreTrainedModel
 
 from hf_kvcaches import SegmentReuseCache, SegmentStore
-from hf_kvcaches.core.tokens import as_ids
 from hf_kvcaches.reuse.layout import LayerStates
+from hf_kvcaches.reuse.tokens import as_ids
 from hf_kvcaches.segments.records import Chain, Record
 from hf_kvcaches.segments.store import NewSegment
 from tests import tiny

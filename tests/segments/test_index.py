@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_kvcaches.core.tokens import Ids, as_ids, common_prefix
+from hf_kvcaches.reuse.tokens import Ids, as_ids, common_prefix
 from hf_kvcaches.segments.index import ALIKE, ANCHOR, Run, SegmentIndex, anchors
 from hf_kvcaches.segments.records import CONTEXT, Chain, Record
 from hf_kvcaches.segments.signatures import signature_of

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_kvcaches.core.tokens import Ids, as_ids, common_suffix
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.reuse.plan import PlannedRow, PlannedSpan, PromptRow
+from hf_kvcaches.reuse.tokens import Ids, as_ids, common_suffix
 from hf_kvcaches.segments.index import SHINGLE, SegmentIndex
 from hf_kvcaches.segments.planning import plan_row
 from hf_kvcaches.segments.policy import SegmentPolicy

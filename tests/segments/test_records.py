@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_kvcaches.core.tokens import Ids, as_ids, common_prefix, common_suffix
+from hf_kvcaches.reuse.tokens import Ids, as_ids, common_prefix, common_suffix
 from hf_kvcaches.segments.records import Chain, Record
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=12)

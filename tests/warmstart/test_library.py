@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from hf_kvcaches import GrowingCache, WarmStartCache, WarmStartLibrary
-from hf_kvcaches.core.tokens import as_ids, common_prefix
 from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch
+from hf_kvcaches.reuse.tokens import as_ids, common_prefix
 from hf_kvcaches.stores.blobs import Stored
 from hf_kvcaches.warmstart.entries import EntryContents
 from tests import tiny

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_kvcaches.core.tokens import Ids, as_ids
 from hf_kvcaches.reuse.alignment import Block, align
+from hf_kvcaches.reuse.tokens import Ids, as_ids
 from hf_kvcaches.warmstart.library import Neighbour
 from hf_kvcaches.warmstart.planning import SHORTEST, SHORTEST_MOVED, Choice, best_aligned, reusable_blocks
 

@@ -12,8 +12,8 @@ from hf_kvcaches.codec.fit import unmeasured
 from hf_kvcaches.codec.moments import descending, second_moment
 from hf_kvcaches.codec.sides import CalibratedLayer
 from hf_kvcaches.core.parallel import HeadShard
-from hf_kvcaches.core.passes import Pass, Passes
 from hf_kvcaches.core.rope import RotaryGeometry
+from hf_kvcaches.core.step import Pass, Passes
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.subspace.adaptive.following import Follower, Track, merged, part
 from hf_kvcaches.subspace.adaptive.settings import AdaptiveSubspace

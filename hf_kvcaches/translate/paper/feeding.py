@@ -9,9 +9,7 @@ import torch
 from transformers import Cache, PreTrainedModel
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.layer_pass import StoppingPass
-from hf_kvcaches.core.partial import PassEnded, SkippedLayer, with_layers
-from hf_kvcaches.core.prefill import run_module
+from hf_kvcaches.core.partial import PassEnded, SkippedLayer, StoppingPass, run_module, with_layers
 from hf_kvcaches.translate.states import PromptTokens, ReadingCache, State, require_plain_layers, state_of, with_exchanged_input
 
 if TYPE_CHECKING:

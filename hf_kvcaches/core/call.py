@@ -1,4 +1,4 @@
-"""What a model's attention asks of a cache layer that answers queries itself."""
+"""What a model's attention asks of a layer that answers queries itself, and the view by which new tokens get there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import nn
 
-from hf_kvcaches.core.attention import LayerView, close_window, previous_attention
+from hf_kvcaches.core.view import LayerView, previous_attention
 from hf_kvcaches.errors import UnsupportedError
 
 
@@ -23,24 +23,24 @@ class Call:
 
     @property
     def scaling(self) -> float:
-        """Of the scores."""
+        """What scores are multiplied with."""
         scaling = self.options.get("scaling")
         return float(scaling) if scaling is not None else float(self.module.head_dim) ** -0.5  # type: ignore[arg-type]
 
     @property
     def is_causal(self) -> bool:
-        """Whether tokens look at no later ones where there is no mask."""
+        """Whether tokens see no later ones where there is no mask."""
         chosen = self.options.get("is_causal")
         return bool(getattr(self.module, "is_causal", True) if chosen is None else chosen)
 
     @property
     def softcap(self) -> float | None:
-        """Bound of the scores."""
+        """The bound of the scores."""
         return self.options.get("softcap")
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """Added to the scores, (batch or 1, heads or 1, queries, tokens seen)."""
+        """What is added to the scores, (batch or 1, heads or 1, queries, tokens seen)."""
         return self.options.get("position_bias")
 
     @property
@@ -55,15 +55,13 @@ class Call:
         return output
 
     def check(self, cache: str, *, sinks: bool = False) -> None:
-        """Refuses what a cache that answers queries itself leaves out.
+        """Refuse what a cache that answers queries itself leaves out.
 
         Args:
             sinks: Whether it knows learned sinks.
         """
         for name in ("s_aux", "head_mask", "cu_seq_lens_q"):
-            if sinks and name == "s_aux":
-                continue
-            if self.options.get(name) is not None:
+            if self.options.get(name) is not None and not (sinks and name == "s_aux"):
                 raise UnsupportedError(f"{cache} does not support attention with {name}. Use another cache with this model.")
         if self.options.get("dropout"):
             raise UnsupportedError(f"{cache} does not support dropout of attention weights. Call model.eval(), or set it to 0.")
@@ -80,17 +78,19 @@ class AnsweringLayer(Protocol):
     is_initialized: bool
 
     def check_new_tokens(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Refuses keys and values that don't fit what the layer holds."""
+        """Refuse keys and values that don't fit what the layer holds."""
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Takes dtype and device from the first keys and values."""
+        """Take dtype and device from the first keys and values."""
 
     def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call) -> torch.Tensor:
-        """Takes the new tokens and gives their queries' attention, (batch, tokens, heads, head_dim)."""
+        """Take the new tokens and return their queries' attention, (batch, tokens, heads, head_dim)."""
 
 
 class NewTokens(LayerView):
-    """What such a layer hands out in place of keys and values: the new ones, on their way to its `attend`.
+    """What such a layer returns in place of keys and values: the new ones, on their way to its `attend`.
+
+    Under autocast, keys and values are cast as the model's own attention would cast them.
 
     Args:
         keys: (batch, kv_heads, tokens, head_dim), as the model rotated them.
@@ -102,8 +102,17 @@ class NewTokens(LayerView):
     afterwards: Callable[[], None] | None = None
 
     def __init__(self, layer: AnsweringLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self.layer, self.keys, self.values = layer, keys, values
-        self.attended = False
+        device = keys.device.type
+        # Autocast leaves float64 alone.
+        available = torch.amp.is_autocast_available(device)
+        self.autocasts = available and torch.is_autocast_enabled(device) and keys.dtype != torch.float64
+        if self.autocasts:
+            dtype = torch.get_autocast_dtype(device)
+            keys, values = keys.to(dtype), values.to(dtype)
+        layer.check_new_tokens(keys, values)
+        if not layer.is_initialized:
+            layer.lazy_initialization(keys, values)
+        self.layer, self.keys, self.values, self.attended = layer, keys, values, False
 
     def attend(
         self, module: nn.Module, query: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any
@@ -115,7 +124,7 @@ class NewTokens(LayerView):
             )
         self.attended = True
         call = Call(module, mask, kwargs)
-        if not _autocasts(query):
+        if not self.autocasts:
             output = self.layer.attend(query, self.keys, self.values, call)
         else:
             # The layer computes in the autocast precision throughout, as in a model of that precision.
@@ -126,7 +135,7 @@ class NewTokens(LayerView):
         return output, None
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("_"):
             raise AttributeError(name)
         raise self._refusal(repr(name))
 
@@ -140,31 +149,9 @@ class NewTokens(LayerView):
         raise next(item for item in flat if isinstance(item, cls))._refusal(getattr(function, "__name__", str(function)))
 
     def _refusal(self, what: str) -> UnsupportedError:
-        close_window()
+        self.restore()
         return UnsupportedError(
             f"The model asks its own attention for {what} of the keys or values that {self.layer.cache_name} returns. Either it computes "
             "with keys and values outside of transformers' AttentionInterface, and needs a cache that returns plain tensors; or the cache "
             "was built without this model: build it with the model, or call hf_kvcaches.enable(model)."
         )
-
-
-def hand_out(layer: AnsweringLayer, keys: torch.Tensor, values: torch.Tensor) -> tuple[Any, Any]:
-    """What the `update` of such a layer returns. Under autocast, keys and values are cast as the model's own attention would cast them.
-
-    Args:
-        keys: (batch, kv_heads, tokens, head_dim), as the model rotated them.
-    """
-    if _autocasts(keys):
-        dtype = torch.get_autocast_dtype(keys.device.type)
-        keys, values = keys.to(dtype), values.to(dtype)
-    layer.check_new_tokens(keys, values)
-    if not layer.is_initialized:
-        layer.lazy_initialization(keys, values)
-    view = NewTokens(layer, keys, values)
-    return view, view
-
-
-def _autocasts(states: torch.Tensor) -> bool:
-    """Whether autocast is on and would cast queries, keys and values like these. It leaves float64 alone."""
-    device = states.device.type
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device) and states.dtype != torch.float64

@@ -1,12 +1,17 @@
-"""Caches that take over a prompt's exact keys and values from elsewhere, and prune or encode them as after a prefill of their own."""
+"""Holders: caches that can take over a prompt's exact keys and values from elsewhere, as if they had read the prompt themselves.
+
+`AnsweringCache` is the base of those whose layers answer queries: their layers share a `Pass`, and know which of its tokens are drafts.
+"""
 
 from __future__ import annotations
 
 import copy
+import weakref
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from functools import partial
+from typing import Any, ClassVar, Self
 
 import torch
 from transformers import Cache, PreTrainedModel
@@ -14,11 +19,12 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.cache import KVCache
-from hf_kvcaches.core.identity import Identity, Provenance, glanced_identity, identity_of
+from hf_kvcaches.core.call import NewTokens
+from hf_kvcaches.core.identity import Identity, Provenance
 from hf_kvcaches.core.layers import KVLayer
-from hf_kvcaches.core.masks import padding_of
 from hf_kvcaches.core.parallel import is_tensor_parallel
 from hf_kvcaches.core.rope_families import head_sizes
+from hf_kvcaches.core.step import Pass, Passes, padding_of
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 
 _UNKNOWN = Identity(reason="It took over keys and values from a cache that does not say which model computed them.")
@@ -41,8 +47,11 @@ class LastQueries:
     sink_logits: torch.Tensor | None = None
 
 
-class AdoptingCache(KVCache):
+class HolderCache(KVCache):
     """A cache whose layers have `adopt(keys, values, running, queries)`: afterwards they hold what they would hold after a prefill."""
+
+    adopted: bool = False
+    """Whether another cache hands its prompts to this one."""
 
     @property
     def adopt_window(self) -> int | None:
@@ -111,8 +120,8 @@ class AdoptingCache(KVCache):
             cache.adopt_layer(index, keys, values, position_ids, padding, None if queries is None else queries[index])
         if isinstance(past, KVCache):
             cache.provenance = _provenance(past, cache)
-            cache.fed = copy.deepcopy(past.fed)
-            cache.fed.cut(tokens)
+            cache.log = copy.deepcopy(past.log)
+            cache.log.crop(tokens)
         return cache
 
     def adopt_layer(
@@ -172,7 +181,7 @@ def _require_source(past: Any, cache: KVCache) -> int:
     if past.layers and not any(isinstance(layer, CacheLayerMixin) for layer in past.layers):
         raise ConfigError.of("past", "a cache with layers of attention", past, "There is nothing to compress.")
     tokens = int(past.get_seq_length())
-    if isinstance(past, KVCache) and past.filling:
+    if isinstance(past, KVCache) and past.broken:
         raise ConfigError.of("past", "a whole prompt", "a cache whose prefill failed", "Call its reset(), and fill it anew.")
     if not tokens:
         raise ConfigError.of("past", "a cache that holds a prompt", "an empty one", "Run the prompt with it first.")
@@ -189,7 +198,7 @@ def _model_of(cache: KVCache) -> PreTrainedModel | None:
 def first_position(cache: KVCache) -> int:
     """The position of a text's first token, where the caller passes no positions."""
     model = _model_of(cache)
-    return 1 if model is not None and model.config.model_type == "paligemma" else 0
+    return 0 if model is None else compat.first_position(model.config)
 
 
 def exact_states(
@@ -261,10 +270,91 @@ def _provenance(past: KVCache, cache: KVCache) -> Provenance:
     Args:
         cache: The cache that adopted its tokens; so far their model is recorded as not known.
     """
-    model, identity = _model_of(cache), past.provenance.identity
-    if not past.provenance.taken:
-        return cache.provenance
-    # The source read all weights and later passes of this cache only glance at them: without a common identity they would seem to differ.
-    if model is not None and identity.fingerprint is not None and not cache.takes_over_prefill and identity_of(model) == identity:
-        return Provenance.of(glanced_identity(model), cache.seen)
-    return copy.deepcopy(past.provenance)
+    return copy.deepcopy(past.provenance) if past.provenance.taken else cache.provenance
+
+
+class AnsweringCache(HolderCache):
+    """A cache whose layers answer queries, share a pass, and know which of its tokens are drafts.
+
+    Attributes:
+        pass_class: What the layers share during a forward pass.
+        passes: The one that is going on.
+    """
+
+    needs_attention = True
+    pass_class: ClassVar[type[Pass]] = Pass
+
+    def __init__(self, model: Any, *, offloading: bool = False) -> None:
+        self.passes: Passes[Any] = Passes(self.pass_class)
+        self._draft_hook: weakref.finalize[[], Self] | None = None
+        self._updating: int | None = None
+        super().__init__(model, offloading=offloading)
+
+    def begin_pass(self, tokens: int) -> None:
+        super().begin_pass(tokens)
+        self.passes.begin()
+        if compat.records_attentions():
+            raise UnsupportedError(
+                f"output_attentions: {type(self).__name__} computes attention over the tokens as it keeps them, and has no weights for "
+                "each token of the text. Leave output_attentions out, or use DynamicCache with attn_implementation='eager'."
+            )
+        lengths = {int(layer.get_seq_length()) for layer in self.layers if isinstance(layer, CacheLayerMixin)}
+        if len(lengths) > 1:
+            raise UnsupportedError(
+                f"The layers of this cache saw {sorted(lengths)} tokens: a forward pass or a crop failed on the way. "
+                "Call reset() and feed the text again."
+            )
+
+    def update_offloaded(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any) -> tuple[Any, Any]:
+        self._updating = layer_idx
+        try:
+            held = super().update_offloaded(key_states, value_states, layer_idx, *args)
+        finally:
+            self._updating = None
+        if isinstance(held[0], NewTokens):
+            held[0].afterwards = partial(self.offload, layer_idx, self.only_non_sliding)
+        return held
+
+    def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:
+        # transformers moves a layer away at the end of `update`, and this one has yet to answer the queries.
+        if layer_idx != self._updating or not isinstance(self.layers[layer_idx], KVLayer):
+            super().offload(layer_idx, only_non_sliding)
+
+    def prompt_pass(self, positions: torch.Tensor, padding: torch.Tensor | None, tokens: int, device: torch.device) -> Pass:
+        running: Pass = self.passes.of_prompt(positions, padding, tokens, device)
+        return running
+
+    def activate_past_recording(self) -> None:
+        super().activate_past_recording()
+        if self._draft_hook is None and self._model is not None and (model := self._model()) is not None:
+            self._draft_hook = _count_drafts(model, self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_draft_hook": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        memo[id(self._draft_hook)] = None
+        copied = super().__deepcopy__(memo)
+        if self._draft_hook is not None:
+            copied._draft_hook = None
+            copied.activate_past_recording()
+        return copied
+
+
+def _count_drafts(model: PreTrainedModel, cache: AnsweringCache) -> weakref.finalize[[], Any]:
+    """Tell a cache at each forward pass how many of the tokens are drafts.
+
+    Assisted generation feeds a prompt and the first drafts in one call, and only the number of logits it asks for tells them apart.
+    """
+    passes, reference = cache.passes, weakref.ref(cache)
+
+    def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = reference()
+        if given is None or compat.cache_of(kwargs) is not given:
+            return
+        keep, ids = kwargs.get("logits_to_keep"), kwargs.get("input_ids")
+        # Who wants the logits of a whole prompt does not draft.
+        whole = isinstance(ids, torch.Tensor) and ids.shape[1] == keep and not given.seen
+        passes.drafts = keep - 1 if isinstance(keep, int) and keep > 0 and not whole else None
+
+    return weakref.finalize(cache, model.register_forward_pre_hook(before, with_kwargs=True).remove)

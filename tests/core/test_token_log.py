@@ -10,8 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_kvcaches.core.history import History
+from hf_kvcaches.core.token_log import TokenLog
 from tests import tiny
+
+
+def observe(log: TokenLog, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None, seen: int) -> None:
+    """Add the tokens of a pass, as the hook of a source does."""
+    log.append(ids, seen, mask, positions)
 
 
 @dataclass
@@ -20,25 +25,21 @@ class Plain:
 
     Args:
         rows: Tokens, or None where a pass went by untold.
-        lost: Whether a pass came behind such slots.
     """
 
     rows: list[list[int | None]] = field(default_factory=list)
-    lost: bool = False
 
     @property
     def seen(self) -> int:
         return len(self.rows[0]) if self.rows else 0
 
     def feed(self, new: list[list[int]], told: bool) -> None:
-        if self.seen == 0:
-            self.lost = False
-        self.lost |= told and any(None in row for row in self.rows)
+        told = told and not any(None in row for row in self.rows)
         old = self.rows if self.seen else [[] for _ in new]
-        self.rows = [row + [token if told and not self.lost else None for token in line] for row, line in zip(old, new, strict=True)]
+        self.rows = [row + [token if told else None for token in line] for row, line in zip(old, new, strict=True)]
 
     def known(self) -> bool:
-        return bool(self.seen) and not self.lost and not any(None in row for row in self.rows)
+        return bool(self.seen) and not any(None in row for row in self.rows)
 
 
 def numbered(mask: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -46,18 +47,18 @@ def numbered(mask: torch.Tensor, tokens: int) -> torch.Tensor:
     return (mask.long().cumsum(-1) - 1).clamp_min(0)[:, -tokens:]
 
 
-def check(history: History, plain: Plain, padding: list[int]) -> None:
+def check(log: TokenLog, plain: Plain, padding: list[int]) -> None:
     if plain.known():
-        assert [row.tolist() for row in history.rows()] == plain.rows
-        assert history.padding(plain.seen) == padding
-        assert isinstance(history.padding(plain.seen + 1), str)
+        assert [row.tolist() for row in log.rows()] == plain.rows
+        assert log.padding(plain.seen) == padding
+        assert isinstance(log.padding(plain.seen + 1), str)
     else:
-        assert isinstance(history.padding(plain.seen), str)
+        assert isinstance(log.padding(plain.seen), str)
 
 
 @given(data=st.data(), padded=st.booleans())
 def test_it_follows_whatever_is_done_to_the_cache(data: st.DataObject, padded: bool) -> None:
-    history, plain, padding = History(), Plain(), []
+    log, plain, padding = TokenLog(), Plain(), []
     for number in range(data.draw(st.integers(1, 9))):
         kinds = ["observe", "observe", "untold", "crop", "reorder", "select", "repeat", "reset"] if plain.seen else ["observe", "untold"]
         kind = data.draw(st.sampled_from(kinds))
@@ -72,57 +73,58 @@ def test_it_follows_whatever_is_done_to_the_cache(data: st.DataObject, padded: b
                 line[:pad] = 0
             if kind == "observe":
                 positions = numbered(mask, tokens) if any(padding) or data.draw(st.booleans()) else None
-                history.observe(new, mask if any(padding) or data.draw(st.booleans()) else None, positions, plain.seen)
+                observe(log, new, mask if any(padding) or data.draw(st.booleans()) else None, positions, plain.seen)
             plain.feed(new.tolist(), told=kind == "observe")
         elif kind == "crop":
             length = data.draw(st.integers(max([*padding, 0]) + 1, max([plain.seen, *(pad + 1 for pad in padding)])))
             plain.rows = [row[:length] for row in plain.rows]
-            history.crop(length)
+            log.crop(length)
         elif kind in ("reorder", "select"):
             count = rows if kind == "reorder" else data.draw(st.integers(1, rows))
             order = [data.draw(st.integers(0, rows - 1)) for _ in range(count)]
             plain.rows, padding = [plain.rows[index] for index in order], [padding[index] for index in order]
-            history.map_rows(lambda tensor, order=order: tensor.index_select(0, torch.tensor(order)))
+            log.map_rows(lambda tensor, order=order: tensor.index_select(0, torch.tensor(order)))
         elif kind == "repeat":
             plain.rows, padding = ([item for item in items for _ in range(2)] for items in (plain.rows, padding))
-            history.map_rows(lambda tensor: tensor.repeat_interleave(2, dim=0))
+            log.map_rows(lambda tensor: tensor.repeat_interleave(2, dim=0))
         else:
-            history.reset()
+            log.reset()
             plain, padding = Plain(), []
-        check(history, plain, padding)
+        check(log, plain, padding)
 
 
-def test_after_an_untold_pass_it_knows_nothing_until_that_is_cropped_away_or_the_cache_is_empty() -> None:
-    history, ids = History(), tiny.ids(1, 6)
-    history.observe(ids, None, None, 0)
-    assert history.padding(6) == [0]
-    assert isinstance(history.padding(9), str)  # three untold
-    history.crop(6)
-    assert history.padding(6) == [0]
-    history.observe(ids[:, :2], None, None, 9)
-    history.crop(6)
-    assert isinstance(history.padding(6), str)
-    history.observe(ids, None, None, 0)
-    assert history.padding(6) == [0]
+def test_after_an_untold_pass_it_does_not_describe_the_prompt_until_that_is_cropped_away_or_the_cache_is_empty() -> None:
+    log, ids = TokenLog(), tiny.ids(1, 6)
+    observe(log, ids, None, None, 0)
+    assert log.padding(6) == [0]
+    assert isinstance(log.padding(9), str)  # three untold
+    log.crop(6)
+    assert log.padding(6) == [0]
+    observe(log, ids[:, :2], None, None, 9)
+    assert isinstance(log.padding(11), str)
+    log.crop(6)
+    assert log.padding(6) == [0]
+    observe(log, ids, None, None, 0)
+    assert log.padding(6) == [0]
 
 
 def test_a_pass_that_failed_is_forgotten_when_the_next_begins_with_an_empty_cache() -> None:
-    history = History()
-    history.observe(tiny.ids(2, 6), None, None, 0)
-    history.observe(tiny.ids(1, 4), None, None, 0)
-    assert history.padding(4) == [0]
-    assert [row.tolist() for row in history.rows()] == tiny.ids(1, 4).tolist()
+    log = TokenLog()
+    observe(log, tiny.ids(2, 6), None, None, 0)
+    observe(log, tiny.ids(1, 4), None, None, 0)
+    assert log.padding(4) == [0]
+    assert [row.tolist() for row in log.rows()] == tiny.ids(1, 4).tolist()
 
 
 def test_tokens_written_into_the_callers_tensors_later_change_nothing() -> None:
-    history, buffer, mask = History(), torch.tensor([[5]]), torch.ones(1, 8, dtype=torch.bool)
+    log, buffer, mask = TokenLog(), torch.tensor([[5]]), torch.ones(1, 8, dtype=torch.bool)
     for step in range(3):
         buffer.fill_(5 + step)
-        history.observe(buffer, mask[:, : step + 1].clone() if step == 2 else mask[:, : step + 1], None, step)
+        observe(log, buffer, mask[:, : step + 1].clone() if step == 2 else mask[:, : step + 1], None, step)
     buffer.fill_(0)
-    assert history.rows()[0].tolist() == [5, 6, 7]
+    assert log.rows()[0].tolist() == [5, 6, 7]
     mask.fill_(False)
-    assert history.padding(3) == [0]
+    assert log.padding(3) == [0]
 
 
 MASKS = {
@@ -137,25 +139,25 @@ MASKS = {
 
 @pytest.mark.parametrize("name", MASKS)
 def test_only_padding_on_the_left_is_understood(name: str) -> None:
-    history = History()
+    log = TokenLog()
     mask = torch.tensor(MASKS[name])
-    history.observe(tiny.ids(2 if name in ("a row without tokens", "for another batch") else 1, 4), mask, None, 0)
-    assert isinstance(history.padding(4), str)
+    observe(log, tiny.ids(2 if name in ("a row without tokens", "for another batch") else 1, 4), mask, None, 0)
+    assert isinstance(log.padding(4), str)
 
 
 def test_masks_that_are_no_plain_ones_are_not_understood() -> None:
     for mask in (torch.ones(1, 1, 4, 4), {"full_attention": None}):
-        history = History()
-        history.observe(tiny.ids(1, 4), mask, None, 0)
-        assert isinstance(history.padding(4), str)
+        log = TokenLog()
+        observe(log, tiny.ids(1, 4), mask, None, 0)
+        assert isinstance(log.padding(4), str)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.long, torch.float32])
 def test_masks_may_be_of_any_type(dtype: torch.dtype) -> None:
-    history = History()
+    log = TokenLog()
     mask = torch.tensor([[0, 0, 1], [1, 1, 1]])
-    history.observe(tiny.ids(2, 3), mask.to(dtype), numbered(mask, 3), 0)
-    assert history.padding(3) == [2, 0]
+    observe(log, tiny.ids(2, 3), mask.to(dtype), numbered(mask, 3), 0)
+    assert log.padding(3) == [2, 0]
 
 
 LATER = {
@@ -169,64 +171,64 @@ LATER = {
 @pytest.mark.parametrize("name", LATER)
 def test_a_later_mask_that_says_something_else_of_the_tokens_is_noticed(name: str) -> None:
     for later, expected in ((torch.tensor([[0, 1, 1, 1, 1]]), [1]), (LATER[name], None)):
-        history = History()
-        history.observe(tiny.ids(1, 3), torch.tensor([[0, 1, 1]]), torch.tensor([[0, 0, 1]]), 0)
-        history.observe(tiny.ids(1, 2), later, torch.tensor([[2, 3]]), 3)
-        assert history.padding(5) == expected or (expected is None and isinstance(history.padding(5), str))
+        log = TokenLog()
+        observe(log, tiny.ids(1, 3), torch.tensor([[0, 1, 1]]), torch.tensor([[0, 0, 1]]), 0)
+        observe(log, tiny.ids(1, 2), later, torch.tensor([[2, 3]]), 3)
+        assert log.padding(5) == expected or (expected is None and isinstance(log.padding(5), str))
 
 
 @pytest.mark.parametrize("padding", [0, 2])
 def test_tokens_that_the_model_numbers_itself_are_known_where_nothing_is_padded(padding: int) -> None:
     mask = torch.tensor([[0] * padding + [1] * (5 - padding)])
     for first, second in ((None, None), (numbered(mask[:, :4], 4), None), (None, numbered(mask, 1))):
-        history = History()
-        history.observe(tiny.ids(1, 4), mask[:, :4], first, 0)
-        history.observe(tiny.ids(1, 1), mask, second, 4)
-        assert history.padding(5) == [0] or (padding and isinstance(history.padding(5), str))
+        log = TokenLog()
+        observe(log, tiny.ids(1, 4), mask[:, :4], first, 0)
+        observe(log, tiny.ids(1, 1), mask, second, 4)
+        assert log.padding(5) == [0] or (padding and isinstance(log.padding(5), str))
 
 
 def test_where_keys_have_no_positions_padding_may_be_counted() -> None:
-    history = History(positions_matter=False)
-    history.observe(tiny.ids(1, 4), torch.tensor([[0, 0, 1, 1]]), None, 0)
-    assert history.padding(4) == [2]
+    log = TokenLog(positions_matter=False)
+    observe(log, tiny.ids(1, 4), torch.tensor([[0, 0, 1, 1]]), None, 0)
+    assert log.padding(4) == [2]
 
 
 def test_a_pass_that_did_not_run_to_its_end_is_forgotten_by_the_next() -> None:
-    history = History()
-    history.observe(tiny.ids(1, 4), None, None, 0)
-    history.observe(tiny.ids(1, 3, seed=1), None, None, 4)
-    history.observe(tiny.ids(1, 2, seed=2), None, None, 4)
-    assert history.padding(6) == [0]
-    assert history.rows()[0].tolist() == torch.cat([tiny.ids(1, 4), tiny.ids(1, 2, seed=2)], 1)[0].tolist()
+    log = TokenLog()
+    observe(log, tiny.ids(1, 4), None, None, 0)
+    observe(log, tiny.ids(1, 3, seed=1), None, None, 4)
+    observe(log, tiny.ids(1, 2, seed=2), None, None, 4)
+    assert log.padding(6) == [0]
+    assert log.rows()[0].tolist() == torch.cat([tiny.ids(1, 4), tiny.ids(1, 2, seed=2)], 1)[0].tolist()
 
 
 def test_a_pass_without_a_mask_behind_padding_is_not_forgotten_by_the_next() -> None:
-    history, mask = History(), torch.tensor([[0, 1, 1, 1, 1]])
-    history.observe(tiny.ids(1, 3), mask[:, :3], None, 0)
-    history.observe(tiny.ids(1, 1), None, None, 3)
-    history.observe(tiny.ids(1, 1), mask, None, 4)
-    assert isinstance(history.padding(5), str)
+    log, mask = TokenLog(), torch.tensor([[0, 1, 1, 1, 1]])
+    observe(log, tiny.ids(1, 3), mask[:, :3], None, 0)
+    observe(log, tiny.ids(1, 1), None, None, 3)
+    observe(log, tiny.ids(1, 1), mask, None, 4)
+    assert isinstance(log.padding(5), str)
 
 
 def test_positions_of_three_axes_are_those_of_text_where_the_axes_agree() -> None:
     for changed, expected in ((0, [0]), (1, None)):
-        history, positions = History(), torch.arange(4).expand(3, 1, 4).clone()
+        log, positions = TokenLog(), torch.arange(4).expand(3, 1, 4).clone()
         positions[1, 0, 2] += changed
-        history.observe(tiny.ids(1, 4), None, positions, 0)
-        assert history.padding(4) == expected or (expected is None and isinstance(history.padding(4), str))
+        observe(log, tiny.ids(1, 4), None, positions, 0)
+        assert log.padding(4) == expected or (expected is None and isinstance(log.padding(4), str))
 
 
 def test_the_six_thousandth_token_costs_as_much_as_the_hundredth() -> None:
-    history, token = History(), torch.zeros(1, 1, dtype=torch.long)
+    log, token = TokenLog(), torch.zeros(1, 1, dtype=torch.long)
 
     def seconds(tokens: range) -> float:
         began = time.process_time()
         for seen in tokens:
-            history.observe(token, None, None, seen)
+            observe(log, token, None, None, seen)
         return time.process_time() - began
 
     seconds(range(100))
     early = seconds(range(100, 600))
     seconds(range(600, 6000))
     assert seconds(range(6000, 6500)) < 5 * early
-    assert history.rows()[0].tolist() == [0] * 6500
+    assert log.rows()[0].tolist() == [0] * 6500

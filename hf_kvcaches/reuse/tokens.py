@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-Ids = npt.NDArray[np.uint32]
+from hf_kvcaches.core.token_log import Ids as Ids
 
 
 def as_ids(values: Any) -> Ids:

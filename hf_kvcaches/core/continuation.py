@@ -1,0 +1,209 @@
+"""A prompt must go on with what its cache holds.
+
+`generate` takes it for granted that a prompt begins with the tokens in the cache: it cuts off as many as the cache has seen, and neither
+the model nor the cache is shown them. A prompt that begins otherwise would be answered behind the cache's text. `generate` asks
+`model.prepare_inputs_for_generation` for the inputs of each pass, the first time with the whole prompt. From its first `generate` with a
+cache of this package on, and for as long as that cache lives, a model has a `Preparation` there, which compares the prompt with the
+cache's log of tokens before anything runs, and writes down the tokens of each pass.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any, Protocol, Self
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_kvcaches import compat
+from hf_kvcaches.core.token_log import TokenLog
+from hf_kvcaches.errors import ConfigError, UnsupportedError, with_article
+
+METHOD = "prepare_inputs_for_generation"
+_lock = threading.RLock()
+
+
+class CacheArgument(compat.MarkedCache):
+    """What `generate` takes as its cache, and neither as a class nor as `custom_generate`."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        if "logits_processor" in kwargs and "generation_config" in kwargs:
+            raise _not_custom_generate(cls, f"the class {cls.__name__}")
+        return super().__new__(cls)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse to be `custom_generate`, which `generate` leaves out where it can't be called."""
+        kind = with_article(type(self).__name__)
+        raise _not_custom_generate(type(self), kind, f", or {kind} as past_key_values")
+
+
+def _not_custom_generate(kind: type, got: str, other: str = "") -> ConfigError:
+    recipe = f"per_call({kind.__name__}, ...)"
+    return ConfigError(f"custom_generate: expected {recipe}, got {got}. Pass {recipe}{other}.")
+
+
+class DecodedCache(Protocol):
+    """What `generate` decodes with.
+
+    Attributes:
+        log: Its tokens.
+        generate_began: Whether a `generate` has begun with the cache and has not yet prepared its first pass.
+        logs_passes: Whether the cache writes down the tokens of all passes itself.
+    """
+
+    log: TokenLog
+    generate_began: bool
+    logs_passes: bool
+
+    @property
+    def seen(self) -> int:
+        """How many tokens the model has fed in."""
+
+
+class Preparation:
+    """Stands in for a model's `prepare_inputs_for_generation`, which it calls; copies and pickles of the model have their own method.
+
+    Args:
+        original: What the model has in its own dictionary, as PEFT's wrapper puts its method there; None for its class's method.
+    """
+
+    def __init__(self, model: PreTrainedModel, original: Any) -> None:
+        self._model, self._original = weakref.ref(model), original
+        self.caches: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    @property
+    def __wrapped__(self) -> Any:  # `generate` reads the signature
+        return self._original or getattr(type(self._model()), METHOD).__get__(self._model())
+
+    @property
+    def __self__(self) -> Any:
+        return self.__wrapped__.__self__
+
+    def __call__(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Prepare the inputs of a pass. Called by `generate`."""
+        cache = compat.cache_of(kwargs)
+        if cache is None or cache not in self.caches:
+            inputs: dict[str, Any] = self.__wrapped__(input_ids, *args, **kwargs)
+            return inputs
+        if cache.generate_began:
+            cache.generate_began = False
+            if cache.seen:
+                _require_continuation(cache, input_ids, kwargs)
+        inputs = self.__wrapped__(input_ids, *args, **kwargs)
+        if compat.cache_of(inputs) is not cache:
+            raise UnsupportedError(
+                f"generate: {type(self._model()).__name__} drops the {type(cache).__name__} that it was given, as models do whose angles "
+                "change where a text is longer than config.original_max_position_embeddings. Keep the text shorter, or feed a longer "
+                "prompt to the model itself, with past_key_values, before generate."
+            )
+        ids = inputs.get("input_ids")
+        if not cache.logs_passes and ids is not None and ids.ndim == 2:
+            cache.log.append(ids, cache.seen)
+        return inputs
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self.__reduce__()[0](memo.get(id(self._model()), self._model()))
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return _own_method, (self._model(),)
+
+
+def _own_method(model: PreTrainedModel) -> Any:
+    return getattr(type(model), METHOD).__get__(model)
+
+
+def begin_generate(model: PreTrainedModel, cache: Any) -> None:
+    """Have the passes of the `generate` that begins with a cache prepared by a `Preparation`."""
+    cache.generate_began = True
+    with _lock:
+        current = vars(model).get(METHOD)
+        if not isinstance(current, Preparation):
+            current = Preparation(model, current)
+            vars(model)[METHOD] = current
+        if cache not in current.caches:
+            current.caches.add(cache)
+            weakref.finalize(cache, _forget, weakref.ref(model)).atexit = False
+
+
+def _forget(reference: weakref.ref[PreTrainedModel]) -> None:
+    """Give a model its own method back when the last cache is gone."""
+    with _lock:
+        model = reference()
+        current = None if model is None else vars(model).get(METHOD)
+        if model is not None and isinstance(current, Preparation) and not current.caches:
+            if current._original is None:
+                del vars(model)[METHOD]
+            else:
+                vars(model)[METHOD] = current._original
+
+
+def _require_continuation(cache: DecodedCache, input_ids: torch.Tensor, options: dict[str, Any]) -> None:
+    """Refuse a prompt that does not go on with what a cache holds.
+
+    Args:
+        input_ids: The whole prompt; or the new tokens alone, where the mask is of all; or the first chunk of either.
+        options: What `generate` passes along.
+    """
+    seen, tokens = cache.seen, input_ids.shape[1]
+    embeddings, length = options.get("inputs_embeds"), options.get("next_sequence_length")
+    if embeddings is not None and options.get("is_first_iteration"):
+        if embeddings.shape[1] <= seen:
+            raise refusal(cache, "a prompt that is not longer")
+        return
+    if length is not None:
+        if length <= 0:
+            raise refusal(cache, "a prompt that is not longer")
+        _require_same(cache, input_ids[:, : tokens - length], options)
+        return
+    covered = options.get("attention_mask")
+    # `generate` drops a mask without padding, and has the positions of all of its tokens.
+    covered = options.get("position_ids") if covered is None else covered
+    if tokens == 0 or (covered is not None and covered.shape[-1] not in (tokens, seen + tokens)):
+        raise refusal(cache, f"{tokens} new tokens with an attention_mask of {0 if covered is None else covered.shape[-1]}")
+    # With `prefill_chunk_size` these are a slice of the whole prompt, with what comes before in the same memory.
+    rows_apart = len(input_ids) == 1 or input_ids.stride(0) >= seen + tokens
+    if input_ids.stride(-1) == 1 and input_ids.storage_offset() == seen and rows_apart:
+        _require_same(cache, input_ids.as_strided((len(input_ids), seen), input_ids.stride(), 0), options)
+
+
+def _require_same(cache: DecodedCache, beginning: torch.Tensor, options: dict[str, Any]) -> None:
+    """Refuse a prompt that begins with other tokens than those in the cache.
+
+    Args:
+        beginning: The first tokens, as many as the cache has seen, (rows, seen).
+    """
+    cache.log.crop(cache.seen)  # what is behind belongs to a pass that failed
+    known = cache.log.ids
+    if not len(cache.log):
+        return
+    if known.shape[0] != beginning.shape[0]:
+        raise refusal(cache, f"{beginning.shape[0]} rows, where it holds {known.shape[0]}")
+    other = known.to(beginning.device) != beginning[:, : known.shape[1]]
+    mask = options.get("attention_mask")
+    if mask is not None and mask.ndim == 2:
+        other &= mask[:, : known.shape[1]].to(beginning.device, torch.bool)
+    if bool(other.any()):
+        row, position = other.nonzero()[0].tolist()
+        raise refusal(cache, f"one whose row {row} has another token at {position}")
+
+
+def require_new_tokens(cache: DecodedCache, inputs: dict[str, Any]) -> None:
+    """Refuse a pass without new tokens, or with a mask that is not of the tokens seen and the new ones."""
+    new = next((inputs[name] for name in ("inputs_embeds", "input_ids") if isinstance(inputs.get(name), torch.Tensor)), None)
+    if new is None or new.ndim < 2 or not cache.seen:
+        return
+    tokens, mask = new.shape[1], inputs.get("attention_mask")
+    if tokens == 0:
+        raise refusal(cache, "a prompt that is not longer")
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] != cache.seen + tokens:
+        raise refusal(cache, f"{tokens} new tokens with an attention_mask of {mask.shape[1]}")
+
+
+def refusal(cache: DecodedCache, got: str) -> ConfigError:
+    """The error for a prompt that does not go on with a cache."""
+    return ConfigError(
+        f"input_ids: expected a prompt that begins with the {cache.seen} tokens that this {type(cache).__name__} has seen and goes on, "
+        f"got {got}. Call reset() before another text, or make a new cache for it; generate makes one for each call with "
+        f"custom_generate=per_call({type(cache).__name__}, ...)."
+    )

@@ -1,0 +1,314 @@
+"""One forward pass as the layers of a cache see it: which new tokens are real, what their queries see, and where the model put them.
+
+A model's mask is read once in a pass, by its first layer, whatever implementation it was made for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Literal, Self, TypeVar
+
+import torch
+
+from hf_kvcaches.core.call import Call
+from hf_kvcaches.errors import ConfigError, UnsupportedError
+
+
+@dataclass(frozen=True)
+class TokenMask:
+    """A mask, read.
+
+    Args:
+        valid: True where a new token is real, (batch, tokens), or None where all are.
+        real_before: How many of the tokens before are real in each row, (batch, 1), or None where the mask does not tell.
+        allowed: True where a query may look, (batch or 1, heads or 1, tokens, seen + tokens), if the mask says more than which tokens are
+            padding and that nobody looks ahead; else None.
+        shown: True for tokens that are not hidden as padding, (batch, seen + tokens or tokens), or None.
+        ahead: Whether tokens look at later ones, which is possible for a first block as a whole.
+    """
+
+    valid: torch.Tensor | None = None
+    real_before: torch.Tensor | None = None
+    allowed: torch.Tensor | None = None
+    shown: torch.Tensor | None = None
+    ahead: bool = False
+
+    @classmethod
+    def read(cls, mask: Any, seen: int, tokens: int, causal: bool = True) -> TokenMask:
+        """Read a mask as any implementation of attention gets it.
+
+        Args:
+            mask: None, (batch, tokens seen) as for flash attention, (batch, heads or 1, tokens, tokens seen) as for sdpa and eager, or flex
+                attention's block mask. The last dimension may be that of the new tokens alone.
+            causal: Whether tokens see no later ones where there is no mask.
+        """
+        if mask is None:
+            return cls(ahead=not causal and tokens > 1).checked(seen)
+        allowed = _as_booleans(mask, seen + tokens, tokens)
+        if allowed.ndim == 2:
+            return cls._of_padding(allowed, seen, tokens)
+        if allowed.ndim != 4 or allowed.shape[2] != tokens or allowed.shape[3] not in (tokens, seen + tokens):
+            raise UnsupportedError(
+                f"attention_mask: this cache can't follow a mask of shape {tuple(allowed.shape)} for {tokens} tokens behind {seen} others. "
+                "Pass a padding mask, (batch, tokens)."
+            )
+        newest = allowed[:, 0, -1]
+        first = seen + tokens - allowed.shape[3]
+        columns = torch.arange(first, seen + tokens, device=allowed.device)
+        before = columns <= torch.arange(seen, seen + tokens, device=allowed.device)[:, None]
+        if bool((allowed == (before & newest[:, None])[:, None]).all()):
+            return cls._of_padding(newest, seen, tokens)
+        if first:
+            allowed = torch.nn.functional.pad(allowed, (first, 0), value=True)
+        return cls(allowed=allowed, ahead=bool((allowed[..., -tokens:] & ~before[:, -tokens:]).any())).checked(seen)
+
+    @classmethod
+    def _of_padding(cls, real: torch.Tensor, seen: int, tokens: int) -> TokenMask:
+        """Read a padding mask.
+
+        Args:
+            real: True where a token is real, (batch, tokens seen before + new ones, or new ones alone).
+        """
+        valid = real[:, -tokens:]
+        before = real[:, :-tokens].sum(-1, keepdim=True) if real.shape[1] == seen + tokens else None
+        return cls(None if bool(valid.all()) else valid, before, shown=real)
+
+    def known(self, real_before: torch.Tensor | int, seen: int, tokens: int) -> TokenMask:
+        """Return what it says to a cache that knows how many tokens are real.
+
+        A mask that hides other tokens than were padding when they came is obeyed entry by entry.
+
+        Args:
+            real_before: Of the tokens before, (batch, 1), or a number for all rows.
+        """
+        if self.real_before is None:
+            return self if isinstance(real_before, int) else replace(self, real_before=real_before)
+        if self.shown is None or bool((self.real_before == real_before).all()):
+            return self
+        index = torch.arange(seen + tokens, device=self.shown.device)
+        allowed = (index <= index[seen:, None]) & self.shown[:, None, None]
+        counted = real_before if isinstance(real_before, torch.Tensor) else torch.full_like(self.real_before, real_before)
+        return replace(self, allowed=allowed, real_before=counted)
+
+    def part(self, start: int, stop: int, seen: int) -> TokenMask:
+        """Return what it says about some of the new tokens."""
+        self.require_causal()
+        valid, before = None if self.valid is None else self.valid[:, start:stop], self.real_before
+        if before is not None:
+            before = before + (start if self.valid is None else self.valid[:, :start].sum(-1, keepdim=True))
+        allowed = None if self.allowed is None else self.allowed[:, :, start:stop, : seen + stop]
+        return TokenMask(None if valid is None or bool(valid.all()) else valid, before, allowed)
+
+    def on(self, device: torch.device) -> TokenMask:
+        """Return it with its tensors on a device."""
+        tensors: dict[str, Any] = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        return replace(self, **tensors)
+
+    def checked(self, seen: int) -> TokenMask:
+        """Return itself, if tokens look at later ones in a first block alone."""
+        if seen:
+            self.require_causal()
+        return self
+
+    def require_causal(self) -> None:
+        """Refuse what can't be done with tokens that look at later ones."""
+        if self.ahead:
+            raise UnsupportedError(
+                "attention_mask: the model lets tokens look at later ones (a prefix that is read in both directions, for example), which "
+                "this cache can follow in a whole first prompt only. Use another cache, or leave chunks and drafts out."
+            )
+
+
+def padding_of(attention_mask: torch.Tensor, tokens: int) -> torch.Tensor | None:
+    """How many slots at the start of each row hold no token, (batch,), or None for none.
+
+    Args:
+        attention_mask: 1 where a token is real, (batch, tokens).
+    """
+    real = attention_mask.bool()
+    if real.ndim != 2 or real.shape[1] != tokens:
+        raise ConfigError.of("attention_mask", f"(batch, {tokens}), the tokens that past has seen", tuple(attention_mask.shape))
+    padding = tokens - real.sum(-1)
+    if not bool((real == (torch.arange(tokens, device=real.device) >= padding[:, None])).all()):
+        raise ConfigError.of("attention_mask", "padding at the start of rows only", "padding elsewhere", "Pad on the left.")
+    return padding if bool(padding.any()) else None
+
+
+def _as_booleans(mask: Any, columns: int, tokens: int) -> torch.Tensor:
+    """True where attention may look."""
+    if not isinstance(mask, torch.Tensor):
+        return _evaluated(mask, columns, tokens)
+    if mask.dtype == torch.bool or mask.ndim == 2:
+        return mask.bool()
+    hidden = mask <= torch.finfo(mask.dtype).min / 2
+    if not bool((hidden | (mask == 0)).all()):
+        raise UnsupportedError(
+            "attention_mask: the model adds a bias to its scores through the mask (ALiBi, for example), and this cache keeps tokens in "
+            "other slots than the mask has them. Use a cache that keeps every token (GrowingCache)."
+        )
+    return ~hidden
+
+
+def _evaluated(mask: Any, columns: int, tokens: int) -> torch.Tensor:
+    """A block mask of flex attention, entry by entry."""
+    if not hasattr(mask, "mask_mod"):
+        raise UnsupportedError(f"attention_mask: this cache can't read a mask of the type {type(mask).__name__}. Use attention 'sdpa'.")
+    device = mask.kv_num_blocks.device
+    rows = torch.arange(mask.shape[0], device=device)[:, None, None]
+    queries, keys = torch.arange(tokens, device=device)[:, None], torch.arange(columns, device=device)
+    allowed: torch.Tensor = mask.mask_mod(rows, torch.zeros_like(rows), queries, keys)
+    return allowed.expand(mask.shape[0], tokens, columns)[:, None]
+
+
+class Pass:
+    """What all layers of one forward pass share.
+
+    Args:
+        position_ids: The model's positions of the new tokens, (batch or 1, tokens), or None where it does not tell.
+        whole: Whether these are all new tokens of the model's call.
+    """
+
+    def __init__(
+        self, mask: TokenMask, position_ids: torch.Tensor | None, seen: int, tokens: int, device: torch.device, whole: bool = True
+    ) -> None:
+        self.mask, self.seen, self.tokens, self.device, self.whole = mask, seen, tokens, device, whole
+        self.valid, self.real_before, self.allowed = mask.valid, mask.real_before, mask.allowed
+        self.position_ids = position_ids
+        self._shared: dict[Any, Any] = {}
+        self._parts: dict[tuple[int, int], Self] = {}
+        self._start: int | Literal[False] | None = False
+
+    def part(self, start: int, stop: int) -> Self:
+        """Return the pass of some of the new tokens alone."""
+        if (start, stop) == (0, self.tokens):
+            return self
+        if (start, stop) not in self._parts:
+            ids = None if self.position_ids is None else self.position_ids[..., start:stop]
+            mask = self.mask.part(start, stop, self.seen)
+            self._parts[start, stop] = type(self)(mask, ids, self.seen + start, stop - start, self.device, False)
+        return self._parts[start, stop]
+
+    def shared(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Return what another layer has made under that key already, or what `make` gives."""
+        if key not in self._shared:
+            self._shared[key] = make()
+        return self._shared[key]
+
+    @property
+    def start(self) -> int | None:
+        """The first token's position where all rows count on from the same one, else None."""
+        if self._start is False:
+            self._start = self._find_start()
+        return self._start
+
+    def _find_start(self) -> int | None:
+        ids = self.position_ids
+        if ids is None:
+            return self.seen if self.real_before is None and self.valid is None else None
+        first = int(ids[0, 0])
+        if ids.numel() == 1:
+            return first
+        expected = torch.arange(first, first + self.tokens, device=ids.device)
+        return first if bool((ids == expected).all()) else None
+
+    def positions(self) -> torch.Tensor:
+        """The model's positions of the new tokens, (batch or 1, tokens)."""
+        if self.position_ids is not None:
+            return self.position_ids.to(self.device)
+        steps = torch.arange(self.tokens, device=self.device)[None]
+        if self.real_before is None:
+            return steps + self.seen
+        valid = torch.ones_like(steps) if self.valid is None else self.valid
+        return (self.real_before + valid.cumsum(-1) - 1).clamp(min=0)
+
+
+P = TypeVar("P", bound=Pass)
+
+
+class Passes(Generic[P]):
+    """The forward pass that is going on, shared by the layers of one cache.
+
+    Attributes:
+        drafts: How many of the call's last tokens are drafts that may be taken back, where the caller is known to draft; else None.
+    """
+
+    def __init__(self, kind: type[P]) -> None:
+        self.kind = kind
+        self.drafts: int | None = None
+        self._current: P | None = None
+        # What the pass was read from. A model may have several masks in a pass; they are not freed meanwhile.
+        self._source: tuple[Any, ...] = ()
+
+    def begin(self) -> None:
+        """Say that another pass begins."""
+        self._current = None
+
+    def enter(self, call: Call, seen: int, tokens: int, device: torch.device, real_before: torch.Tensor | int | None = None) -> P:
+        """Return the pass that a layer is asked in: the running one, or a new one.
+
+        Args:
+            real_before: How many of the tokens before are real as far as the layer knows, (batch, 1), or a number for all rows.
+        """
+
+        def make() -> P:
+            read = TokenMask.read(call.mask, seen, tokens, call.is_causal).on(device)
+            if real_before is not None:
+                read = read.known(real_before, seen, tokens)
+            return self.kind(read, _text_positions(call.options.get("position_ids")), seen, tokens, device)
+
+        return self._running((call.mask, None), (seen, tokens, device), make)
+
+    def of_prompt(self, positions: torch.Tensor, padding: torch.Tensor | None, tokens: int, device: torch.device) -> P:
+        """Return the pass of a prompt whose keys and values come from another cache; layers that pass the same tensors share it.
+
+        Args:
+            positions: The model's positions of all tokens, (batch or 1, tokens).
+            padding: How many slots at the start of each row hold no token, (batch,), or None.
+        """
+
+        def make() -> P:
+            valid = None if padding is None else torch.arange(tokens, device=device) >= padding.to(device)[:, None]
+            return self.kind(TokenMask(None if valid is None or bool(valid.all()) else valid), positions, 0, tokens, device)
+
+        return self._running((positions, padding), (0, tokens, device), make)
+
+    def _running(self, tensors: tuple[Any, Any], numbers: tuple[Any, ...], make: Callable[[], P]) -> P:
+        """The running pass, if it was made of the same tensors, by identity, and numbers."""
+        source = self._source
+        if self._current is None or source[0] is not tensors[0] or source[1] is not tensors[1] or source[2] != numbers:
+            self._current, self._source = make(), (*tensors, numbers)
+        return self._current
+
+    def block_length(self, tokens: int, begun: bool, recording: bool) -> int:
+        """How many of a call's tokens are one block; the others are steps, one after the other, as if they had come alone.
+
+        Args:
+            recording: Whether these may be taken back.
+        """
+        if not recording:
+            return 0 if tokens == 1 and begun else tokens
+        if self._current is not None:
+            self._current.mask.require_causal()
+        drafts = self.drafts
+        if not begun:
+            return max(1, tokens - (drafts or 0))
+        # Drafts behind more than the last chosen token follow a prompt.
+        return tokens - drafts if drafts and tokens - drafts > 1 else 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Passes[P]:
+        return Passes(self.kind)
+
+    def __reduce__(self) -> tuple[type[Passes[P]], tuple[type[P]]]:
+        return Passes, (self.kind,)
+
+
+def _text_positions(ids: torch.Tensor | None) -> torch.Tensor | None:
+    """Positions of text, (batch or 1, tokens), also where a model has one for each axis of an image."""
+    if ids is None or ids.ndim == 2:
+        return ids
+    if ids.ndim == 3 and bool((ids == ids[:1]).all()):
+        return ids[0]
+    raise UnsupportedError(
+        "position_ids: image tokens have a position for each axis, which this cache can't follow. With EquipCache use positions='original'."
+    )

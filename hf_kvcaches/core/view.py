@@ -1,0 +1,292 @@
+"""How a cache layer answers queries itself: the view that its `update` returns, and the attention function that asks it.
+
+`update` of a layer may return a `LayerView` in place of keys and values. From then to this thread's next attention call, the model's config
+names the function registered here; that function restores the name before anything else. Masks are therefore made by the model for its own
+implementation, plain tensors never get here, and making a cache changes nothing about a model. A view that is never asked, because
+of an interrupt, restores the name when it is freed, or when its thread attends again.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_kvcaches import compat
+from hf_kvcaches.errors import ConfigError, UnsupportedError
+
+NAME = "hf_kvcaches"
+# Layers whose memory has a bound of its own, so that a cache which bounds or compresses the others may leave them to transformers.
+_BOUNDED = frozenset({"sliding_attention", "chunked_attention", "hybrid_sliding", "linear_attention", "conv", "dummy"})
+# A view may be freed by the garbage collector while its thread holds the lock.
+_lock = threading.RLock()
+
+
+class _Switched(str):
+    """This package's name in a config, with the implementation to restore; `config.json` never has it.
+
+    Args:
+        explicit: Whether `enable` put it there, so that only `disable` removes it.
+    """
+
+    previous: str
+    explicit: bool
+    waiting: dict[int, int]
+
+    def __new__(cls, previous: str, explicit: bool) -> _Switched:
+        self = super().__new__(cls, NAME)
+        # Threads between their `update` and their attention call, with the id of the view.
+        self.previous, self.explicit, self.waiting = previous, explicit, {}
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_Switched, (self.previous, True)) if self.explicit else (str, (self.previous,))
+
+
+class LayerView(ABC):
+    """What a cache layer returns from `update` when it answers the queries itself.
+
+    Attributes:
+        configs: Those that are switched until the view is asked.
+        bound: Whether a call by a module with another config is an error.
+        in_graph: Whether a compiled graph made the view.
+        restores: In a compiled graph, the configs that were switched for this view and the names to give back to them.
+    """
+
+    configs: Sequence[PreTrainedConfig] = ()
+    bound = False
+    in_graph = False
+    restores: tuple[tuple[PreTrainedConfig, str], ...] = ()
+    _thread: int | None = None
+
+    @abstractmethod
+    def attend(
+        self, module: nn.Module, query: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attention of `query` over what the layer holds.
+
+        Args:
+            query: Rotated queries, (batch, heads, queries, head_dim).
+            mask: The mask that the model made for its own implementation.
+            **kwargs: `scaling`, `dropout`, `softcap` and whatever else the model gives its attention function.
+
+        Returns:
+            The output, (batch, queries, heads, head_dim), and the weights or None.
+        """
+
+    def restore(self) -> None:
+        """Restore the attention of the configs that no other thread waits for."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            with _lock:
+                for config in self.configs:
+                    name = compat.attention_name(config)
+                    if isinstance(name, _Switched) and name.waiting.get(thread) == id(self):
+                        _stop_waiting(config, name, thread)
+
+    def __del__(self) -> None:
+        self.restore()
+
+
+def _stop_waiting(config: PreTrainedConfig, name: _Switched, thread: int) -> None:
+    name.waiting.pop(thread, None)
+    if not name.waiting and not name.explicit:
+        compat.set_attention_name(config, name.previous)
+
+
+def answer_next(view: LayerView, configs: Sequence[PreTrainedConfig], bound: bool) -> None:
+    """Have this thread's next attention call ask a view.
+
+    Args:
+        configs: Those in which the model's attention modules look up their implementation.
+        bound: Whether they are those of the model that the cache was built with.
+    """
+    view.configs, view.bound, view._thread = configs, bound, threading.get_ident()
+    with _lock:
+        for config in configs:
+            name = compat.attention_name(config)
+            if not isinstance(name, _Switched):
+                name = _Switched(previous_implementation(config), explicit=name == NAME)
+                compat.set_attention_name(config, name)
+            name.waiting[view._thread] = id(view)
+
+
+def answer_in_graph(view: LayerView, configs: Sequence[PreTrainedConfig]) -> None:
+    """`answer_next` inside of a compiled graph, which knows neither threads nor interrupts."""
+    view.in_graph = True
+    names = [(config, compat.attention_name(config)) for config in configs]
+    view.restores = tuple((config, name or "eager") for config, name in names if name != NAME)
+    for config, _ in view.restores:
+        compat.set_attention_name(config, NAME)
+
+
+def _attend(
+    module: nn.Module, query: torch.Tensor, key: Any, value: Any, attention_mask: Any, **kwargs: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The attention function `hf_kvcaches`. Plain tensors are those of other threads' passes, and of models that `enable` has switched."""
+    # The first question is much the cheaper one, and asked in every layer of every step.
+    if type(key) is torch.Tensor or not isinstance(key, LayerView):
+        if not torch.compiler.is_compiling():
+            _restore_interrupted(module)
+        return previous_attention(module, query, key, value, attention_mask, **kwargs)
+    if torch.compiler.is_compiling():
+        if not key.in_graph:
+            return _attend_uncompiled(module, query, key, value, attention_mask, **kwargs)
+        for config, name in key.restores:
+            compat.set_attention_name(config, name)
+    else:
+        key.restore()
+        if key.bound and all(config is not module.config for config in key.configs):
+            raise ConfigError(
+                "The cache was built with another model than the one that it is used with. Build a cache with this model, or pass it to "
+                "the model that it was built with."
+            )
+    output, weights = key.attend(module, query, attention_mask, **kwargs)
+    return output.contiguous(), weights  # some models take a view of it
+
+
+_attend_uncompiled = torch.compiler.disable(_attend, reason="the cache that answers the queries is not compileable")
+
+
+def _restore_interrupted(module: nn.Module) -> None:
+    """Restore what a view of this thread has left switched, which something still holds on to: an interrupt's traceback."""
+    name, thread = compat.attention_name(module.config), threading.get_ident()
+    if isinstance(name, _Switched) and thread in name.waiting:
+        with _lock:
+            _stop_waiting(module.config, name, thread)
+
+
+def _make_mask(**arguments: Any) -> Any:
+    """The mask of the implementation behind ours, for models that `enable` has switched, and for other threads' passes."""
+    tokens, start, padding = arguments["q_length"], arguments["q_offset"], arguments.get("attention_mask")
+    if torch.compiler.is_compiling() and isinstance(start, torch.Tensor) and arguments["kv_length"] == tokens:
+        # A cache that answers inside of a graph asks only which new tokens are real: a mask over all tokens seen grows with each step.
+        if padding is None:
+            return None
+        columns = torch.arange(tokens, device=padding.device) + start.to(padding.device)
+        return padding.index_select(1, columns)[:, None, None].bool()
+    make = compat.mask_function(previous_implementation(arguments["config"]))
+    return None if make is None else make(**arguments)
+
+
+def require_plain_decoder(model: PreTrainedModel, what: str) -> None:
+    """Refuse a model with an encoder, and one that runs layers in loops.
+
+    Args:
+        what: What can't be used with it, as the subject of the message.
+    """
+    if model.config.is_encoder_decoder:
+        raise UnsupportedError(
+            f"{what} needs a decoder-only model, and {type(model).__name__} is an encoder-decoder, whose cross-attention keeps keys of "
+            "another text. Use GrowingCache, or leave past_key_values out."
+        )
+    if compat.runs_layers_in_loops(model.config):
+        raise UnsupportedError(
+            f"{what} needs a model that runs each layer once, and {type(model).__name__} runs some in loops, with keys of each loop. Use "
+            "GrowingCache, or leave past_key_values out."
+        )
+
+
+def require_answering(model: PreTrainedModel, what: str, *, latents: bool = False) -> None:
+    """Refuse a model whose queries a cache can't answer.
+
+    Args:
+        latents: Whether it can where keys and values are expanded from what it holds (multi-head latent attention).
+    """
+    require_plain_decoder(model, what)
+    if reason := why_not_answering(model, latents=latents):
+        raise UnsupportedError(f"{what} needs a cache that answers the model's queries, which is not possible: {reason}. Use DynamicCache.")
+
+
+def why_not_answering(model: PreTrainedModel, *, latents: bool = False) -> str:
+    """Why a cache can't answer a model's queries in place of its attention, as far as is known before a pass; "" where nothing is known.
+
+    Args:
+        latents: As in `require_answering`.
+    """
+    name, config = type(model).__name__, compat.decoder_config(model.config)
+    if not compat.can_switch_attention(model):
+        return f"{name} computes attention itself instead of looking it up in transformers' AttentionInterface"
+    unbounded = sorted({kind for kind, _ in compat.layer_plan(config)} - _BOUNDED - {"full_attention"})
+    if unbounded:
+        return f"{name} has layers of the types {unbounded}, which keep tokens in a form of their own"
+    if compat.shares_keys_between_layers(config):
+        return f"{name} has layers that attend to the keys of other layers"
+    if getattr(config, "cross_attention_layers", None):
+        return f"{name} has layers of cross-attention in its cache"
+    if config.model_type in compat.COMPUTES_WITH_CACHED_KEYS or (not latents and compat.has_latents(model)):
+        return f"{name} computes with keys and values after they are in the cache"
+    return ""
+
+
+def previous_attention(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention over plain tensors by the model's own implementation.
+
+    Args:
+        query: (batch, heads, queries, head_dim).
+        key: (batch, kv_heads, keys, head_dim).
+    """
+    function = compat.attention_function(previous_implementation(module.config), module)
+    result: tuple[torch.Tensor, torch.Tensor | None] = function(module, query, key, value, mask, **kwargs)
+    return result
+
+
+def previous_implementation(config: PreTrainedConfig) -> str:
+    """The attention implementation behind ours, or the one in force where ours is not."""
+    name = compat.attention_name(config)
+    if isinstance(name, _Switched):
+        return name.previous
+    if name != NAME:
+        return name or "eager"
+    # Set by its bare name. Softcapping is beyond sdpa, and so are the attention sinks of some families, which it would leave out.
+    return "eager" if getattr(config, "attn_logit_softcapping", None) or not compat.supports_sdpa(config) else "sdpa"
+
+
+def is_enabled(config: PreTrainedConfig) -> bool:
+    """Whether the model of that config was switched to our attention by `enable` or by its name."""
+    name = compat.attention_name(config)
+    return bool(name == NAME) and getattr(name, "explicit", True)
+
+
+def enable(model: Any) -> None:
+    """Switch a model to this package's attention for good. Only `torch.compile` and caches built without the model need it.
+
+    Args:
+        model: A transformers model, also inside a PEFT wrapper.
+    """
+    base = compat.base_model(model)
+    if not compat.can_switch_attention(base):
+        raise UnsupportedError(
+            f"model: {type(base).__name__} computes attention itself instead of looking it up in transformers' AttentionInterface, "
+            "so a cache can't answer its queries. Use a cache that returns plain tensors (GrowingCache), or another model."
+        )
+    for part in _models_inside(base):
+        if compat.can_switch_attention(part) and not is_enabled(part.config):
+            compat.set_attention_name(part.config, _Switched(previous_implementation(part.config), True))
+
+
+def disable(model: Any) -> None:
+    """Give a model the attention implementation back that it had before `enable`.
+
+    Args:
+        model: A transformers model, also inside a PEFT wrapper.
+    """
+    for part in _models_inside(compat.base_model(model)):
+        if is_enabled(part.config):
+            compat.set_attention_name(part.config, previous_implementation(part.config))
+
+
+def _models_inside(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """The model and the models that it is made of."""
+    return [module for module in compat.modules_of(model) if isinstance(module, PreTrainedModel)]
+
+
+compat.AttentionInterface.register(NAME, _attend)
+compat.AttentionMaskInterface.register(NAME, _make_mask)
