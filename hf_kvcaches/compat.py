@@ -288,14 +288,8 @@ def attention_in_use(config: PreTrainedConfig) -> Callable[..., Any] | None:
     return ALL_ATTENTION_FUNCTIONS.get(getattr(name, "previous", name))
 
 
-def attention_name(config: PreTrainedConfig) -> Any:
-    """The name of the attention implementation in a config, which is read in every layer of every step, without slow attribute access."""
-    return vars(config).get("_attn_implementation_internal")
-
-
-def set_attention_name(config: PreTrainedConfig, name: str) -> None:
-    """Sets that name, in this config and not in its parts."""
-    vars(config)["_attn_implementation_internal"] = name
+# Where a config has the name of its attention implementation, which is read in every layer of every step: its property is slow.
+ATTENTION_NAME = "_attn_implementation_internal"
 
 
 def attention_configs(model: PreTrainedModel) -> tuple[PreTrainedConfig, ...]:
@@ -318,10 +312,12 @@ def can_switch_attention(model: PreTrainedModel) -> bool:
 GENERATE_CACHE = "cache" if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters else "past_key_values"
 
 
+CACHE_NAMES = ("cache", "past_key_values")
+
+
 def cache_of(kwargs: Mapping[str, Any]) -> Any:
     """The cache among the arguments of a forward pass; transformers 5.24 renamed `past_key_values`, and models take both names."""
-    cache = kwargs.get("cache")
-    return kwargs.get("past_key_values") if cache is None else cache
+    return next((cache for name in CACHE_NAMES if (cache := kwargs.get(name)) is not None), None)
 
 
 def cache_kwargs(model: object, cache: Any) -> dict[str, Any]:

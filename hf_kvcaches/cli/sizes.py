@@ -13,7 +13,7 @@ import transformers
 from transformers import DynamicCache, PreTrainedConfig
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.growing import capacity_for
+from hf_kvcaches.core.layers import capacity_for
 from hf_kvcaches.core.report import foreign_tensors
 from hf_kvcaches.core.rope_families import head_sizes
 from hf_kvcaches.errors import UnsupportedError

@@ -58,8 +58,6 @@ class KVCache(continuation.CacheArgument, Cache, ABC):
     """Whether they also do for models that expand keys and values from what the cache returns (multi-head latent attention)."""
     logs_passes: ClassVar[bool] = False
     """Whether the cache writes down the tokens of all passes itself."""
-    broken: bool = False
-    """Whether a prefill broke off and left the cache with part of its tokens."""
 
     def __init__(self, model: Any, *, offloading: bool = False) -> None:
         warn_of_untested_version()
@@ -129,6 +127,11 @@ class KVCache(continuation.CacheArgument, Cache, ABC):
         return int(self.get_seq_length())
 
     @property
+    def broken(self) -> bool:
+        """Whether a prefill broke off and left the cache with part of its tokens."""
+        return False
+
+    @property
     def why_inexact(self) -> str:
         """Why the keys and values of its tokens may differ from those of a plain prefill, as a sentence; "" where they don't."""
         return ""
@@ -142,7 +145,7 @@ class KVCache(continuation.CacheArgument, Cache, ABC):
         if torch.compiler.is_compiling():
             if self.needs_attention and not self.is_compileable:
                 return _update_uncompiled(self, key_states, value_states, layer_idx, *args, **kwargs)
-        elif layer_idx == self._lowest:
+        elif layer_idx == self._lowest and (self.needs_attention or key_states.shape[-2] > 1 or not self.provenance.until):
             self.begin_pass(key_states.shape[-2])
         held: tuple[Any, Any]
         if self.offloading:
@@ -150,7 +153,7 @@ class KVCache(continuation.CacheArgument, Cache, ABC):
         else:
             held = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
         if type(held[0]) is not torch.Tensor and isinstance(held[0], view.LayerView):
-            self.answer_next(held[0])
+            view.answer_next(held[0], self._attention_configs, self._model is not None)
         return held
 
     def update_offloaded(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any) -> tuple[Any, Any]:
@@ -160,10 +163,7 @@ class KVCache(continuation.CacheArgument, Cache, ABC):
 
     def answer_next(self, answering: view.LayerView) -> None:
         """Let a view answer the queries of this thread's next attention call."""
-        if torch.compiler.is_compiling():
-            view.answer_in_graph(answering, self._attention_configs)
-        else:
-            view.answer_next(answering, self._attention_configs, self._model is not None)
+        view.answer_next(answering, self._attention_configs, self._model is not None)
 
     def begin_pass(self, tokens: int) -> None:
         """Called when a pass of some tokens reaches the lowest layer. Decode steps are by the model of the pass before.

@@ -1,7 +1,5 @@
-"""The contract of a cache layer, and the layer whose tensors are declared.
-
-`KVLayer` says what every layer of this package owes transformers and refuses the rest. `TensorLayer` adds state that can't be
-forgotten: a tensor lives in an attribute that the class has declared, so whatever moves rows moves all of them.
+"""Cache layers: what each owes transformers (`KVLayer`), one whose tensors are declared, so that whatever moves rows moves all of them
+(`TensorLayer`), and one that keeps every token in buffers that grow ahead of need (`GrowingLayer`).
 """
 
 from __future__ import annotations
@@ -135,25 +133,6 @@ class KVLayer(CacheLayerMixin):
         return f"{type(self).__name__}(seen={self.seen}, kept={self.kept})"
 
 
-class PassingLayer(KVLayer):
-    """Holds nothing: it counts what goes by. For caches that only look on."""
-
-    kept = 0
-
-    def __init__(self, cache: Any, layer_idx: int) -> None:
-        super().__init__()
-        self.cache, self.layer_idx = cache, layer_idx
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.is_initialized = True
-
-    def owned_tensors(self) -> dict[str, torch.Tensor]:
-        return {}
-
-    def reset(self) -> None:
-        self.seen = 0
-
-
 class TensorLayer(KVLayer):
     """A layer whose tensors are all declared, and therefore all moved, copied, counted and saved together.
 
@@ -249,3 +228,122 @@ class TensorLayer(KVLayer):
             # Cloned, because deepcopy refuses tensors that are part of an autograd graph.
             setattr(copied, name, tensors[name].clone() if name in tensors else copy.deepcopy(value, memo))
         return copied
+
+
+class GrowingLayer(TensorLayer):
+    """Keys and values in preallocated buffers, (batch, kv_heads, capacity, head_dim), of which the first `kept` slots count.
+
+    `keys` and `values` show just these slots, as in transformers' own layers.
+    """
+
+    row_tensors: ClassVar[tuple[str, ...]] = ("key_buffer", "value_buffer")
+    exact_tensors = row_tensors
+    is_croppable = True
+    key_buffer: torch.Tensor | None = None
+    value_buffer: torch.Tensor | None = None
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """(batch, kv_heads, seen, head_dim), or None before the first token."""
+        return None if self.key_buffer is None else self.key_buffer[:, :, : self.kept]
+
+    @keys.setter
+    def keys(self, value: torch.Tensor | None) -> None:
+        assert value is None  # of transformers' constructor; a tensor is refused like any undeclared one
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """Like `keys`."""
+        return None if self.value_buffer is None else self.value_buffer[:, :, : self.kept]
+
+    @values.setter
+    def values(self, value: torch.Tensor | None) -> None:
+        assert value is None
+
+    @property
+    def kept(self) -> int:
+        return self.seen
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Appends the new tokens and returns all.
+
+        Args:
+            key_states: (batch, kv_heads, tokens, head_dim), rotated.
+        """
+        self.check_new_tokens(key_states, value_states)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start = self.seen
+        stop = start + key_states.shape[-2]
+        keys, values = append(self.key_buffer, key_states, start), append(self.value_buffer, value_states, start)
+        if keys is not self.key_buffer:
+            self.key_buffer = keys
+        if values is not self.value_buffer:
+            self.value_buffer = values
+        # Last, because who reads along in another thread goes by it.
+        self.seen = stop
+        if start == 0:
+            return key_states, value_states
+        return keys.narrow(2, 0, stop), values.narrow(2, 0, stop)
+
+    def exact_states(self) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
+        return self.keys, self.values
+
+    def adopt(self, keys: torch.Tensor, values: torch.Tensor, running: None, queries: Any = None) -> None:
+        """Take over a prompt's keys and values, (batch, kv_heads, tokens, head_dim), as the model rotated them."""
+        self.update(keys, values)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last tokens; the buffers stay.
+
+        Args:
+            tokens_to_remove: Minus the number of tokens, as in transformers; 0 does nothing.
+        """
+        change = int(tokens_to_remove)  # some versions of generate come with a tensor
+        if not -self.seen <= change <= 0:
+            raise ConfigError.of("tokens_to_remove", f"a number from -{self.seen} to 0", change, "crop(-n) removes the last n tokens.")
+        self.seen += change
+
+    def activate_past_recording(self) -> None:
+        """From now on new tokens may be drafts; cropping is exact at any time."""
+        self.record_past = True
+
+    def export_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        tensors, values = super().export_state()
+        buffers = {name: tensor[:, :, : self.kept] for name, tensor in tensors.items() if name in self.exact_tensors}
+        return tensors | buffers, values
+
+
+def append(buffer: torch.Tensor | None, new: torch.Tensor, start: int, reserve: int = 8) -> torch.Tensor:
+    """Writes `new` behind the first `start` slots of a buffer, which is replaced by a larger one when it is full.
+
+    Args:
+        buffer: (batch, kv_heads, capacity, head_dim), or None for none yet.
+        new: (batch, kv_heads, tokens, head_dim).
+        reserve: A larger buffer has room for one token more for each so many, so each token is copied about as many times in all.
+    """
+    tokens = new.shape[-2]
+    stop = start + tokens
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        # Graphs don't bear writing in place. Backward needs even keys without a gradient of their own, for that of the queries;
+        # a compiled graph can't ask whether the buffer comes from inference mode, where it may not be written to later.
+        return new if buffer is None else torch.cat([buffer[:, :, :start], new], dim=-2)
+    frozen = buffer is not None and buffer.is_inference() and not torch.is_inference_mode_enabled()
+    if buffer is None or stop > buffer.shape[-2] or frozen:
+        capacity = capacity_for(stop, reserve)
+        larger = new.new_empty((*new.shape[:-2], capacity, new.shape[-1]))
+        larger[..., stop:, :].zero_()  # what was in that memory before is nobody's business
+        if buffer is not None:
+            larger[:, :, :start] = buffer[:, :, :start]
+        buffer = larger
+    buffer.narrow(2, start, tokens).copy_(new)
+    return buffer
+
+
+def capacity_for(slots: int, reserve: int = 8) -> int:
+    """How many slots a new buffer gets.
+
+    Args:
+        reserve: Room for one token more for each so many, and for 64 at least.
+    """
+    return slots + max(64, slots // reserve)

@@ -10,9 +10,28 @@ import torch
 from torch import nn
 
 from hf_kvcaches.core.cache import KVCache
-from hf_kvcaches.core.layers import KVLayer, PassingLayer
+from hf_kvcaches.core.layers import KVLayer
 from hf_kvcaches.core.view import LayerView, previous_attention
 from hf_kvcaches.errors import UnsupportedError
+
+
+class PassingLayer(KVLayer):
+    """Holds nothing: it counts what goes by. For caches that only look on."""
+
+    kept = 0
+
+    def __init__(self, cache: Any, layer_idx: int) -> None:
+        super().__init__()
+        self.cache, self.layer_idx = cache, layer_idx
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.is_initialized = True
+
+    def owned_tensors(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def reset(self) -> None:
+        self.seen = 0
 
 
 class Attended(NamedTuple):

@@ -72,14 +72,16 @@ class PromptSource(continuation.DecodedCache, Protocol):
     Attributes:
         stage: What the source does with its tokens.
         own_pass: The model's own pass over the tokens that the source did not take, until its last layer has them.
+        watches_steps: Whether `observe` is to be told of the next decode step, too, which is else only logged.
     """
 
     stage: Stage
     own_pass: Any
+    watches_steps: bool
     layers: Any
 
     def observe(self, input_ids: torch.Tensor, attention_mask: Any, position_ids: Any) -> None:
-        """Told of the tokens of every pass, before it runs. Passes on embeddings and images are not told of.
+        """Told of the tokens of every prompt, and of decode steps where `watches_steps`, before they run; not of embeddings and images.
 
         Args:
             input_ids: (batch, tokens).
@@ -117,10 +119,10 @@ class PromptSource(continuation.DecodedCache, Protocol):
 
 
 class _Hook:
-    """The hook on one model's forward, and the living sources that want it."""
+    """The hook on one model's forward, the names of its arguments, and the living sources that want it."""
 
-    def __init__(self, handle: RemovableHandle) -> None:
-        self.handle = handle
+    def __init__(self, handle: RemovableHandle, names: tuple[str, ...]) -> None:
+        self.handle, self.names = handle, names
         self.sources: weakref.WeakSet[PromptSource] = weakref.WeakSet()
 
 
@@ -135,12 +137,17 @@ def install(model: PreTrainedModel, source: PromptSource) -> None:
     There is one hook a model, which holds on to neither model nor sources and goes when the last source does.
     """
     with _lock:
-        hook = _hooks.get(model)
-        if hook is None:
-            compat.remove_pre_hook(model, _before_forward)  # A copied model brings that of its original, and nobody who would remove it.
-            hook = _hooks[model] = _Hook(model.register_forward_pre_hook(_before_forward, with_kwargs=True))
-        hook.sources.add(source)
+        hook = None
+        while hook is None or _hooks.get(model) is not hook:  # the garbage collector may free the last other source meanwhile
+            hook = _hooks.get(model) or _new_hook(model)
+            hook.sources.add(source)
         weakref.finalize(source, _forget, weakref.ref(model)).atexit = False
+
+
+def _new_hook(model: PreTrainedModel) -> _Hook:
+    compat.remove_pre_hook(model, _before_forward)  # A copied model brings that of its original, and nobody who would remove it.
+    _hooks[model] = hook = _Hook(model.register_forward_pre_hook(_before_forward, with_kwargs=True), compat.parameter_names(type(model)))
+    return hook
 
 
 def is_installed(model: PreTrainedModel) -> bool:
@@ -158,24 +165,31 @@ def _forget(reference: weakref.ref[PreTrainedModel]) -> None:
 
 
 def _before_forward(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    if args:
-        args, kwargs = (), dict(zip(compat.parameter_names(type(model)), args, strict=False)) | kwargs
-    source = kwargs.get("past_key_values") if kwargs.get("cache") is None else kwargs["cache"]
     hook = _hooks.get(model)
-    if hook is None or not isinstance(source, Cache) or source not in hook.sources:
+    if hook is None:
+        return None
+    if args:
+        args, kwargs = (), dict(zip(hook.names, args, strict=False)) | kwargs
+    source = next((cache for name in compat.CACHE_NAMES if (cache := kwargs.get(name)) is not None), None)
+    if not isinstance(source, Cache) or source not in hook.sources:
         return None
     if source.own_pass is not None:  # the last pass broke off
         source.own_pass = None
         source.abandon_prefill(source.seen)
-    input_ids, mask, positions = (kwargs.get(name) for name in _TOKEN_INPUTS)
+    input_ids, mask, positions = kwargs.get("input_ids"), kwargs.get("attention_mask"), kwargs.get("position_ids")
     others = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and name not in _TOKEN_INPUTS]
     if others or input_ids is None:
         source.prompt_left(f"The call brings {', '.join(others)}, and only token ids can be looked up." if others else "")
         return None
-    _require_whole(source)
-    continuation.require_new_tokens(source, kwargs)
+    seen, tokens = source.layers[0].seen, input_ids.shape[1]
+    if source.stage is Stage.FILLING or seen != source.layers[-1].seen:
+        _require_whole(source)
+    if seen and (tokens == 0 or (mask is not None and mask.ndim == 2 and mask.shape[1] != seen + tokens)):
+        continuation.require_new_tokens(source, kwargs)
+    if tokens == 1 and not source.watches_steps:
+        source.log.append(input_ids, seen, mask, positions)
+        return None
     source.observe(input_ids, mask, positions)
-    tokens = input_ids.shape[1]
     if tokens == 1 or source.stage is Stage.HANDED_OVER:
         return None
     if reason := _why_left(model, kwargs, tokens):

@@ -7,7 +7,6 @@ holder's layer takes its place.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import Any, Protocol, Self
 
 import torch
@@ -15,8 +14,8 @@ from torch import nn
 
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.call import Call
-from hf_kvcaches.core.growing import GrowingLayer
 from hf_kvcaches.core.holder import HolderCache, LastQueries, first_position
+from hf_kvcaches.core.layers import GrowingLayer
 from hf_kvcaches.core.prompt import PrefillCall, Remaining, Stage, install
 from hf_kvcaches.core.rotation import Rotation, rotation_of
 from hf_kvcaches.core.save import Content
@@ -75,7 +74,7 @@ class SourceCache(KVCache):
         self.rotation: Rotation = rotation_of(self.config)
         self.log = TokenLog(self.rotation.positions_matter)
         self.source_layers: tuple[GrowingLayer, ...] = tuple(self.layers)
-        self.stage, self.own_pass = Stage.OPEN, None
+        self.stage, self.own_pass, self.watches_steps = Stage.OPEN, None, True
         self.holder: HolderCache | None = None
         # Of the prompt that is handed over: (batch or 1, tokens), and (batch,) or None.
         self._positions: torch.Tensor | None = None
@@ -102,15 +101,20 @@ class SourceCache(KVCache):
             raise UnsupportedError(f"decode_with: {why}")
         holder.adopted, self.holder = True, holder
 
-    @abstractmethod
     def take_prefill(self, call: PrefillCall) -> int | Remaining:
-        """See `PromptSource`."""
+        """See `PromptSource`. A subclass writes it, unless its `logs_passes` is False and no hook asks for it."""
+        raise NotImplementedError(f"{type(self).__name__} is asked for prompts and does not write take_prefill")
 
     def observe(self, input_ids: torch.Tensor, attention_mask: Any, position_ids: Any) -> None:
         # Anew, because a pass that was told of before may have failed.
         self.provenance.until = min(self.provenance.until, self.seen)
         self.begin_pass(input_ids.shape[1])
         self.log.append(input_ids, self.seen, attention_mask, position_ids)
+        self.watches_steps = input_ids.shape[1] > 1 or self.steps_matter()
+
+    def steps_matter(self) -> bool:
+        """Whether `observe` has to be told of the decode steps that follow."""
+        return False
 
     def prompt_left(self, reason: str) -> None:
         pass
@@ -237,7 +241,7 @@ class SourceCache(KVCache):
     def reset(self) -> None:
         self.layers[:] = self.source_layers
         super().reset()
-        self.stage, self.own_pass = Stage.OPEN, None
+        self.stage, self.own_pass, self.watches_steps = Stage.OPEN, None, True
         self._positions = self._padding = None
         if self.holder is not None:
             self.holder.reset()

@@ -85,18 +85,15 @@ class LayerView(ABC):
         if thread is not None:
             with _lock:
                 for config in self.configs:
-                    name = compat.attention_name(config)
+                    name = vars(config).get(compat.ATTENTION_NAME)
                     if isinstance(name, _Switched) and name.waiting.get(thread) == id(self):
-                        _stop_waiting(config, name, thread)
+                        del name.waiting[thread]
+                        if not name.waiting and not name.explicit:
+                            vars(config)[compat.ATTENTION_NAME] = name.previous
 
     def __del__(self) -> None:
-        self.restore()
-
-
-def _stop_waiting(config: PreTrainedConfig, name: _Switched, thread: int) -> None:
-    name.waiting.pop(thread, None)
-    if not name.waiting and not name.explicit:
-        compat.set_attention_name(config, name.previous)
+        if self._thread is not None:
+            self.restore()
 
 
 def answer_next(view: LayerView, configs: Sequence[PreTrainedConfig], bound: bool) -> None:
@@ -106,23 +103,26 @@ def answer_next(view: LayerView, configs: Sequence[PreTrainedConfig], bound: boo
         configs: Those in which the model's attention modules look up their implementation.
         bound: Whether they are those of the model that the cache was built with.
     """
+    if torch.compiler.is_compiling():
+        return _answer_in_graph(view, configs)
     view.configs, view.bound, view._thread = configs, bound, threading.get_ident()
     with _lock:
         for config in configs:
-            name = compat.attention_name(config)
+            name = vars(config).get(compat.ATTENTION_NAME)
             if not isinstance(name, _Switched):
                 name = _Switched(previous_implementation(config), explicit=name == NAME)
-                compat.set_attention_name(config, name)
+                vars(config)[compat.ATTENTION_NAME] = name
             name.waiting[view._thread] = id(view)
+    return None
 
 
-def answer_in_graph(view: LayerView, configs: Sequence[PreTrainedConfig]) -> None:
+def _answer_in_graph(view: LayerView, configs: Sequence[PreTrainedConfig]) -> None:
     """`answer_next` inside of a compiled graph, which knows neither threads nor interrupts."""
     view.in_graph = True
-    names = [(config, compat.attention_name(config)) for config in configs]
+    names = [(config, vars(config).get(compat.ATTENTION_NAME)) for config in configs]
     view.restores = tuple((config, name or "eager") for config, name in names if name != NAME)
     for config, _ in view.restores:
-        compat.set_attention_name(config, NAME)
+        vars(config)[compat.ATTENTION_NAME] = NAME
 
 
 def _attend(
@@ -138,7 +138,7 @@ def _attend(
         if not key.in_graph:
             return _attend_uncompiled(module, query, key, value, attention_mask, **kwargs)
         for config, name in key.restores:
-            compat.set_attention_name(config, name)
+            vars(config)[compat.ATTENTION_NAME] = name
     else:
         key.restore()
         if key.bound and all(config is not module.config for config in key.configs):
@@ -155,10 +155,12 @@ _attend_uncompiled = torch.compiler.disable(_attend, reason="the cache that answ
 
 def _restore_interrupted(module: nn.Module) -> None:
     """Restore what a view of this thread has left switched, which something still holds on to: an interrupt's traceback."""
-    name, thread = compat.attention_name(module.config), threading.get_ident()
+    name, thread = vars(module.config).get(compat.ATTENTION_NAME), threading.get_ident()
     if isinstance(name, _Switched) and thread in name.waiting:
         with _lock:
-            _stop_waiting(module.config, name, thread)
+            del name.waiting[thread]
+            if not name.waiting and not name.explicit:
+                vars(module.config)[compat.ATTENTION_NAME] = name.previous
 
 
 def _make_mask(**arguments: Any) -> Any:
@@ -240,7 +242,7 @@ def previous_attention(
 
 def previous_implementation(config: PreTrainedConfig) -> str:
     """The attention implementation behind ours, or the one in force where ours is not."""
-    name = compat.attention_name(config)
+    name = vars(config).get(compat.ATTENTION_NAME)
     if isinstance(name, _Switched):
         return name.previous
     if name != NAME:
@@ -251,7 +253,7 @@ def previous_implementation(config: PreTrainedConfig) -> str:
 
 def is_enabled(config: PreTrainedConfig) -> bool:
     """Whether the model of that config was switched to our attention by `enable` or by its name."""
-    name = compat.attention_name(config)
+    name = vars(config).get(compat.ATTENTION_NAME)
     return bool(name == NAME) and getattr(name, "explicit", True)
 
 
@@ -269,7 +271,7 @@ def enable(model: Any) -> None:
         )
     for part in _models_inside(base):
         if compat.can_switch_attention(part) and not is_enabled(part.config):
-            compat.set_attention_name(part.config, _Switched(previous_implementation(part.config), True))
+            vars(part.config)[compat.ATTENTION_NAME] = _Switched(previous_implementation(part.config), True)
 
 
 def disable(model: Any) -> None:
@@ -280,7 +282,7 @@ def disable(model: Any) -> None:
     """
     for part in _models_inside(compat.base_model(model)):
         if is_enabled(part.config):
-            compat.set_attention_name(part.config, previous_implementation(part.config))
+            vars(part.config)[compat.ATTENTION_NAME] = previous_implementation(part.config)
 
 
 def _models_inside(model: PreTrainedModel) -> list[PreTrainedModel]:

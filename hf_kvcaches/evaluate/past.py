@@ -16,7 +16,8 @@ from torch import nn
 
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.call import Call
-from hf_kvcaches.core.layers import KVLayer, PassingLayer
+from hf_kvcaches.core.layers import KVLayer
+from hf_kvcaches.core.observer import PassingLayer
 from hf_kvcaches.core.view import LayerView
 from hf_kvcaches.errors import ConfigError, UnsupportedError, require_instance, whole_number
 

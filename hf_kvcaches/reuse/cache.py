@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from hf_kvcaches import compat
 from hf_kvcaches.codec.codec import KVCodec
 from hf_kvcaches.core.cache import KVCache
-from hf_kvcaches.core.growing import GrowingLayer
+from hf_kvcaches.core.layers import GrowingLayer
 from hf_kvcaches.core.parallel import is_tensor_parallel, shard_of
 from hf_kvcaches.core.partial import run_layers
 from hf_kvcaches.core.prompt import PrefillCall, Remaining, Stage
@@ -85,6 +85,10 @@ class SplicingCache(SourceCache):
             for layer in self.layers:
                 if layer.window is not None:
                     layer.drop_unseen() if input_ids.shape[1] == 1 else layer.fit_slots(input_ids.shape[1])
+
+    def steps_matter(self) -> bool:
+        waiting = self.remembering is not None and self.remembering.waiting
+        return waiting or self._timed is not None or any(layer.window is not None for layer in self.source_layers)
 
     @property
     def dropped(self) -> int:

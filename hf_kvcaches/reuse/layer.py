@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from hf_kvcaches.core.growing import GrowingLayer, append, capacity_for
+from hf_kvcaches.core.layers import GrowingLayer, append, capacity_for
 from hf_kvcaches.errors import ArtifactError, UnsupportedError
 
 

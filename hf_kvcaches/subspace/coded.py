@@ -11,9 +11,8 @@ import torch
 from hf_kvcaches.codec.codec import KVCodec
 from hf_kvcaches.codec.coder import LayerCoder
 from hf_kvcaches.core.call import Call, NewTokens
-from hf_kvcaches.core.growing import append
 from hf_kvcaches.core.holder import LastQueries
-from hf_kvcaches.core.layers import TensorLayer
+from hf_kvcaches.core.layers import TensorLayer, append
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.core.step import Pass, Passes
 from hf_kvcaches.core.view import previous_attention

@@ -206,6 +206,9 @@ class WarmStartCache(SplicingCache):
             self._go_on(attention_mask)
         super().observe(input_ids, attention_mask, position_ids)
 
+    def steps_matter(self) -> bool:
+        return self._exact is not None or super().steps_matter()
+
     def _go_on(self, attention_mask: Any) -> None:
         """Start the exact prefill before a decode step, or swap it in if it is ready."""
         exact = self._exact

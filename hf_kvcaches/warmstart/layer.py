@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.growing import append
+from hf_kvcaches.core.layers import append
 from hf_kvcaches.core.view import LayerView, previous_implementation
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.reuse.layer import SplicedLayer

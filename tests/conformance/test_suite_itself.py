@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_kvcaches import GrowingCache, KVCache, KVLayer
-from hf_kvcaches.core.growing import GrowingLayer
+from hf_kvcaches.core.layers import GrowingLayer
 from hf_kvcaches.errors import UnsupportedError
 from tests.conformance import model_rows, models, rows, state_rows
 from tests.conformance.driving import TOLERANCES, feed, generate, tokens

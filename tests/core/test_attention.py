@@ -14,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import hf_kvcaches
 from hf_kvcaches import GrowingCache
 from hf_kvcaches.core import view as attention
-from hf_kvcaches.core.growing import GrowingLayer
+from hf_kvcaches.core.layers import GrowingLayer
 from hf_kvcaches.core.view import LayerView, answer_next, previous_attention
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from tests import tiny

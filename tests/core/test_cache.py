@@ -12,7 +12,7 @@ from transformers import DynamicCache, Lfm2Config
 
 import hf_kvcaches
 from hf_kvcaches import ArtifactError, ConfigError, EquipCache, FingerprintMismatch, GrowingCache, KVCache, UnsupportedError
-from hf_kvcaches.core.growing import GrowingLayer
+from hf_kvcaches.core.layers import GrowingLayer
 from hf_kvcaches.core.report import measured_bytes
 from tests import tiny
 

@@ -5,8 +5,7 @@ import copy
 import pytest
 import torch
 
-from hf_kvcaches.core.growing import GrowingLayer, append
-from hf_kvcaches.core.layers import KVLayer, TensorLayer
+from hf_kvcaches.core.layers import GrowingLayer, KVLayer, TensorLayer, append
 from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError
 
 
