@@ -191,14 +191,13 @@ class KVCache(continuation.CacheArgument, Cache, ABC):
         """Forget all tokens; settings and whatever does not belong to a sequence stay."""
         self.provenance, self.generate_began = Provenance(), False
         self.log.reset()
-        for layer in self.layers:
+        for index, (layer_type, arguments) in enumerate(compat.layer_plan(self.config)):
+            layer = self.layers[index]
             if isinstance(layer, KVLayer):
                 layer.reset()
                 layer.record_past = False
-        for index, (layer_type, arguments) in enumerate(compat.layer_plan(self.config)):
-            if not isinstance(self.layers[index], KVLayer):
-                # Transformers' own layers may keep their length when they are reset in older versions.
-                self.layers[index] = compat.transformers_layer(layer_type, arguments)
+            else:
+                self.layers[index] = compat.transformers_layer(layer_type, arguments)  # their reset keeps zeros in transformers 5.17
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         for layer in self._own_layers_first():
@@ -235,18 +234,6 @@ class KVCache(continuation.CacheArgument, Cache, ABC):
     def _own_layers_first(self) -> list[Any]:
         """All layers; when one of a hybrid model refuses, transformers' layers have not been changed yet."""
         return sorted(self.layers, key=lambda layer: not isinstance(layer, KVLayer))
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        length: int = super().get_seq_length(layer_idx)
-        # In a compiled graph an int would be one more break or constant. Elsewhere it is a copy: some versions' layers count in a tensor.
-        return length if torch.compiler.is_compiling() else int(length)
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        if query_length == 0 and self.seen:
-            # A view of the attention's heads would fail next.
-            raise continuation.refusal(self, "a prompt that is not longer")
-        sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
-        return sizes
 
     def report(self) -> CacheReport:
         """What the cache holds, measured."""

@@ -63,6 +63,7 @@ class SourceCache(KVCache):
     """
 
     logs_passes = True
+    is_compileable = False  # which layers answer is known in Python only
     own_layer_types = ("full_attention", "sliding_attention", "chunked_attention")
 
     def __init__(self, model: Any, *, decode_with: KVCache | None = None, offloading: bool = False) -> None:
@@ -143,11 +144,6 @@ class SourceCache(KVCache):
     def why_inexact(self) -> str:
         return f"{type(self).__name__} does not say whether what it filled in is exact."
 
-    @property
-    def is_compileable(self) -> bool:
-        """False: which layers answer is known in Python only."""
-        return False
-
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         holder, own_pass = self.holder, self.own_pass
         plain = (holder is None and own_pass is None) or self.stage is Stage.FILLING
@@ -175,7 +171,8 @@ class SourceCache(KVCache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         if self.own_pass is not None:
             return self.own_pass.total, 0
-        return super().get_mask_sizes(query_length, layer_idx)
+        sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
+        return sizes
 
     def _begin_hand_over(self, holder: HolderCache, total: int) -> None:
         """Called before the pass that answers the prompt.

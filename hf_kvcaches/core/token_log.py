@@ -59,7 +59,8 @@ class TokenLog:
         """
         if seen == 0:
             self.reset()
-        self.crop(seen)
+        if seen < self._length:
+            self.crop(seen)
         rows, tokens = ids.shape
         stop = seen + tokens
         mask_fits = attention_mask is None or (isinstance(attention_mask, torch.Tensor) and attention_mask.shape == (rows, stop))

@@ -37,7 +37,7 @@ class SplicedLayer(GrowingLayer):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         if self.window is None:
-            return super().get_mask_sizes(query_length)
+            return self.seen + query_length, 0
         visible = min(self.seen, self.window - 1)
         return visible + query_length, self.seen - visible
 
