@@ -51,9 +51,8 @@ def test_all_lists_every_name_that_has_a_home_once() -> None:
 
 
 def test_type_checkers_see_the_names_in_the_same_homes() -> None:
-    tree = ast.parse(Path(hf_kvcaches.__file__).read_text())
-    [block] = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
-    seen = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    tree = ast.parse(Path(hf_kvcaches.__file__).with_suffix(".pyi").read_text())
+    seen = {alias.asname: node.module for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
     assert seen == {name: f"hf_kvcaches.{home}" for name, home in hf_kvcaches._HOMES.items()}
 
 
