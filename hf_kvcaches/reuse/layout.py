@@ -15,8 +15,8 @@ from hf_kvcaches.codec.sides import EXACT
 from hf_kvcaches.core.files import MOST_LAYERS, not_finite
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ArtifactError, ConfigError, require_choice
+from hf_kvcaches.kernels.arguments import Packed
 from hf_kvcaches.kernels.quantize import quantize
-from hf_kvcaches.kernels.splice import Packed
 
 Quantization = Literal["int8", "int4"] | KVCodec | None
 

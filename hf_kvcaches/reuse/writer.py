@@ -10,8 +10,8 @@ import torch
 
 from hf_kvcaches.codec.codec import KVCodec
 from hf_kvcaches.core.rope import RotaryGeometry
+from hf_kvcaches.kernels.arguments import Packed
 from hf_kvcaches.kernels.rotation import Layout
-from hf_kvcaches.kernels.splice import Packed
 from hf_kvcaches.reuse import layout
 from hf_kvcaches.reuse.layer import SplicedLayer
 from hf_kvcaches.reuse.layout import Pile

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from hf_kvcaches.errors import ConfigError, is_number
-from hf_kvcaches.stores.blobs import TIMEOUT, BlobStore, Stored, open_blobs
+from hf_kvcaches.stores.blobs import BlobStore, Stored
 from hf_kvcaches.stores.hot import HotTier, bytes_of
+from hf_kvcaches.stores.location import TIMEOUT, open_blobs
 
 # The speed of a store is that of its latest reads of at least so many bytes, within so many seconds. Without any, a read is tried again.
 _LATEST, _MEASURABLE, _RECENT = 8, 1 << 16, 60.0

@@ -14,7 +14,8 @@ from hf_kvcaches import compat
 from hf_kvcaches.core.layer_pass import StoppingPass
 from hf_kvcaches.core.partial import PassEnded, with_layers
 from hf_kvcaches.core.prefill import run_module
-from hf_kvcaches.kernels.rebuild import RowSpan, rebuild
+from hf_kvcaches.kernels.arguments import RowSpan
+from hf_kvcaches.kernels.rebuild import rebuild
 from hf_kvcaches.translate.codes import CodesHead, Part
 from hf_kvcaches.translate.maps import LayerDecoder
 from hf_kvcaches.translate.paper.feeding import fill_layer

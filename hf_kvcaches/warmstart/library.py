@@ -32,7 +32,8 @@ from hf_kvcaches.errors import (
 from hf_kvcaches.reuse import layout as blob_layout
 from hf_kvcaches.reuse.background import Background
 from hf_kvcaches.reuse.layout import Quantization
-from hf_kvcaches.stores.blobs import TIMEOUT, BlobStore
+from hf_kvcaches.stores.blobs import BlobStore
+from hf_kvcaches.stores.location import TIMEOUT
 from hf_kvcaches.warmstart.encoders import EmbeddingsEncoder, Encoder, HiddenEncoder, encoder_of
 from hf_kvcaches.warmstart.entries import Entry, EntryReport, EntryStore
 from hf_kvcaches.warmstart.packed import PackedLibrary

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from hf_kvcaches.core.rope import RotaryGeometry
+from hf_kvcaches.kernels.arguments import Packed
 from hf_kvcaches.kernels.quantize import quantize
-from hf_kvcaches.kernels.splice import Packed, splice
+from hf_kvcaches.kernels.splice import splice
 from tests.kernels.cases import NAN, Draws
 
 SLOTS = ["run", "backwards", "scattered"]

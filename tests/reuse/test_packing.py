@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from transformers import GPT2Config, LlamaConfig
 
 from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.kernels.arguments import Packed
 from hf_kvcaches.kernels.quantize import quantize
-from hf_kvcaches.kernels.splice import Packed, splice
+from hf_kvcaches.kernels.splice import splice
 from hf_kvcaches.reuse import layout
 from hf_kvcaches.reuse.layout import LayerStates
 

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from hf_kvcaches import compat
 from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.kernels.rebuild import Decoder
+from hf_kvcaches.kernels.arguments import Decoder
 from hf_kvcaches.translate.maps import LayerDecoder, Maps, PartEncoder
 from hf_kvcaches.translate.paper.aligner import MLPAligner, train_aligner
 from hf_kvcaches.translate.paper.routing import Route, select
