@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from hf_kvcaches.codec.codec import KVCodec
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.kernels.arguments import Packed
 from hf_kvcaches.kernels.rotation import Layout
 from hf_kvcaches.reuse import layout
+from hf_kvcaches.reuse.codec import TokenCodec
 from hf_kvcaches.reuse.layer import SplicedLayer
 from hf_kvcaches.reuse.layout import Pile
 from hf_kvcaches.reuse.transfer import Portion, write_all
@@ -41,7 +41,7 @@ class Loaded(NamedTuple):
     stored: Mapping[str, Any]
     tensors: Mapping[str, torch.Tensor]
     depth: int | None = None
-    codec: KVCodec | None = None
+    codec: TokenCodec | None = None
 
     @property
     def tokens(self) -> int:
@@ -121,11 +121,11 @@ def _portions(
     for pile in (_joined(parts) for parts in zip(*piles, strict=True)):
         for members, geometry in _alike(pile.layers, layers, geometries):
             cos = sin = None
-            layout: Layout = "half"
+            pairing: Layout = "half"
             if rotates and geometry is not None and geometry.kind == "rope":
                 scaling = geometry.attention_scaling if coded else 1.0
                 cos, sin = (table[table_rows] * scaling for table in geometry.cos_sin(torch.from_numpy(shifts), torch.float32))
-                layout = geometry.layout
+                pairing = geometry.layout
             rows_of_pile = [pile.layers.index(index) for index in members]
             buffers = [(layers[index].key_buffer, layers[index].value_buffer) for index in members]
             yield Portion(
@@ -136,7 +136,7 @@ def _portions(
                 slots,
                 cos,
                 sin,
-                layout,
+                pairing,
             )
 
 
