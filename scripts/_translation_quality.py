@@ -12,7 +12,7 @@ from shared.texts import encode as ids_of
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.growing import GrowingCache
-from hf_kvcaches.evaluate.texts import divergence
+from hf_kvcaches.evaluate.measures import divergence
 from hf_kvcaches.kernels.quantize import quantize
 from hf_kvcaches.translate.cache import TranslatedCache
 from hf_kvcaches.translate.config import TranslatorConfig

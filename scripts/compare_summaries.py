@@ -27,7 +27,8 @@ from tqdm import tqdm
 
 from hf_kvcaches import SlotProjector, WarmStartCache, WarmStartLibrary
 from hf_kvcaches.core.tokens import as_ids
-from hf_kvcaches.evaluate.texts import divergence, next_tokens
+from hf_kvcaches.evaluate.measures import divergence
+from hf_kvcaches.evaluate.runner import next_tokens
 from hf_kvcaches.warmstart.reading import PromptStates, read_prompt
 from hf_kvcaches.warmstart.summaries.adapters import Adapters
 from hf_kvcaches.warmstart.summaries.slots import Slots

@@ -13,8 +13,8 @@ from hf_kvcaches import compat
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.identity import require_identity
 from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.evaluate.runner import evaluating
 from hf_kvcaches.evaluate.texts import sequences
-from hf_kvcaches.evaluate.verify import evaluating
 from hf_kvcaches.translate.config import FitOptions, TranslatorSettings
 from hf_kvcaches.translate.maps import Maps
 from hf_kvcaches.translate.pair import Pair

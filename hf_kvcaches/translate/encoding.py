@@ -9,7 +9,7 @@ from typing import Any
 
 from hf_kvcaches import compat
 from hf_kvcaches.errors import ConfigError, whole_number
-from hf_kvcaches.evaluate.verify import evaluating
+from hf_kvcaches.evaluate.runner import evaluating
 from hf_kvcaches.translate.codes import CodesHead, Part, PartHead, Row
 from hf_kvcaches.translate.maps import PartEncoder
 from hf_kvcaches.translate.states import PromptTokens, State, read_states

@@ -19,7 +19,7 @@ from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.identity import Identity, identity_of
 from hf_kvcaches.core.parallel import require_all_heads
 from hf_kvcaches.errors import ArtifactError, FingerprintMismatch, UnsupportedError
-from hf_kvcaches.evaluate.verify import evaluating
+from hf_kvcaches.evaluate.runner import evaluating
 from hf_kvcaches.kernels.arguments import Decoder
 from hf_kvcaches.translate.calibration import fit
 from hf_kvcaches.translate.codes import CodesHead, Part, PartHead, SemanticCodes, message_of

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from hf_kvcaches import compat
 from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.evaluate.texts import divergence
+from hf_kvcaches.evaluate.measures import divergence
 from hf_kvcaches.translate.attention_input import state_of_input
 from hf_kvcaches.translate.config import Score
 from hf_kvcaches.translate.maps import Maps

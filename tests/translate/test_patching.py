@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.evaluate.texts import divergence
+from hf_kvcaches.evaluate.measures import divergence
 from hf_kvcaches.translate.aligner import MLPAligner
 from hf_kvcaches.translate.pair import Pair
 from hf_kvcaches.translate.paper import patching
