@@ -43,7 +43,7 @@ class SlotOptions(NamedTuple):
 class Packed(NamedTuple):
     """Tokens of several layers as they are stored, the last dimension of each tensor contiguous.
 
-    The number of level n is `n * scale + zero`, which is how `kernels.quantize` stores with `axis=-1`.
+    The number of level n is `n * scale + zero`, as in `kernels.quantization`.
 
     Args:
         data: (layers, heads, tokens, width). int8: level - 127, width = dim. uint8: levels of 4 bits, two to a byte, the first in the low

@@ -12,7 +12,7 @@ from hf_kvcaches.core.files import MOST_LAYERS, not_finite
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ArtifactError, ConfigError, require_choice
 from hf_kvcaches.kernels.arguments import Packed
-from hf_kvcaches.kernels.quantize import quantize
+from hf_kvcaches.kernels.quantization import quantize
 from hf_kvcaches.reuse.codec import TokenCodec
 
 Quantization = Literal["int8", "int4"] | TokenCodec | None
@@ -171,7 +171,7 @@ def _quantized(name: str, x: torch.Tensor, quantization: Literal["int8", "int4"]
         if not bool(x.isfinite().all()):
             raise ConfigError.of(name, "finite numbers", "infinities or NaN")
         return {name: x}
-    quantized = quantize(x, bits=_BITS[quantization], group=_group(quantization, x.shape[-1]), axis=-1)
+    quantized = quantize(x, bits=_BITS[quantization], group=_group(quantization, x.shape[-1]))
     return {name: quantized.data, f"{name}.scale": quantized.scale, f"{name}.zero": quantized.zero}
 
 
