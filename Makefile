@@ -104,6 +104,7 @@ test-newest:
 		--dist load -m 'not full' -k 'llama-float32 or README' $(PYTEST_ARGS)
 
 bench: $(VENV)/.installed
+	$(VENV)/bin/python scripts/step_cost.py --csv docs/benchmarks/step-cost.csv
 	$(VENV)/bin/python scripts/bench_growing.py --device $(DEVICE) \
 		--csv docs/benchmarks/growing-$(DEVICE).csv --plot docs/benchmarks/growing-$(DEVICE).png
 	$(VENV)/bin/python scripts/bench_prefill.py --device $(DEVICE) --csv docs/benchmarks/prefill-$(DEVICE).csv
