@@ -32,7 +32,7 @@ class Seconds:
 
 
 @dataclass(frozen=True)
-class Step:
+class TextStep:
     """A next-token distribution.
 
     Args:
@@ -91,20 +91,20 @@ class ModelRunner:
         """
         return self._forward(cache, token[:, None], self.positions[:, -1:] + step, self.ids.shape[1] + step)
 
-    def steps(self, cache: Cache, most: int, following: torch.Tensor | None = None) -> tuple[list[Step], Seconds]:
+    def steps(self, cache: Cache, most: int, following: torch.Tensor | None = None) -> tuple[list[TextStep], Seconds]:
         """Continue the prompt.
 
         Args:
             most: How many steps at most; all rows may end before.
             following: The tokens to feed, (batch, most); None for the most likely ones.
         """
-        steps: list[Step] = []
+        steps: list[TextStep] = []
         (logits, prefill), decode = self.prefill(cache), 0.0
         active = torch.ones(len(self.ids), dtype=torch.bool, device=logits.device)
         ends, padding = self._special_tokens(logits.device)
         while True:
             token = torch.where(active, logits.argmax(-1), padding) if following is None else following[:, len(steps)]
-            steps.append(Step(logits, token.to(self.ids.device), active))
+            steps.append(TextStep(logits, token.to(self.ids.device), active))
             if following is None:
                 active = active & ~torch.isin(token, ends)
             if len(steps) == most or not bool(active.any()):

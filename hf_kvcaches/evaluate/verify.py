@@ -12,7 +12,7 @@ from transformers import Cache, DynamicCache
 from hf_kvcaches import compat
 from hf_kvcaches.errors import ConfigError, UnsupportedError, whole_number
 from hf_kvcaches.evaluate.measures import agreement, cache_bytes, divergence
-from hf_kvcaches.evaluate.runner import ModelRunner, Seconds, Step, evaluating
+from hf_kvcaches.evaluate.runner import ModelRunner, Seconds, TextStep, evaluating
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class _Reference:
         )
 
 
-def _compared(step: Step, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
+def _compared(step: TextStep, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
     """Return the divergence and agreement of each active row, and the greatest logit error."""
     full, other = step.logits[step.active], logits[step.active]
     # In one wide type, where the difference of equal infinities counts as 0.
