@@ -69,11 +69,11 @@ class VerifyReport:
         ]
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
         lines = [f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}  {note}".rstrip() for a, b, c, note in rows]
-        divergence = "never" if self.first_divergence is None else f"step {self.first_divergence}"
+        first = "never" if self.first_divergence is None else f"step {self.first_divergence}"
         lines.append(
             f"KL(full || cache) in nats: mean {self.mean_kl:.3g}, max {self.max_kl:.3g}; max logit error {self.max_logit_error:.3g}"
         )
-        lines.append(f"same most likely token: {self.agreement:.2%}; first divergence: {divergence}")
+        lines.append(f"same most likely token: {self.agreement:.2%}; first divergence: {first}")
         return "\n".join(lines)
 
 

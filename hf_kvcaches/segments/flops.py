@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -25,12 +26,14 @@ class Costs:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Costs:
-        """Read the costs from a model's weights and config. All experts of a mixture are counted."""
+        """Read the costs from a model's weights and config, once. All experts of a mixture are counted."""
+        if model in _COSTS:
+            return _COSTS[model]
         _, _, layers = compat.decoder_layers(model)
         linear = tuple(float(2 * sum(weight.numel() for weight in layer.parameters() if weight.ndim >= 2)) for layer in layers)
         # A product of queries and keys, and one of weights and values.
         scores = tuple(4.0 * _query_size(config) for config in compat.layer_configs(compat.decoder_config(model.config)))
-        return cls(linear, scores)
+        return _COSTS.setdefault(model, cls(linear, scores))
 
     def of_tokens(self, indices: Indices, start: int = 0, stop: int | None = None) -> float:
         """Return the cost of running tokens through some layers.
@@ -56,3 +59,6 @@ class Costs:
 def _query_size(config: PreTrainedConfig) -> int:
     heads: int = config.num_attention_heads
     return heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+
+
+_COSTS: WeakKeyDictionary[PreTrainedModel, Costs] = WeakKeyDictionary()
