@@ -44,7 +44,7 @@ help:
 	@echo 'make test-rest    run what make test leaves out, and its property tests again with more examples'
 	@echo 'make test-full    both'
 	@echo 'make test-real    what caches lose on these two models, and that they are exact where they say so'
-	@echo 'make lint         ruff check, ruff format --check, mypy --strict'
+	@echo 'make lint         ruff check, ruff format --check, mypy --strict, import-linter'
 	@echo 'make format       let ruff rewrite what it can'
 	@echo 'make docs         build the documentation site into site/ (mkdocs serve shows it); a broken link is an error'
 	@echo 'make test-floor   the conformance suite (fast tier, but for pages) and per_call against transformers $(FLOOR_TRANSFORMERS)'
@@ -76,6 +76,7 @@ lint: $(VENV)/.installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports --no-logo --no-cache
 
 format: $(VENV)/.installed
 	$(VENV)/bin/ruff check --fix .
@@ -103,6 +104,7 @@ test-newest:
 		--dist load -m 'not full' -k 'llama-float32 or README' $(PYTEST_ARGS)
 
 bench: $(VENV)/.installed
+	$(VENV)/bin/python scripts/step_cost.py --csv docs/benchmarks/step-cost.csv
 	$(VENV)/bin/python scripts/bench_growing.py --device $(DEVICE) \
 		--csv docs/benchmarks/growing-$(DEVICE).csv --plot docs/benchmarks/growing-$(DEVICE).png
 	$(VENV)/bin/python scripts/bench_prefill.py --device $(DEVICE) --csv docs/benchmarks/prefill-$(DEVICE).csv

@@ -8,11 +8,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from _coded_rows import row_summary
 from shared.plot import Panel, draw
 from shared.results import rows_where, show, write_csv
 
-from hf_kvcaches.evaluate import suite
-from hf_kvcaches.evaluate.suite import FULL_CACHE, Row
+from hf_kvcaches.cli import suite
+from hf_kvcaches.cli.suite import FULL_CACHE, Row
 
 COLUMNS = (
     "model section task cache share recent peer context samples tokens right questions answer_loss continuation_loss kl perplexity "
@@ -102,7 +103,7 @@ def _numbers(section: str, own: Sequence[Row], mine: Sequence[Row], name: str) -
     if section == "needles":
         found = suite.needle_summary(own, name)
     elif section == "codes":
-        found = suite.text_summary(own, name)
+        found = row_summary(own, name)
     elif section == "quantized":
         found = {"tokens": sum(row["tokens"] for row in mine)} | {each: fmean(row[each] for row in mine) for each in ("kl", "agreement")}
     else:

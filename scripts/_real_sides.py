@@ -13,8 +13,7 @@ from _kivi import KiviCache, KiviCoding, share
 from transformers import Cache, QuantizedCache
 
 from hf_kvcaches import EquipCache, KVCodec, SegmentReuseCache, SegmentStore, SubspaceCache, WarmStartCache, WarmStartLibrary
-from hf_kvcaches.codec.past import CodecCoding
-from hf_kvcaches.evaluate.past import PastCoding
+from hf_kvcaches.codec.past import CodecCoding, PastCoding
 
 POLICIES = ("compactor", "kvzip", "keydiff", "snapkv", "lagkv", "streaming")
 PRESSES = ("compactor", "kvzip", "adakv expected attention")

@@ -20,7 +20,7 @@ from shared.timing import synchronize
 from transformers import DynamicCache
 
 from hf_kvcaches import SegmentReuseCache, SegmentStore, WarmStartCache, WarmStartGate, WarmStartLibrary
-from hf_kvcaches.reuse.flops import Costs
+from hf_kvcaches.segments.flops import Costs
 
 PAGES, CHANGES, GUARD, TAIL = 5, 10, 8, 16
 TIMEOUT = 60.0  # seconds, as hundreds of MiB may come in one answer

@@ -15,7 +15,7 @@ from shared.results import Row
 from shared.texts import encode
 
 from hf_kvcaches import SegmentPolicy, SegmentReuseCache, SegmentStore
-from hf_kvcaches.evaluate.texts import divergence
+from hf_kvcaches.evaluate.measures import divergence
 from hf_kvcaches.reuse.layout import Quantization, label_of
 from hf_kvcaches.segments.calibration import CLOSED, next_tokens
 from hf_kvcaches.segments.tiers import Mode

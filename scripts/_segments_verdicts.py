@@ -16,7 +16,7 @@ from shared.plot import Panel, draw
 from shared.results import Row, rows_where, show, write_csv
 
 from hf_kvcaches.reuse.layout import label_of
-from hf_kvcaches.segments.filling import LEAST
+from hf_kvcaches.segments.cache import LEAST
 
 # What became of the requests of a workload on each side.
 Answers = Mapping[tuple[str, Side], Sequence[Answer]]

@@ -18,7 +18,7 @@ from transformers import DynamicCache
 from hf_kvcaches import AdaptiveSubspace, CacheTranslator, EquipCache, GrowingCache, KVCacheError, KVCodec, SubspaceCache, TranslatedCache
 from hf_kvcaches.core.artifact import Artifact
 from hf_kvcaches.core.fingerprint import ModelFingerprint
-from hf_kvcaches.kernels.rebuild import Decoder
+from hf_kvcaches.kernels.arguments import Decoder
 from hf_kvcaches.translate.config import TranslatorConfig, TranslatorSettings
 from hf_kvcaches.translate.maps import LayerDecoder, Maps, PartEncoder
 from hf_kvcaches.translate.paper.routing import Route

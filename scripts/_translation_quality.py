@@ -12,8 +12,8 @@ from shared.texts import encode as ids_of
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.growing import GrowingCache
-from hf_kvcaches.evaluate.texts import divergence
-from hf_kvcaches.kernels.quantize import quantize
+from hf_kvcaches.evaluate.measures import divergence
+from hf_kvcaches.kernels.quantization import dequantize, quantize
 from hf_kvcaches.translate.cache import TranslatedCache
 from hf_kvcaches.translate.config import TranslatorConfig
 from hf_kvcaches.translate.translator import CacheTranslator
@@ -182,9 +182,15 @@ def as_sent(states: States, *, int4: bool) -> tuple[States, int]:
     arrived, size = [], 0
     for layer in states:
         dtype = layer[0].dtype
-        packed = [quantize(part.bfloat16(), 4, GROUP, axis=-2) if int4 else part.bfloat16() for part in layer]
-        arrived.append(tuple(part.dequantize(dtype) if int4 else part.to(dtype) for part in packed))
-        size += sum(part.nbytes for part in packed)
+        parts = [part.bfloat16() for part in layer]
+        if int4:
+            packed = [quantize(part.mT, 4, GROUP) for part in parts]
+            numbers = (dequantize(*sent, part.shape[-2], GROUP, torch.float32) for sent, part in zip(packed, parts, strict=True))
+            arrived.append(tuple(channels.mT.to(dtype) for channels in numbers))
+            size += sum(tensor.nbytes for sent in packed for tensor in sent)
+        else:
+            arrived.append(tuple(part.to(dtype) for part in parts))
+            size += sum(part.nbytes for part in parts)
     return arrived, size
 
 

@@ -14,7 +14,7 @@ from shared.timing import in_turns, ratios, seconds_of, spread, synchronize
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_kvcaches.core.fingerprint import ModelFingerprint
-from hf_kvcaches.kernels.rebuild import Decoder
+from hf_kvcaches.kernels.arguments import Decoder
 from hf_kvcaches.translate.cache import TranslatedCache
 from hf_kvcaches.translate.codes import SemanticCodes
 from hf_kvcaches.translate.config import TranslatorConfig, TranslatorSettings

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from hf_kvcaches import WarmStartCache, WarmStartGate, WarmStartLibrary
 from hf_kvcaches.core.prompt import PrefillCall
-from hf_kvcaches.evaluate.texts import divergence
+from hf_kvcaches.evaluate.measures import divergence
 from hf_kvcaches.warmstart.calibration import FALSE
 from hf_kvcaches.warmstart.reading import PromptStates
 from hf_kvcaches.warmstart.summaries.compressor import SlotCompressor

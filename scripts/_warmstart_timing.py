@@ -19,7 +19,7 @@ from transformers import DynamicCache, PreTrainedModel
 from hf_kvcaches import WarmStartCache, WarmStartGate, WarmStartLibrary
 from hf_kvcaches.reuse.tokens import Ids, common_prefix
 from hf_kvcaches.warmstart.entries import Entry
-from hf_kvcaches.warmstart.filling import COMPARED
+from hf_kvcaches.warmstart.planning import COMPARED
 
 COLD, PREFIX, ALIGN, AUTO, SLOTS = "cold", "exact prefix", "align", "auto", "slots"
 STRATEGIES: dict[str, Any] = {PREFIX: "exact", ALIGN: "align", AUTO: "auto", SLOTS: "slots"}

@@ -26,7 +26,8 @@ from shared.results import Row, environment, show, write_csv
 from tqdm import tqdm
 
 from hf_kvcaches import SlotProjector, WarmStartCache, WarmStartLibrary
-from hf_kvcaches.evaluate.texts import divergence, next_tokens
+from hf_kvcaches.evaluate.measures import divergence
+from hf_kvcaches.evaluate.runner import next_tokens
 from hf_kvcaches.reuse.tokens import as_ids
 from hf_kvcaches.warmstart.reading import PromptStates, read_prompt
 from hf_kvcaches.warmstart.summaries.adapters import Adapters

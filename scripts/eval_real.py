@@ -28,16 +28,17 @@ from typing import Any
 import _real_report as report
 import _real_sides as sides
 import torch
+from _coded_rows import row_items
 from shared import ROOT, TESTBED
 from shared.cli import arguments, begin, check_counts, load, run_script
 from shared.results import environment
 from transformers import Cache
 
 from hf_kvcaches import KVCacheError, KVCodec
+from hf_kvcaches.cli import prompts, suite
+from hf_kvcaches.cli.suite import Item, Log, Row
 from hf_kvcaches.core.rope_families import head_sizes
 from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.evaluate import prompts, suite
-from hf_kvcaches.evaluate.suite import Item, Log, Row
 from hf_kvcaches.evaluate.verify import verify_text
 
 TASKS = ("needles", "codes", "quantized", "requests", "pairs")
@@ -140,7 +141,7 @@ class Evaluation:
         head_dim, _ = head_sizes(self.model.config, self.model.config.num_hidden_layers - 1) or (64, 64)
         ids = self._rows(self.ids[self.args.calibrate :], self.args.rows, self.args.row_tokens)
         found = sides.codings(self.model, self.codec, head_dim)
-        yield from suite.text_items(self.model, f"codes {self.text}", ids, {str(side): coding for side, coding in found.items()})
+        yield from row_items(self.model, f"codes {self.text}", ids, {str(side): coding for side, coding in found.items()})
 
     def quantized(self) -> Iterator[Item]:
         prompt, steps = self.args.quantized

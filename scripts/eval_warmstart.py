@@ -26,7 +26,7 @@ from shared.results import environment
 from tqdm import tqdm
 
 from hf_kvcaches import WarmStartCache, WarmStartGate, WarmStartLibrary
-from hf_kvcaches.evaluate.texts import next_tokens
+from hf_kvcaches.evaluate.runner import next_tokens
 from hf_kvcaches.warmstart.reading import read_prompt
 from tests.testbed.pairs import KINDS, Kind, Pair, make_pairs
 

@@ -28,8 +28,8 @@ from shared.results import Row, show, write_csv
 from tqdm import tqdm
 
 from hf_kvcaches import SegmentReuseCache, SegmentStore
-from hf_kvcaches.evaluate.texts import divergence
-from hf_kvcaches.stores.blobs import open_blobs
+from hf_kvcaches.evaluate.measures import divergence
+from hf_kvcaches.stores.location import open_blobs
 
 COMPARED = 10  # of so many requests one is compared
 KL = 0.05

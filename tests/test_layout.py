@@ -1,24 +1,21 @@
-"""The house keeps its shape: imports point downward, rooms are separate, files and functions stay short."""
+"""The house keeps its shape: imports point down, optional dependencies are imported late, files and functions stay short."""
 
 from __future__ import annotations
 
 import ast
+import shutil
 import subprocess
+import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from importlinter.cli import EXIT_STATUS_ERROR, EXIT_STATUS_SUCCESS, lint_imports
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "hf_kvcaches"
 
-ROOMS = ("equip", "subspace", "segments", "warmstart", "translate")
-FLOORS = (
-    {"errors": 0, "compat": 0, "kernels": 1, "stores": 1, "core": 2, "evaluate": 3} | dict.fromkeys(ROOMS, 4) | {"cli": 5, "__main__": 6}
-)
-# The command line takes the names that users type, which are those of the front door.
-AT_THE_DOOR = {"cli"}
 OPTIONAL = {"triton", "faiss", "sentence_transformers", "peft", "redis", "datasketch", "accelerate", "matplotlib", "fastapi", "uvicorn"}
 TOP_LEVEL = {
     ".ci",
@@ -39,7 +36,34 @@ TOP_LEVEL = {
     "scripts",
     "tests",
 }
-LONGEST_FILE, LONGEST_FUNCTION = 450, 75
+LONGEST_FILE, LONGEST_FUNCTION = 350, 50
+# Lines of the files and functions that are longer for now. The list only gets shorter.
+LONGER = {
+    "compat.py": 448,
+    "core/artifact.py": 371,
+    "core/cache.py": 451,
+    "core/model_parts.py": 396,
+    "core/rope_families.py: _facts_of": 51,
+    "codec/codec.py": 402,
+    "codec/codec.py: calibrate": 59,
+    "equip/cache.py": 403,
+    "equip/cache.py: __init__": 51,
+    "equip/layer.py": 417,
+    "kernels/blocks.py: block_attention": 57,
+    "kernels/codes.py: code_attention": 53,
+    "kernels/codes_triton.py: attend": 67,
+    "kernels/codes_triton.py: attend_kernel": 72,
+    "kernels/rebuild.py: rebuild": 54,
+    "kernels/slots_triton.py: attend": 57,
+    "reuse/cache.py": 372,
+    "segments/calibration.py: calibrate": 55,
+    "subspace/coded.py": 375,
+    "warmstart/cache.py: __init__": 52,
+    "warmstart/calibration.py: calibrate_gate": 62,
+    "warmstart/library.py": 428,
+    "warmstart/library.py: __init__": 62,
+}
+RUN = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
 
 
 def imported_names(tree: ast.AST, package: tuple[str, ...]) -> Iterator[tuple[int, str]]:
@@ -58,35 +82,6 @@ def imported_names(tree: ast.AST, package: tuple[str, ...]) -> Iterator[tuple[in
                 level = len(name) - len(name.lstrip("."))
                 anchor = package[: len(package) - level + 1] if level else ()
                 yield node.lineno, ".".join([*anchor, name.lstrip(".")])
-
-
-def import_faults(package: Path) -> list[str]:
-    """Imports inside `package` that point upward, at a neighbouring room, or at a place that has no floor."""
-    faults = []
-    for path in sorted(package.rglob("*.py")):
-        relative = path.relative_to(package)
-        if relative == Path("__init__.py"):
-            continue
-        here = relative.parts[0].removesuffix(".py")
-        if here not in FLOORS:
-            faults.append(f"{relative}: {here!r} has no floor")
-            continue
-        parent = (package.name, *relative.parts[:-1])
-        for line, name in imported_names(ast.parse(path.read_text()), parent):
-            top, _, rest = name.partition(".")
-            there = rest.partition(".")[0]
-            if top != package.name or name == f"{package.name}.__version__":
-                continue
-            where = f"{relative}:{line}"
-            if there not in FLOORS and here in AT_THE_DOOR:
-                continue
-            if there not in FLOORS:
-                faults.append(f"{where}: {name} is a name of the front door; import it from the module that has it")
-            elif FLOORS[there] > FLOORS[here]:
-                faults.append(f"{where}: {here} imports upward, from {there}")
-            elif here in ROOMS and there in ROOMS and here != there:
-                faults.append(f"{where}: the room {here} imports its neighbour {there}")
-    return faults
 
 
 def module_level(nodes: list[ast.stmt]) -> Iterator[ast.stmt]:
@@ -141,19 +136,24 @@ def eager_optionals(package: Path) -> list[str]:
     return faults
 
 
-def too_long(package: Path, longest_file: int = LONGEST_FILE, longest_function: int = LONGEST_FUNCTION) -> list[str]:
-    """Files and functions of `package` beyond the limits, counted in lines."""
-    faults = []
+def lengths(package: Path) -> Iterator[tuple[str, int, int]]:
+    """The files and functions of a package, their lines, and how many they may have."""
     for path in sorted(package.rglob("*.py")):
-        text = path.read_text()
-        if (lines := len(text.splitlines())) > longest_file:
-            faults.append(f"{path.relative_to(package)}: {lines} lines")
+        text, relative = path.read_text(), path.relative_to(package)
+        yield str(relative), len(text.splitlines()), LONGEST_FILE
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                lines = (node.end_lineno or node.lineno) - node.lineno + 1
-                if lines > longest_function:
-                    faults.append(f"{path.relative_to(package)}:{node.lineno}: {node.name} has {lines} lines")
-    return faults
+                yield f"{relative}: {node.name}", (node.end_lineno or node.lineno) - node.lineno + 1, LONGEST_FUNCTION
+
+
+def length_faults(package: Path, longer: Mapping[str, int]) -> list[str]:
+    """What is too long, and exceptions that nothing needs."""
+    lines: dict[str, int] = {}
+    limits: dict[str, int] = {}
+    for name, count, limit in lengths(package):
+        lines[name], limits[name] = max(count, lines.get(name, 0)), limit
+    faults = [f"{name} has {count} lines" for name, count in lines.items() if count > longer.get(name, limits[name])]
+    return faults + [f"{name} needs no exception" for name in longer if name not in lines or lines[name] <= limits[name]]
 
 
 def build(root: Path, files: dict[str, str]) -> Path:
@@ -166,8 +166,35 @@ def build(root: Path, files: dict[str, str]) -> Path:
     return package
 
 
-def test_imports_of_the_package_point_downward_and_never_next_door() -> None:
-    assert import_faults(PACKAGE) == []
+def test_imports_keep_the_contracts_of_the_project(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert lint_imports(no_cache=True) == EXIT_STATUS_SUCCESS
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("stores/files.py", "from hf_kvcaches.core import rope"),
+        ("stores/files.py", "from hf_kvcaches.kernels import checks"),
+        ("stores/files.py", "def f():\n    from hf_kvcaches import KVCache"),
+        ("errors.py", "from hf_kvcaches import compat"),
+        ("reuse/plan.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from hf_kvcaches.codec.codec import KVCodec"),
+        ("codec/sides.py", "from hf_kvcaches.reuse import plan"),
+        ("subspace/bounds.py", "from hf_kvcaches.equip import axes"),
+        (
+            "segments/tiers.py",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from hf_kvcaches.segments.cache import SegmentReuseCache",
+        ),
+        ("attic.py", ""),
+    ],
+)
+def test_a_forbidden_import_breaks_a_contract(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, source: str) -> None:
+    shutil.copytree(PACKAGE, tmp_path / "hf_kvcaches", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    changed = tmp_path / "hf_kvcaches" / path
+    changed.write_text((changed.read_text() if changed.exists() else "") + f"\n{source}\n")
+    done = subprocess.run([sys.executable, "-c", RUN], cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
+    assert done.returncode == EXIT_STATUS_ERROR, done.stdout
 
 
 def test_no_optional_dependency_is_imported_with_the_package() -> None:
@@ -178,13 +205,8 @@ def test_triton_kernels_are_imported_by_functions_of_their_wrapper_only() -> Non
     assert eager_triton_files(PACKAGE) == []
 
 
-def test_files_and_functions_stay_short() -> None:
-    assert too_long(PACKAGE) == []
-
-
-def test_the_checker_reads_the_package_and_not_an_empty_folder() -> None:
-    seen = {name for path in PACKAGE.rglob("*.py") for _, name in imported_names(ast.parse(path.read_text()), ("hf_kvcaches",))}
-    assert "hf_kvcaches.errors.KVCacheError" in seen
+def test_files_and_functions_stay_short_and_no_exception_outlives_its_need() -> None:
+    assert length_faults(PACKAGE, LONGER) == []
 
 
 def test_top_level_is_exactly_what_the_project_lists() -> None:
@@ -206,57 +228,6 @@ def test_optional_dependencies_checked_are_those_of_the_extras() -> None:
         for requirement in requirements
     }
     assert extras == OPTIONAL
-
-
-@pytest.mark.parametrize(
-    ("path", "source", "fault"),
-    [
-        ("equip/cache.py", "from house.subspace import basis", "equip/cache.py:1: the room equip imports its neighbour subspace"),
-        ("equip/cache.py", "from ..subspace.basis import fit", "equip/cache.py:1: the room equip imports its neighbour subspace"),
-        ("equip/cache.py", "from .. import translate", "equip/cache.py:1: the room equip imports its neighbour translate"),
-        ("equip/deep/cache.py", "from ...segments import store", "equip/deep/cache.py:1: the room equip imports its neighbour segments"),
-        ("core/cache.py", "import house.warmstart.cache as w", "core/cache.py:1: core imports upward, from warmstart"),
-        ("core/cache.py", "def f():\n    from house.equip import cache", "core/cache.py:2: core imports upward, from equip"),
-        ("core/cache.py", "def f():\n    import_module('house.equip')", "core/cache.py:2: core imports upward, from equip"),
-        ("core/cache.py", "def f():\n    i.import_module('..equip', p)", "core/cache.py:2: core imports upward, from equip"),
-        (
-            "kernels/gather.py",
-            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from house.core.rope import R",
-            "kernels/gather.py:3: kernels imports upward, from core",
-        ),
-        ("stores/disk.py", "from ..core import rope", "stores/disk.py:1: stores imports upward, from core"),
-        ("errors.py", "from . import kernels", "errors.py:1: errors imports upward, from kernels"),
-        ("compat.py", "from .core.cache import KVCache", "compat.py:1: compat imports upward, from core"),
-        (
-            "core/cache.py",
-            "from house import KVCache",
-            "core/cache.py:1: house.KVCache is a name of the front door; import it from the module that has it",
-        ),
-        ("core/cache.py", "from house.cli import main", "core/cache.py:1: core imports upward, from cli"),
-        ("equip/cache.py", "from house.cli.tables import show", "equip/cache.py:1: equip imports upward, from cli"),
-        ("helpers.py", "", "helpers.py: 'helpers' has no floor"),
-        ("attic/a.py", "", "attic/a.py: 'attic' has no floor"),
-    ],
-)
-def test_a_forbidden_import_is_found(tmp_path: Path, path: str, source: str, fault: str) -> None:
-    assert import_faults(build(tmp_path, {path: source})) == [fault]
-
-
-@pytest.mark.parametrize(
-    ("path", "source"),
-    [
-        ("equip/cache.py", "from house.core.cache import KVCache\nfrom .layer import L\nfrom . import policies\nfrom ..errors import E"),
-        ("core/cache.py", "from house.kernels.gather import g\nfrom ..stores import disk\nfrom .rope import R\nimport torch"),
-        ("compat.py", "from .errors import E\nimport transformers"),
-        ("core/artifact.py", "from house import __version__"),
-        ("core/cache.py", "import equip\nfrom equip import subspace\nimport houses.equip"),
-        ("__init__.py", "from house.equip import cache\nfrom .subspace import cache as c"),
-        ("cli/specs.py", "import house\nfrom house import KVCache\nfrom house.equip import cache\nfrom house.core import cache as c"),
-        ("__main__.py", "from house.cli import main"),
-    ],
-)
-def test_an_allowed_import_is_left_alone(tmp_path: Path, path: str, source: str) -> None:
-    assert import_faults(build(tmp_path, {path: source})) == []
 
 
 @pytest.mark.parametrize(
@@ -303,14 +274,17 @@ def test_a_file_of_triton_kernels_that_is_imported_at_once_or_by_others_is_found
     assert eager_triton_files(package) == ["core/d.py:2: a_triton", "kernels/b.py:2: a_triton", "kernels/c.py:1: c_triton"]
 
 
-def test_a_long_file_and_a_long_function_are_found(tmp_path: Path) -> None:
-    function = "async def f():\n" + "    x = 1\n" * 4
-    package = build(tmp_path, {"core/long.py": "x = 1\n" * 11, "core/fits.py": "x = 1\n" * 10, "core/function.py": function})
-    assert too_long(package, longest_file=10, longest_function=4) == ["core/function.py:1: f has 5 lines", "core/long.py: 11 lines"]
-    assert too_long(package, longest_file=11, longest_function=5) == []
+def test_what_is_too_long_and_what_needs_no_exception_is_found(tmp_path: Path) -> None:
+    long = "async def f():\n" + "    x = 1\n" * LONGEST_FUNCTION
+    package = build(tmp_path, {"core/a.py": "x = 1\n" * (LONGEST_FILE + 1), "core/b.py": "x = 1\n" * LONGEST_FILE, "core/c.py": long})
+    assert length_faults(package, {}) == ["core/a.py has 351 lines", "core/c.py: f has 51 lines"]
+    assert length_faults(package, {"core/a.py": 351, "core/c.py: f": 51}) == []
+    assert length_faults(package, {"core/a.py": 350, "core/c.py: f": 51}) == ["core/a.py has 351 lines"]
+    longer = {"core/a.py": 351, "core/c.py: f": 51, "core/b.py": 400, "core/gone.py": 400}
+    assert length_faults(package, longer) == ["core/b.py needs no exception", "core/gone.py needs no exception"]
 
 
-def test_no_two_classes_share_a_name():
+def test_no_two_classes_share_a_name() -> None:
     names = [
         node.name
         for path in sorted(PACKAGE.rglob("*.py"))

@@ -19,8 +19,8 @@ from hf_kvcaches.cli.tables import Row, hardware, print_environment, show, write
 from hf_kvcaches.cli.timing import in_turns, ratios, spread
 from hf_kvcaches.core.rope_families import head_sizes
 from hf_kvcaches.errors import ConfigError, UnsupportedError
+from hf_kvcaches.evaluate.measures import cache_bytes
 from hf_kvcaches.evaluate.runner import ModelRunner, Seconds
-from hf_kvcaches.evaluate.verify import cache_bytes
 
 COLUMNS = {
     "cache": "{cache}({setting})",

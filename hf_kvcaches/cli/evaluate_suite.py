@@ -6,11 +6,11 @@ import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from hf_kvcaches.cli import prompts, suite
+from hf_kvcaches.cli.suite import Item, Log, MakeCache
 from hf_kvcaches.cli.tables import Row, show
 from hf_kvcaches.cli.texts import read_text
 from hf_kvcaches.core.per_call import PerCall
-from hf_kvcaches.evaluate import measure, prompts, suite
-from hf_kvcaches.evaluate.suite import Item, Log, MakeCache
 
 NEEDLE_COLUMNS = {
     "cache": "{cache}",
@@ -68,7 +68,7 @@ def _items(
         """What reads an earlier prompt through a cache, so that what caches share knows it."""
 
         def prepare(earlier: Sequence[int]) -> MakeCache:
-            measure.prefill(model, make(), earlier)
+            suite.read_context(model, make(), earlier)
             return make
 
         return prepare

@@ -23,8 +23,8 @@ from hf_kvcaches.core.observer import Attended, WatchingCache
 from hf_kvcaches.core.rope import undoable_rotation
 from hf_kvcaches.core.view import require_answering
 from hf_kvcaches.errors import ConfigError, KVCacheError, UnsupportedError, require_choice, whole_number
+from hf_kvcaches.evaluate.runner import evaluating
 from hf_kvcaches.evaluate.texts import Tokenized, add_up, process_device, sequences
-from hf_kvcaches.evaluate.verify import evaluating
 
 # A block's number and its token ids.
 _Block = tuple[int, torch.Tensor]

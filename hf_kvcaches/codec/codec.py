@@ -16,7 +16,7 @@ from hf_kvcaches.codec import allocation
 from hf_kvcaches.codec.coder import LayerCoder
 from hf_kvcaches.codec.layout import packed_bytes
 from hf_kvcaches.codec.metric import Metric
-from hf_kvcaches.codec.sides import CalibratedLayer, CalibratedSide
+from hf_kvcaches.codec.sides import EXACT, CalibratedLayer, CalibratedSide
 from hf_kvcaches.codec.wire import codes as wire
 from hf_kvcaches.codec.wire.messages import Source
 from hf_kvcaches.core.artifact import Artifact
@@ -178,6 +178,16 @@ class KVCodec(Artifact):
         return KVCodec(layers, replace(self.settings, rule=choice.rule, widths=choice.widths), self.fingerprint)
 
     @property
+    def unrotated(self) -> bool:
+        """Whether keys are coded before their rotation."""
+        return self.settings.rotation == "aware"
+
+    @property
+    def exact_tokens(self) -> int:
+        """How many of a text's first tokens stores keep exact beside their codes, because they are outliers."""
+        return EXACT
+
+    @property
     def bytes_per_token(self) -> int:
         """Bytes of a token's codes in all layers that are coded."""
         return sum(filter(None, self.layer_bytes))
@@ -311,7 +321,7 @@ class KVCodec(Artifact):
 
     def geometry(self, config: PreTrainedConfig, layer_idx: int) -> RotaryGeometry | None:
         """How a layer rotates keys, which the codec takes before that; None where it takes them as they are cached."""
-        if self.settings.rotation != "aware":
+        if not self.unrotated:
             return None
         return undoable_rotation(config, layer_idx, "codec", "Calibrate with rotation='post'.")
 

@@ -15,8 +15,7 @@ from hf_kvcaches.equip.rotation import SlotRotation
 from hf_kvcaches.equip.store import FlatStore, Slots, wrong_rows
 from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.kernels.launch import Backend
-from hf_kvcaches.kernels.quantization import dequantize
-from hf_kvcaches.kernels.quantize import quantize
+from hf_kvcaches.kernels.quantization import dequantize, quantize
 from hf_kvcaches.kernels.slots import put_in_slots
 
 Storage = Literal["int8", "int4"]

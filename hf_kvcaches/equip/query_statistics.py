@@ -18,8 +18,8 @@ from hf_kvcaches.core.partial import run_module
 from hf_kvcaches.equip.policies.base import Policy
 from hf_kvcaches.equip.tokens import Tokens
 from hf_kvcaches.errors import ConfigError, whole_number
+from hf_kvcaches.evaluate.runner import evaluating
 from hf_kvcaches.evaluate.texts import Tokenized, sequences
-from hf_kvcaches.evaluate.verify import evaluating
 
 _SINKS = 4
 

@@ -15,8 +15,9 @@ from hf_kvcaches import compat
 from hf_kvcaches.core.artifact import Artifact
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.errors import ConfigError, is_number, whole_number
-from hf_kvcaches.evaluate.texts import Tokenized, divergence, sequences
-from hf_kvcaches.evaluate.verify import evaluating
+from hf_kvcaches.evaluate.measures import divergence
+from hf_kvcaches.evaluate.runner import evaluating
+from hf_kvcaches.evaluate.texts import Tokenized, sequences
 
 if TYPE_CHECKING:
     from hf_kvcaches.equip.cache import EquipCache

@@ -12,6 +12,7 @@ import torch
 from hf_kvcaches.equip.rotation import RotatingPass, SlotRotation, swap_pairs
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.kernels import slots as kernels
+from hf_kvcaches.kernels.arguments import RotationTables
 from hf_kvcaches.kernels.launch import Backend
 
 # How many keys a processor rotates at a time.
@@ -179,10 +180,10 @@ class FlatStore:
         backend: Backend = "torch" if torch.compiler.is_compiling() else self.backend
         return kernels.slot_attention(query, keys, values, scaling, rotation=tables, backend=backend, check=False, **options)
 
-    def tables(self, ranks: torch.Tensor) -> kernels.RotationTables:
+    def tables(self, ranks: torch.Tensor) -> RotationTables:
         """Rotations to ranks, which are below the number of slots, as kernels take them."""
         table = self.rotation.table(self.capacity, ranks.device)
-        return kernels.RotationTables(ranks, *table.halves(), table.layout)
+        return RotationTables(ranks, *table.halves(), table.layout)
 
     def export(self) -> dict[str, torch.Tensor]:
         """What a file holds."""

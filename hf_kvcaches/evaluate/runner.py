@@ -1,14 +1,16 @@
-"""A model called as `generate` calls it, for measurements: a prompt, then a token at a time, with the seconds of each call."""
+"""Run a model as `generate` does, with the seconds of each call."""
 
 from __future__ import annotations
 
 import inspect
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import Cache
+from transformers import Cache, PreTrainedModel
 
 from hf_kvcaches import compat
 
@@ -31,15 +33,28 @@ class Seconds:
 
 @dataclass(frozen=True)
 class TextStep:
-    """A next-token distribution of the reference run."""
+    """A next-token distribution.
 
-    logits: torch.Tensor  # (batch, vocabulary)
-    chosen: torch.Tensor  # (batch,), what was fed next
-    active: torch.Tensor  # (batch,), the rows not ended before this step
+    Args:
+        logits: (batch, vocabulary).
+        token: The tokens that are fed next, (batch,).
+        active: The rows that had not ended before, (batch,).
+    """
+
+    logits: torch.Tensor
+    token: torch.Tensor
+    active: torch.Tensor
 
 
 class ModelRunner:
-    """Calls a model the way that `generate` does."""
+    """Runs a prompt, and then one token of each row at a time.
+
+    Args:
+        model: A decoder-only transformers model, bare or wrapped by PEFT.
+        ids: The prompt, (batch, tokens).
+        mask: 1 for real tokens, padded on the left; None for no padding.
+        position_ids: Whether to pass positions, as `generate` does.
+    """
 
     def __init__(self, model: Any, ids: torch.Tensor, mask: torch.Tensor | None = None, position_ids: bool = True) -> None:
         # `generate` on a PEFT wrapper calls the model inside it, whose layers carry the adapters; only there do its forward hooks run.
@@ -48,83 +63,106 @@ class ModelRunner:
         self.ids = ids.to(device)
         accepted = inspect.signature(compat.base_model(self.model).forward).parameters
         self.takes_positions = position_ids and "position_ids" in accepted
-        self.always: dict[str, Any] = {"return_dict": True}
-        if "logits_to_keep" in accepted:
-            self.always["logits_to_keep"] = 1
+        self.always: dict[str, Any] = {"return_dict": True} | ({"logits_to_keep": 1} if "logits_to_keep" in accepted else {})
         full = torch.ones_like(self.ids) if mask is None else mask.to(device, torch.long)
         self.positions = (full.cumsum(-1) - 1).masked_fill(full == 0, 0)
         # Without padding there is nothing to mask but the future, and the model can take its fastest way.
         self.mask = None if bool(full.all()) or "attention_mask" not in accepted else full
 
-    def _forward(self, cache: Cache, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, float]:
-        """The last token's logits and the seconds that they took."""
+    def prefill(self, cache: Cache, chunk: int | None = None) -> tuple[torch.Tensor, float]:
+        """Run the prompt; return the last token's logits, (batch, vocabulary), and the seconds.
+
+        Args:
+            chunk: Tokens of a call; None for all.
+        """
+        length, seconds = self.ids.shape[1], 0.0
+        for start in range(0, length, chunk or length):
+            stop = min(start + (chunk or length), length)
+            logits, spent = self._forward(cache, self.ids[:, start:stop], self.positions[:, start:stop], stop)
+            seconds += spent
+        return logits, seconds
+
+    def decode(self, cache: Cache, token: torch.Tensor, step: int) -> tuple[torch.Tensor, float]:
+        """Run one token of each row.
+
+        Args:
+            token: (batch,).
+            step: 1 for the first token behind the prompt.
+        """
+        return self._forward(cache, token[:, None], self.positions[:, -1:] + step, self.ids.shape[1] + step)
+
+    def steps(self, cache: Cache, most: int, following: torch.Tensor | None = None) -> tuple[list[TextStep], Seconds]:
+        """Continue the prompt.
+
+        Args:
+            most: How many steps at most; all rows may end before.
+            following: The tokens to feed, (batch, most); None for the most likely ones.
+        """
+        steps: list[TextStep] = []
+        (logits, prefill), decode = self.prefill(cache), 0.0
+        active = torch.ones(len(self.ids), dtype=torch.bool, device=logits.device)
+        ends, padding = self._special_tokens(logits.device)
+        while True:
+            token = torch.where(active, logits.argmax(-1), padding) if following is None else following[:, len(steps)]
+            steps.append(TextStep(logits, token.to(self.ids.device), active))
+            if following is None:
+                active = active & ~torch.isin(token, ends)
+            if len(steps) == most or not bool(active.any()):
+                return steps, Seconds(prefill, decode)
+            logits, spent = self.decode(cache, steps[-1].token, len(steps))
+            decode += spent
+
+    def _forward(self, cache: Cache, ids: torch.Tensor, positions: torch.Tensor, tokens: int) -> tuple[torch.Tensor, float]:
+        """Run tokens; `tokens` are those of the whole text so far."""
         kwargs: dict[str, Any] = {"input_ids": ids, **compat.cache_kwargs(self.model, cache), **self.always}
         if self.takes_positions:
             kwargs["position_ids"] = positions
-        if mask is not None:
-            kwargs["attention_mask"] = mask
+        if self.mask is not None:
+            # A negative number of columns cuts some off.
+            kwargs["attention_mask"] = torch.nn.functional.pad(self.mask, (0, tokens - self.mask.shape[1]), value=1)
         start = _now(ids.device)
         logits = self.model(**kwargs).logits
         seconds = _now(ids.device) - start
         return logits[:, -1].clone(), seconds  # a copy, so that a whole prompt's logits are not kept alive by a view
 
-    def prefill(self, cache: Cache, chunk: int | None = None) -> tuple[torch.Tensor, float]:
-        length = self.ids.shape[1]
-        seconds = 0.0
-        logits = self.ids.new_empty(0)
-        for start in range(0, length, chunk or length):
-            stop = min(start + (chunk or length), length)
-            mask = None if self.mask is None else self.mask[:, :stop]
-            logits, spent = self._forward(cache, self.ids[:, start:stop], self.positions[:, start:stop], mask)
-            seconds += spent
-        return logits, seconds
-
-    def decode(self, cache: Cache, token: torch.Tensor, step: int) -> tuple[torch.Tensor, float]:
-        """One token per row; `step` counts from 1, the first token after the prompt."""
-        mask = None if self.mask is None else torch.nn.functional.pad(self.mask, (0, step), value=1)
-        return self._forward(cache, token[:, None], self.positions[:, -1:] + step, mask)
-
-    def greedy(self, cache: Cache, max_new_tokens: int) -> tuple[list[TextStep], Seconds]:
-        """Continues the prompt with the most likely token each time."""
-        ends, padding = self._special_tokens()
-        logits, prefill = self.prefill(cache)
-        active = torch.ones(logits.shape[0], dtype=torch.bool, device=logits.device)
-        steps: list[TextStep] = []
-        decode = 0.0
-        while True:
-            chosen = logits.argmax(-1)
-            if ends is not None:
-                chosen = torch.where(active, chosen, padding)
-            steps.append(TextStep(logits, chosen.to(self.ids.device), active))
-            if ends is not None:
-                active = active & ~torch.isin(chosen, ends)
-            if len(steps) == max_new_tokens or not active.any():
-                return steps, Seconds(prefill, decode)
-            logits, spent = self.decode(cache, steps[-1].chosen, len(steps))
-            decode += spent
-
-    def read(self, cache: Cache, following: torch.Tensor) -> tuple[list[TextStep], Seconds]:
-        """Continues the prompt with given tokens, (batch, tokens)."""
-        following = following.to(self.ids.device)
-        active = torch.ones(len(following), dtype=torch.bool, device=following.device)
-        steps: list[TextStep] = []
-        logits, prefill = self.prefill(cache)
-        decode = 0.0
-        for index, token in enumerate(following.unbind(1)):
-            if index:
-                logits, spent = self.decode(cache, steps[-1].chosen, index)
-                decode += spent
-            steps.append(TextStep(logits, token, active))
-        return steps, Seconds(prefill, decode)
-
-    def _special_tokens(self) -> tuple[torch.Tensor | None, int]:
+    def _special_tokens(self, device: torch.device) -> tuple[torch.Tensor, int]:
+        """The tokens that end a text, and the one that follows an end."""
         config = getattr(self.model, "generation_config", None) or self.model.config
-        ends = getattr(config, "eos_token_id", None)
-        if ends is None:
-            return None, 0
-        ends = ends if isinstance(ends, list | tuple) else [ends]
-        padding = getattr(config, "pad_token_id", None)
-        return torch.tensor(ends, device=self.ids.device), ends[0] if padding is None else padding
+        ends, padding = getattr(config, "eos_token_id", None), getattr(config, "pad_token_id", None)
+        ends = [] if ends is None else ends if isinstance(ends, list | tuple) else [ends]
+        return torch.tensor(ends, dtype=torch.long, device=device), next((token for token in (padding, *ends) if token is not None), 0)
+
+
+@contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Evaluation mode while open; in the end every module's mode is what it was."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@torch.no_grad()
+def next_tokens(model: PreTrainedModel, prompt: Sequence[int], asked: Sequence[int], cache: Cache | None = None) -> torch.Tensor:
+    """Return the logits of the asked tokens behind a prompt, (asked tokens, vocabulary).
+
+    Args:
+        cache: A new one that reuses, or None for the model alone.
+    """
+    device = compat.input_device(model)
+    first, then = (torch.tensor([list(ids)], device=device) for ids in (prompt, asked))
+    if cache is None:
+        whole = torch.cat([first, then], dim=1)
+        return model(input_ids=whole, use_cache=False, logits_to_keep=len(asked) + 1).logits[0, :-1]
+    head = model(input_ids=first, **compat.cache_kwargs(model, cache), logits_to_keep=1).logits
+    if len(asked) == 1:
+        return head[0]
+    # Without `logits_to_keep` this is no prompt to the cache: it is neither looked up nor stored.
+    tail = model(input_ids=then[:, :-1], **compat.cache_kwargs(model, cache)).logits
+    return torch.cat([head, tail], dim=1)[0]
 
 
 def _now(device: torch.device) -> float:

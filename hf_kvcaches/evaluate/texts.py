@@ -1,4 +1,4 @@
-"""What everything that is calibrated on texts does: token ids, a model left as it was found, several processes, what comes next."""
+"""What everything that is calibrated on texts shares: token ids, and sums over several processes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hf_kvcaches import compat
-from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.parallel import require_all_heads
 from hf_kvcaches.errors import ConfigError, require_tokenizer
 
@@ -31,12 +29,12 @@ class Tokenized:
 
 
 def require_whole(model: Any) -> None:
-    """Refuses a tensor-parallel model."""
+    """Refuse a tensor-parallel model."""
     require_all_heads(model, "Calibration", "Calibrate with the whole model, on a CPU for example: what is made serves its shards, too.")
 
 
 def sequences(texts: Iterable[str | Sequence[int]], tokenizer: Tokenized, model: PreTrainedModel) -> Iterator[torch.Tensor]:
-    """Token ids of each text, 1-D."""
+    """Yield the token ids of each text, 1-D."""
     require_whole(model)
     if isinstance(texts, str) or not isinstance(texts, Iterable):
         raise ConfigError.of("texts", "a list of strings or of lists of token ids", type(texts).__name__, "Pass [text].")
@@ -59,45 +57,15 @@ def sequences(texts: Iterable[str | Sequence[int]], tokenizer: Tokenized, model:
 
 
 def process_device() -> torch.device:
-    """The device on which processes exchange tensors, where there are several."""
+    """Return the device on which processes exchange tensors, where there are several."""
     from accelerate import PartialState
 
     return torch.device(PartialState().device)
 
 
 def add_up(tensors: Iterable[torch.Tensor]) -> None:
-    """Sums tensors over all processes, in place; each process has as many, of the same shapes."""
+    """Sum tensors over all processes, in place; each process has as many, of the same shapes."""
     from accelerate.utils import reduce
 
     for tensor in tensors:
         tensor.copy_(reduce(tensor.to(process_device()), reduction="sum"))
-
-
-def divergence(expected: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-    """The Kullback-Leibler divergence in nats, (...).
-
-    Args:
-        expected: Logits of the model alone, (..., vocabulary).
-    """
-    p, q = expected.float().log_softmax(-1), found.float().log_softmax(-1)
-    return (p.exp() * (p - q)).sum(-1).clamp_min(0)
-
-
-@torch.no_grad()
-def next_tokens(model: PreTrainedModel, prompt: Sequence[int], asked: Sequence[int], cache: KVCache | None = None) -> torch.Tensor:
-    """The logits of each asked token's place, (asked tokens, vocabulary).
-
-    Args:
-        cache: A new one that reuses, or None for the model alone.
-    """
-    device = compat.input_device(model)
-    first, then = (torch.tensor([list(ids)], device=device) for ids in (prompt, asked))
-    if cache is None:
-        whole = torch.cat([first, then], dim=1)
-        return model(input_ids=whole, use_cache=False, logits_to_keep=len(asked) + 1).logits[0, :-1]
-    head = model(input_ids=first, **compat.cache_kwargs(model, cache), logits_to_keep=1).logits
-    if len(asked) == 1:
-        return head[0]
-    # Without `logits_to_keep` this is no prompt to the cache: it is neither looked up nor stored.
-    tail = model(input_ids=then[:, :-1], **compat.cache_kwargs(model, cache)).logits
-    return torch.cat([head, tail], dim=1)[0]

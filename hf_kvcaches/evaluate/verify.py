@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,10 +10,9 @@ import torch
 from transformers import Cache, DynamicCache
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.cache import KVCache
-from hf_kvcaches.core.report import measured_bytes
 from hf_kvcaches.errors import ConfigError, UnsupportedError, whole_number
-from hf_kvcaches.evaluate.runner import ModelRunner, Seconds, TextStep
+from hf_kvcaches.evaluate.measures import agreement, cache_bytes, divergence
+from hf_kvcaches.evaluate.runner import ModelRunner, Seconds, TextStep, evaluating
 
 
 @dataclass(frozen=True)
@@ -71,11 +69,11 @@ class VerifyReport:
         ]
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
         lines = [f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}  {note}".rstrip() for a, b, c, note in rows]
-        divergence = "never" if self.first_divergence is None else f"step {self.first_divergence}"
+        first = "never" if self.first_divergence is None else f"step {self.first_divergence}"
         lines.append(
             f"KL(full || cache) in nats: mean {self.mean_kl:.3g}, max {self.max_kl:.3g}; max logit error {self.max_logit_error:.3g}"
         )
-        lines.append(f"same most likely token: {self.agreement:.2%}; first divergence: {divergence}")
+        lines.append(f"same most likely token: {self.agreement:.2%}; first divergence: {first}")
         return "\n".join(lines)
 
 
@@ -111,10 +109,12 @@ def verify(
         position_ids: Whether both runs pass `position_ids`, as `generate` does. False checks a loop of your own that leaves them out: most
             models then number tokens by their slots in the cache, padding included.
     """
-    runner = ModelRunner(model, *_checked(model, make_cache, inputs, max_new_tokens, prefill_chunk_size), position_ids)
+    _check_call(model, make_cache)
+    most = whole_number("max_new_tokens", max_new_tokens, 1)
+    chunk = None if prefill_chunk_size is None else whole_number("prefill_chunk_size", prefill_chunk_size, 1)
+    runner = ModelRunner(model, *_checked_inputs(inputs), position_ids)
     with evaluating(runner.model):
-        reference = _Reference.of(runner, lambda cache: runner.greedy(cache, max_new_tokens))
-        return reference.compared(runner, make_cache, prefill_chunk_size)
+        return _Reference(runner, most).compare(make_cache, chunk)
 
 
 @torch.no_grad()
@@ -140,40 +140,38 @@ def verify_text(
     if len(following) != len(runner.ids):
         raise ConfigError.of("following", f"as many rows as inputs, {len(runner.ids)}", len(following))
     with evaluating(runner.model):
-        reference = _Reference.of(runner, lambda cache: runner.read(cache, following))
-        return {name: reference.compared(runner, make_cache) for name, make_cache in make_caches.items()}
+        reference = _Reference(runner, following.shape[1], following)
+        return {name: reference.compare(make_cache) for name, make_cache in make_caches.items()}
 
 
-@dataclass(frozen=True)
 class _Reference:
-    """What the full cache gave."""
+    """The run with the full cache."""
 
-    steps: list[TextStep]
-    seconds: Seconds
-    bytes: int
-
-    @classmethod
-    def of(cls, runner: ModelRunner, run: Callable[[Cache], tuple[list[TextStep], Seconds]]) -> _Reference:
+    def __init__(self, runner: ModelRunner, most: int, following: torch.Tensor | None = None) -> None:
         cache = DynamicCache(config=runner.model.config)
-        return cls(*run(cache), cache_bytes(cache))
+        self.runner = runner
+        self.steps, self.seconds = runner.steps(cache, most, following)
+        self.bytes = cache_bytes(cache)
 
-    def compared(self, runner: ModelRunner, make_cache: Callable[[], Cache], chunk: int | None = None) -> VerifyReport:
-        """The same tokens through another cache."""
-        cache, comparison = _fresh(make_cache), _Comparison()
-        logits, prefill = runner.prefill(cache, chunk)
-        comparison.add(self.steps[0], logits)
-        decode = 0.0
-        for index, step in enumerate(self.steps[:-1], 1):
-            logits, spent = runner.decode(cache, step.chosen, index)
-            decode += spent
-            comparison.add(self.steps[index], logits)
+    def compare(self, make_cache: Callable[[], Cache], chunk: int | None = None) -> VerifyReport:
+        """Run the same tokens with another cache."""
+        cache = _empty_cache(make_cache)
+        logits, prefill = self.runner.prefill(cache, chunk)
+        compared, decode = [_compared(self.steps[0], logits)], 0.0
+        for index, (before, step) in enumerate(zip(self.steps, self.steps[1:], strict=False), 1):
+            logits, seconds = self.runner.decode(cache, before.token, index)
+            decode += seconds
+            compared.append(_compared(step, logits))
+        kls, same, errors = zip(*compared, strict=True)
+        rows = zip(*([step.token.tolist(), step.active.tolist()] for step in self.steps), strict=True)
+        tokens, active = (list(zip(*part, strict=True)) for part in rows)
         return VerifyReport(
-            kl=tuple(comparison.kl),
-            max_kl=comparison.max_kl,
-            agreement=comparison.agreed / comparison.compared,
-            first_divergence=comparison.first_divergence,
-            max_logit_error=comparison.max_logit_error,
-            tokens=_continuations(self.steps),
+            kl=tuple(kl.mean().item() for kl in kls),
+            max_kl=max(kl.max().item() for kl in kls),
+            agreement=torch.cat(same).double().mean().item(),
+            first_divergence=next((index for index, equal in enumerate(same) if not bool(equal.all())), None),
+            max_logit_error=max(errors),
+            tokens=tuple(tuple(token for token, on in zip(*row, strict=True) if on) for row in zip(tokens, active, strict=True)),
             bytes=cache_bytes(cache),
             reference_bytes=self.bytes,
             seconds=Seconds(prefill, decode),
@@ -181,83 +179,15 @@ class _Reference:
         )
 
 
-def cache_bytes(cache: Cache) -> int:
-    """The bytes that a cache has allocated: its own account if it keeps one, else every tensor storage that it holds, once.
-
-    Args:
-        cache: Any transformers cache. Spare room in a buffer counts, because it is allocated.
-    """
-    if isinstance(cache, KVCache):
-        return cache.report().bytes
-    return measured_bytes(_tensors(cache))
+def _compared(step: TextStep, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """Return the divergence and agreement of each active row, and the greatest logit error."""
+    full, other = step.logits[step.active], logits[step.active]
+    # In one wide type, where the difference of equal infinities counts as 0.
+    error = torch.where(full == other, 0.0, (full.double() - other.double()).abs()).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    return divergence(full, other), agreement(full, other), error.max().item()
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        if hasattr(value, "__tensor_flatten__"):  # a wrapper (a quantised tensor, say), whose own storage is only a pretence
-            names, _ = value.__tensor_flatten__()
-            yield from _tensors([getattr(value, name) for name in names])
-        else:
-            yield value
-    elif isinstance(value, Cache):
-        yield from _tensors([vars(value), *(vars(layer) for layer in value.layers)])
-    elif isinstance(value, Mapping):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
-
-
-@contextmanager
-def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Evaluation mode while open; in the end every module's mode is what it was."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
-class _Comparison:
-    """Running results of the second run."""
-
-    def __init__(self) -> None:
-        self.kl: list[float] = []
-        self.max_kl = 0.0
-        self.max_logit_error = 0.0
-        self.agreed = 0
-        self.compared = 0
-        self.first_divergence: int | None = None
-
-    def add(self, step: TextStep, logits: torch.Tensor) -> None:
-        active = step.active
-        wide = torch.float32 if logits.device.type == "mps" else torch.float64
-        full, other = step.logits[active].to(wide), logits[active].to(wide)
-        log_full, log_other = full.log_softmax(-1), other.log_softmax(-1)
-        probability = log_full.exp()
-        # Where the full cache gives a token no chance at all, its term is 0 and not 0 times infinity.
-        terms = torch.where(probability == 0, 0.0, probability * (log_full - log_other))
-        kl = terms.sum(-1).clamp(min=0.0).nan_to_num(nan=torch.inf, posinf=torch.inf)
-        error = torch.where(full == other, 0.0, (full - other).abs()).nan_to_num(nan=torch.inf, posinf=torch.inf)
-        same = full.argmax(-1) == other.argmax(-1)
-        if self.first_divergence is None and not bool(same.all()):
-            self.first_divergence = len(self.kl)
-        self.kl.append(kl.mean().item())
-        self.max_kl = max(self.max_kl, kl.max().item())
-        self.max_logit_error = max(self.max_logit_error, error.max().item())
-        self.agreed += int(same.sum())
-        self.compared += same.numel()
-
-
-def _continuations(steps: list[TextStep]) -> tuple[tuple[int, ...], ...]:
-    tokens = torch.stack([step.chosen for step in steps], dim=1).tolist()
-    active = torch.stack([step.active for step in steps], dim=1).tolist()
-    return tuple(tuple(token for token, on in zip(*row, strict=True) if on) for row in zip(tokens, active, strict=True))
-
-
-def _fresh(make_cache: Callable[[], Cache]) -> Cache:
+def _empty_cache(make_cache: Callable[[], Cache]) -> Cache:
     cache = make_cache()
     if not isinstance(cache, Cache):
         raise ConfigError.of("make_cache", "a function that returns a transformers Cache", type(cache).__name__)
@@ -265,18 +195,6 @@ def _fresh(make_cache: Callable[[], Cache]) -> Cache:
     if held:
         raise ConfigError.of("make_cache", "a function that returns an empty cache", f"{held} tokens in it", "Make a new one in each call.")
     return cache
-
-
-def _checked(
-    model: Any, make_cache: object, inputs: object, max_new_tokens: object, prefill_chunk_size: object
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The ids and the mask, once every argument is known to be usable."""
-    _check_call(model, make_cache)
-    for name, number in (("max_new_tokens", max_new_tokens), ("prefill_chunk_size", prefill_chunk_size)):
-        if name == "prefill_chunk_size" and number is None:
-            continue
-        whole_number(name, number, 1)
-    return _checked_inputs(inputs)
 
 
 def _check_call(model: Any, make_cache: object) -> None:
@@ -289,14 +207,11 @@ def _check_call(model: Any, make_cache: object) -> None:
 
 
 def _checked_inputs(inputs: object) -> tuple[torch.Tensor, torch.Tensor | None]:
-    mask: Any = None
-    if isinstance(inputs, Mapping):
-        unknown = sorted(set(inputs) - {"input_ids", "attention_mask"})
-        if unknown:
-            raise ConfigError.of("inputs", "input_ids and attention_mask only", unknown, "Leave the others out.")
-        ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
-    else:
-        ids = inputs
+    """Return the ids and the mask, (batch, tokens)."""
+    given = inputs if isinstance(inputs, Mapping) else {"input_ids": inputs}
+    if unknown := sorted(set(given) - {"input_ids", "attention_mask"}):
+        raise ConfigError.of("inputs", "input_ids and attention_mask only", unknown, "Leave the others out.")
+    ids, mask = given.get("input_ids"), given.get("attention_mask")
     if not isinstance(ids, torch.Tensor) or ids.is_floating_point() or ids.dtype == torch.bool or ids.ndim not in (1, 2):
         got = f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, torch.Tensor) else type(ids).__name__
         raise ConfigError.of("inputs", "token ids as an integer tensor (batch, seq)", got, "Tokenize with return_tensors='pt'.")

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.kernels import rebuild_reference
+from hf_kvcaches.kernels.arguments import Decoder, RowSpan
 from hf_kvcaches.kernels.checks import FLOATS, check_tables, check_tensor
 from hf_kvcaches.kernels.launch import Backend, choose
 from hf_kvcaches.kernels.rotation import Layout, Tables, rotate_
@@ -24,28 +24,6 @@ from hf_kvcaches.kernels.rotation import Layout, Tables, rotate_
 # Numbers that are made at a time before they are written: 32 MB in float32. Matrix products of fewer tokens take longer for each, as the
 # weights are read again.
 BLOCK = 2**23
-
-
-class Decoder(NamedTuple):
-    """The linear map to C numbers a token: [keys of head 0, keys of head 1, ..., values of head 0, ...].
-
-    Args:
-        side: (d, C), floating point; None where nothing but codes is given.
-        codes: (rank, C), floating point; None where there are no codes.
-        bias: (C,), floating point, or None.
-    """
-
-    side: torch.Tensor | None = None
-    codes: torch.Tensor | None = None
-    bias: torch.Tensor | None = None
-
-
-class RowSpan(NamedTuple):
-    """Consecutive tokens and the consecutive slots of a row that they go to."""
-
-    row: int
-    first: int
-    tokens: int
 
 
 @torch.no_grad()

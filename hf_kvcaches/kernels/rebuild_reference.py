@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
+from hf_kvcaches.kernels.arguments import Decoder, RowSpan
 from hf_kvcaches.kernels.rotation import Layout, rotate_
-
-if TYPE_CHECKING:
-    from hf_kvcaches.kernels.rebuild import Decoder, RowSpan
 
 
 def rebuild(

@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from math import gcd
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
+from hf_kvcaches.kernels.arguments import Decoder, RowSpan
 from hf_kvcaches.kernels.common_triton import dot, pair_dims, rotate_some, store_clamped
 from hf_kvcaches.kernels.launch import padded, strided_or_none
 from hf_kvcaches.kernels.rotation import Layout, Tables
-
-if TYPE_CHECKING:
-    from hf_kvcaches.kernels.rebuild import Decoder, RowSpan
 
 
 @triton.jit

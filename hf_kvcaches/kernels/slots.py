@@ -9,45 +9,15 @@ no gradients), `"reference"` (loops in float64 that are easy to read), or `"auto
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.kernels import slots_reference
+from hf_kvcaches.kernels.arguments import Attended, RotationTables, SlotOptions
 from hf_kvcaches.kernels.checks import FLOATS, INTEGERS, check_layout, check_mask, check_query, check_tensor
 from hf_kvcaches.kernels.launch import Backend, choose
-from hf_kvcaches.kernels.rotation import Layout, rotate_
-
-Attended = tuple[torch.Tensor, torch.Tensor | None]
-
-
-class RotationTables(NamedTuple):
-    """Rotary positions for keys that are stored without any.
-
-    Args:
-        positions: Row of the tables for each slot, (batch or 1, kv_heads or 1, slots), integers; an invalid slot may have -1.
-        cos: (rows, rotary_dim / 2), with the model's `attention_scaling`, if it has one. Dimensions from rotary_dim on pass unchanged.
-        sin: Like `cos`.
-        layout: Which dimensions form a pair: `"half"`: i and i + rotary_dim / 2; `"interleaved"`: 2i and 2i + 1.
-    """
-
-    positions: torch.Tensor
-    cos: torch.Tensor
-    sin: torch.Tensor
-    layout: Layout = "half"
-
-
-class SlotOptions(NamedTuple):
-    """What `slot_attention` and `paged_attention` may be given by name, which is described there."""
-
-    valid: torch.Tensor | None = None
-    leading: int | None = None
-    leading_query: torch.Tensor | None = None
-    rotation: RotationTables | None = None
-    softcap: float | None = None
-    sink_logits: torch.Tensor | None = None
-    want_weights: bool = False
+from hf_kvcaches.kernels.rotation import rotate_
 
 
 def slot_attention(

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from hf_kvcaches.kernels.arguments import Attended, RotationTables
 from hf_kvcaches.kernels.rotation import rotate_
-
-if TYPE_CHECKING:
-    from hf_kvcaches.kernels.slots import Attended, RotationTables
 
 
 def slot_attention(

@@ -8,17 +8,13 @@ Options come to the kernels as tuples of a tensor and its strides, or as None, w
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 
+from hf_kvcaches.kernels.arguments import Attended, SlotOptions
 from hf_kvcaches.kernels.common_triton import capped, combine, dot, finite, load_option, rotate_pairs, store_part
 from hf_kvcaches.kernels.launch import padded, split_tokens, strided, strided_or_none
-
-if TYPE_CHECKING:
-    from hf_kvcaches.kernels.slots import Attended, SlotOptions
 
 
 @triton.jit

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
-from typing import NamedTuple
 
 import torch
 
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.kernels import splice_reference
+from hf_kvcaches.kernels.arguments import Packed
 from hf_kvcaches.kernels.checks import FLOATS, check_quantized, check_tables, check_tensor
 from hf_kvcaches.kernels.launch import Backend, choose
 from hf_kvcaches.kernels.quantization import dequantize
@@ -25,25 +25,6 @@ from hf_kvcaches.kernels.rotation import Layout, Tables, rotate_
 # Numbers that are dequantized at a time: 1 MB in float32 and at most twice as much besides. A quarter or four times as many take a seventh
 # longer or more, for 32 layers of 8 heads of 128 on a CPU with 2 MB of second-level cache.
 BLOCK = 2**18
-
-
-class Packed(NamedTuple):
-    """Tokens of several layers as they are stored, the last dimension of each tensor contiguous.
-
-    The number of level n is `n * scale + zero`, which is how `kernels.quantize` stores with `axis=-1`.
-
-    Args:
-        data: (layers, heads, tokens, width). int8: level - 127, width = dim. uint8: levels of 4 bits, two to a byte, the first in the low
-            half, width = ceil(dim / 2). Floating point: the numbers themselves, width = dim.
-        scale: (layers, heads, tokens, groups), floating point; None for plain data.
-        zero: Like `scale`.
-        group: Consecutive channels that share a scale; the last group may be shorter. None: all.
-    """
-
-    data: torch.Tensor
-    scale: torch.Tensor | None = None
-    zero: torch.Tensor | None = None
-    group: int | None = None
 
 
 @torch.no_grad()

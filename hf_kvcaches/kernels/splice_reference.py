@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
-from typing import TYPE_CHECKING
 
 import torch
 
+from hf_kvcaches.kernels.arguments import Packed
 from hf_kvcaches.kernels.rotation import Layout, rotate_
-
-if TYPE_CHECKING:
-    from hf_kvcaches.kernels.splice import Packed
 
 
 def splice(

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import gcd
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
+from hf_kvcaches.kernels.arguments import Packed
 from hf_kvcaches.kernels.common_triton import dequantized, pair_dims, rotate_some, store_clamped
 from hf_kvcaches.kernels.launch import padded, strided, strided_or_none
 from hf_kvcaches.kernels.rotation import Layout, Tables
-
-if TYPE_CHECKING:
-    from hf_kvcaches.kernels.splice import Packed
 
 
 @triton.jit

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
@@ -12,7 +11,6 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
-from hf_kvcaches.codec.codec import KVCodec
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.layers import GrowingLayer
 from hf_kvcaches.core.parallel import is_tensor_parallel, shard_of
@@ -21,10 +19,10 @@ from hf_kvcaches.core.prompt import PrefillCall, Remaining, Stage
 from hf_kvcaches.core.source import SourceCache
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.reuse.background import Background
+from hf_kvcaches.reuse.codec import TokenCodec
 from hf_kvcaches.reuse.layer import SplicedLayer
 from hf_kvcaches.reuse.plan import Indices, PlannedRow, PromptPlan
 from hf_kvcaches.reuse.sparse import Look, LookingPass, RunningPass, SparsePass, SplicingPass, ids_at, slots_of, spans_refused
-from hf_kvcaches.reuse.speed import note_pass
 from hf_kvcaches.reuse.storage import Remembering
 from hf_kvcaches.reuse.writer import Loaded, like_stored, splice_row
 
@@ -57,8 +55,6 @@ class SplicingCache(SourceCache):
         self.exchanged = False
         # Why the last prompt was neither looked up nor stored, as a sentence; "" where it was.
         self.reason = ""
-        # Start time and operations of the pass over a prompt, until the next pass ends the measurement.
-        self._timed: tuple[float, float] | None = None
         self.background: Background | None = None
         self.remembering: Remembering | None = None
 
@@ -76,10 +72,6 @@ class SplicingCache(SourceCache):
 
     def observe(self, input_ids: torch.Tensor, attention_mask: Any, position_ids: Any) -> None:
         self._release()
-        if self._timed is not None:
-            began, operations = self._timed
-            note_pass(self.model, operations, time.perf_counter() - began)
-            self._timed = None
         super().observe(input_ids, attention_mask, position_ids)
         if self.holder is None and not self.offloading:
             for layer in self.layers:
@@ -88,21 +80,12 @@ class SplicingCache(SourceCache):
 
     def steps_matter(self) -> bool:
         waiting = self.remembering is not None and self.remembering.waiting
-        return waiting or self._timed is not None or any(layer.window is not None for layer in self.source_layers)
+        return waiting or any(layer.window is not None for layer in self.source_layers)
 
     @property
     def dropped(self) -> int:
         """How many of the first slots are lost in some layer: the model's windows no longer reach back to them."""
         return max(layer.dropped for layer in self.source_layers)
-
-    def time_pass(self, began: float, operations: float) -> None:
-        """Measure how fast prompts are computed, by the time from `began` to the next pass.
-
-        Args:
-            began: A value of `time.perf_counter`.
-            operations: Floating-point operations in that time.
-        """
-        self._timed = began, operations
 
     @property
     def parts_refused(self) -> str:
@@ -236,7 +219,7 @@ class SplicingCache(SourceCache):
         window = 1 if self.holder is None else max(1, self.holder.adopt_window or 0)
         return np.union1d(row.recompute(), np.arange(max(row.begin, tokens - window), tokens))
 
-    def write(self, plan: PromptPlan, blobs: Mapping[str, Mapping[str, torch.Tensor]], codec: KVCodec | None, make_room: bool) -> None:
+    def write(self, plan: PromptPlan, blobs: Mapping[str, Mapping[str, torch.Tensor]], codec: TokenCodec | None, make_room: bool) -> None:
         """Write the tokens of some blobs into the layers; none counts as seen.
 
         Args:
@@ -285,7 +268,7 @@ class SplicingCache(SourceCache):
     def reset(self) -> None:
         self._release()
         super().reset()
-        self.exchanged, self.reason, self._timed = False, "", None
+        self.exchanged, self.reason = False, ""
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self._release()
@@ -313,7 +296,7 @@ class SplicingCache(SourceCache):
     def __getstate__(self) -> dict[str, Any]:
         # A store belongs to its process. In another one the cache keeps its tokens only.
         self._release()
-        return {**super().__getstate__(), "background": None, "remembering": None, "_timed": None}
+        return {**super().__getstate__(), "background": None, "remembering": None}
 
     def _check_layers(self) -> None:
         foreign = sorted({kind for kind, _ in compat.layer_plan(self.config) if kind not in self.own_layer_types})

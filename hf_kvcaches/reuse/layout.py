@@ -8,17 +8,14 @@ from typing import Any, Literal, NamedTuple
 import torch
 from transformers import PreTrainedConfig
 
-from hf_kvcaches.codec.codec import KVCodec
-from hf_kvcaches.codec.coded_content import named_codec
-from hf_kvcaches.codec.layout import packed_bytes
-from hf_kvcaches.codec.sides import EXACT
 from hf_kvcaches.core.files import MOST_LAYERS, not_finite
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ArtifactError, ConfigError, require_choice
-from hf_kvcaches.kernels.quantize import quantize
-from hf_kvcaches.kernels.splice import Packed
+from hf_kvcaches.kernels.arguments import Packed
+from hf_kvcaches.kernels.quantization import quantize
+from hf_kvcaches.reuse.codec import TokenCodec
 
-Quantization = Literal["int8", "int4"] | KVCodec | None
+Quantization = Literal["int8", "int4"] | TokenCodec | None
 
 _BITS = {"int8": 8, "int4": 4}
 # Channels that share a scale. With 4 bits a whole head would lose too much.
@@ -54,8 +51,8 @@ def check_quantization(quantization: Any) -> Quantization:
     Args:
         quantization: "int8", "int4", a codec of keys before rotation, or None.
     """
-    if isinstance(quantization, KVCodec):
-        if quantization.settings.rotation != "aware":
+    if isinstance(quantization, TokenCodec):
+        if not quantization.unrotated:
             raise ConfigError.of("quantization", "a codec of keys before rotation", quantization, "Calibrate with rotation='aware'.")
         return quantization
     require_choice("quantization", quantization, (*_BITS, None), also=", or a KVCodec")
@@ -65,25 +62,17 @@ def check_quantization(quantization: Any) -> Quantization:
 
 def name_of(quantization: Quantization) -> str | None:
     """Name a quantization; other quantizations have other names."""
-    return _CODED + quantization.digest if isinstance(quantization, KVCodec) else quantization
+    return _CODED + quantization.digest if isinstance(quantization, TokenCodec) else quantization
 
 
-def quantization_of(name: str | None, codec: KVCodec | None) -> Quantization:
-    """Return the quantization with a name. Refuse a codec other than the named one.
-
-    Args:
-        codec: The codec that the caller passed, or None.
-    """
-    if is_coded({"quantization": name}):
-        return named_codec(codec, str(name).removeprefix(_CODED), "keys and values that were stored as codes")
-    if codec is not None:
-        raise ConfigError.of("codec", f"None, since keys and values are stored without a codec ({name})", codec, "Leave it out.")
-    return check_quantization(name)
+def codec_digest(name: str | None) -> str | None:
+    """Return the digest of the codec that a quantization's name names; None for other quantizations."""
+    return name.removeprefix(_CODED) if name is not None and name.startswith(_CODED) else None
 
 
 def label_of(quantization: Quantization) -> str:
     """Label a quantization in a table: "int8", "int4", "codec" with its share of the bytes, or "none"."""
-    return f"codec {quantization.bytes_ratio:.3g}" if isinstance(quantization, KVCodec) else quantization or "none"
+    return f"codec {quantization.bytes_ratio:.3g}" if isinstance(quantization, TokenCodec) else quantization or "none"
 
 
 def encode(
@@ -101,19 +90,19 @@ def encode(
         start: With a codec: the position of the first token.
         geometries: With a codec: how each layer's keys are rotated.
     """
-    plain = "int8" if isinstance(quantization, KVCodec) else quantization
+    plain = "int8" if isinstance(quantization, TokenCodec) else quantization
     shapes: dict[tuple[int, int, int], list[int]] = {}
     for index, layer in enumerate(layers):
         shapes.setdefault((layer.keys.shape[0], layer.keys.shape[2], layer.values.shape[2]), []).append(index)
     tensors: dict[str, torch.Tensor] = {}
-    if isinstance(quantization, KVCodec):
+    if isinstance(quantization, TokenCodec):
         layers, codes = _coded(layers, quantization, start, geometries)
         tensors |= codes
     for number, members in enumerate(shapes.values()):
         for name in ("keys", "values"):
             # Layers may be on several devices.
             stacked = torch.stack([getattr(layers[index], name).cpu() for index in members])
-            tensors |= _quantized(f"{name}.{number}", stacked, None if isinstance(quantization, KVCodec) else quantization)
+            tensors |= _quantized(f"{name}.{number}", stacked, None if isinstance(quantization, TokenCodec) else quantization)
     for index, states in hidden.items():
         tensors |= _quantized(f"hidden.{index}", states.cpu()[None, None], plain)
     dtype = str(layers[0].keys.dtype).removeprefix("torch.")
@@ -123,7 +112,7 @@ def encode(
 
 
 def _coded(
-    layers: Sequence[LayerStates], codec: KVCodec, start: int, geometries: Sequence[RotaryGeometry | None]
+    layers: Sequence[LayerStates], codec: TokenCodec, start: int, geometries: Sequence[RotaryGeometry | None]
 ) -> tuple[list[LayerStates], dict[str, torch.Tensor]]:
     """Return the exact states of a text's first tokens, which are outliers, with unrotated keys; and the codes of all tokens."""
     first: list[LayerStates] = []
@@ -136,7 +125,7 @@ def _coded(
             keys = geometry.unrotate(keys[None].float(), positions)[0].to(keys.dtype)
         coder = codec.coder(index, keys.dtype, keys.device)
         codes[f"codes.{index}"] = coder.encode(keys[None], values[None])[:, None].transpose(2, 3).contiguous().cpu()
-        exact = min(max(0, EXACT - start), keys.shape[1])
+        exact = min(max(0, codec.exact_tokens - start), keys.shape[1])
         first.append(LayerStates(keys[:, :exact], values[:, :exact]))
     return first, codes
 
@@ -162,7 +151,7 @@ def check(tensors: Mapping[str, torch.Tensor], stored: Mapping[str, Any], tokens
     check_stored(stored)
     coded, uncoded = is_coded(stored), _uncoded(stored)
     counts = {f"{name}.{number}": len(members) for number, members in enumerate(stored["piles"]) for name in ("keys", "values")}
-    parts = [(name, count, None if coded else uncoded, EXACT if coded else tokens) for name, count in counts.items()]
+    parts = [(name, count, None if coded else uncoded, tokens) for name, count in counts.items()]
     parts += [(f"codes.{index}", 1, None, tokens) for members in stored["piles"] for index in members if coded]
     parts += [(f"hidden.{cut}", 1, uncoded, tokens) for cut in stored["cuts"]]
     for name, count, quantization, length in parts:
@@ -182,7 +171,7 @@ def _quantized(name: str, x: torch.Tensor, quantization: Literal["int8", "int4"]
         if not bool(x.isfinite().all()):
             raise ConfigError.of(name, "finite numbers", "infinities or NaN")
         return {name: x}
-    quantized = quantize(x, bits=_BITS[quantization], group=_group(quantization, x.shape[-1]), axis=-1)
+    quantized = quantize(x, bits=_BITS[quantization], group=_group(quantization, x.shape[-1]))
     return {name: quantized.data, f"{name}.scale": quantized.scale, f"{name}.zero": quantized.zero}
 
 
@@ -193,7 +182,7 @@ def _group(quantization: Literal["int8", "int4"] | None, dim: int) -> int | None
 
 def is_coded(stored: Mapping[str, Any]) -> bool:
     """Whether keys and values are stored as a codec's codes, of unrotated keys."""
-    return isinstance(stored["quantization"], str) and stored["quantization"].startswith(_CODED)
+    return isinstance(stored["quantization"], str) and codec_digest(stored["quantization"]) is not None
 
 
 def _uncoded(stored: Mapping[str, Any]) -> Literal["int8", "int4"] | None:
@@ -207,7 +196,7 @@ def piles(
     start: int,
     stop: int,
     below: int | None = None,
-    codec: KVCodec | None = None,
+    codec: TokenCodec | None = None,
     together: int = MOST_LAYERS,
 ) -> Iterator[Pile]:
     """Yield keys and values of a span of stored tokens; those of a codec are decoded one pile at a time, with unrotated keys.
@@ -236,7 +225,7 @@ def bytes_per_token(tensors: Mapping[str, torch.Tensor], stored: Mapping[str, An
 
 
 def _decoded(
-    tensors: Mapping[str, torch.Tensor], stored: Mapping[str, Any], number: int, chosen: slice, tokens: slice, codec: KVCodec
+    tensors: Mapping[str, torch.Tensor], stored: Mapping[str, Any], number: int, chosen: slice, tokens: slice, codec: TokenCodec
 ) -> Pile:
     """Decode a span of tokens in some layers of a pile.
 
@@ -290,8 +279,7 @@ def payload_bytes(config: PreTrainedConfig, quantization: Quantization, *, depth
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     elements = 2 * heads * head_dim * (config.num_hidden_layers if depth is None else depth)
     elements += 0 if depth is None else config.hidden_size
-    if isinstance(quantization, KVCodec):
-        coded = [layer for layer in quantization.layers[:depth] if layer is not None]
-        return sum(packed_bytes(side.widths) for layer in coded for side in layer) + (0 if depth is None else config.hidden_size)
+    if isinstance(quantization, TokenCodec):
+        return sum(filter(None, quantization.layer_bytes[:depth])) + (0 if depth is None else config.hidden_size)
     bits = 8 * itemsize if quantization is None else _BITS[quantization]
     return elements * bits // 8

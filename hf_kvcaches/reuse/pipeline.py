@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Generic, TypeVar
 
-import numpy as np
 import torch
 
-from hf_kvcaches.codec.codec import KVCodec
 from hf_kvcaches.core.identity import Identity
 from hf_kvcaches.core.parallel import HeadShard
 from hf_kvcaches.core.prompt import PrefillCall, Remaining
 from hf_kvcaches.reuse.cache import SplicingCache
-from hf_kvcaches.reuse.flops import Costs
+from hf_kvcaches.reuse.codec import TokenCodec
 from hf_kvcaches.reuse.plan import PromptPlan, PromptRow
-from hf_kvcaches.reuse.speed import seconds_to_compute
 from hf_kvcaches.stores.hot import bytes_of
 
 CacheT = TypeVar("CacheT", bound=SplicingCache)
 
 Tensors = Mapping[str, torch.Tensor]
-# Reads of fewer seconds are not compared with computing.
-NOTICED = 0.05
 # Blobs are read, written into the cache and freed in batches of about this many bytes.
 TOGETHER = 2**25
 
@@ -68,9 +62,7 @@ class Pipeline(ABC, Generic[CacheT]):
             plan, reason = self._agreed(self.cache.shard, plan, reason)
         if plan is None:
             return self.leave(reason, rows)
-        began = time.perf_counter()
         taken, plan = self.run(plan)
-        self.cache.time_pass(began, self.operations(plan))
         self.report(plan, identity)
         return taken
 
@@ -87,26 +79,6 @@ class Pipeline(ABC, Generic[CacheT]):
             return None, reason or differ
         return replace(plan, rows=tuple(row.cut(row.begin, differ) for row in plan.rows)), ""
 
-    def operations(self, plan: PromptPlan) -> float:
-        """Count the floating-point operations of a plan in the decoder layers, including the last token."""
-        costs, layers = Costs.of(self.cache.model), len(self.cache.layers)
-        spans = [span for row in plan.rows for span in row.spans]
-        joining = sum(costs.of_tokens(span.joining(), span.depth or 0, layers) for span in spans)
-        leaving = sum(costs.of_tokens(span.recompute, span.repair_depth, layers) for span in spans if span.repair_depth is not None)
-        return joining - leaving + sum(costs.of_tokens(np.append(row.recompute(), len(row.ids) - 1)) for row in plan.rows)
-
-    def slower(self, plan: PromptPlan) -> str:
-        """Say why fetching takes longer than computing, as a sentence; "" if it does not, or if the speed is not known."""
-        reading = self.seconds_to_read({tokens.key for tokens in plan.stored})
-        if reading is None or reading < NOTICED:
-            return ""
-        costs = Costs.of(self.cache.model)
-        saved = sum(costs.of_prompt(row.begin, len(row.ids)) for row in plan.rows) - self.operations(plan)
-        computing = seconds_to_compute(self.cache.model, saved)
-        if computing is None or reading < computing:
-            return ""
-        return f"To fetch what is stored takes {reading:.2f} s, and to compute it {computing:.2f} s."
-
     def leave(self, reason: str, rows: tuple[PromptRow, ...] = ()) -> int:
         """Leave the prompt to the model, and keep the reason for the report; `rows` is empty where the rows are not known."""
         self.cache.reason = reason
@@ -122,8 +94,6 @@ class Pipeline(ABC, Generic[CacheT]):
         Returns:
             The plan without evicted or damaged blobs, whose tokens are computed.
         """
-        if reason := self.slower(plan):
-            return replace(plan, rows=tuple(row.cut(row.begin, reason) for row in plan.rows))
         lost: set[str] = set()
         for number, blobs in enumerate(self._batches(plan, lost)):
             self.write(plan, blobs, make_room=number == 0)
@@ -160,12 +130,8 @@ class Pipeline(ABC, Generic[CacheT]):
 
     @property
     @abstractmethod
-    def codec(self) -> KVCodec | None:
+    def codec(self) -> TokenCodec | None:
         """The codec of the store's blobs, if they are codes."""
-
-    @abstractmethod
-    def seconds_to_read(self, keys: Collection[str]) -> float | None:
-        """Estimate how long blobs take to be read, by the measured speed; None if it is not known."""
 
     @abstractmethod
     def refused(self, identity: Identity) -> str:

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import torch
 
+from hf_kvcaches.kernels.arguments import Packed
 from hf_kvcaches.kernels.rotation import Layout
-from hf_kvcaches.kernels.splice import Packed, splice
+from hf_kvcaches.kernels.splice import splice
 
 
 class Portion(NamedTuple):

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from hf_kvcaches.codec.codec import KVCodec
 from hf_kvcaches.core.rope import RotaryGeometry
+from hf_kvcaches.kernels.arguments import Packed
 from hf_kvcaches.kernels.rotation import Layout
-from hf_kvcaches.kernels.splice import Packed
 from hf_kvcaches.reuse import layout
+from hf_kvcaches.reuse.codec import TokenCodec
 from hf_kvcaches.reuse.layer import SplicedLayer
 from hf_kvcaches.reuse.layout import Pile
 from hf_kvcaches.reuse.transfer import Portion, write_all
@@ -41,7 +41,7 @@ class Loaded(NamedTuple):
     stored: Mapping[str, Any]
     tensors: Mapping[str, torch.Tensor]
     depth: int | None = None
-    codec: KVCodec | None = None
+    codec: TokenCodec | None = None
 
     @property
     def tokens(self) -> int:

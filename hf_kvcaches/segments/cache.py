@@ -2,76 +2,36 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Self
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Self
 
+from hf_kvcaches.codec.codec import KVCodec
 from hf_kvcaches.core.cache import KVCache
+from hf_kvcaches.core.identity import Identity, confirmation
 from hf_kvcaches.core.parallel import require_all_heads
 from hf_kvcaches.core.prompt import PrefillCall, Remaining
-from hf_kvcaches.core.report import CacheReport
 from hf_kvcaches.errors import ConfigError, UnsupportedError, require_choice, require_instance, require_tokenizer
 from hf_kvcaches.reuse.cache import SplicingCache
-from hf_kvcaches.reuse.plan import PlannedRow, PlannedSpan
-from hf_kvcaches.segments.filling import SegmentPipeline
+from hf_kvcaches.reuse.pipeline import Pipeline, Tensors
+from hf_kvcaches.reuse.plan import PlannedRow, PlannedSpan, PromptPlan, PromptRow
+from hf_kvcaches.reuse.storage import Buffers, NewPrompt
+from hf_kvcaches.segments.flops import Costs
+from hf_kvcaches.segments.near import NearIdentical
+from hf_kvcaches.segments.planning import plan_row
 from hf_kvcaches.segments.policy import SegmentPolicy
-from hf_kvcaches.segments.scope import check_policy, discovery_for
-from hf_kvcaches.segments.stages import Probe
+from hf_kvcaches.segments.records import Chain
+from hf_kvcaches.segments.report import SegmentReport, report_of
+from hf_kvcaches.segments.scope import check_policy, discovery_for, other_scopes, scope_of
+from hf_kvcaches.segments.stages import Probe, Stages
 from hf_kvcaches.segments.store import SegmentStore
-from hf_kvcaches.segments.tiers import Mode, SegmentTier, tiers_of
+from hf_kvcaches.segments.storing import Hidden, NewRow, SegmentForm, new_segments
+from hf_kvcaches.segments.tiers import Mode, SegmentTier, TierContext, tiers_of
 
-
-class ReusedSpan(NamedTuple):
-    """Consecutive tokens of a prompt of one tier.
-
-    Args:
-        start: The first token's index in its row, padding not counted.
-        repaired: How many stored tokens were recomputed.
-        depth: Layers below it are reused; None: all layers.
-        segments: The stored segments' ids, for `SegmentStore.pin` and `delete`.
-        reason: Why stored tokens were computed, as sentences; "" if none are stored, or all are reused.
-    """
-
-    row: int
-    start: int
-    stop: int
-    tier: str
-    repaired: int
-    depth: int | None
-    segments: tuple[str, ...]
-    reason: str = ""
-
-    def __repr__(self) -> str:
-        """Shorten ids to 8 digits, and leave out what is as in most spans; `segments` has whole ids."""
-        ids = ", ".join(f"{key[:8]}…" for key in self.segments[:3]) + (f", {len(self.segments) - 3} more" if len(self.segments) > 3 else "")
-        shown = {"repaired": self.repaired or None, "depth": self.depth, "segments": f"[{ids}]" if ids else None}
-        shown["reason"] = repr(self.reason) if self.reason else None
-        others = "".join(f", {name}={value}" for name, value in shown.items() if value is not None)
-        return f"ReusedSpan(row={self.row}, start={self.start}, stop={self.stop}, tier={self.tier!r}{others})"
-
-
-@dataclass(frozen=True)
-class SegmentReport(CacheReport):
-    """What a `SegmentReuseCache` holds, and how its prompts were filled in.
-
-    Args:
-        reused_tokens: Tokens of prompts that were not computed, in all rows.
-        repaired_tokens: Stored tokens that were recomputed in their new context.
-        computed_tokens: All other tokens.
-        tiers: Tokens by tier.
-        flops_saved: Operations that were saved, as a share of those of a prefill without reuse, in the decoder layers.
-        spans: The spans of all prompts, in order.
-        reason: Why the last prompt was neither looked up nor stored, as a sentence; "" where it was.
-    """
-
-    reused_tokens: int = 0
-    repaired_tokens: int = 0
-    computed_tokens: int = 0
-    tiers: dict[str, int] | None = None
-    flops_saved: float = 0.0
-    spans: tuple[ReusedSpan, ...] = ()
-    reason: str = ""
+# On a CPU, reuse behind computed tokens pays only from 1 / SHARE of a prompt on. Less than 1 / LEAST of it never pays: to read all weights,
+# before anything stored is used, takes 2% of a prefill of 2,000 tokens.
+SHARE, LEAST = 5, 50
 
 
 class SegmentReuseCache(SplicingCache):
@@ -168,7 +128,7 @@ class SegmentReuseCache(SplicingCache):
 
     def take_prefill(self, call: PrefillCall) -> int | Remaining:
         self.reason = ""
-        return SegmentPipeline(self, call).fill()
+        return _SegmentPipeline(self, call).fill()
 
     def earlier_spans(self, row: int) -> tuple[PlannedSpan, ...]:
         """Return the spans of a row's earlier prompts. Once rows were reordered, an approximation in one row counts for all."""
@@ -183,28 +143,7 @@ class SegmentReuseCache(SplicingCache):
         self._flops[1] += full_cost
 
     def report(self) -> SegmentReport:
-        spans = tuple(
-            ReusedSpan(
-                *(row.number, span.start, span.stop, span.tier, len(span.recompute), span.depth),
-                tuple(tokens.key for tokens in span.stored),
-                span.reason,
-            )
-            for row in self.plans
-            for span in row.spans
-        )
-        tiers: Counter[str] = Counter()
-        for span in spans:
-            tiers[span.tier] += span.stop - span.start
-        return SegmentReport(
-            **self._report_fields(),
-            reused_tokens=sum(row.reused for row in self.plans),
-            repaired_tokens=sum(span.repaired for span in spans),
-            computed_tokens=sum(span.stop - span.start for span in spans if not span.segments),
-            tiers=dict(tiers),
-            flops_saved=1 - self._flops[0] / self._flops[1] if self._flops[1] else 0.0,
-            spans=spans,
-            reason=self.reason,
-        )
+        return report_of(self.plans, *self._flops, **self._report_fields(), reason=self.reason)
 
     def reset(self) -> None:
         super().reset()
@@ -228,6 +167,110 @@ class SegmentReuseCache(SplicingCache):
         super().__setstate__(state)
         self.store, self.discovery = SegmentStore("memory"), discovery_for(None, ())
         self.remember_with(self.store.background)
+
+
+class _SegmentPipeline(Pipeline[SegmentReuseCache]):
+    """Looks up segments, lets tiers admit or reject them, and runs the rest, in stages if one pass is not enough."""
+
+    def __init__(self, cache: SegmentReuseCache, call: PrefillCall) -> None:
+        super().__init__(cache, call)
+        self.scope = ""
+        self.stages: Stages | None = None
+        self.hidden: dict[int, Hidden] = {}
+        # By blob: the hidden states of tokens that run, or may run, from a higher layer on.
+        self.joining: dict[str, Tensors] = {}
+
+    @property
+    def codec(self) -> KVCodec | None:
+        return self.cache.store.codec
+
+    def refused(self, identity: Identity) -> str:
+        return identity.reason
+
+    def look_up(self, identity: Identity, rows: tuple[PromptRow, ...]) -> PromptPlan:
+        cache, store = self.cache, self.cache.store
+        self.scope = scope_of(identity, cache.model, cache.tokenizer, store.quantization, store.depth)
+        store.refresh(self.scope, partial(other_scopes, identity, cache.model, cache.tokenizer, store.quantization, store.depth))
+        policy = cache.policy
+        verdict = partial(store.experience.verdict, self.scope, policy.check_layer)
+        context = TierContext(policy, len(cache.layers), lambda ids, likeness: verdict(ids, likeness, policy.probe, policy.repair))
+        tiers = cache.tiers if cache.approximates else ()
+        with store.reading():
+            index = store.index(self.scope)
+            planned = []
+            for row in rows:
+                near = NearIdentical(index, cache.discovery, cache.caller_spans_of(row.number)) if store.near_identical else None
+                planned.append(self._worth_reusing(plan_row(row, index, tiers, context, near)))
+        return PromptPlan(tuple(planned), self.total)
+
+    def _worth_reusing(self, row: PlannedRow) -> PlannedRow:
+        """Return the row, with reuse of its prefix alone, or of nothing, where too few of its tokens are stored for more to pay."""
+        tokens, reason = len(row.ids) - row.begin, f"{row.reused} tokens are stored, too few for reuse to pay."
+        behind = any(span.reused for span in row.spans if span.start >= row.prefix)
+        if behind and row.reused < max(self.cache.policy.shortest, tokens // SHARE if self.on_cpu else 0):
+            row = row.cut(row.prefix, reason)
+        return row if row.reused >= tokens // LEAST else row.cut(row.begin, reason)
+
+    def read(self, key: str) -> Tensors | None:
+        return self.cache.store.tensors(key, self.call.input_ids.device)
+
+    def write(self, plan: PromptPlan, blobs: Mapping[str, Tensors], make_room: bool) -> None:
+        super().write(plan, blobs, make_room)
+        # All of them: a failed probe may leave a span to the lower layers of its blobs.
+        for key, tensors in blobs.items():
+            self.joining[key] = {name: tensor for name, tensor in tensors.items() if name.startswith("hidden.")}
+
+    def run(self, plan: PromptPlan) -> tuple[int | Remaining, PromptPlan]:
+        cache, store = self.cache, self.cache.store
+        if not cache.approximates:
+            # The model continues from the same slot in all rows.
+            common = min(plan.prefixes)
+            plan = replace(plan, rows=tuple(row.cut(max(common - row.padding, row.begin)) for row in plan.rows))
+        elif store.cuts or store.depth or plan.checked or plan.repairs_lower_layers:
+            self.stages = Stages(cache, self.call, plan, self.joining, store, cache.policy, self.scope)
+            plan, self.hidden = self.stages.run()
+            cache.probes += self.stages.probes
+            return cache.take(plan.total - 1), plan
+        return super().run(plan)
+
+    def report(self, plan: PromptPlan, identity: Identity) -> None:
+        cache = self.cache
+        costs = Costs.of(cache.model)
+        with cache.store.reading():
+            new_rows = [self._new(row) for row in plan.rows]
+        for row in plan.rows:
+            cost = costs.of_row(row)
+            if self.stages is not None:
+                cost += self.stages.cost_of_checks(row, costs)
+            cache.note(row, cost, costs.of_prompt(row.begin, len(row.ids)))
+            # The last first: among equally useful segments, the start of a prompt is evicted last.
+            for tokens in reversed(list(row.stored)):
+                cache.store.used(tokens.key, tokens.stop - tokens.start)
+        if new_rows := [new for new in new_rows if new.stored < len(new.row.ids)]:
+            self._expect(new_rows, identity)
+
+    def _new(self, row: PlannedRow) -> NewRow:
+        """Describe what of a row is to be stored. In a chat in one cache that includes the tokens generated since the last prompt."""
+        cache, stored = self.cache, row.prefix
+        if row.begin:
+            pieces, _ = cache.store.index(self.scope).prefix(row.ids[: row.begin], Chain(), 0, exact_only=not cache.tiers)
+            end = pieces[-1].stop if pieces else 0
+            # Of dropped tokens there is nothing to store.
+            stored = max(stored if end == row.begin else end, cache.dropped - row.padding)
+        return NewRow(row, stored, cache.earlier_spans(row.number), cache.caller_spans_of(row.number), self.hidden.get(row.number))
+
+    def _expect(self, rows: list[NewRow], identity: Identity) -> None:
+        """Store the rows once they are computed."""
+        cache, store = self.cache, self.cache.store
+        form = SegmentForm(self.scope, cache.discovery, store.depth, store.near_identical, cache.rotation.layers)
+        confirmed = confirmation(cache.model, identity)
+
+        def put(buffers: Buffers) -> None:
+            if confirmed():
+                store.put([segment for new in rows for segment in new_segments(new, buffers, form)])
+
+        if cache.remembering is not None:
+            cache.remembering.expect(NewPrompt(self.total, put))
 
 
 def _checked_tiers(tiers: Any, mode: Mode) -> tuple[SegmentTier, ...]:

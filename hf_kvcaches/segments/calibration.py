@@ -19,7 +19,9 @@ from transformers import PreTrainedModel
 
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.errors import ConfigError, is_number, whole_number
-from hf_kvcaches.evaluate.texts import divergence, next_tokens, require_whole
+from hf_kvcaches.evaluate.measures import divergence
+from hf_kvcaches.evaluate.runner import next_tokens
+from hf_kvcaches.evaluate.texts import require_whole
 from hf_kvcaches.reuse.layout import Quantization, check_quantization, label_of
 from hf_kvcaches.segments.cache import SegmentReuseCache
 from hf_kvcaches.segments.policy import SegmentPolicy

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,16 +20,16 @@ from hf_kvcaches.core.prompt import PrefillCall
 from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.kernels.splice import splice
 from hf_kvcaches.reuse import layout
-from hf_kvcaches.reuse.flops import Costs
+from hf_kvcaches.reuse.cache import SplicingCache
 from hf_kvcaches.reuse.pipeline import Tensors
 from hf_kvcaches.reuse.plan import NONE, Indices, PlannedRow, PlannedSpan, PromptPlan
 from hf_kvcaches.reuse.sparse import Look, SparsePass, ids_at, slots_of
 from hf_kvcaches.reuse.transfer import moved
+from hf_kvcaches.segments.flops import Costs
 from hf_kvcaches.segments.planning import PROBES, SLICE, probed_indices
+from hf_kvcaches.segments.policy import SegmentPolicy
+from hf_kvcaches.segments.store import SegmentStore
 from hf_kvcaches.segments.storing import Hidden
-
-if TYPE_CHECKING:
-    from hf_kvcaches.segments.cache import SegmentReuseCache
 
 
 class Probe(NamedTuple):
@@ -61,10 +61,24 @@ class Stages:
         cache: A cache whose layers have room for the prompt, and hold its reused tokens.
         joining: Hidden states of tokens that join above the lowest layer, by the key of their blob.
         scope: See `Record`; the results of probes are remembered for it.
+
+    Attributes:
+        probes: The probes of the prompt.
     """
 
-    def __init__(self, cache: SegmentReuseCache, call: PrefillCall, plan: PromptPlan, joining: Mapping[str, Tensors], scope: str) -> None:
-        self.cache, self.call, self.joining, self.total, self.scope = cache, call, joining, plan.total, scope
+    def __init__(
+        self,
+        cache: SplicingCache,
+        call: PrefillCall,
+        plan: PromptPlan,
+        joining: Mapping[str, Tensors],
+        store: SegmentStore,
+        policy: SegmentPolicy,
+        scope: str,
+    ) -> None:
+        self.cache, self.call, self.joining, self.total = cache, call, joining, plan.total
+        self.store, self.policy, self.scope = store, policy, scope
+        self.probes: list[Probe] = []
         self.rows, self.checked = list(plan.rows), plan.checked
         self.layers = len(cache.layers)
         self.device = call.input_ids.device
@@ -79,7 +93,7 @@ class Stages:
         Returns:
             The plan with all checks decided, and for each row the hidden states to store.
         """
-        check = self.cache.policy.check_layer if self.checked else None
+        check = self.policy.check_layer if self.checked else None
         if check is not None and check >= self.layers:
             raise UnsupportedError(
                 f"policy: check_layer={check}, and the model has {self.layers} layers. Calibrate a policy for this model."
@@ -119,7 +133,7 @@ class Stages:
         return np.append(indices, len(row.ids) - 1) if self.cuts else indices
 
     def _stored_cuts(self) -> set[int]:
-        store = self.cache.store
+        store = self.store
         cuts = set(range(store.cuts, self.layers, store.cuts)) if store.cuts else set()
         return cuts | ({store.depth} if store.depth and store.depth < self.layers else set())
 
@@ -203,9 +217,9 @@ class Stages:
             assert look.query is not None
             queries = look.query[index, :, columns[SLICE : SLICE + PROBES]]
             score = agreement(queries, cached[:, :SLICE], fresh[:, :SLICE], self.cache.shard)
-            self.cache.probes.append(Probe(span.start, span.stop, score))
-            policy, ids = self.cache.policy, row.ids[span.start : span.stop]
-            self.cache.store.experience.learn(self.scope, level, ids, check.likeness, score, policy.repair)
+            self.probes.append(Probe(span.start, span.stop, score))
+            policy, ids = self.policy, row.ids[span.start : span.stop]
+            self.store.experience.learn(self.scope, level, ids, check.likeness, score, policy.repair)
             if score < policy.probe:
                 return check.otherwise
         recompute = span.recompute

@@ -23,8 +23,9 @@ from hf_kvcaches.segments.contents import SegmentContents
 from hf_kvcaches.segments.index import SegmentIndex
 from hf_kvcaches.segments.records import Record
 from hf_kvcaches.segments.signatures import require_signatures
-from hf_kvcaches.stores.blobs import TIMEOUT, BlobStore
+from hf_kvcaches.stores.blobs import BlobStore
 from hf_kvcaches.stores.catalog import Catalog
+from hf_kvcaches.stores.location import TIMEOUT
 
 
 @dataclass(frozen=True)

@@ -8,21 +8,18 @@ import re
 import threading
 import time
 import warnings
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from time import perf_counter
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from hf_kvcaches.errors import ConfigError, is_number
-from hf_kvcaches.stores.blobs import TIMEOUT, BlobStore, Stored, open_blobs
-from hf_kvcaches.stores.hot import HotTier, bytes_of
-
-# The speed of a store is that of its latest reads of at least so many bytes, within so many seconds. Without any, a read is tried again.
-_LATEST, _MEASURABLE, _RECENT = 8, 1 << 16, 60.0
+from hf_kvcaches.stores.blobs import BlobStore, Stored
+from hf_kvcaches.stores.hot import HotTier
+from hf_kvcaches.stores.location import TIMEOUT, open_blobs
 
 
 class Contents(Protocol):
@@ -91,7 +88,6 @@ class Catalog:
         self.bytes, self._eviction_clock = 0, 0.0
         self.lock = threading.RLock()
         self.counts = dict.fromkeys(("loads", "hot_hits", "written", "evicted", "failures"), 0)
-        self._reads: deque[tuple[float, int, float]] = deque(maxlen=_LATEST)  # times, bytes and seconds
         self._changes_lock = threading.Lock()  # changes are applied in the order in which they are fetched
         self._warned: set[str] = set()
         self.read_once = location == "memory"  # nobody else writes there
@@ -160,23 +156,12 @@ class Catalog:
         return tensors
 
     def _load(self, key: str) -> dict[str, Tensor] | None:
-        start = perf_counter()
         with self._count_failures():
             tensors = self.blobs.tensors(key)
-            seconds, size = perf_counter() - start, bytes_of(tensors or {})
             with self.lock:
                 self.counts["loads"] += 1
-                if size >= _MEASURABLE:
-                    self._reads.append((self.clock(), size, seconds))
             return tensors
         return None
-
-    def seconds_to_read(self, keys: Collection[str]) -> float | None:
-        """Return the time to read blobs that are not in the hot tier, at the speed of recent reads; None if there are none."""
-        with self.lock:
-            size = sum(self.entries[key].size for key in keys if key in self.entries and key not in self.hot)
-            reads = [read for read in self._reads if self.clock() - read[0] < _RECENT]
-        return size * sum(read[2] for read in reads) / sum(read[1] for read in reads) if reads else None
 
     def put(self, key: str, head: Mapping[str, Any], tensors: Mapping[str, Tensor], *, reported: bool = True) -> bool:
         """Store a blob, and return whether that succeeded. A head without `created` gets it, in whole seconds since 1970."""

@@ -14,7 +14,7 @@ from hf_kvcaches.core.parallel import require_all_heads, shard_of
 from hf_kvcaches.core.rope import undoable_rotation
 from hf_kvcaches.core.rope_families import head_sizes
 from hf_kvcaches.errors import ConfigError, UnsupportedError, require_choice, require_instance, whole_number
-from hf_kvcaches.evaluate.verify import evaluating
+from hf_kvcaches.evaluate.runner import evaluating
 from hf_kvcaches.kernels.launch import BACKENDS
 from hf_kvcaches.subspace.adaptive.layer import FollowingLayer
 from hf_kvcaches.subspace.adaptive.settings import AdaptiveSubspace

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.identity import require_identity
-from hf_kvcaches.errors import ConfigError, is_number, whole_number
+from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.evaluate.runner import evaluating
 from hf_kvcaches.evaluate.texts import sequences
-from hf_kvcaches.evaluate.verify import evaluating
-from hf_kvcaches.translate.config import TranslatorConfig, TranslatorSettings
+from hf_kvcaches.translate.config import FitOptions, TranslatorSettings
 from hf_kvcaches.translate.maps import Maps
 from hf_kvcaches.translate.pair import Pair
 from hf_kvcaches.translate.paper.joint_svd import paper_maps
@@ -23,46 +23,10 @@ from hf_kvcaches.translate.paper.patching import patch
 from hf_kvcaches.translate.paper.routing import Route
 from hf_kvcaches.translate.reading import TextSums, timed
 from hf_kvcaches.translate.solving import joint_maps
-from hf_kvcaches.translate.trial import Score, Trial, closeness, mean_score, predictions
+from hf_kvcaches.translate.trial import Trial, closeness, mean_score, predictions
 
 # Every eighth text is held out to choose layers on, up to eight texts.
 _HELD_OUT = 8
-
-
-@dataclass(frozen=True)
-class FitOptions:
-    """The arguments of `CacheTranslator.fit` beside models and texts. Checked when made."""
-
-    payload: float
-    recompute_layers: int | Literal["auto"]
-    patch_layers: Literal["auto"] | Sequence[int] | None
-    score: Score | None
-    config: TranslatorConfig
-    max_length: int
-    progress: bool
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.config, TranslatorConfig):
-            raise ConfigError.of("config", "a TranslatorConfig", type(self.config).__name__)
-        if not is_number(self.payload) or not 0 <= self.payload <= 2:
-            raise ConfigError.of("payload", "a share of the bytes of bfloat16 keys and values, 0 to 2", self.payload)
-        if self.patches and self.config.method == "joint":
-            if self.config.layers_per_code not in (None, 1):
-                raise ConfigError("patch_layers: expected codes of one layer each. Pass config=TranslatorConfig(layers_per_code=1).")
-            object.__setattr__(self, "config", replace(self.config, layers_per_code=1))
-        whole_number("max_length", self.max_length, 8, "at least 8 tokens")
-
-    def run_layers(self, layers: int) -> list[int]:
-        """Return the numbers of layers that the consumer may run, of so many."""
-        if self.recompute_layers == "auto":
-            return list(range(min(layers - 1, int(self.config.prefill_share * layers)) + 1))
-        expected = f"'auto', or fewer than the {layers} layers there are"
-        return [whole_number("recompute_layers", self.recompute_layers, 0, expected, most=layers - 1)]
-
-    @property
-    def patches(self) -> bool:
-        """Whether layers may be patched."""
-        return self.patch_layers not in (None, [], ())
 
 
 @torch.no_grad()

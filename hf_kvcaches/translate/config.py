@@ -1,16 +1,20 @@
-"""The options that a translator is fitted with beside its budget, which are saved with it."""
+"""The options that a translator is fitted with."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
+
+import torch
 
 from hf_kvcaches.codec.metric import Metric
 from hf_kvcaches.codec.sides import WIDTHS
 from hf_kvcaches.errors import ConfigError, is_number, require_choice, whole_number
 
 Method = Literal["joint", "paper"]
+# Of expected and of actual logits, (positions, vocabulary) each; greater is better.
+Score = Callable[[torch.Tensor, torch.Tensor], float]
 # Defaults: at most 4 layers and 2,048 numbers a token share a code; moments of wider ones take gigabytes.
 _MOST_SHARING, _WIDEST_CODE = 4, 2048
 
@@ -107,3 +111,39 @@ class TranslatorSettings:
     tokens: int = 0
     seconds: Mapping[str, float] = field(default_factory=dict)
     measured: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """The arguments of `CacheTranslator.fit` beside models and texts. Checked when made."""
+
+    payload: float
+    recompute_layers: int | Literal["auto"]
+    patch_layers: Literal["auto"] | Sequence[int] | None
+    score: Score | None
+    config: TranslatorConfig
+    max_length: int
+    progress: bool
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.config, TranslatorConfig):
+            raise ConfigError.of("config", "a TranslatorConfig", type(self.config).__name__)
+        if not is_number(self.payload) or not 0 <= self.payload <= 2:
+            raise ConfigError.of("payload", "a share of the bytes of bfloat16 keys and values, 0 to 2", self.payload)
+        if self.patches and self.config.method == "joint":
+            if self.config.layers_per_code not in (None, 1):
+                raise ConfigError("patch_layers: expected codes of one layer each. Pass config=TranslatorConfig(layers_per_code=1).")
+            object.__setattr__(self, "config", replace(self.config, layers_per_code=1))
+        whole_number("max_length", self.max_length, 8, "at least 8 tokens")
+
+    def run_layers(self, layers: int) -> list[int]:
+        """Return the numbers of layers that the consumer may run, of so many."""
+        if self.recompute_layers == "auto":
+            return list(range(min(layers - 1, int(self.config.prefill_share * layers)) + 1))
+        expected = f"'auto', or fewer than the {layers} layers there are"
+        return [whole_number("recompute_layers", self.recompute_layers, 0, expected, most=layers - 1)]
+
+    @property
+    def patches(self) -> bool:
+        """Whether layers may be patched."""
+        return self.patch_layers not in (None, [], ())

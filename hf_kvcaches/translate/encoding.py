@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hf_kvcaches import compat
 from hf_kvcaches.errors import ConfigError, whole_number
-from hf_kvcaches.evaluate.verify import evaluating
-from hf_kvcaches.translate.codes import CodesHead, Part, Row
+from hf_kvcaches.evaluate.runner import evaluating
+from hf_kvcaches.translate.codes import CodesHead, Part, PartHead, Row
+from hf_kvcaches.translate.maps import PartEncoder
 from hf_kvcaches.translate.states import PromptTokens, State, read_states
-
-if TYPE_CHECKING:
-    from hf_kvcaches.translate.translator import CacheTranslator
 
 
 class Encoding:
-    """The encoding of prompts from the index `first` on, padding included: its head, and its parts once it runs."""
+    """The encoding of prompts from the index `first` on, padding included: its head, and its parts once it runs.
 
-    def __init__(self, translator: CacheTranslator, producer: Any, input_ids: Any, attention_mask: Any, first: int) -> None:
-        self.encoders, self.model = translator.maps.encoders, translator.check_producer(producer)
+    Args:
+        model: The producer.
+        encoders: Those of the translator.
+        digest: That of the translator.
+        part_heads: The parts of a message.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        encoders: Sequence[PartEncoder],
+        digest: str,
+        part_heads: tuple[PartHead, ...],
+        input_ids: Any,
+        attention_mask: Any,
+        first: int,
+    ) -> None:
+        self.encoders, self.model = encoders, model
         tokens = PromptTokens.of(input_ids, attention_mask)
         if int(tokens.real.sum(-1).min()) < 2:
             hint = "The consumer runs the last one itself."
@@ -34,7 +48,7 @@ class Encoding:
         self._coded = coded[self.tokens.real] if first else None
         skipped = (self.tokens.real.sum(-1) - coded.sum(-1)).tolist()
         rows = tuple(Row.of(ids, count) for ids, count in zip(self.tokens.rows(), skipped, strict=True))
-        self.head = CodesHead(translator.digest, rows, translator.part_heads)
+        self.head = CodesHead(digest, rows, part_heads)
 
     def run(self, on_part: Callable[[Part], Any]) -> None:
         """Pass on each part, in the order of the head, as soon as the producer has its layers."""

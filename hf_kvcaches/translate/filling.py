@@ -6,21 +6,20 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.partial import PassEnded, StoppingPass, run_module, with_layers
-from hf_kvcaches.kernels.rebuild import RowSpan, rebuild
+from hf_kvcaches.kernels.arguments import RowSpan
+from hf_kvcaches.kernels.rebuild import rebuild
+from hf_kvcaches.reuse.cache import SplicingCache
+from hf_kvcaches.translate.attention_input import fill_layer
 from hf_kvcaches.translate.codes import CodesHead, Part
 from hf_kvcaches.translate.maps import LayerDecoder
-from hf_kvcaches.translate.paper.feeding import fill_layer
 from hf_kvcaches.translate.states import PromptTokens, with_watched_input
-
-if TYPE_CHECKING:
-    from hf_kvcaches.translate.cache import TranslatedCache
-    from hf_kvcaches.translate.translator import CacheTranslator
+from hf_kvcaches.translate.translator import CacheTranslator
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ class Filling:
     """One filling of a cache; `tokens` are those in the cache afterwards, also those in it before."""
 
     def __init__(
-        self, cache: TranslatedCache, translator: CacheTranslator, head: CodesHead, prompt: CodedPrompt, tokens: PromptTokens
+        self, cache: SplicingCache, translator: CacheTranslator, head: CodesHead, prompt: CodedPrompt, tokens: PromptTokens
     ) -> None:
         self.cache, self.translator, self.prompt, self.tokens = cache, translator, prompt, tokens
         self.layers = compat.decoder_layers(cache.model)[2]
@@ -131,7 +130,7 @@ class Filling:
         """Write the keys and values of a layer."""
         layer, device = self.cache.layers[decoder.layer], compat.layer_device(self.layers[decoder.layer])
         if decoder.kind == "input":
-            fill_layer(self.cache, decoder.layer, decoder.apply(self._side, coefficients), self.prompt, self.tokens)
+            fill_layer(self.cache, decoder.layer, decoder.apply(self._side, coefficients), self.prompt.spans, self.prompt.seen, self.tokens)
         else:
             heads, *dims = decoder.shape
             like = self.cache.layers[0].key_buffer

@@ -11,8 +11,8 @@ from torch.func import functional_call
 
 from hf_kvcaches.core.files import MOST_LAYERS
 from hf_kvcaches.errors import ArtifactError
-from hf_kvcaches.kernels.rebuild import Decoder
-from hf_kvcaches.translate.paper.aligner import MLPAligner
+from hf_kvcaches.kernels.arguments import Decoder
+from hf_kvcaches.translate.aligner import MLPAligner
 from hf_kvcaches.translate.quantizing import Quantizer
 from hf_kvcaches.translate.states import State
 

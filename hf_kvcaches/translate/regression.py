@@ -12,7 +12,7 @@ from typing import NamedTuple, Self
 import torch
 
 from hf_kvcaches.codec.moments import Moments, roots
-from hf_kvcaches.kernels.rebuild import Decoder
+from hf_kvcaches.kernels.arguments import Decoder
 
 # A variance below this share of the mean variance is rounding.
 _ROUNDING = 1e-12

@@ -19,14 +19,14 @@ from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.identity import Identity, identity_of
 from hf_kvcaches.core.parallel import require_all_heads
 from hf_kvcaches.errors import ArtifactError, FingerprintMismatch, UnsupportedError
-from hf_kvcaches.evaluate.verify import evaluating
-from hf_kvcaches.kernels.rebuild import Decoder
+from hf_kvcaches.evaluate.runner import evaluating
+from hf_kvcaches.kernels.arguments import Decoder
+from hf_kvcaches.translate.calibration import fit
 from hf_kvcaches.translate.codes import CodesHead, Part, PartHead, SemanticCodes, message_of
-from hf_kvcaches.translate.config import TranslatorConfig, TranslatorSettings
+from hf_kvcaches.translate.config import FitOptions, Score, TranslatorConfig, TranslatorSettings
 from hf_kvcaches.translate.encoding import Encoding
 from hf_kvcaches.translate.maps import LayerDecoder, Maps
 from hf_kvcaches.translate.paper.routing import Route
-from hf_kvcaches.translate.trial import Score
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,8 +94,6 @@ class CacheTranslator(Artifact):
             max_length: Tokens of a text that are read.
             progress: Whether to show bars.
         """
-        from hf_kvcaches.translate.calibration import FitOptions, fit
-
         options = FitOptions(payload, recompute_layers, patch_layers, score, config or TranslatorConfig(), max_length, progress)
         return cls(*fit(producer, consumer, tokenizer, texts, options))
 
@@ -129,14 +127,18 @@ class CacheTranslator(Artifact):
             attention_mask: 1 where a token is real, or None. Padding stands on the left, and is not sent.
             first: The index of the first token with codes, where the consumer's cache has those before it: its `seen`.
         """
-        encoding, parts = Encoding(self, producer, input_ids, attention_mask, first), list[Part]()
+        encoding, parts = self._encoding(producer, input_ids, attention_mask, first), list[Part]()
         encoding.run(parts.append)
         return SemanticCodes(encoding.head, parts)
 
     def stream(self, producer: Any, input_ids: Any, attention_mask: Any = None, *, first: int = 0) -> Iterator[bytes]:
         """Yield the bytes of `encode`, each part as soon as the producer, in another thread, has its layers; arguments as in `encode`."""
-        encoding = Encoding(self, producer, input_ids, attention_mask, first)
+        encoding = self._encoding(producer, input_ids, attention_mask, first)
         yield from message_of(encoding.head, encoding.run_in_thread())
+
+    def _encoding(self, producer: Any, input_ids: Any, attention_mask: Any, first: int) -> Encoding:
+        model = self.check_producer(producer)
+        return Encoding(model, self.maps.encoders, self.digest, self.part_heads, input_ids, attention_mask, first)
 
     def check_producer(self, model: Any) -> Any:
         """Return the model without its PEFT wrapper; refuse one that this was not fitted for."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 import torch
@@ -11,10 +11,11 @@ from transformers import DynamicCache
 
 from hf_kvcaches import compat
 from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.evaluate.texts import divergence
+from hf_kvcaches.evaluate.measures import divergence
+from hf_kvcaches.translate.attention_input import state_of_input
+from hf_kvcaches.translate.config import Score
 from hf_kvcaches.translate.maps import Maps
 from hf_kvcaches.translate.pair import Pair
-from hf_kvcaches.translate.paper.feeding import state_of_input
 from hf_kvcaches.translate.states import PromptTokens
 
 # Tokens at the end of a text that are predicted: a quarter of it, and no more than this.
@@ -22,7 +23,6 @@ _PREDICTED = 32
 
 # Keys without rotation and values of some layers, (tokens, width) each.
 KeysValues = Mapping[int, tuple[torch.Tensor, torch.Tensor]]
-Score = Callable[[torch.Tensor, torch.Tensor], float]
 
 
 class Trial:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Self, get_args
+from dataclasses import replace
+from typing import Any, Self, get_args
 
 import torch
 
 from hf_kvcaches import compat
+from hf_kvcaches.codec.codec import KVCodec
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.identity import Identity, identity_of
 from hf_kvcaches.core.parallel import require_all_heads
 from hf_kvcaches.core.partial import run_span
 from hf_kvcaches.core.prompt import PrefillCall, Remaining
-from hf_kvcaches.core.report import CacheReport
 from hf_kvcaches.errors import (
     ConfigError,
     FingerprintMismatch,
@@ -25,51 +25,19 @@ from hf_kvcaches.errors import (
     require_tokenizer,
     whole_number,
 )
+from hf_kvcaches.reuse.alignment import Block
 from hf_kvcaches.reuse.cache import SplicingCache
-from hf_kvcaches.warmstart.filling import WarmStartPipeline, storing_job
+from hf_kvcaches.reuse.pipeline import Pipeline, Tensors
+from hf_kvcaches.reuse.plan import PromptPlan, PromptRow
 from hf_kvcaches.warmstart.gate import WarmStartGate
 from hf_kvcaches.warmstart.layer import WarmLayer
 from hf_kvcaches.warmstart.library import WarmStartLibrary
-from hf_kvcaches.warmstart.planning import Served, ServedRow
+from hf_kvcaches.warmstart.planning import Choice, Chooser, ServedRow, Strategy
+from hf_kvcaches.warmstart.report import WarmStartReport, report_of
+from hf_kvcaches.warmstart.storing import storing_job
 from hf_kvcaches.warmstart.summaries.projector import SlotProjector
 from hf_kvcaches.warmstart.summaries.slots import LayerSlots, Slots
 from hf_kvcaches.warmstart.swapping import ExactPrefill, Swap
-
-Strategy = Literal["auto", "slots", "align", "exact"]
-
-
-@dataclass(frozen=True)
-class WarmStartReport(CacheReport):
-    """What a `WarmStartCache` holds, and how its prompt was served.
-
-    Args:
-        strategy: What served the prompt: "exact" (the same prompt), "align" (spans of a similar one), "slots" (its summary), "prefix"
-            (a common prefix) or "cold"; "mixed" if rows of a batch were served differently, "" before a prompt.
-        neighbour: The id of the entry that served it; None if there is none, or if rows have several.
-        similarity: The cosine of that entry; None if it was looked up by its tokens.
-        reused_tokens: Tokens of the prompt that were not computed, in all rows.
-        computed_tokens: Tokens of the prompt that were computed.
-        refused: Why no better strategy served the prompt, or "".
-        reason: Why the prompt was not looked up at all, as a sentence; "" if it was.
-        swapped: Whether the exact prefill has replaced what was reused.
-        strategies: `strategy` of each row.
-        neighbours: `neighbour` of each row.
-        similarities: `similarity` of each row.
-        refusals: `refused` of each row.
-    """
-
-    strategy: str = ""
-    neighbour: str | None = None
-    similarity: float | None = None
-    reused_tokens: int = 0
-    computed_tokens: int = 0
-    refused: str = ""
-    reason: str = ""
-    swapped: bool = False
-    strategies: tuple[Served, ...] = ()
-    neighbours: tuple[str | None, ...] = ()
-    similarities: tuple[float | None, ...] = ()
-    refusals: tuple[str, ...] = ()
 
 
 class WarmStartCache(SplicingCache):
@@ -173,7 +141,7 @@ class WarmStartCache(SplicingCache):
             self.reason = "Only the first prompt of a chat is looked up." if self.seen else "The cache came without its library."
             return 0
         self.reason, self._swapped = "", False
-        return WarmStartPipeline(self, call).fill()
+        return _WarmStartPipeline(self, call).fill()
 
     def note(self, rows: Sequence[ServedRow], inexact: bool) -> None:
         """Keep the plan of each row, and whether an exact prefill gives other keys and values."""
@@ -182,7 +150,7 @@ class WarmStartCache(SplicingCache):
     def remember(self, rows: Sequence[ServedRow], identity: Identity, slots: int) -> None:
         """Store rows of a prompt in the library once the first `slots` slots are computed, if `remember` is set."""
         if self._remember and self.library.full and self.remembering is not None:
-            self.remembering.expect(storing_job(self, rows, identity, slots))
+            self.remembering.expect(storing_job(self.library, self.model, rows, identity, slots))
 
     def expect_swap(self, call: PrefillCall, padding: Sequence[int]) -> None:
         """Prepare the exact prefill that replaces what was reused, if `swap` is set."""
@@ -256,27 +224,7 @@ class WarmStartCache(SplicingCache):
             self._exact.result()
 
     def report(self) -> WarmStartReport:
-        choices = [row.outcome() for row in self.plans]
-        reused = sum(choice.reused for choice in choices)
-        strategies = tuple(choice.served for choice in choices)
-        neighbours = tuple(choice.neighbour.key if choice.neighbour else None for choice in choices)
-        similarities = tuple(choice.neighbour.similarity if choice.neighbour else None for choice in choices)
-        refusals = tuple(choice.refused for choice in choices)
-        return WarmStartReport(
-            **self._report_fields(),
-            strategy=_common(strategies, "mixed") if choices else "",
-            neighbour=_common(neighbours, None),
-            similarity=_common(similarities, None),
-            reused_tokens=reused,
-            computed_tokens=sum(len(row.ids) for row in self.plans) - reused,
-            refused=_common(refusals, ""),
-            reason=self.reason,
-            swapped=self._swapped,
-            strategies=strategies,
-            neighbours=neighbours,
-            similarities=similarities,
-            refusals=refusals,
-        )
+        return report_of(self.plans, **self._report_fields(), reason=self.reason, swapped=self._swapped)
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
@@ -307,9 +255,93 @@ class WarmStartCache(SplicingCache):
         return {**super().__getstate__(), "library": None, "tokenizer": None, "_exact": None, "projector": None}
 
 
-def _common(values: Sequence[Any], default: Any) -> Any:
-    """Return the value that all rows share, else a default."""
-    return values[0] if len(set(values)) == 1 else default
+class _WarmStartPipeline(Pipeline[WarmStartCache]):
+    """Looks up a neighbour for each row, chooses what is reused from it, and runs the rest."""
+
+    @property
+    def codec(self) -> KVCodec | None:
+        return self.cache.library.codec
+
+    def refused(self, identity: Identity) -> str:
+        return self.cache.library.why_not(identity)
+
+    def leave(self, reason: str, rows: tuple[PromptRow, ...] = ()) -> int:
+        self.cache.note([self._planned(row, Choice(refused=reason)) for row in rows], inexact=False)
+        return super().leave(reason, rows)
+
+    def look_up(self, identity: Identity, rows: tuple[PromptRow, ...]) -> PromptPlan:
+        cache = self.cache
+        cache.library.refresh()
+        options = cache.strategy, cache.swap, cache.gate, cache.guard, cache.tail
+        chooser = Chooser(cache.library, *options, parts=not cache.parts_refused, moved=cache.approximates, on_cpu=self.on_cpu)
+        choices = [chooser.choose(row.ids) for row in rows]
+        summaries = sum(choice.served == "slots" for choice in choices)
+        if 0 < summaries < len(rows):
+            alone = "The rows of a batch take summaries only where all of them can."
+            choices = [Choice(refused=alone) if choice.served == "slots" else choice for choice in choices]
+        return PromptPlan(tuple(map(self._planned, rows, choices)), self.total)
+
+    def _planned(self, row: PromptRow, choice: Choice) -> ServedRow:
+        head = None if choice.neighbour is None else self.cache.library.entries.head(choice.neighbour.key)
+        spans = choice.spans(len(row.ids), {} if head is None else head.stored)
+        return ServedRow(row.number, row.padding, row.ids, row.begin, spans, choice=choice)
+
+    def reuses(self, plan: PromptPlan) -> bool:
+        return any(isinstance(row, ServedRow) and row.choice.neighbour is not None for row in plan.rows)
+
+    def read(self, key: str) -> Tensors | None:
+        entry = self.cache.library.full_of(key)
+        return None if entry is None else entry[1]
+
+    def run(self, plan: PromptPlan) -> tuple[int | Remaining, PromptPlan]:
+        if all(isinstance(row, ServedRow) and row.choice.served == "slots" for row in plan.rows):
+            return self._run_behind_summaries(plan)
+        return super().run(plan)
+
+    def _run_behind_summaries(self, plan: PromptPlan) -> tuple[int, PromptPlan]:
+        """Begin each row with the summary of a similar prompt, and compute only its tail."""
+        library = self.cache.library
+        rows = [row for row in plan.rows if isinstance(row, ServedRow) and row.choice.neighbour is not None]
+        stored = [library.slots_of(row.choice.neighbour.key) for row in rows if row.choice.neighbour is not None]
+        summaries = [slots for slots in stored if slots is not None]
+        counts = {layer.keys.shape[1] for slots in summaries for layer in slots.layers}
+        if len(summaries) < len(rows) or (len(rows) > 1 and len(counts) > 1):
+            refused = "A batch takes summaries of one size, and those of short prompts are smaller."
+            refused = "The summary is gone or damaged." if len(summaries) < len(rows) else refused
+            return 0, replace(plan, rows=tuple(replace(row, choice=Choice(refused=refused)) for row in rows))
+        moved = [self._moved(slots, len(row.ids), row.padding) for slots, row in zip(summaries, rows, strict=True)]
+        taken = plan.total - library.tail
+        self.cache.start_from(moved, taken)
+        served = [replace(row, choice=replace(row.choice, blocks=(Block(0, 0, len(row.ids) - library.tail),))) for row in rows]
+        return taken, replace(plan, rows=tuple(served))
+
+    def _moved(self, slots: Slots, tokens: int, padding: int) -> Slots:
+        """Move a summary to the end of a row of `tokens` tokens, with columns of the mask as positions."""
+        cache, library = self.cache, self.cache.library
+        # A prompt of fewer tokens than slots keeps all of them, so nothing is projected.
+        if cache.projector is not None and all(layer.keys.shape[1] == library.slots for layer in slots.layers):
+            slots = cache.projector.apply(slots, tokens, library.rotation.layers)
+        elif library.correction is not None:
+            slots = library.correction.shifted(slots, tokens - slots.length)
+        else:
+            slots = slots.shifted(tokens - slots.length, library.rotation.layers)
+        # In a shorter prompt some slots have positions before its start.
+        return replace(slots, layers=[layer._replace(positions=layer.positions.clamp_min(0) + padding) for layer in slots.layers])
+
+    def report(self, plan: PromptPlan, identity: Identity) -> None:
+        cache, library = self.cache, self.cache.library
+        rows = [row for row in plan.rows if isinstance(row, ServedRow)]
+        choices = [row.outcome() for row in rows]
+        lossy = library.quantization is not None
+        inexact = any(choice.served in ("align", "slots") or (choice.blocks and lossy) for choice in choices)
+        cache.note(rows, inexact)
+        for choice in choices:
+            if choice.neighbour is not None:
+                library.entries.used(choice.neighbour.key, choice.reused)
+        if inexact:
+            cache.expect_swap(self.call, [row.padding for row in rows])
+        elif new := [row for row, choice in zip(rows, choices, strict=True) if choice.served in ("cold", "prefix")]:
+            cache.remember(new, identity, self.total)
 
 
 def _warn(sentence: str) -> None:

@@ -21,13 +21,15 @@ from transformers import DynamicCache
 from hf_kvcaches import compat
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.errors import ConfigError, is_number, whole_number
-from hf_kvcaches.evaluate.texts import divergence, next_tokens, require_whole
+from hf_kvcaches.evaluate.measures import divergence
+from hf_kvcaches.evaluate.runner import next_tokens
+from hf_kvcaches.evaluate.texts import require_whole
 from hf_kvcaches.reuse.tokens import as_ids
-from hf_kvcaches.warmstart.cache import Strategy, WarmStartCache
+from hf_kvcaches.warmstart.cache import WarmStartCache
 from hf_kvcaches.warmstart.changes import changes
 from hf_kvcaches.warmstart.gate import WarmStartGate
 from hf_kvcaches.warmstart.library import Prompt, WarmStartLibrary, token_ids
-from hf_kvcaches.warmstart.planning import reusable_blocks
+from hf_kvcaches.warmstart.planning import Strategy, reusable_blocks
 
 # The paper's limit on the divergence, in nats.
 FALSE = 0.05

@@ -14,6 +14,7 @@ from transformers import Cache, PreTrainedModel
 
 from hf_kvcaches import compat
 from hf_kvcaches.codec.codec import KVCodec
+from hf_kvcaches.codec.coded_content import named_codec
 from hf_kvcaches.core.checksum import digest_of
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.identity import Identity, identity_of, require_identity
@@ -32,7 +33,8 @@ from hf_kvcaches.reuse import layout as blob_layout
 from hf_kvcaches.reuse.background import Background
 from hf_kvcaches.reuse.layout import Quantization
 from hf_kvcaches.reuse.tokens import Ids, as_ids
-from hf_kvcaches.stores.blobs import TIMEOUT, BlobStore
+from hf_kvcaches.stores.blobs import BlobStore
+from hf_kvcaches.stores.location import TIMEOUT
 from hf_kvcaches.warmstart.encoders import EmbeddingsEncoder, Encoder, HiddenEncoder, encoder_of
 from hf_kvcaches.warmstart.entries import Entry, EntryReport, EntryStore
 from hf_kvcaches.warmstart.packed import PackedLibrary
@@ -341,7 +343,7 @@ class WarmStartLibrary:
         """
         packed = PackedLibrary.from_pretrained(folder_or_hub_id, model=compat.base_model(model), tokenizer=tokenizer, **options)
         adapters = Adapters.of(packed.adapters) if packed.adapters else None
-        settings = packed.settings | {"quantization": blob_layout.quantization_of(packed.settings["quantization"], codec)}
+        settings = packed.settings | {"quantization": _quantization(packed.settings["quantization"], codec)}
         settings |= {"location": location, "max_bytes": max_bytes, "hot_bytes": hot_bytes, "time_to_live": time_to_live, "index": index}
         library = cls(model, tokenizer, encoder=encoder, adapters=adapters, **settings)
         if library.encoder.name != packed.encoder:
@@ -388,6 +390,16 @@ class WarmStartLibrary:
     def __repr__(self) -> str:
         kept = blob_layout.label_of(self.quantization) if self.full else "slots only"
         return f"WarmStartLibrary({len(self)} prompts, {self.slots} slots, {kept}, {self.entries.catalog.blobs.place!r})"
+
+
+def _quantization(name: str | None, codec: KVCodec | None) -> Quantization:
+    """Return the quantization of a stored library. Refuse a codec other than the named one."""
+    digest = blob_layout.codec_digest(name)
+    if digest is not None:
+        return named_codec(codec, digest, "keys and values that were stored as codes")
+    if codec is not None:
+        raise ConfigError.of("codec", f"None, since keys and values are stored without a codec ({name})", codec, "Leave it out.")
+    return blob_layout.check_quantization(name)
 
 
 def _named(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:

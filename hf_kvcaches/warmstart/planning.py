@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
+
+import numpy as np
 
 from hf_kvcaches.reuse.alignment import Block, align
 from hf_kvcaches.reuse.plan import PlannedRow, PlannedSpan, StoredTokens
 from hf_kvcaches.reuse.tokens import Ids
-from hf_kvcaches.warmstart.library import Neighbour
+from hf_kvcaches.warmstart.changes import changes
+from hf_kvcaches.warmstart.gate import WarmStartGate
+from hf_kvcaches.warmstart.library import Neighbour, WarmStartLibrary
+from hf_kvcaches.warmstart.swapping import Swap
 
 Served = Literal["exact", "align", "slots", "prefix", "cold"]
+Strategy = Literal["auto", "slots", "align", "exact"]
 
+# How many entries a prompt is compared with, token by token.
+COMPARED = 3
+# Reusing fewer tokens of an entry takes longer than computing them.
+WORTH = 96
+# On a CPU, attention behind a prefix is slower than that of a whole prompt, so a prefix pays only from 1 / SHARE of the prompt on.
+SHARE = 3
 # Shorter spans that two prompts share are ignored: the tokens behind a change are recomputed anyway.
 SHORTEST = 8
 # A moved span has other text before it; a short one is mostly recomputed anyway.
@@ -96,3 +108,89 @@ def best_aligned(neighbours: Sequence[Neighbour], ids: Ids, *, guard: int, tail:
         if reused >= ENOUGH * len(ids):
             break
     return best, blocks
+
+
+@dataclass(frozen=True)
+class Chooser:
+    """Chooses how rows are served; the options are those of the cache.
+
+    Args:
+        parts: Whether the model can run spans of a prompt between others.
+        moved: Whether tokens can be reused behind another text.
+        on_cpu: Whether the prompt is on a CPU.
+    """
+
+    library: WarmStartLibrary
+    strategy: Strategy
+    swap: Swap
+    gate: WarmStartGate
+    guard: int
+    tail: int
+    parts: bool
+    moved: bool
+    on_cpu: bool
+
+    def choose(self, ids: Ids) -> Choice:
+        """Choose how a row is served."""
+        library = self.library
+        if len(ids) < 2:
+            return Choice(refused="One token has nothing before it.")
+        exact = library.exact(ids)
+        splices = library.full and self.strategy != "slots"
+        if exact is not None and splices:
+            return Choice("exact", exact, (Block(0, 0, len(ids) - 1),))
+        prefix = self._prefix(ids) if splices else Choice()
+        refused = ""
+        if self.strategy != "exact" and self.parts:
+            near = library.near(ids, k=COMPARED) if exact is None else [exact._replace(similarity=1.0)]
+            if splices and self.moved:
+                aligned = self._aligned(near, ids)
+                if aligned.reused > prefix.reused:
+                    return aligned
+                refused = aligned.refused
+            enough = prefix.reused > 0 and prefix.reused >= self.gate.reusable * len(ids)
+            if self.strategy in ("auto", "slots") and not enough:
+                why_not = self._why_no_summary(near, ids)
+                if not why_not:
+                    return Choice("slots", near[0])
+                refused = refused or why_not
+        if prefix.neighbour is not None:
+            return replace(prefix, refused=refused)
+        return Choice(refused=refused or "No entry is like it.")
+
+    def _prefix(self, ids: Ids) -> Choice:
+        neighbour, shared = self.library.beginning(ids)
+        worth = max(WORTH, len(ids) // SHARE if self.on_cpu else 0)
+        return Choice("prefix", neighbour, (Block(0, 0, min(shared, len(ids) - 1)),)) if shared >= worth else Choice()
+
+    def _aligned(self, near: Sequence[Neighbour], ids: Ids) -> Choice:
+        best, blocks = best_aligned(near, ids, guard=self.guard, tail=self.tail)
+        if best is None:
+            return Choice(refused="No entry shares a span with it." if near else "")
+        choice = Choice("align", best, blocks)
+        if choice.reused < WORTH:
+            return Choice(refused=f"{choice.reused} tokens stand in the earlier prompt, too few to be worth it.")
+        verdict = self.gate.decide(reusable=choice.reused / len(ids))
+        return choice if verdict.admitted else Choice(refused=verdict.reason)
+
+    def _why_no_summary(self, near: Sequence[Neighbour], ids: Ids) -> str:
+        library, gate = self.library, self.gate
+        if not near:
+            return "No entry is like it."
+        if not library.slots:
+            return "The library has no summaries."
+        if len(ids) <= library.tail:
+            return "It has no more tokens than the tail behind a summary."
+        closest = near[0]
+        verdict = gate.decide(similarity=closest.similarity, lengths=(len(closest.ids), len(ids)))
+        end = max(1, self.tail)
+        if verdict.admitted and gate.lexical and not np.array_equal(closest.ids[-end:], ids[-end:]):
+            return "The two don't end alike."
+        if verdict.admitted and (gate.lexical or gate.content is not None) and not np.array_equal(closest.ids, ids):
+            before = library.prompt(closest.key) or ""
+            verdict = gate.decide(changes=changes(before, library.text(ids.tolist()), stop=True))
+        if not verdict.admitted:
+            return verdict.reason
+        if self.strategy == "auto" and self.swap == "off":
+            return "Later tokens behind a summary are worse: strategy='auto' takes it with swap='sync' or 'background' only."
+        return ""

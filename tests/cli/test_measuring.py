@@ -83,7 +83,7 @@ def test_the_text_is_what_both_caches_are_fed():
         assert report.agreement == 1
     with torch.no_grad():
         logits = model(ids).logits[:, 7:11]
-    steps, _ = ModelRunner(model, ids[:, :8]).read(DynamicCache(config=model.config), ids[:, 8:])
+    steps, _ = ModelRunner(model, ids[:, :8]).steps(DynamicCache(config=model.config), 4, ids[:, 8:])
     assert torch.allclose(torch.stack([step.logits for step in steps], 1), logits, atol=1e-5)
 
 

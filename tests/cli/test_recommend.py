@@ -15,7 +15,7 @@ from hf_kvcaches.cli.knowledge import family_of, nearest, speed_table
 from hf_kvcaches.cli.recommend import choices
 from hf_kvcaches.cli.sizes import model_size
 from hf_kvcaches.errors import ArtifactError
-from hf_kvcaches.evaluate.verify import cache_bytes
+from hf_kvcaches.evaluate.measures import cache_bytes
 from tests import testbed, tiny
 from tests.cli.running import BASE, run
 

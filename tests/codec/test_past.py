@@ -11,10 +11,9 @@ import torch
 from transformers import Cache
 
 from hf_kvcaches import KVCodec, SubspaceCache, compat
-from hf_kvcaches.codec.past import CodecCoding
+from hf_kvcaches.codec.past import CodecCoding, CodedPast, PastCoding, read_rows
 from hf_kvcaches.errors import ConfigError, UnsupportedError
-from hf_kvcaches.evaluate import measure
-from hf_kvcaches.evaluate.past import CodedPast, PastCoding
+from hf_kvcaches.evaluate.measures import compare
 from tests import tiny
 from tests.test_layout import ROOT
 
@@ -46,7 +45,7 @@ def test_a_codec_reads_as_a_subspace_cache_does_token_by_token(dtype: torch.dtyp
     model, codec, ids = tiny.llama().to(dtype), codec_of("llama"), tiny.ids(2, 63)
     window = {"sinks": sinks, "recent": recent}
     expected = one_by_one(model, SubspaceCache(model, codec, **window), ids, prompt)
-    got = measure.read_rows(model, ids, CodecCoding(codec, model, **window), prompt)
+    got = read_rows(model, ids, CodecCoding(codec, model, **window), prompt)
     torch.testing.assert_close(got, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
@@ -54,7 +53,7 @@ def test_layers_with_windows_and_capped_scores_are_read_as_well() -> None:
     model, codec, ids = tiny.gemma2().double(), codec_of("gemma2"), tiny.ids(1, 40)
     model.set_attn_implementation("eager")  # in older releases sdpa does not cap scores
     expected = one_by_one(model, SubspaceCache(model, codec, recent=3), ids, 5)
-    torch.testing.assert_close(measure.read_rows(model, ids, CodecCoding(codec, model, recent=3), 5), expected, atol=2e-4, rtol=2e-4)
+    torch.testing.assert_close(read_rows(model, ids, CodecCoding(codec, model, recent=3), 5), expected, atol=2e-4, rtol=2e-4)
 
 
 @pytest.mark.parametrize("bits", [2, 4])
@@ -64,7 +63,7 @@ def test_groups_that_grow_are_read_as_kivi_reads_them_token_by_token(bits: int, 
 
     model, ids = tiny.llama().double(), tiny.ids(2, 83)
     expected = one_by_one(model, KiviCache(model.config, bits), ids, prompt)
-    torch.testing.assert_close(measure.read_rows(model, ids, KiviCoding(bits), prompt), expected, atol=2e-4, rtol=2e-4)
+    torch.testing.assert_close(read_rows(model, ids, KiviCoding(bits), prompt), expected, atol=2e-4, rtol=2e-4)
 
 
 class Exact(PastCoding):
@@ -74,7 +73,7 @@ class Exact(PastCoding):
 
 def test_a_coding_that_loses_nothing_gives_the_logits_of_the_full_cache() -> None:
     model, ids = tiny.llama().double(), tiny.ids(2, 300)
-    torch.testing.assert_close(measure.read_rows(model, ids, Exact()), measure.read_rows(model, ids), atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(read_rows(model, ids, Exact()), read_rows(model, ids), atol=1e-9, rtol=1e-9)
 
 
 def test_a_second_pass_is_refused() -> None:
@@ -88,4 +87,4 @@ def test_a_second_pass_is_refused() -> None:
 @pytest.mark.parametrize("wrong", [tiny.ids(8), tiny.ids(1, 3), [1, 2, 3]])
 def test_ids_that_are_no_rows_are_refused(wrong: Any) -> None:
     with pytest.raises(ConfigError, match="input_ids"):
-        measure.compare(torch.zeros(1, 8, 4), torch.zeros(1, 8, 4), wrong)
+        compare(torch.zeros(1, 8, 4), torch.zeros(1, 8, 4), wrong)

@@ -27,7 +27,9 @@ from transformers import (
 
 import hf_kvcaches
 from hf_kvcaches import ConfigError, EquipCache, UnsupportedError, verify
-from hf_kvcaches.evaluate.verify import Seconds, VerifyReport, cache_bytes
+from hf_kvcaches.evaluate.measures import cache_bytes
+from hf_kvcaches.evaluate.runner import Seconds
+from hf_kvcaches.evaluate.verify import VerifyReport
 
 VOCABULARY = 61
 SMALL = {

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from hf_kvcaches.kernels.quantization import dequantize, quantize
+
 NAN = float("nan")
 TOLERANCE = {torch.float32: 3e-5, torch.float64: 1e-6, torch.bfloat16: 4e-2, torch.float16: 6e-3}
 
@@ -52,3 +54,11 @@ def assert_same(got: Any, expected: Any, dtype: torch.dtype, scored: torch.dtype
     torch.testing.assert_close(got[0].cpu().double(), expected[0].double(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     fine = TOLERANCE[scored or torch.promote_types(dtype, torch.float32)]
     torch.testing.assert_close(got[1].cpu(), expected[1].double(), atol=fine, rtol=fine)
+
+
+def restored(x: torch.Tensor, bits: int, group: int | None, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """What is left of a tensor that was quantized, in its dtype or another one, whose range it keeps to."""
+    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
+    numbers, dtype = dequantize(*quantize(x, bits, group), x.shape[-1], group, compute), dtype or x.dtype
+    limit = min(torch.finfo(dtype).max, torch.finfo(compute).max)
+    return numbers.clamp(-limit, limit).to(dtype)

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from hf_kvcaches.core.rope import RotaryGeometry
-from hf_kvcaches.kernels.rebuild import Decoder, RowSpan, rebuild
+from hf_kvcaches.kernels.arguments import Decoder, RowSpan
+from hf_kvcaches.kernels.rebuild import rebuild
 from tests.kernels.cases import NAN, Draws
 
 PLACES = ["one", "rows", "cut"]

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_kvcaches.kernels import rebuild_triton
-from hf_kvcaches.kernels.rebuild import Decoder, RowSpan, rebuild
+from hf_kvcaches.kernels.arguments import Decoder, RowSpan
+from hf_kvcaches.kernels.rebuild import rebuild
 from tests.kernels.rebuild_cases import PLACES, Case, assert_written, largest_of_float16
 from tests.kernels.triton_process import DEVICE, moved
 

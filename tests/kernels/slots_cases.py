@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hf_kvcaches.kernels.slots import RotationTables
+from hf_kvcaches.kernels.arguments import RotationTables
 from tests.kernels.cases import NAN, Draws
 
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-12, torch.bfloat16: 4e-2, torch.float16: 6e-3}

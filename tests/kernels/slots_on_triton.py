@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_kvcaches.kernels import slots_triton
-from hf_kvcaches.kernels.slots import SlotOptions, paged_attention, slot_attention, write_pages, write_slots
+from hf_kvcaches.kernels.arguments import SlotOptions
+from hf_kvcaches.kernels.slots import paged_attention, slot_attention, write_pages, write_slots
 from tests.kernels.cases import NAN
 from tests.kernels.slots_cases import Case, assert_same, write_arguments
 from tests.kernels.triton_process import moved

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from hf_kvcaches.core.rope import RotaryGeometry
-from hf_kvcaches.kernels.quantize import quantize
-from hf_kvcaches.kernels.splice import Packed, splice
-from tests.kernels.cases import NAN, Draws
+from hf_kvcaches.kernels.arguments import Packed
+from hf_kvcaches.kernels.quantization import quantize
+from hf_kvcaches.kernels.splice import splice
+from tests.kernels.cases import NAN, Draws, restored
 
 SLOTS = ["run", "backwards", "scattered"]
 
@@ -44,7 +45,7 @@ class Case(Draws):
         if bits:
             quantized = quantize(x, bits, group)
             self.packed = Packed(quantized.data, quantized.scale, quantized.zero, group)
-            self.decoded = quantized.dequantize(self.exact)
+            self.decoded = restored(x, bits, group, self.exact)
         else:
             self.packed, self.decoded = Packed(x), x.to(self.exact)
         capacity = tokens + 7

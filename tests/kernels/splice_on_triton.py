@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_kvcaches.kernels.splice import Packed, splice
+from hf_kvcaches.kernels.arguments import Packed
+from hf_kvcaches.kernels.splice import splice
 from tests.kernels.splice_cases import SLOTS, Case, assert_copies_bit_for_bit, assert_written, largest_of_float16
 from tests.kernels.triton_process import DEVICE, moved
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.kernels import rebuild as kernels
-from hf_kvcaches.kernels.rebuild import Decoder, RowSpan, rebuild
+from hf_kvcaches.kernels.arguments import Decoder, RowSpan
+from hf_kvcaches.kernels.rebuild import rebuild
 from tests.kernels.rebuild_cases import PLACES, Case, assert_written, largest_of_float16
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

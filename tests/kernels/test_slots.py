@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.kernels import slots as kernels
-from hf_kvcaches.kernels.slots import RotationTables, paged_attention, slot_attention, write_pages, write_slots
+from hf_kvcaches.kernels.arguments import RotationTables
+from hf_kvcaches.kernels.slots import paged_attention, slot_attention, write_pages, write_slots
 from tests.kernels.cases import NAN
 from tests.kernels.slots_cases import Case, assert_same, write_arguments
 

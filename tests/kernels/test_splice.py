@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.kernels import splice as kernels
-from hf_kvcaches.kernels.splice import Packed, splice
+from hf_kvcaches.kernels.arguments import Packed
+from hf_kvcaches.kernels.splice import splice
 from tests.kernels.splice_cases import SLOTS, Case, assert_copies_bit_for_bit, assert_written, largest_of_float16
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

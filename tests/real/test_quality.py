@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from hf_kvcaches import EquipCache, SegmentReuseCache, SegmentStore, WarmStartCache, WarmStartLibrary
-from hf_kvcaches.codec.past import CodecCoding
-from hf_kvcaches.evaluate import suite
-from hf_kvcaches.evaluate.prompts import PairKind, agent_prompts, needle_prompts, prompt_pairs
+from hf_kvcaches.cli import suite
+from hf_kvcaches.cli.prompts import PairKind, agent_prompts, needle_prompts, prompt_pairs
+from hf_kvcaches.codec.past import CodecCoding, read_rows
+from hf_kvcaches.evaluate.measures import compare
 from tests import testbed
 
 PROSE = testbed.held_out()
@@ -74,12 +75,13 @@ def test_needles_and_continuation_behind_a_context_that_was_pruned_before_the_qu
 
 
 def test_divergence_and_perplexity_behind_coded_past(real):
-    ids = torch.tensor(real.tokenizer(PROSE[:20000])["input_ids"][:ROW_TOKENS])[None]
+    ids = torch.tensor(real.tokenizer(PROSE[:20000])["input_ids"][:ROW_TOKENS])[None].to(real.model.device)
     codings = {str(share): CodecCoding(real.codec.at(share), real.model) for share in (0.125, 0.1875, 0.25)}
     codings["0.125, 64 recent"] = CodecCoding(real.codec.at(0.125), real.model, recent=64)
-    rows = measured(suite.text_items(real.model, "prose", ids, codings))
-    for case in codings:
-        check(real.name, case, suite.text_summary(rows, case))
+    full = read_rows(real.model, ids)
+    for case, coding in codings.items():
+        found = compare(full, read_rows(real.model, ids, coding, prompt=4), ids)
+        check(real.name, case, {"kl": found.kl, "change": found.change})
 
 
 def test_divergence_behind_pages_that_have_moved(real):

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from transformers import GPT2Config, LlamaConfig
 
 from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.kernels.quantize import quantize
-from hf_kvcaches.kernels.splice import Packed, splice
+from hf_kvcaches.kernels.arguments import Packed
+from hf_kvcaches.kernels.splice import splice
 from hf_kvcaches.reuse import layout
 from hf_kvcaches.reuse.layout import LayerStates
+from tests.kernels.cases import restored
 
 BITS = {"int8": 8, "int4": 4}
 WAYS = [None, "int8", "int4"]
@@ -47,7 +48,7 @@ def unpacked(packed: Packed, dim: int, dtype: torch.dtype) -> torch.Tensor:
 
 def expected(x: torch.Tensor, way: str | None) -> torch.Tensor:
     """Each layer by itself."""
-    return x if way is None else quantize(x, BITS[way], group=32 if way == "int4" else None).dequantize()
+    return x if way is None else restored(x, BITS[way], 32 if way == "int4" else None)
 
 
 def assert_same(got: torch.Tensor, want: torch.Tensor, way: str | None) -> None:

@@ -1,4 +1,4 @@
-"""Whatever is not reused says why, and what takes longer to fetch than to compute is computed."""
+"""Whatever is not reused says why."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 
 from hf_kvcaches import SegmentReuseCache, SegmentStore, WarmStartCache
 from hf_kvcaches.reuse import pipeline
-from hf_kvcaches.reuse.speed import note_pass, seconds_to_compute
 from hf_kvcaches.segments.tiers import Candidate, SegmentTier, TierContext, Verdict
 from tests import tiny
 from tests.warmstart.warm import library_of
@@ -80,44 +79,6 @@ def test_a_prompt_that_is_looked_up_has_no_reason_and_keeps_none_of_its_decode_s
     cache, _ = make(model)
     model.generate(PROMPT, past_key_values=cache, max_new_tokens=4, do_sample=False, pad_token_id=0)
     assert cache.report().reason == ""
-
-
-@pytest.mark.parametrize("seconds", [0.0, 1e6])
-def test_what_takes_longer_to_fetch_than_to_compute_is_computed(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    model, store = tiny.llama(), SegmentStore("memory")
-    asked(model, SegmentReuseCache(model, store))
-    store.flush()
-    expected = asked(model, None)
-    monkeypatch.setattr(store.catalog, "seconds_to_read", lambda keys: seconds)
-    note_pass(model, 1e6, 1.0)
-    cache = SegmentReuseCache(model, store)
-    torch.testing.assert_close(asked(model, cache), expected, atol=1e-4, rtol=0)
-    report = cache.report()
-    assert (report.reused_tokens > 0) == (seconds == 0)
-    assert all("To fetch what is stored takes" in span.reason for span in report.spans if seconds)
-
-
-def test_a_read_that_nobody_would_notice_is_made_however_fast_the_model_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, store = tiny.llama(), SegmentStore("memory")
-    asked(model, SegmentReuseCache(model, store))
-    store.flush()
-    monkeypatch.setattr(store.catalog, "seconds_to_read", lambda keys: pipeline.NOTICED * 0.9)
-    note_pass(model, 1e18, 1.0)
-    cache = SegmentReuseCache(model, store)
-    asked(model, cache)
-    assert cache.report().reused_tokens > 0
-
-
-def test_the_speed_of_a_model_is_that_of_its_fastest_late_prompt() -> None:
-    model = tiny.llama()
-    assert seconds_to_compute(model, 1e6) is None
-    note_pass(model, 1e6, 2.0)
-    note_pass(model, 1e6, 1.0)
-    note_pass(model, 0.0, 0.0)
-    assert seconds_to_compute(model, 2e6) == pytest.approx(2.0)
-    for _ in range(20):
-        note_pass(model, 1e6, 4.0)
-    assert seconds_to_compute(model, 1e6) == pytest.approx(4.0)
 
 
 class Always(SegmentTier):

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_kvcaches.core.rope import RotaryGeometry
-from hf_kvcaches.kernels.quantize import quantize
 from hf_kvcaches.reuse import layout, transfer, writer
 from hf_kvcaches.reuse.layer import SplicedLayer
 from hf_kvcaches.reuse.layout import LayerStates
 from hf_kvcaches.reuse.writer import Loaded, like_stored, splice_row
 from tests.core.test_rope import CONFIGS
+from tests.kernels.cases import restored
 
 BITS = {"int8": 8, "int4": 4}
 WAYS = [None, "int8", "int4"]
@@ -42,7 +42,7 @@ class Stored:
 
     def read(self, layer: int, name: str) -> torch.Tensor:
         x: torch.Tensor = getattr(self.layers[layer], name)
-        return x if self.way is None else quantize(x, BITS[self.way], group=32 if self.way == "int4" else None).dequantize()
+        return x if self.way is None else restored(x, BITS[self.way], 32 if self.way == "int4" else None)
 
 
 def opened(plan: Plan, rows: int, total: int, dtype: torch.dtype = torch.float32) -> list[SplicedLayer]:

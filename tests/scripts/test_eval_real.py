@@ -8,8 +8,6 @@ import math
 import pytest
 import torch
 
-from hf_kvcaches.errors import ArtifactError
-from hf_kvcaches.evaluate.suite import Item, Log, needle_summary, run
 from tests.scripts.running import import_script, rows_of, run_script
 
 TASKS = ("needles", "codes", "quantized", "requests", "pairs")
@@ -69,32 +67,6 @@ def test_one_task_alone_is_measured_where_it_is_named(tmp_path):
         ("full cache", ""),
         *(("streaming", share) for share in ("0.5", "0.25", "0.125")),
     }
-
-
-def item(name: str, measured: list[str]) -> Item:
-    return Item("task", name, 0, lambda: [measured.append(name) or {"value": len(measured)}])
-
-
-def test_rows_in_the_log_are_not_measured_again(tmp_path):
-    measured: list[str] = []
-    first = run([item("a", measured)], Log(tmp_path / "new" / "log.jsonl"), progress=False)
-    both = run([item("a", measured), item("b", measured)], Log(tmp_path / "new" / "log.jsonl"), progress=False)
-    assert measured == ["a", "b"]
-    assert both[0] == first[0]
-
-
-def test_a_damaged_log_is_named(tmp_path):
-    (tmp_path / "log.jsonl").write_text('{"task": "a"\n', encoding="utf-8")
-    with pytest.raises(ArtifactError, match=r"log\.jsonl: a line is no row"):
-        Log(tmp_path / "log.jsonl")
-
-
-def test_answers_that_the_full_cache_does_not_give_are_not_asked_of_others():
-    row = {"task": "needles words 4", "sample": 0, "losses": [1.0, 2.0], "continuation": 3.0}
-    rows = [row | {"cache": "full cache", "right": [True, False]}, row | {"cache": "x", "right": [True, True], "continuation": 3.25}]
-    found = needle_summary(rows, "x")
-    assert (found["right"], found["questions"]) == (1, 1)
-    assert found["continuation_loss"] == pytest.approx(0.25)
 
 
 def test_levels_of_rotated_codes_lose_as_little_as_the_best_scalar_quantizer_of_normal_numbers():

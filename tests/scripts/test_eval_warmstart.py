@@ -11,7 +11,8 @@ import torch
 
 from hf_kvcaches import WarmStartCache, WarmStartLibrary
 from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.evaluate.texts import divergence, next_tokens
+from hf_kvcaches.evaluate.measures import divergence
+from hf_kvcaches.evaluate.runner import next_tokens
 from hf_kvcaches.warmstart.reading import read_prompt
 from tests import testbed
 from tests.scripts.running import ROOT, rows_of, run_script

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_kvcaches import SegmentReuseCache, SegmentStore
-from hf_kvcaches.stores.blobs import open_blobs
+from hf_kvcaches.stores.location import open_blobs
 from tests import tiny
 from tests.segments.store_helpers import (
     LENGTH,

@@ -10,7 +10,8 @@ import torch
 
 from hf_kvcaches import SegmentReuseCache, SegmentStore
 from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.stores.blobs import MemoryBlobs, open_blobs
+from hf_kvcaches.stores.blobs import MemoryBlobs
+from hf_kvcaches.stores.location import open_blobs
 from tests import tiny
 from tests.segments.store_helpers import (
     LENGTH,

@@ -223,40 +223,6 @@ def test_what_is_no_time_to_live_is_refused(given):
 # How fast a place is
 
 
-def test_the_time_of_a_read_is_told_by_the_reads_before_it_but_for_tiny_ones_and_hot_ones(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr("hf_kvcaches.stores.catalog.perf_counter", lambda: now[0])
-    blobs = MemoryBlobs()
-    clock = [1000.0]
-    made, speed = catalog(blobs, hot_bytes="1 MB", clock=lambda: clock[0]), [1e6]
-    for key in "abc":
-        made.put(key, {"tokens": 1}, {"x": torch.zeros(100_000, dtype=torch.uint8)})
-    made.put("d", {"tokens": 1}, {"x": torch.zeros(10)})
-    made.refresh()
-    reading = blobs.tensors
-
-    def tensors(key: str) -> Any:
-        found = reading(key)
-        now[0] += sum(tensor.nbytes for tensor in found.values()) / speed[0]
-        return found
-
-    monkeypatch.setattr(blobs, "tensors", tensors)
-    speed[0] = 1.0
-    made.read("d", fine)
-    assert made.seconds_to_read("abc") is None
-    speed[0] = 1e6
-    made.read("a", fine)
-    made.read("a", fine)
-    assert made.seconds_to_read("bc") == pytest.approx(0.2, rel=0.01)
-    assert made.seconds_to_read("abc") == made.seconds_to_read("bc"), "a is in the hot tier"
-    speed[0] = 0.5e6
-    made.read("b", fine)
-    assert 0.1 < made.seconds_to_read("c") < 0.2
-    assert made.seconds_to_read("") == 0
-    clock[0] += 61
-    assert made.seconds_to_read("c") is None, "it is measured anew"
-
-
 # A back-end of one's own
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_kvcaches.translate.paper.aligner import MLPAligner, train_aligner
+from hf_kvcaches.translate.aligner import MLPAligner, train_aligner
 from hf_kvcaches.translate.regression import fit_ridge
 
 

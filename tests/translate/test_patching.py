@@ -7,10 +7,10 @@ import torch
 from transformers import DynamicCache
 
 from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.evaluate.texts import divergence
+from hf_kvcaches.evaluate.measures import divergence
+from hf_kvcaches.translate.aligner import MLPAligner
 from hf_kvcaches.translate.pair import Pair
 from hf_kvcaches.translate.paper import patching
-from hf_kvcaches.translate.paper.aligner import MLPAligner
 from hf_kvcaches.translate.states import PromptTokens, read_states
 from hf_kvcaches.translate.trial import Trial
 from tests import tiny

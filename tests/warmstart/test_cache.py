@@ -13,7 +13,7 @@ from transformers import DynamicCache, MistralConfig, PreTrainedModel, Qwen2Conf
 from hf_kvcaches import ModelFingerprint, SlotProjector, WarmStartCache, WarmStartGate, WarmStartLibrary
 from hf_kvcaches.core.rotation import rotation_of
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedError
-from hf_kvcaches.warmstart import filling
+from hf_kvcaches.warmstart import planning
 from hf_kvcaches.warmstart.summaries.slots import Slots
 from tests import testbed, tiny
 from tests.segments.reference import Source, step_by_step
@@ -31,7 +31,7 @@ def test_a_short_common_beginning_is_not_worth_it(monkeypatch: pytest.MonkeyPatc
     model = tiny.llama()
     library = library_of(model, joined(A, B), slots=0)
     for worth, served in ((A.shape[1] + 1, "cold"), (A.shape[1], "prefix")):
-        monkeypatch.setattr(filling, "WORTH", worth)
+        monkeypatch.setattr(planning, "WORTH", worth)
         cache = WarmStartCache(model, library, strategy="exact")
         close(logits_of(model, joined(A, C), cache), logits_of(model, joined(A, C)))
         assert cache.report().strategies == (served,)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hf_kvcaches import WarmStartCache, WarmStartGate, WarmStartLibrary
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch
-from hf_kvcaches.evaluate.texts import divergence
+from hf_kvcaches.evaluate.measures import divergence
 from hf_kvcaches.warmstart.calibration import CLOSED, FALSE, ServedDivergence, calibrate_gate, limit, measure_pair
 from hf_kvcaches.warmstart.changes import changes
 from tests import testbed

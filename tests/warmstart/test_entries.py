@@ -21,7 +21,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_kvcaches.errors import ConfigError, MissingDependencyError
-from hf_kvcaches.stores.blobs import StoreUnavailable, open_blobs
+from hf_kvcaches.stores.blobs import StoreUnavailable
+from hf_kvcaches.stores.location import open_blobs
 from hf_kvcaches.warmstart.entries import Entry, EntryStore
 from tests.stores.blob_helpers import PROCESSES
 

@@ -364,11 +364,11 @@ def test_a_process_that_ends_while_the_thread_runs_ends_well() -> None:
     program = """
 import torch
 from hf_kvcaches import WarmStartCache
-from hf_kvcaches.warmstart import filling, swapping
+from hf_kvcaches.warmstart import planning, swapping
 from tests import tiny
 from tests.warmstart.test_swapping import CHANGED, EARLIER, OPEN, answer, library_of
 torch.set_num_threads(1)
-filling.WORTH, swapping.CHUNK = 2, 1
+planning.WORTH, swapping.CHUNK = 2, 1
 model = tiny.llama()
 library = library_of(model, EARLIER)
 caches = [WarmStartCache(model, library, strategy="align", swap="background", gate=OPEN) for _ in range(6)]

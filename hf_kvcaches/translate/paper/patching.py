@@ -8,25 +8,23 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from hf_kvcaches import compat
 from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.kernels.rebuild import Decoder
+from hf_kvcaches.kernels.arguments import Decoder
+from hf_kvcaches.translate.aligner import MLPAligner, train_aligner
+from hf_kvcaches.translate.config import FitOptions
 from hf_kvcaches.translate.maps import LayerDecoder, Maps, PartEncoder
-from hf_kvcaches.translate.paper.aligner import MLPAligner, train_aligner
 from hf_kvcaches.translate.paper.routing import Route, select
 from hf_kvcaches.translate.quantizing import fit_quantizers
 from hf_kvcaches.translate.reading import TextSums, timed
 from hf_kvcaches.translate.regression import BlockMoments, fit_ridge, reduced_rank
 from hf_kvcaches.translate.solving import part_name
 from hf_kvcaches.translate.trial import Trial, closeness, mean_score, predictions
-
-if TYPE_CHECKING:
-    from hf_kvcaches.translate.calibration import FitOptions
 
 # A patch must gain this share of what the layer's own keys and values would gain: it costs time at each prompt.
 _LEAST_GAIN = 0.1

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import numpy as np
-import numpy.typing as npt
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_kvcaches import compat
+from hf_kvcaches.reuse.plan import Indices, PlannedRow
 
 
 @dataclass(frozen=True)
@@ -26,17 +26,16 @@ class Costs:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Costs:
-        """Read the costs from a model's weights and config. All experts of a mixture are counted."""
-        if model in _known:
-            return _known[model]
+        """Read the costs from a model's weights and config, once. All experts of a mixture are counted."""
+        if model in _COSTS:
+            return _COSTS[model]
         _, _, layers = compat.decoder_layers(model)
         linear = tuple(float(2 * sum(weight.numel() for weight in layer.parameters() if weight.ndim >= 2)) for layer in layers)
         # A product of queries and keys, and one of weights and values.
         scores = tuple(4.0 * _query_size(config) for config in compat.layer_configs(compat.decoder_config(model.config)))
-        costs = _known[model] = cls(linear, scores)
-        return costs
+        return _COSTS.setdefault(model, cls(linear, scores))
 
-    def of_tokens(self, indices: npt.NDArray[np.int64], start: int = 0, stop: int | None = None) -> float:
+    def of_tokens(self, indices: Indices, start: int = 0, stop: int | None = None) -> float:
         """Return the cost of running tokens through some layers.
 
         Args:
@@ -50,10 +49,16 @@ class Costs:
         """Return the cost of a span of tokens."""
         return self.of_tokens(np.arange(begin, stop))
 
+    def of_row(self, row: PlannedRow) -> float:
+        """Return the cost of the tokens that a plan does not reuse, and of the last token."""
+        joining = sum(self.of_tokens(span.joining(), span.depth or 0) for span in row.spans)
+        leaving = sum(self.of_tokens(span.recompute, span.repair_depth) for span in row.spans if span.repair_depth is not None)
+        return joining - leaving + self.of_tokens(np.append(row.recompute(), len(row.ids) - 1))
+
 
 def _query_size(config: PreTrainedConfig) -> int:
     heads: int = config.num_attention_heads
     return heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
 
 
-_known: weakref.WeakKeyDictionary[PreTrainedModel, Costs] = weakref.WeakKeyDictionary()
+_COSTS: WeakKeyDictionary[PreTrainedModel, Costs] = WeakKeyDictionary()

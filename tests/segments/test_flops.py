@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from hf_kvcaches.reuse.flops import Costs
+from hf_kvcaches.segments.flops import Costs
 from tests import tiny
 
 MODELS = {
@@ -60,17 +60,3 @@ def test_costs_are_the_sum_over_tokens_and_layers() -> None:
     assert costs.of_prompt(2, 5) == slow(costs, [2, 3, 4], range(3))
     assert costs.of_prompt(0, 2) + costs.of_prompt(2, 5) == costs.of_prompt(0, 5)
     assert costs.of_prompt(3, 3) == costs.of_tokens(np.zeros(0, np.int64)) == 0
-
-
-def test_a_models_costs_are_read_once_and_forgotten_with_it() -> None:
-    from hf_kvcaches.reuse import flops
-
-    model = tiny.llama(seed=5)
-    before = len(flops._known)
-    assert Costs.of(model) is Costs.of(model)
-    assert len(flops._known) == before + 1
-    del model
-    import gc
-
-    gc.collect()
-    assert len(flops._known) <= before

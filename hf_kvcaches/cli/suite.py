@@ -1,4 +1,4 @@
-"""The quality suite: needles, a text's own continuation, codecs over whole rows, requests of agents, pairs of similar prompts.
+"""The quality suite: needles, a text's own continuation, requests of agents, pairs of similar prompts.
 
 A measurement is an `Item`, which names its rows before it is measured; a `Log` keeps rows in a file, so that a run that is cut off goes on
 where it was.
@@ -6,6 +6,7 @@ where it was.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,10 +20,10 @@ from tqdm import tqdm
 from transformers import Cache, DynamicCache
 
 from hf_kvcaches import compat
-from hf_kvcaches.errors import ArtifactError
-from hf_kvcaches.evaluate import measure
-from hf_kvcaches.evaluate.past import PastCoding
-from hf_kvcaches.evaluate.prompts import NeedlePrompt, PromptPair
+from hf_kvcaches.cli.prompts import NeedlePrompt, PromptPair
+from hf_kvcaches.errors import ArtifactError, ConfigError
+from hf_kvcaches.evaluate.measures import losses
+from hf_kvcaches.evaluate.runner import evaluating
 from hf_kvcaches.evaluate.verify import verify
 
 Row = dict[str, Any]
@@ -76,11 +77,11 @@ class Log:
         self._done.add((row["task"], row["cache"], row["item"]))
 
     def has(self, item: Item) -> bool:
-        """Whether the item was measured."""
+        """Return whether the item was measured."""
         return (item.task, item.cache, item.sample) in self._done
 
     def add(self, item: Item, rows: Iterable[Row]) -> None:
-        """Keeps the rows of an item, all at once."""
+        """Keep the rows of an item, all at once."""
         named = [{"task": item.task, "cache": item.cache, "item": item.sample, "sample": item.sample, **row} for row in rows]
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -91,7 +92,7 @@ class Log:
 
 
 def run(items: Sequence[Item], log: Log, *, progress: bool = True) -> list[Row]:
-    """Measures the items that the log lacks, and returns the rows of all that were asked for.
+    """Measure the items that the log lacks, and return the rows of all that were asked for.
 
     Args:
         progress: Whether to show a bar.
@@ -105,19 +106,66 @@ def run(items: Sequence[Item], log: Log, *, progress: bool = True) -> list[Row]:
     return [row for row in log.rows if (row["task"], row["cache"], row["item"]) in asked]
 
 
+@dataclass(frozen=True)
+class Answer:
+    """How a known continuation fares behind a cache.
+
+    Args:
+        loss: The mean loss of its tokens in nats.
+        matches: Whether greedy decoding writes exactly these tokens.
+    """
+
+    loss: float
+    matches: bool
+
+
+@torch.no_grad()
+def read_context(model: Any, cache: Cache, input_ids: Sequence[int]) -> Cache:
+    """Read a context into an empty cache before anything else is known, a second time where the cache's policy does."""
+    ids = torch.tensor([list(input_ids)], device=model.device)
+    with evaluating(model):
+        model(input_ids=ids, logits_to_keep=1, **compat.cache_kwargs(model, cache))
+        if getattr(getattr(cache, "policy", None), "deferred", False):
+            cache.compress(model, input_ids=ids)
+    return cache
+
+
+@torch.no_grad()
+def answers(model: Any, cache: Cache, questions: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Answer]:
+    """Measure the answers to questions behind a context, each question asked on a copy of the cache.
+
+    A greedy continuation equals the answer exactly if each answer token is the most likely one behind those before it, so the answer is
+    fed along with its question.
+
+    Args:
+        cache: What `read_context` returned; unchanged afterwards.
+        questions: Token ids of each question and of its answer, at least one each.
+    """
+    measured = []
+    with evaluating(model):
+        for question, answer in questions:
+            if not question or not answer:
+                raise ConfigError.of("questions", "at least one token in each question and answer", (len(question), len(answer)))
+            ids, copied = torch.tensor([[*question, *answer[:-1]]], device=model.device), copy.deepcopy(cache)
+            logits = model(input_ids=ids, **compat.cache_kwargs(model, copied)).logits[0, -len(answer) :]
+            targets = torch.tensor(list(answer), device=logits.device)
+            measured.append(Answer(float(losses(logits, targets).mean()), bool((logits.argmax(-1) == targets).all())))
+    return measured
+
+
 def needle_items(model: Any, prompts: Sequence[NeedlePrompt], caches: Mapping[str, MakeCache]) -> Iterator[Item]:
-    """Needles asked behind a context that was read before, and the loss of the context's own continuation.
+    """Yield needles asked behind a context that was read before, and the loss of the context's own continuation.
 
     Args:
         caches: By a name; the full cache is always measured.
     """
 
     def measured(prompt: NeedlePrompt, make: MakeCache) -> list[Row]:
-        cache = measure.prefill(model, make(), prompt.context)
+        cache = read_context(model, make(), prompt.context)
         first, follows = prompt.continuation[:1], prompt.continuation[1:]
-        *found, continued = measure.answers(model, cache, [(prompt.question, prompt.answer), *prompt.others, (first, follows)])
+        *asked, continued = answers(model, cache, [(prompt.question, prompt.answer), *prompt.others, (first, follows)])
         numbers = {"tokens": len(prompt.context), "kept": _kept(cache), "continuation": continued.loss}
-        return [{**numbers, "right": [each.matches for each in found], "losses": [each.loss for each in found]}]
+        return [{**numbers, "right": [answer.matches for answer in asked], "losses": [answer.loss for answer in asked]}]
 
     full = lambda: DynamicCache(config=compat.base_model(model).config)  # noqa: E731
     samples: Counter[str] = Counter()
@@ -128,31 +176,8 @@ def needle_items(model: Any, prompts: Sequence[NeedlePrompt], caches: Mapping[st
         samples[task] += 1
 
 
-def text_items(model: Any, task: str, input_ids: torch.Tensor, codings: Mapping[str, PastCoding], prompt: int = 4) -> Iterator[Item]:
-    """KL and perplexity of codings of the past over rows of text, in one pass for each.
-
-    Args:
-        task: A name for the text.
-        input_ids: (rows, tokens).
-        prompt: First tokens of each row, which are not compared.
-    """
-    full: dict[int, torch.Tensor] = {}
-
-    def measured(sample: int, name: str) -> list[Row]:
-        row = input_ids[sample : sample + 1].to(model.device)
-        if sample not in full:
-            full.clear()
-            full[sample] = measure.read_rows(model, row)
-        found = measure.compare(full[sample], measure.read_rows(model, row, codings[name], prompt), row, prompt)
-        return [{"tokens": found.tokens, "kl": found.kl, "loss": found.loss, "full_loss": found.full_loss}]
-
-    for sample in range(len(input_ids)):
-        for name in codings:
-            yield Item(task, name, sample, lambda sample=sample, name=name: measured(sample, name))  # type: ignore[misc]
-
-
 def request_items(model: Any, task: str, requests: Sequence[Sequence[int]], caches: Mapping[str, MakeCache]) -> Iterator[Item]:
-    """Requests one after another; from the second on what follows each is compared.
+    """Yield requests one after another; from the second on what follows each is compared.
 
     Args:
         requests: Token ids of each prompt.
@@ -160,7 +185,7 @@ def request_items(model: Any, task: str, requests: Sequence[Sequence[int]], cach
     """
 
     def measured(make: MakeCache) -> list[Row]:
-        measure.prefill(model, make(), requests[0])
+        read_context(model, make(), requests[0])
         return [_followed(model, make, ids) | {"sample": number} for number, ids in enumerate(requests[1:], 1)]
 
     for name, make in caches.items():
@@ -168,7 +193,7 @@ def request_items(model: Any, task: str, requests: Sequence[Sequence[int]], cach
 
 
 def pair_items(model: Any, pairs: Sequence[PromptPair], caches: Mapping[str, Callable[[Sequence[int]], MakeCache]]) -> Iterator[Item]:
-    """Prompts that resemble an earlier one, and what follows them.
+    """Yield prompts that resemble an earlier one, and what follows them.
 
     Args:
         caches: By a name, functions that get the earlier prompt and return what makes a cache that may use it.
@@ -180,7 +205,7 @@ def pair_items(model: Any, pairs: Sequence[PromptPair], caches: Mapping[str, Cal
 
 
 def _followed(model: Any, make: MakeCache, ids: Sequence[int]) -> Row:
-    """Divergence over the tokens that the full cache writes behind a prompt, and what the cache did not compute of the prompt."""
+    """Return the divergence over what the full cache writes behind a prompt, and what the cache did not compute of the prompt."""
     made: list[Cache] = []
 
     def keep() -> Cache:
@@ -192,7 +217,7 @@ def _followed(model: Any, make: MakeCache, ids: Sequence[int]) -> Row:
 
 
 def _saved(cache: Any) -> float | None:
-    """The share of the prefill that the cache did not compute: operations where it counts them, else tokens."""
+    """Return the share of the prefill that the cache did not compute: operations where it counts them, else tokens."""
     report: Any = cache.report() if hasattr(cache, "report") else None
     if hasattr(report, "flops_saved"):
         return float(report.flops_saved)
@@ -201,13 +226,13 @@ def _saved(cache: Any) -> float | None:
 
 
 def _kept(cache: Any) -> int:
-    """The slots of the layer that holds most."""
+    """Return the slots of the layer that holds most."""
     report = cache.report() if hasattr(cache, "report") else None
     return int(max(report.kept)) if report is not None else int(cache.get_seq_length())
 
 
 def needle_summary(rows: Sequence[Row], cache: str) -> Row:
-    """Right answers of those that the full cache gives, and losses beyond the full cache's.
+    """Return right answers of those that the full cache gives, and losses beyond the full cache's.
 
     Args:
         rows: Of `needle_items`, of one task or several, those of the full cache among them.
@@ -224,17 +249,8 @@ def needle_summary(rows: Sequence[Row], cache: str) -> Row:
     }
 
 
-def text_summary(rows: Sequence[Row], cache: str) -> Row:
-    """Means over the rows of a text."""
-    own = [row for row in rows if row["cache"] == cache]
-    quality = measure.TextQuality(
-        sum(row["tokens"] for row in own), *(fmean(row[name] for row in own) for name in ("kl", "loss", "full_loss"))
-    )
-    return {"cache": cache, "tokens": quality.tokens, "kl": quality.kl, "perplexity": quality.perplexity, "change": quality.change}
-
-
 def reuse_summary(rows: Sequence[Row], cache: str) -> Row:
-    """Means over requests or pairs, and the worst of them."""
+    """Return means over requests or pairs, and the worst of them."""
     own = [row for row in rows if row["cache"] == cache]
     saved = [row["saved"] for row in own if row["saved"] is not None]
     return {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from hf_kvcaches.cli import prompts
 from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.evaluate import prompts
 from tests import testbed
 
 TOKENIZER = testbed.load("base")[1]

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import torch
 from transformers import Cache, PreTrainedModel
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.partial import PassEnded, SkippedLayer, StoppingPass, run_module, with_layers
+from hf_kvcaches.kernels.arguments import RowSpan
+from hf_kvcaches.reuse.cache import SplicingCache
 from hf_kvcaches.translate.states import PromptTokens, ReadingCache, State, require_plain_layers, state_of, with_exchanged_input
-
-if TYPE_CHECKING:
-    from hf_kvcaches.translate.cache import TranslatedCache
-    from hf_kvcaches.translate.filling import CodedPrompt
 
 
 def feed_attention(model: PreTrainedModel, layer: int, hidden: torch.Tensor, tokens: PromptTokens, cache: Cache) -> None:
@@ -49,14 +47,15 @@ def state_of_input(model: PreTrainedModel, layer: int, hidden: torch.Tensor, tok
     return states[0]
 
 
-def fill_layer(cache: TranslatedCache, layer: int, inputs: torch.Tensor, prompt: CodedPrompt, tokens: PromptTokens) -> None:
+def fill_layer(cache: SplicingCache, layer: int, inputs: torch.Tensor, spans: Sequence[RowSpan], seen: int, tokens: PromptTokens) -> None:
     """Write the keys and values of a patched layer.
 
     Args:
         inputs: Of its attention, for each rebuilt token, (tokens, hidden).
+        spans: The slots of the rebuilt tokens.
+        seen: Slots that were filled before.
         tokens: The tokens that are in the cache afterwards.
     """
-    seen, spans = prompt.seen, prompt.spans
     new = tokens._replace(ids=tokens.ids[:, seen:], positions=tokens.positions[:, seen:])
     hidden = inputs.new_zeros(*new.ids.shape, inputs.shape[1])
     for span, rows in zip(spans, inputs.split([span.tokens for span in spans]), strict=True):

@@ -1,0 +1,94 @@
+"""The report of a `SegmentReuseCache`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from hf_kvcaches.core.report import CacheReport
+from hf_kvcaches.reuse.plan import PlannedRow
+
+
+class ReusedSpan(NamedTuple):
+    """Consecutive tokens of a prompt of one tier.
+
+    Args:
+        start: The first token's index in its row, padding not counted.
+        repaired: How many stored tokens were recomputed.
+        depth: Layers below it are reused; None: all layers.
+        segments: The stored segments' ids, for `SegmentStore.pin` and `delete`.
+        reason: Why stored tokens were computed, as sentences; "" if none are stored, or all are reused.
+    """
+
+    row: int
+    start: int
+    stop: int
+    tier: str
+    repaired: int
+    depth: int | None
+    segments: tuple[str, ...]
+    reason: str = ""
+
+    def __repr__(self) -> str:
+        """Shorten ids to 8 digits, and leave out what is as in most spans; `segments` has whole ids."""
+        ids = ", ".join(f"{key[:8]}…" for key in self.segments[:3]) + (f", {len(self.segments) - 3} more" if len(self.segments) > 3 else "")
+        shown = {"repaired": self.repaired or None, "depth": self.depth, "segments": f"[{ids}]" if ids else None}
+        shown["reason"] = repr(self.reason) if self.reason else None
+        others = "".join(f", {name}={value}" for name, value in shown.items() if value is not None)
+        return f"ReusedSpan(row={self.row}, start={self.start}, stop={self.stop}, tier={self.tier!r}{others})"
+
+
+@dataclass(frozen=True)
+class SegmentReport(CacheReport):
+    """What a `SegmentReuseCache` holds, and how its prompts were filled in.
+
+    Args:
+        reused_tokens: Tokens of prompts that were not computed, in all rows.
+        repaired_tokens: Stored tokens that were recomputed in their new context.
+        computed_tokens: All other tokens.
+        tiers: Tokens by tier.
+        flops_saved: Operations that were saved, as a share of those of a prefill without reuse, in the decoder layers.
+        spans: The spans of all prompts, in order.
+        reason: Why the last prompt was neither looked up nor stored, as a sentence; "" where it was.
+    """
+
+    reused_tokens: int = 0
+    repaired_tokens: int = 0
+    computed_tokens: int = 0
+    tiers: dict[str, int] | None = None
+    flops_saved: float = 0.0
+    spans: tuple[ReusedSpan, ...] = ()
+    reason: str = ""
+
+
+def report_of(plans: Sequence[PlannedRow], cost: float, full_cost: float, **fields: Any) -> SegmentReport:
+    """Report executed plans.
+
+    Args:
+        cost: Operations of the plans.
+        full_cost: Operations of prefills without reuse.
+        **fields: The other fields of the report.
+    """
+    spans = tuple(
+        ReusedSpan(
+            *(row.number, span.start, span.stop, span.tier, len(span.recompute), span.depth),
+            tuple(tokens.key for tokens in span.stored),
+            span.reason,
+        )
+        for row in plans
+        for span in row.spans
+    )
+    tiers: Counter[str] = Counter()
+    for span in spans:
+        tiers[span.tier] += span.stop - span.start
+    return SegmentReport(
+        **fields,
+        reused_tokens=sum(row.reused for row in plans),
+        repaired_tokens=sum(span.repaired for span in spans),
+        computed_tokens=sum(span.stop - span.start for span in spans if not span.segments),
+        tiers=dict(tiers),
+        flops_saved=1 - cost / full_cost if full_cost else 0.0,
+        spans=spans,
+    )

@@ -1,0 +1,60 @@
+"""Divergences, losses and perplexities are those of the definitions."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from hf_kvcaches.codec.past import PastCoding, read_rows
+from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.evaluate.measures import agreement, compare, divergence, losses
+from tests import tiny
+
+
+class Rounded(PastCoding):
+    def read(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return keys.round(decimals=1), values.round(decimals=1)
+
+
+def test_divergence_is_zero_for_the_same_logits_and_the_formula_for_others() -> None:
+    full, other = torch.tensor([0.7, 0.2, 0.1]).log(), torch.tensor([0.5, 0.25, 0.25]).log()
+    assert float(divergence(full, full + 3)) == pytest.approx(0, abs=1e-12)
+    expected = 0.7 * math.log(0.7 / 0.5) + 0.2 * math.log(0.2 / 0.25) + 0.1 * math.log(0.1 / 0.25)
+    assert float(divergence(full, other)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_divergence_of_a_token_that_only_the_other_gives_a_chance_is_finite() -> None:
+    full = torch.tensor([0.0, 0.0, -torch.inf])
+    assert float(divergence(full, torch.zeros(3))) == pytest.approx(math.log(1.5), rel=1e-6)
+
+
+def test_divergence_of_not_a_number_or_of_a_token_without_a_chance_is_infinite() -> None:
+    assert float(divergence(torch.zeros(3), torch.tensor([0.0, 0.0, torch.nan]))) == math.inf
+    assert float(divergence(torch.zeros(3), torch.tensor([0.0, 0.0, -torch.inf]))) == math.inf
+
+
+def test_logits_of_other_shapes_are_refused() -> None:
+    with pytest.raises(ConfigError, match="logits"):
+        divergence(torch.zeros(2, 3), torch.zeros(1, 3))
+
+
+def test_positions_agree_where_the_most_likely_token_is_the_same() -> None:
+    full, other = torch.tensor([[0.0, 1.0], [0.0, 1.0]]), torch.tensor([[0.5, 0.6], [0.6, 0.5]])
+    assert agreement(full, other).tolist() == [True, False]
+
+
+def test_the_loss_of_even_logits_is_that_of_the_vocabulary() -> None:
+    assert losses(torch.zeros(4, 8), torch.arange(4)).exp().tolist() == pytest.approx([8] * 4)
+
+
+def test_text_quality_is_the_mean_over_all_positions_behind_the_prompt() -> None:
+    model, ids = tiny.llama(), tiny.ids(2, 150)
+    full, coded = read_rows(model, ids), read_rows(model, ids, Rounded(), 5)
+    quality, full, coded = compare(full, coded, ids, 5), full[:, 5:-1], coded[:, 5:-1]
+    loss, full_loss = (float(losses(logits, ids[:, 6:]).mean()) for logits in (coded, full))
+    assert quality.tokens == 2 * 144
+    assert quality.kl == pytest.approx(float(divergence(full, coded).mean()), rel=1e-4)
+    assert quality.perplexity == pytest.approx(math.exp(loss), rel=1e-5)
+    assert quality.change == pytest.approx(math.exp(loss - full_loss) - 1, abs=1e-5)
