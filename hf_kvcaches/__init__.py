@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from hf_kvcaches.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from hf_kvcaches.codec.codec import KVCodec
     from hf_kvcaches.core.attention import disable, enable
@@ -59,8 +61,6 @@ if TYPE_CHECKING:
     from hf_kvcaches.warmstart.library import WarmStartLibrary
     from hf_kvcaches.warmstart.summaries.adapters import TrainedAdapters
     from hf_kvcaches.warmstart.summaries.projector import SlotProjector
-
-__version__ = "0.2.0"
 
 # Public name -> the module that has it. Nothing is imported before it is asked for.
 _HOMES = {
