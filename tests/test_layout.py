@@ -15,7 +15,9 @@ PACKAGE = ROOT / "hf_kvcaches"
 
 ROOMS = ("equip", "subspace", "segments", "warmstart", "translate")
 FLOORS = (
-    {"errors": 0, "compat": 0, "kernels": 1, "stores": 1, "core": 2, "evaluate": 3} | dict.fromkeys(ROOMS, 4) | {"cli": 5, "__main__": 6}
+    {"errors": 0, "version": 0, "compat": 0, "kernels": 1, "stores": 1, "core": 2, "evaluate": 3}
+    | dict.fromkeys(ROOMS, 4)
+    | {"cli": 5, "__main__": 6}
 )
 # The command line takes the names that users type, which are those of the front door.
 AT_THE_DOOR = {"cli"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,14 +12,12 @@ from hf_kvcaches.core.adopting import AdoptingCache, LastQueries, first_position
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.calls import Call
 from hf_kvcaches.core.chunks import ChunkView
+from hf_kvcaches.core.files import Content
 from hf_kvcaches.core.growing import GrowingLayer
 from hf_kvcaches.core.history import History
 from hf_kvcaches.core.rotation import Rotation, rotation_of
-from hf_kvcaches.core.save import Content
+from hf_kvcaches.core.save import CacheCodec
 from hf_kvcaches.errors import ConfigError, UnsupportedError
-
-if TYPE_CHECKING:
-    from hf_kvcaches.codec.codec import KVCodec
 
 
 class SourceCache(KVCache):
@@ -176,7 +174,7 @@ class SourceCache(KVCache):
         fields = super()._report_fields()
         return fields if self.holder is None else fields | {"decode_with": self.holder.report()}
 
-    def content(self, codec: KVCodec | None, attention_mask: torch.Tensor | None) -> Content:
+    def content(self, codec: CacheCodec | None, attention_mask: torch.Tensor | None) -> Content:
         """What is saved or sent: with `decode_with`, the holder, to be read with the holder's class."""
         if self.holder is None:
             return super().content(codec, attention_mask)

@@ -9,14 +9,15 @@ import torch
 from transformers import PreTrainedConfig
 
 from hf_kvcaches.codec.codec import KVCodec
-from hf_kvcaches.codec.coded_content import named_codec
 from hf_kvcaches.codec.layout import packed_bytes
 from hf_kvcaches.codec.sides import EXACT
-from hf_kvcaches.core.files import MOST_LAYERS, not_finite
+from hf_kvcaches.core.files import MOST_LAYERS
 from hf_kvcaches.core.rope import RotaryGeometry
+from hf_kvcaches.core.save import named_codec
 from hf_kvcaches.errors import ArtifactError, ConfigError, require_choice
 from hf_kvcaches.kernels.quantize import quantize
 from hf_kvcaches.kernels.splice import Packed
+from hf_kvcaches.stores.blobs_format import not_finite
 
 Quantization = Literal["int8", "int4"] | KVCodec | None
 
