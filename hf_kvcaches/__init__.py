@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__version__ = "0.2.0"
+from hf_kvcaches.version import __version__ as __version__
 
 # Module -> the public names that it has. Nothing is imported before it is asked for. `__init__.pyi` says the same to type checkers.
 _PUBLIC = {

@@ -16,8 +16,8 @@ from shared.models import Pair, random_ids, random_llama
 from transformers import DynamicCache
 
 from hf_kvcaches import AdaptiveSubspace, CacheTranslator, EquipCache, GrowingCache, KVCacheError, KVCodec, SubspaceCache, TranslatedCache
-from hf_kvcaches.core.artifact import Artifact
 from hf_kvcaches.core.fingerprint import ModelFingerprint
+from hf_kvcaches.core.hub import Artifact
 from hf_kvcaches.kernels.arguments import Decoder
 from hf_kvcaches.translate.config import TranslatorConfig, TranslatorSettings
 from hf_kvcaches.translate.maps import LayerDecoder, Maps, PartEncoder

@@ -7,9 +7,9 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from hf_kvcaches import __version__
 from hf_kvcaches.cli import arguments
 from hf_kvcaches.errors import KVCacheError
+from hf_kvcaches.version import __version__
 
 # Name -> what it does, its options, and its module, which has `run(args)`.
 COMMANDS = {
@@ -18,7 +18,6 @@ COMMANDS = {
     "eval": ("measure what caches lose on texts", arguments.evaluate, "evaluate"),
     "bench": ("time prefill and decode steps of caches", arguments.bench, "bench"),
     "calibrate": ("make a codec, a segment policy, a warm-start gate or a translator", arguments.calibrate, "calibrate"),
-    "push-generate": ("publish a cache as a custom_generate repository", arguments.push_generate, "push"),
 }
 
 

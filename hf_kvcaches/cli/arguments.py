@@ -80,15 +80,6 @@ def bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=5, help="rounds after one that is not counted")
 
 
-def push_generate(parser: argparse.ArgumentParser) -> None:
-    add_cache(parser)
-    parser.add_argument("--repo", metavar="ID", help="the repository, as owner/name; made if need be")
-    parser.add_argument("--folder", type=Path, help="write the repository's files here; without --repo nothing is uploaded")
-    parser.add_argument("--private", action="store_true", help="make a new repository private")
-    parser.add_argument("--revision", help="the branch; made if need be")
-    parser.add_argument("--dry-run", action="store_true", help="print what would be uploaded, and upload nothing")
-
-
 def calibrate(parser: argparse.ArgumentParser) -> None:
     """Add one command for each kind of artifact."""
     kinds = parser.add_subparsers(metavar="KIND", required=True)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import transformers
 
-from hf_kvcaches import __version__
+from hf_kvcaches.version import __version__
 
 Row = dict[str, Any]
 

@@ -12,20 +12,20 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from hf_kvcaches.codec import allocation
+from hf_kvcaches.codec import allocation, saved_cache
 from hf_kvcaches.codec.coder import LayerCoder
 from hf_kvcaches.codec.layout import packed_bytes
 from hf_kvcaches.codec.metric import Metric
 from hf_kvcaches.codec.sides import EXACT, CalibratedLayer, CalibratedSide
 from hf_kvcaches.codec.wire import codes as wire
-from hf_kvcaches.codec.wire.messages import Source
-from hf_kvcaches.core.artifact import Artifact
 from hf_kvcaches.core.checksum import digest_of
 from hf_kvcaches.core.files import checked_layers
 from hf_kvcaches.core.fingerprint import ModelFingerprint
+from hf_kvcaches.core.hub import Artifact
 from hf_kvcaches.core.parallel import HeadShard
 from hf_kvcaches.core.rope import RotaryGeometry, undoable_rotation
 from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError, require_choice
+from hf_kvcaches.stores.streams import Source
 
 
 @dataclass(frozen=True)
@@ -297,6 +297,23 @@ class KVCodec(Artifact):
                 connected socket's `recv`.
         """
         return wire.read(data, self.digest, self.layer_bytes)
+
+    def encode_layer(
+        self, config: PreTrainedConfig, layer_idx: int, keys: torch.Tensor, values: torch.Tensor, padding: list[int]
+    ) -> dict[str, torch.Tensor]:
+        """What a saved cache has of a layer's exact keys and values; see `CacheCodec`."""
+        layer, shapes = self.layers[layer_idx], [(states.shape[1], states.shape[3]) for states in (keys, values)]
+        if layer is None or shapes != [side.shape for side in layer]:
+            raise ConfigError.of("codec", f"one for keys and values of layer {layer_idx}, {shapes}", self)
+        coder = self.coder(layer_idx, keys.dtype, keys.device)
+        return saved_cache.encode(coder, self.geometry(config, layer_idx), keys, values, padding)
+
+    def decode_layer(
+        self, config: PreTrainedConfig, layer_idx: int, stored: dict[str, torch.Tensor], padding: list[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The inverse of `encode_layer`."""
+        coder = self.coder(layer_idx, stored["first_keys"].dtype, stored["codes"].device)
+        return saved_cache.decode(coder, self.geometry(config, layer_idx), stored, padding)
 
     def require_all_layers(self, model: nn.Module, where: str) -> None:
         """Refuses a codec of another model, or one that leaves layers out.

@@ -8,27 +8,25 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from hf_kvcaches import compat
-from hf_kvcaches.codec.wire import caches as wire
-from hf_kvcaches.codec.wire.messages import Source
 from hf_kvcaches.core import continuation, view
-from hf_kvcaches.core import save as saved
-from hf_kvcaches.core.artifact import local_folder, make_folder
+from hf_kvcaches.core.files import Content, container, read_file, read_message
+from hf_kvcaches.core.hub import local_file, make_folder
 from hf_kvcaches.core.identity import Identity, Provenance
 from hf_kvcaches.core.layers import KVLayer, row_picker
 from hf_kvcaches.core.report import CacheReport, foreign_kept, foreign_kind, foreign_tensors, measured_bytes, summarise
+from hf_kvcaches.core.save import FILE_NAME, CacheCodec, cache_of, content_of
 from hf_kvcaches.core.token_log import TokenLog
 from hf_kvcaches.core.versions import warn_of_untested_version
 from hf_kvcaches.errors import ConfigError, UnsupportedError
-
-if TYPE_CHECKING:
-    from hf_kvcaches.codec.codec import KVCodec
+from hf_kvcaches.stores.files import write_atomically
+from hf_kvcaches.stores.streams import Source
 
 # Passes of assisted decoding bring at most so many drafted tokens.
 _DRAFTED = 32
@@ -56,6 +54,8 @@ class KVCache(continuation.CacheArgument, Cache, ABC):
     """The types of the model's layers that the method applies to; others are transformers' own."""
     takes_latents: ClassVar[bool] = False
     """Whether they also do for models that expand keys and values from what the cache returns (multi-head latent attention)."""
+    codec_class: ClassVar[type[Any] | None] = None
+    """The class of `codec`, an `Artifact`: a cache of codes is saved with its codec."""
     logs_passes: ClassVar[bool] = False
     """Whether the cache writes down the tokens of all passes itself."""
 
@@ -84,7 +84,7 @@ class KVCache(continuation.CacheArgument, Cache, ABC):
             continuation.begin_generate(model, self)
 
     @property
-    def codec(self) -> KVCodec | None:
+    def codec(self) -> CacheCodec | None:
         """The codec whose codes the layers hold, if they hold codes."""
         return None
 
@@ -253,7 +253,7 @@ class KVCache(continuation.CacheArgument, Cache, ABC):
             for name, tensor in (layer.owned_tensors() if isinstance(layer, KVLayer) else foreign_tensors(layer)).items()
         }
 
-    def save(self, path: str | Path, codec: KVCodec | None = None, attention_mask: torch.Tensor | None = None) -> None:
+    def save(self, path: str | Path, codec: CacheCodec | None = None, attention_mask: torch.Tensor | None = None) -> None:
         """Writes the cache to one safetensors file, with the fingerprint of the model that filled it.
 
         The fingerprint is that of the passes that filled it. The model must still be the same, because the last tokens may be newer; where
@@ -266,18 +266,18 @@ class KVCache(continuation.CacheArgument, Cache, ABC):
             attention_mask: With codec, of a cache with several rows that are exact: 1 where a token is real, (batch, tokens) of the prompt
                 or of all, with padding at the start of rows. Keys are coded best where positions count these, as with `generate`.
         """
-        saved.save(self.content(codec, attention_mask), Path(path))
+        write_atomically(path, container(self.content(codec, attention_mask)))
 
-    def to_bytes(self, codec: KVCodec | None = None, attention_mask: torch.Tensor | None = None) -> bytes:
+    def to_bytes(self, codec: CacheCodec | None = None, attention_mask: torch.Tensor | None = None) -> bytes:
         """The cache as a message, to go on in another process that has the model.
 
         Args:
             codec: As for `save`, and `attention_mask`.
         """
-        return b"".join(wire.written(self.content(codec, attention_mask)))
+        return b"".join(container(self.content(codec, attention_mask)))
 
     @classmethod
-    def from_bytes(cls, data: Source, model: Any, codec: KVCodec | None = None) -> Self:
+    def from_bytes(cls, data: Source, model: Any, codec: CacheCodec | None = None) -> Self:
         """Reads a cache that `to_bytes` wrote.
 
         Args:
@@ -285,9 +285,9 @@ class KVCache(continuation.CacheArgument, Cache, ABC):
                 connected socket's `recv`.
             model: As for `load`, and `codec`.
         """
-        return wire.read(data).cache(cls, model, codec, "this message")
+        return cache_of(cls, read_message(data), model, codec, "this message")
 
-    def content(self, codec: KVCodec | None, attention_mask: torch.Tensor | None) -> saved.Content:
+    def content(self, codec: CacheCodec | None, attention_mask: torch.Tensor | None) -> Content:
         """What is saved or sent.
 
         Args:
@@ -295,10 +295,10 @@ class KVCache(continuation.CacheArgument, Cache, ABC):
         """
         if self._learned_prompt:
             raise UnsupportedError("save: what a learned prompt put into the cache is in no fingerprint. Keep the cache in memory.")
-        return saved.Content.of(self, codec, attention_mask)
+        return content_of(self, codec, attention_mask)
 
     @classmethod
-    def load(cls, path: str | Path, model: Any, codec: KVCodec | None = None) -> Self:
+    def load(cls, path: str | Path, model: Any, codec: CacheCodec | None = None) -> Self:
         """Reads a cache that `save` wrote.
 
         Args:
@@ -306,20 +306,19 @@ class KVCache(continuation.CacheArgument, Cache, ABC):
             model: The model to go on with; another one than the cache was filled by is a `FingerprintMismatch`.
             codec: The one that it was saved with, if it was with one.
         """
-        return saved.load(cls, Path(path), model, codec)
+        return cache_of(cls, read_file(path), model, codec, str(path))
 
-    def save_pretrained(self, folder: str | Path, codec: KVCodec | None = None, attention_mask: torch.Tensor | None = None) -> None:
+    def save_pretrained(self, folder: str | Path, codec: CacheCodec | None = None, attention_mask: torch.Tensor | None = None) -> None:
         """Writes the cache into a folder, made if need be, as `save` does into a file.
 
         Args:
             folder: Where to. Other files in it stay.
             codec: As for `save`, and `attention_mask`.
         """
-        make_folder(Path(folder))
-        self.save(Path(folder) / saved.FILE_NAME, codec, attention_mask)
+        self.save(make_folder(folder) / FILE_NAME, codec, attention_mask)
 
     @classmethod
-    def from_pretrained(cls, folder_or_hub_id: str | Path, model: Any, codec: KVCodec | None = None, **options: Any) -> Self:
+    def from_pretrained(cls, folder_or_hub_id: str | Path, model: Any, codec: CacheCodec | None = None, **options: Any) -> Self:
         """Reads a cache that `save_pretrained` wrote, from a folder, or from the Hub where there is no such folder.
 
         Args:
@@ -328,7 +327,7 @@ class KVCache(continuation.CacheArgument, Cache, ABC):
             codec: The one that it was saved with, if it was with one.
             **options: `revision`, `token`, `cache_dir` and `local_files_only` of a download.
         """
-        return cls.load(local_folder(folder_or_hub_id, [saved.FILE_NAME], **options) / saved.FILE_NAME, model, codec)
+        return cls.load(local_file(folder_or_hub_id, FILE_NAME, **options), model, codec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = type(self).__new__(type(self))

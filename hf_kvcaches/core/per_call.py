@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import Cache, EncoderDecoderCache, PreTrainedModel
 
 from hf_kvcaches import compat
-from hf_kvcaches.core import generate_folder
 from hf_kvcaches.core.cache import KVCache
-from hf_kvcaches.core.publishing import publish
 from hf_kvcaches.errors import ConfigError, with_article
 
 
@@ -67,48 +64,6 @@ class PerCall(compat.MarkedCache):
             raise ConfigError.of("cache_implementation", f"none {beside}", implementation, hint)
         if not arguments.get("use_cache", True):
             raise ConfigError.of("use_cache", f"True {beside}", False, "Leave one of them out.")
-
-    def save_pretrained(self, folder: str | Path, repo_id: str | None = None) -> None:
-        """Writes a folder, or what a Hub repository is made of, that `generate` takes as `custom_generate`.
-
-        `model.generate(..., custom_generate=folder, trust_remote_code=True)` then decodes with such a cache, a new one for each call.
-        The cache has to be one of this package, and its options JSON values. In an existing README.md only the part between the
-        generated markers is replaced.
-
-        Args:
-            folder: Where to, made if need be. Other files in it stay.
-            repo_id: The Hub repository that its card names, as `"owner/name"`; `None` for one of the folder's name.
-        """
-        generate_folder.write(Path(folder), self.cache_class, _named(self.cache_class, self.args, self.options), repo_id)
-
-    def push_to_hub(
-        self,
-        repo_id: str,
-        private: bool | None = None,
-        token: str | bool | None = None,
-        commit_message: str | None = None,
-        revision: str | None = None,
-    ) -> str:
-        """Uploads what `save_pretrained` writes to a Hub repository, made if need be, and returns the commit's address.
-
-        Other files of the repository stay, a model's among them.
-
-        Args:
-            repo_id: `"owner/name"`.
-            private: Whether a new repository is private; `None` takes the owner's default.
-            token: A write token; `None` takes the one that is logged in.
-            commit_message: Defaults to a sentence naming the cache.
-            revision: The branch, made if need be; `None` is the main one.
-        """
-        return publish(
-            repo_id,
-            lambda folder: self.save_pretrained(folder, repo_id),
-            generate_folder.FILES,
-            message=commit_message or f"Upload custom_generate with {self.cache_class.__name__}",
-            private=private,
-            token=token,
-            revision=revision,
-        )
 
     def generate_begins(self) -> None:
         """Refuses to be passed as `past_key_values`."""

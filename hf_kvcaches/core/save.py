@@ -1,113 +1,178 @@
-"""Whole caches as safetensors files."""
+"""Whole caches in files and messages."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_kvcaches import compat
-from hf_kvcaches.codec.codec import KVCodec
-from hf_kvcaches.codec.coded_content import CodedContent
-from hf_kvcaches.core.artifact import refusing_nonsense
-from hf_kvcaches.core.checksum import digest_of
-from hf_kvcaches.core.files import read_safetensors, write_atomically, write_safetensors
+from hf_kvcaches.core.files import Content, artifact_errors
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.identity import Identity, Provenance, glanced_identity, identity_of, require_identity
 from hf_kvcaches.core.layers import KVLayer
-from hf_kvcaches.errors import ArtifactError, FingerprintMismatch, UnsupportedError, with_article
-from hf_kvcaches.stores.files import parse_json
+from hf_kvcaches.core.parallel import require_all_heads
+from hf_kvcaches.core.step import padding_of
+from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch, UnsupportedError, with_article
 
-if TYPE_CHECKING:
-    from hf_kvcaches.core.cache import KVCache
-
-    SomeCache = TypeVar("SomeCache", bound=KVCache)
-
-# In the folder that `save_pretrained` makes.
-FILE_NAME = "kvcache.safetensors"
-FORMAT = "hf_kvcaches.cache"
-VERSION = 3
+FILE_NAME = "kvcache.safetensors"  # in the folder that `save_pretrained` makes
+_TYPE, _VERSION = "cache", 4
+_FIELDS = {"class": str, "settings": dict, "layers": list, "fingerprint": dict, "codec": dict | None}
 
 
-@dataclass(frozen=True, eq=False)
-class Content:
-    """All of a cache, outside of its process.
+@runtime_checkable
+class CacheCodec(Protocol):
+    """What exact keys and values can be saved as, where the reader has it as well: a `KVCodec`, say."""
 
-    Args:
-        header: Plain values, for JSON.
-        tensors: By name: "shared.NAME" for those of the codec that the cache was made with, and "INDEX.NAME" for those of a layer.
-    """
+    @property
+    def digest(self) -> str:
+        """The name of all that decides how codes are read."""
+        ...
 
-    header: dict[str, Any]
-    tensors: dict[str, torch.Tensor]
+    def require_model(self, model: Any) -> None:
+        """Raise `FingerprintMismatch` if it was made for another model."""
+        ...
 
-    @classmethod
-    def of(cls, cache: KVCache, codec: KVCodec | None = None, attention_mask: torch.Tensor | None = None) -> Content:
-        """The content of a cache.
+    def encode_layer(self, config: Any, layer_idx: int, keys: Tensor, values: Tensor, padding: list[int]) -> dict[str, Tensor]:
+        """Return what is stored of a layer's keys, rotated, and values, whose rows begin with so many slots without a token."""
+        ...
 
-        Args:
-            cache: A cache that was built with its model, which is still as it was when it filled the cache.
-            codec: See `KVCache.save`, and `attention_mask`.
-        """
-        fingerprint, settings = _fingerprint(cache), cache.settings()
-        coded = None if codec is None else CodedContent.of(cache, codec, attention_mask)
-        tensors: dict[str, torch.Tensor] = {}
-        if cache.codec is not None and coded is None:
-            settings = settings | {"codec": cache.codec.metadata()}
-            tensors = {f"shared.{name}": tensor for name, tensor in cache.codec.tensors().items()}
-        layers = []
-        for index, layer in enumerate(cache.layers):
-            own, values = layer.export_state() if isinstance(layer, KVLayer) else _export(layer)
-            if coded and isinstance(layer, KVLayer):
-                own = coded.encode(layer, index, own, cache.config)
-            tensors |= {f"{index}.{name}": tensor for name, tensor in own.items()}
-            layers.append({"class": type(layer).__name__, "values": values})
-        header = {"class": type(cache).__name__, "settings": settings, "layers": layers, "fingerprint": fingerprint.to_dict()}
-        return cls(header | ({} if coded is None else {"codec": coded.to_dict()}), tensors)
-
-    def cache(self, cls: type[SomeCache], model: Any, codec: KVCodec | None, where: str) -> SomeCache:
-        """The cache again.
-
-        Args:
-            cls: The class that must have written it.
-            model: Must be the model that filled the cache.
-            codec: What it was written with.
-            where: What is read, for errors.
-        """
-        header = self.header
-        if header["class"] != cls.__name__:
-            kind = header["class"]
-            raise ArtifactError(f"{where} holds {with_article(kind)}, not {with_article(cls.__name__)}. Load it with {kind}.load.")
-        fingerprint = require_identity(compat.base_model(model), f"The cache in {where}")
-        fingerprint.require_same(ModelFingerprint.from_dict(header["fingerprint"]), f"The cache in {where}")
-        coded = CodedContent.of_header(header.get("codec"), codec, where)
-        with refusing_nonsense(f"{where}: its content doesn't make a {cls.__name__}", "Save the cache again."):
-            cache = _rebuilt(cls, where, model, self, coded)
-        identity = Identity(fingerprint) if cls.logs_passes else glanced_identity(cache.model)
-        cache.provenance = Provenance.of(identity, cache.seen)
-        return cache
+    def decode_layer(self, config: Any, layer_idx: int, stored: dict[str, Tensor], padding: list[int]) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of a layer from what `encode_layer` gave."""
+        ...
 
 
-def save(content: Content, path: Path) -> None:
-    """Writes a cache's content; see `KVCache.save`."""
-    header = {"format": FORMAT, "version": VERSION, **content.header}
-    header["checksum"] = _checksum(header, content.tensors)
-    write_atomically(path, lambda temporary: write_safetensors(temporary, content.tensors, {FORMAT: json.dumps(header)}))
+def named_codec(codec: Any, digest: str, where: str) -> Any:
+    """Return the codec that a caller passed, if it is the one with the digest, which what is read names."""
+    if (got := getattr(codec, "digest", codec)) != digest:
+        hint = "Pass codec=KVCodec.from_pretrained(...); with other bits, codec.at(...), it is another codec."
+        raise ConfigError.of("codec", f"for {where} the one of digest {digest}", got, hint)
+    return codec
 
 
-def _fingerprint(cache: KVCache) -> ModelFingerprint:
-    """Of the model that filled the cache, and is still the same."""
+def content_of(cache: Any, codec: CacheCodec | None, attention_mask: Tensor | None) -> Content:
+    """Return all of a `KVCache` that was built with its model, which is still as it was when it filled the cache; see `KVCache.save`."""
+    header: dict[str, Any] = {"type": _TYPE, "version": _VERSION, "class": type(cache).__name__, "settings": cache.settings()}
+    header |= {"fingerprint": _fingerprint(cache).to_dict(), "codec": None, "layers": []}
+    tensors: dict[str, Tensor] = {}
+    padding = None
+    if codec is not None:
+        padding = _row_padding(cache, codec, attention_mask)
+        header["codec"] = {"digest": codec.digest, "padding": padding}
+    elif cache.codec is not None:
+        header["codec"] = {"metadata": cache.codec.metadata()}
+        tensors = {f"codec.{name}": tensor for name, tensor in cache.codec.tensors().items()}
+    for index, layer in enumerate(cache.layers):
+        state, counters = layer.export_state() if isinstance(layer, KVLayer) else _export(layer)
+        if codec is not None and padding is not None and state and isinstance(layer, KVLayer):
+            keys, values = (state[name] for name in layer.exact_tensors)
+            coded = codec.encode_layer(cache.config, index, keys, values, padding)
+            state = {name: tensor for name, tensor in state.items() if name not in layer.exact_tensors}
+            state |= {f"coded.{name}": tensor for name, tensor in coded.items()}
+        tensors |= {f"{index}.{name}": tensor for name, tensor in state.items()}
+        header["layers"].append({"class": type(layer).__name__, "values": counters})
+    return Content(header, tensors)
+
+
+def cache_of(cls: type[Any], content: Content, model: Any, codec: CacheCodec | None, where: str) -> Any:
+    """Build a cache of a class again; see `KVCache.load`. Errors name `where` its content is from."""
+    header = content.header
+    _check(header, cls.__name__, where)
+    fingerprint = require_identity(compat.base_model(model), f"The cache in {where}")
+    fingerprint.require_same(ModelFingerprint.from_dict(header["fingerprint"]), f"The cache in {where}")
+    if "digest" in (header["codec"] or {}):
+        codec = named_codec(codec, header["codec"]["digest"], where)
+    elif codec is not None:
+        raise ConfigError.of("codec", f"for {where} none, since it was saved without one", codec, "Leave it out.")
+    with artifact_errors(f"{where}: its content doesn't make a {cls.__name__}", "Save the cache again."):
+        cache = _rebuilt(cls, model, content, codec)
+    identity = Identity(fingerprint) if cls.logs_passes else glanced_identity(cache.model)
+    cache.provenance = Provenance.of(identity, cache.seen)
+    return cache
+
+
+def _check(header: dict[str, Any], kind: str, where: str) -> None:
+    if header.get("type") != _TYPE:
+        raise ArtifactError(f"{where} is not a saved cache. Write one with cache.save(path).")
+    if header.get("version") != _VERSION:
+        raise ArtifactError(
+            f"{where} has format {header.get('version')}, this hf-kvcaches reads {_VERSION}. Upgrade it, or save the cache anew."
+        )
+    if not all(name in header and isinstance(header[name], of) for name, of in _FIELDS.items()):
+        raise ArtifactError(f"{where}: fields are missing or of the wrong kind. Save the cache again.")
+    if header["class"] != kind:
+        got = header["class"]
+        raise ArtifactError(f"{where} holds {with_article(got)}, not {with_article(kind)}. Load it with {got}.load.")
+
+
+def _rebuilt(cls: type[Any], model: Any, content: Content, codec: Any) -> Any:
+    header, stored = content.header, content.header["codec"] or {}
+    padding, settings = stored.get("padding"), dict(header["settings"])
+    if "metadata" in stored:
+        settings["codec"] = cls.codec_class.restore(_under("codec.", content.tensors), stored["metadata"])
+    elif codec is not None and padding is None:
+        settings["codec"] = codec
+    cache = cls.rebuild(model, settings)
+    kinds, expected = [type(layer).__name__ for layer in cache.layers], [layer["class"] for layer in header["layers"]]
+    if kinds != expected:
+        raise ArtifactError(f"it has the layers {expected}, and this model's cache has {kinds}")
+    _, _, decoder_layers = compat.decoder_layers(cache.model)
+    for index, (layer, description) in enumerate(zip(cache.layers, header["layers"], strict=True)):
+        device = compat.layer_device(decoder_layers[index])
+        state = {name: tensor.to(device) for name, tensor in _under(f"{index}.", content.tensors).items()}
+        if padding is not None and (coded := _under("coded.", state)):
+            exact = codec.decode_layer(cache.config, index, coded, padding)
+            state = {name: tensor for name, tensor in state.items() if not name.startswith("coded.")}
+            state |= zip(layer.exact_tensors, exact, strict=True)
+        import_state = layer.import_state if isinstance(layer, KVLayer) else partial(_import, layer)
+        import_state(state, description["values"])
+    return cache
+
+
+def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def _row_padding(cache: Any, codec: CacheCodec, attention_mask: Tensor | None) -> list[int] | None:
+    """Return how many slots at the start of each row hold no token; None for a cache of codes, which are stored as they are."""
+    if not isinstance(codec, CacheCodec):
+        raise ConfigError.of("codec", "a KVCodec", codec, "KVCodec.from_pretrained loads one, and KVCodec.calibrate makes one for a model.")
+    codec.require_model(cache.model)
+    if cache.codec is not None:
+        if cache.codec.digest != codec.digest:
+            raise ConfigError.of("codec", f"the cache's own, {cache.codec}", codec, "Leave it out to save the cache's own along.")
+        return None
+    require_all_heads(cache.model, "codec: to make codes of exact keys and values", "Leave codec out.")
+    layers = [layer for layer in cache.layers if isinstance(layer, KVLayer)]
+    states = [layer.exact_states() if layer.exact_tensors else None for layer in layers]
+    if None in states:
+        raise UnsupportedError(f"save: this {type(cache).__name__} holds no exact keys and values to make codes of. Leave codec out.")
+    rows = next((keys.shape[0] for keys, _ in filter(None, states) if keys is not None), 0)
+    if attention_mask is None:
+        if rows > 1:
+            hint = "Codes are of keys before rotation, and positions count a row's real tokens."
+            raise ConfigError.of("attention_mask", f"1 where a token of {rows} rows is real", None, hint)
+        return [0] * rows
+    later = max(0, cache.seen - attention_mask.shape[-1])
+    padding = padding_of(torch.nn.functional.pad(attention_mask, (0, later), value=1), cache.seen)
+    return [0] * rows if padding is None else padding.tolist()
+
+
+def _fingerprint(cache: Any) -> ModelFingerprint:
+    """Return that of the model that filled the cache, and is still the same."""
     here = identity_of(cache.model)
     filled = cache.provenance.identity if cache.seen else here
     for identity in (filled, here):
         if identity.reason:
             raise FingerprintMismatch(f"The cache can't be saved with a fingerprint. {identity.reason} Fill it anew, and save it then.")
     assert here.fingerprint is not None
-    reasons = _differences(cache, filled, here.fingerprint)
+    if filled.fingerprint is not None:
+        reasons = here.fingerprint.differs_from(filled.fingerprint)
+    else:
+        reasons = [] if glanced_identity(cache.model) == filled else ["its weights, settings or adapters are others"]
     if reasons:
         raise FingerprintMismatch(
             f"The model has changed since it filled the cache: {'; '.join(reasons)} (here: the model now, there: when it filled it). "
@@ -116,68 +181,8 @@ def _fingerprint(cache: KVCache) -> ModelFingerprint:
     return here.fingerprint
 
 
-def _differences(cache: KVCache, filled: Identity, here: ModelFingerprint) -> list[str]:
-    """In what the model differs from the one that filled the cache."""
-    if filled.fingerprint is not None:
-        return here.differs_from(filled.fingerprint)
-    return [] if glanced_identity(cache.model) == filled else ["its weights, settings or adapters are others"]
-
-
-def load(cls: type[SomeCache], path: Path, model: Any, codec: KVCodec | None = None) -> SomeCache:
-    """Builds a cache from a file; see `KVCache.load`."""
-    tensors, metadata = read_safetensors(path)
-    header = _header(path, metadata)
-    if header.pop("checksum") != _checksum(header, tensors):
-        raise ArtifactError(f"{path} is damaged: its checksum doesn't fit its content. Copy it again, or save the cache again.")
-    return Content(header, tensors).cache(cls, model, codec, str(path))
-
-
-def _rebuilt(cls: type[SomeCache], where: str, model: Any, content: Content, coded: CodedContent | None) -> SomeCache:
-    header, tensors = content.header, content.tensors
-    settings = header["settings"]
-    if coded is not None and coded.padding is None:
-        settings = settings | {"codec": coded.codec}
-    elif settings.get("codec") is not None:
-        shared = {name.removeprefix("shared."): tensor for name, tensor in tensors.items() if name.startswith("shared.")}
-        settings = settings | {"codec": KVCodec.restore(shared, settings["codec"])}
-    cache = cls.rebuild(model, settings)
-    _, _, decoder_layers = compat.decoder_layers(cache.model)
-    kinds = [type(layer).__name__ for layer in cache.layers]
-    if kinds != [layer["class"] for layer in header["layers"]]:
-        raise ArtifactError(f"{where} has the layers {[layer['class'] for layer in header['layers']]}, and this model's cache has {kinds}.")
-    for index, (layer, stored) in enumerate(zip(cache.layers, header["layers"], strict=True)):
-        device = compat.layer_device(decoder_layers[index])
-        own = {name.split(".", 1)[1]: tensor.to(device) for name, tensor in tensors.items() if name.split(".", 1)[0] == str(index)}
-        if isinstance(layer, KVLayer):
-            layer.import_state(coded.decode(layer, index, own, cache.config) if coded else own, stored["values"])
-        else:
-            _import(layer, own, stored["values"])
-    return cache
-
-
-def _header(path: Path, metadata: dict[str, str]) -> dict[str, Any]:
-    if FORMAT not in metadata:
-        raise ArtifactError(f"{path} is a safetensors file, but not a saved cache. Write one with cache.save(path).")
-    try:
-        header = dict(parse_json(metadata[FORMAT]))
-        version = int(header["version"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ArtifactError(f"{path} has a damaged header: {error}. Save the cache again.") from error
-    if version != VERSION:
-        hint = "Upgrade hf-kvcaches." if version > VERSION else "Its fingerprint describes weights otherwise: save the cache anew."
-        raise ArtifactError(f"{path} has format {version}; this version of hf-kvcaches reads {VERSION}. {hint}")
-    missing = {"class", "settings", "layers", "fingerprint", "checksum"} - set(header)
-    if missing:
-        raise ArtifactError(f"{path} has a header without {sorted(missing)}. Save the cache again.")
-    return header
-
-
-def _checksum(header: dict[str, Any], tensors: dict[str, torch.Tensor]) -> str:
-    return digest_of({"header": json.dumps(header, sort_keys=True), "tensors": tensors})
-
-
-def _export(layer: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The state of those of transformers' own layers that have nothing but keys, values and a counter."""
+def _export(layer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the state of those of transformers' own layers that have nothing but keys, values and a counter."""
     if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
         raise UnsupportedError(f"Saving is not supported for caches with a {type(layer).__name__}. Keep the cache in memory.")
     if not layer.is_initialized:
@@ -185,7 +190,7 @@ def _export(layer: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     return {"keys": layer.keys, "values": layer.values}, {"seen": layer.get_seq_length()}
 
 
-def _import(layer: Any, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
+def _import(layer: Any, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
     if tensors:
         layer.lazy_initialization(tensors["keys"], tensors["values"])
         layer.keys, layer.values = tensors["keys"], tensors["values"]

@@ -14,11 +14,12 @@ from torch import nn
 
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.call import Call
+from hf_kvcaches.core.files import Content
 from hf_kvcaches.core.holder import HolderCache, LastQueries, first_position
 from hf_kvcaches.core.layers import GrowingLayer
 from hf_kvcaches.core.prompt import PrefillCall, Remaining, Stage, install
 from hf_kvcaches.core.rotation import Rotation, rotation_of
-from hf_kvcaches.core.save import Content
+from hf_kvcaches.core.save import CacheCodec
 from hf_kvcaches.core.token_log import TokenLog
 from hf_kvcaches.core.view import LayerView, previous_attention, require_plain_decoder
 from hf_kvcaches.errors import ConfigError, UnsupportedError
@@ -227,7 +228,7 @@ class SourceCache(KVCache):
         fields = super()._report_fields()
         return fields if self.holder is None else fields | {"decode_with": self.holder.report()}
 
-    def content(self, codec: Any, attention_mask: torch.Tensor | None) -> Content:
+    def content(self, codec: CacheCodec | None, attention_mask: torch.Tensor | None) -> Content:
         """What is saved or sent: with `decode_with`, the holder, to be read with the holder's class."""
         if self.holder is None:
             return super().content(codec, attention_mask)

@@ -100,6 +100,7 @@ class EquipCache(AnsweringCache):
 
     pass_class = RotatingPass
     takes_latents = True
+    codec_class = KVCodec
 
     def __init__(
         self,

@@ -12,8 +12,8 @@ from tqdm import tqdm
 
 from hf_kvcaches import compat
 from hf_kvcaches.codec.moments import Moments
-from hf_kvcaches.core.artifact import Artifact
 from hf_kvcaches.core.fingerprint import ModelFingerprint
+from hf_kvcaches.core.hub import Artifact
 from hf_kvcaches.core.partial import run_module
 from hf_kvcaches.equip.policies.base import Policy
 from hf_kvcaches.equip.tokens import Tokens

@@ -12,8 +12,8 @@ from torch import nn
 from tqdm import tqdm
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.artifact import Artifact
 from hf_kvcaches.core.fingerprint import ModelFingerprint
+from hf_kvcaches.core.hub import Artifact
 from hf_kvcaches.errors import ConfigError, is_number, whole_number
 from hf_kvcaches.evaluate.measures import divergence
 from hf_kvcaches.evaluate.runner import evaluating

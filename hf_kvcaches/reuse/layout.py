@@ -8,12 +8,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 from transformers import PreTrainedConfig
 
-from hf_kvcaches.core.files import MOST_LAYERS, not_finite
+from hf_kvcaches.core.files import MOST_LAYERS
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ArtifactError, ConfigError, require_choice
 from hf_kvcaches.kernels.arguments import Packed
 from hf_kvcaches.kernels.quantization import quantize
 from hf_kvcaches.reuse.codec import TokenCodec
+from hf_kvcaches.stores.blobs_format import not_finite
 
 Quantization = Literal["int8", "int4"] | TokenCodec | None
 

@@ -8,9 +8,9 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from hf_kvcaches.core._model_card import markdown_table
-from hf_kvcaches.core.artifact import Artifact
 from hf_kvcaches.core.fingerprint import ModelFingerprint
+from hf_kvcaches.core.hub import Artifact
+from hf_kvcaches.core.model_card import markdown_table
 from hf_kvcaches.errors import ConfigError, is_number, whole_number
 
 RepairBy = Literal["first", "deviation"]
@@ -91,7 +91,6 @@ class SegmentPolicy(Artifact):
         return min((tokens for share, tokens in self.guard if int(share * layers + 1e-9) >= depth), default=None)
 
     def tensors(self) -> dict[str, Tensor]:
-        # The guard is a tensor because safetensors 0.8 can't read a file that it wrote without tensors.
         return {"guard": torch.tensor(self.guard, dtype=torch.float64).reshape(-1, 2)}
 
     def metadata(self) -> dict[str, Any]:

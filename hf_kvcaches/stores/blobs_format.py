@@ -18,7 +18,7 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from hf_kvcaches.errors import ArtifactError, ConfigError
 from hf_kvcaches.stores.files import MOST_JSON, parse_json
+from hf_kvcaches.stores.streams import Bytes, take
 
 KEY = re.compile(r"[0-9a-f]{1,128}")
 DIGEST, _FRONT, _LENGTH = 16, 24, 8  # bytes; the digest differs from that of any other blob under the key
@@ -57,7 +58,10 @@ class Header(NamedTuple):
 
 
 def dense(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors on the CPU and contiguous, copied only if needed; raise a `ConfigError` for what can't be stored."""
+    """Return the tensors on the CPU and contiguous, copied only if needed; raise a `ConfigError` for what can't be stored.
+
+    The largest elements come first, so that in a file each tensor begins at a multiple of its element's size.
+    """
     contiguous = {}
     for name, tensor in tensors.items():
         if not isinstance(name, str) or name == _METADATA:
@@ -66,7 +70,7 @@ def dense(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             got = f"{tensor.layout}, {tensor.dtype}, {tensor.device}" if isinstance(tensor, Tensor) else type(tensor).__name__
             raise ConfigError.of(f"tensors[{name!r}]", f"a dense tensor of {', '.join(map(str, _DTYPE_NAMES))}", got)
         contiguous[name] = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
-    return contiguous
+    return dict(sorted(contiguous.items(), key=lambda item: -item[1].itemsize))
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
@@ -74,15 +78,46 @@ def as_bytes(tensor: Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-def header_in(read: Callable[[int], bytes], size: int) -> bytes:
+def header_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+    """Return the header of a safetensors file, whose body is the memory of the tensors, which are `dense`, in their order."""
+    layout: dict[str, Any] = {_METADATA: dict(metadata)}
+    start = 0
+    for name, tensor in tensors.items():
+        stop = start + tensor.nbytes
+        layout[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(layout, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MOST_JSON:
+        raise ConfigError.of("head", f"a head, names and shapes of at most {MOST_JSON:,} bytes", len(text), "Put less into one file.")
+    return len(text).to_bytes(_LENGTH, "little") + text
+
+
+def read_tensors(read: Callable[[int], Bytes], size: int | None = None) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors and the metadata of a safetensors file; raise an `ArtifactError` if its header makes no sense or it ends early.
+
+    Args:
+        read: Gives between 1 and the given number of bytes. It is not asked for a byte behind the file's last one.
+        size: Bytes of the file, or None where they are not known.
+    """
+    layout = layout_of(header_in(read, size), size)
+    body = take(read, layout.size)
+    if len(body) < layout.size:
+        raise ArtifactError(f"it ends {layout.size - len(body):,} bytes too early")
+    return tensors_in(memoryview(body), layout), layout.metadata
+
+
+def header_in(read: Callable[[int], Bytes], size: int | None) -> bytes:
     """Return the header of a safetensors file of `size` bytes; raise an `ArtifactError` if it is longer than the file or the limit."""
-    length = read(_LENGTH)
-    if len(length) < _LENGTH or int.from_bytes(length, "little") > min(MOST_JSON, size - _LENGTH):
-        raise ArtifactError(f"it has {size:,} bytes, and ends in its header")
-    return length + read(int.from_bytes(length, "little"))
+    length = bytes(take(read, _LENGTH))
+    count, most = int.from_bytes(length, "little"), MOST_JSON if size is None else min(MOST_JSON, size - _LENGTH)
+    text = take(read, count) if count <= most else b""
+    if len(length) < _LENGTH or len(text) < count:
+        raise ArtifactError(f"it ends in its header, of {count:,} bytes")
+    return length + text
 
 
-def layout_of(header: bytes, size: int) -> TensorLayout:
+def layout_of(header: bytes, size: int | None) -> TensorLayout:
     """Return the layout of a safetensors file of `size` bytes; raise an `ArtifactError` if tensors overlap, leave gaps or don't fill it."""
     entries, tensors, end = parse_json(header[_LENGTH:]), {}, 0
     try:
@@ -99,7 +134,7 @@ def layout_of(header: bytes, size: int) -> TensorLayout:
             raise ValueError("metadata that are no strings")
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise ArtifactError(f"its header makes no sense: {error!r}") from error
-    if len(header) + end != size:
+    if size is not None and len(header) + end != size:
         raise ArtifactError(f"it has {size:,} bytes of {len(header) + end:,}")
     return TensorLayout(tensors, metadata, end)
 
@@ -120,6 +155,18 @@ def tensors_in(body: memoryview, layout: TensorLayout) -> dict[str, Tensor]:
         flat = torch.frombuffer(body, dtype=dtype, count=count, offset=start) if count else torch.empty(0, dtype=dtype)
         tensors[name] = flat.reshape(shape)
     return tensors
+
+
+def not_finite(tensors: Mapping[str, Tensor], exempt: Collection[str] = ()) -> str | None:
+    """Return the name of a tensor that has infinities or NaN and is not exempt, or None."""
+    for name, tensor in tensors.items():
+        plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        if plain.is_floating_point() and plain.numel() and name not in exempt:
+            # Either end shows both, and no copy is made. There are no such operations for 8 bits.
+            ends = (plain.float() if plain.element_size() == 1 else plain).aminmax()
+            if not all(math.isfinite(end.item()) for end in ends):
+                return name
+    return None
 
 
 def checked_key(key: str) -> str:
@@ -143,20 +190,11 @@ def head_as_json(head: Mapping[str, Any]) -> str:
 
 def encode(key: str, head: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
     """Return a blob as a list of bytes: the front with the header, then the memory of each tensor."""
-    # The largest elements first, so that each tensor begins at a multiple of its element's size.
-    aligned = sorted(dense(tensors).items(), key=lambda item: -item[1].itemsize)
-    layout: dict[str, Any] = {_METADATA: {"head": head_as_json(head)}}
-    start = crc32 = 0
-    for name, tensor in aligned:
-        stop = start + tensor.nbytes
-        layout[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, stop]}
-        start, crc32 = stop, zlib.crc32(as_bytes(tensor), crc32)
-    text = json.dumps(layout, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    if len(text) > MOST_JSON:
-        raise ConfigError.of("head", f"a head, names and shapes of at most {MOST_JSON:,} bytes", len(text), "Put less into one blob.")
-    covered = crc32.to_bytes(_FRONT - DIGEST, "little") + len(text).to_bytes(_LENGTH, "little") + text
-    return [_digest(checked_key(key), covered) + covered, *(as_bytes(tensor) for _, tensor in aligned)]
+    contiguous, crc32 = dense(tensors), 0
+    for tensor in contiguous.values():
+        crc32 = zlib.crc32(as_bytes(tensor), crc32)
+    covered = crc32.to_bytes(_FRONT - DIGEST, "little") + header_of(contiguous, {"head": head_as_json(head)})
+    return [_digest(checked_key(key), covered) + covered, *map(as_bytes, contiguous.values())]
 
 
 def _digest(key: str, covered: bytes) -> bytes:

@@ -12,7 +12,7 @@ import math
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,16 @@ def temporary_beside(target: Path) -> Iterator[Path]:
         yield temporary
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_atomically(path: str | os.PathLike[str], pieces: Iterable[bytes | bytearray | memoryview]) -> None:
+    """Write a file in a folder that exists; a crash or a power cut at any moment leaves either the old or the new one, complete."""
+    with temporary_beside(Path(path)) as temporary:
+        with open(temporary, "xb") as file:
+            file.writelines(pieces)
+            file.flush()
+            os.fsync(file.fileno())  # without it a power cut can leave the new name on data that never reached the disk
+        os.replace(temporary, path)
 
 
 @contextlib.contextmanager

@@ -49,6 +49,7 @@ class SubspaceCache(AnsweringCache):
     """
 
     needs_attention = True
+    codec_class = KVCodec
 
     def __init__(
         self,

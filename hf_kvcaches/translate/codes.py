@@ -17,10 +17,11 @@ from typing import Any, ClassVar, NamedTuple, Self
 import numpy as np
 from torch import Tensor
 
-from hf_kvcaches.codec.wire.messages import DIGEST, BodyTensor, Bytes, MessageReader, MessageWriter, message_bytes
-from hf_kvcaches.core.files import MOST_LAYERS, write_atomically
+from hf_kvcaches.codec.wire.messages import DIGEST, BodyTensor, MessageReader, MessageWriter, message_bytes
+from hf_kvcaches.core.files import MOST_LAYERS
 from hf_kvcaches.errors import ArtifactError, ConfigError
-from hf_kvcaches.stores.files import opened
+from hf_kvcaches.stores.files import opened, write_atomically
+from hf_kvcaches.stores.streams import Bytes
 
 # Texts of a head are repeated in errors.
 _LONGEST_TEXT = 1000
@@ -175,7 +176,7 @@ class SemanticCodes:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a file in a folder that exists, whole or not at all."""
-        write_atomically(path, self.to_bytes())
+        write_atomically(path, [self.to_bytes()])
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> SemanticCodes:

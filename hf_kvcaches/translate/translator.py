@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.artifact import Artifact
 from hf_kvcaches.core.checksum import digest_of
 from hf_kvcaches.core.files import checked_layers
 from hf_kvcaches.core.fingerprint import ModelFingerprint
+from hf_kvcaches.core.hub import Artifact
 from hf_kvcaches.core.identity import Identity, identity_of
 from hf_kvcaches.core.parallel import require_all_heads
 from hf_kvcaches.errors import ArtifactError, FingerprintMismatch, UnsupportedError

@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from hf_kvcaches.core.files import not_finite
 from hf_kvcaches.errors import ArtifactError, ConfigError, require
 from hf_kvcaches.reuse.report import CatalogReport
 from hf_kvcaches.reuse.tokens import Ids, array_as_text, array_of_text, as_ids, common_prefix
 from hf_kvcaches.stores.blobs import BlobStore, Stored
+from hf_kvcaches.stores.blobs_format import not_finite
 from hf_kvcaches.stores.catalog import Catalog
 from hf_kvcaches.stores.location import TIMEOUT
 from hf_kvcaches.stores.vectors import VectorIndex

@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from hf_kvcaches.core._model_card import markdown_table
-from hf_kvcaches.core.artifact import Artifact
+from hf_kvcaches.core.hub import Artifact
+from hf_kvcaches.core.model_card import markdown_table
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.warmstart.changes import Risk, TextChanges
 
@@ -63,7 +63,7 @@ class WarmStartGate(Artifact):
         object.__setattr__(self, "measured", tuple(self.measured))
 
     def tensors(self) -> dict[str, Tensor]:
-        # A file without any tensor can't be read again.
+        # JSON has no infinite length.
         return {"lengths": torch.tensor(self.lengths, dtype=torch.float64)}
 
     def metadata(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import torch
 
-from hf_kvcaches.core.artifact import Artifact
+from hf_kvcaches.core.hub import Artifact
 from hf_kvcaches.errors import ArtifactError
 from hf_kvcaches.reuse.layout import check, is_coded
 from hf_kvcaches.warmstart.entries import Entry
@@ -39,8 +39,7 @@ class PackedLibrary(Artifact):
         for number, entry in enumerate(self.entries):
             arrays = {"ids": torch.tensor(entry.ids, dtype=torch.int32), "embedding": torch.from_numpy(entry.embedding.copy())}
             tensors |= {f"{number}.{name}": tensor.contiguous() for name, tensor in (arrays | dict(entry.tensors)).items()}
-        # A file without any tensor can't be read again.
-        return tensors or {"none": torch.zeros(1)}
+        return tensors
 
     def metadata(self) -> dict[str, Any]:
         prompts = [{"text": entry.text, "provenance": dict(entry.provenance), "stored": dict(entry.stored)} for entry in self.entries]

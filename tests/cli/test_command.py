@@ -92,7 +92,6 @@ def test_arguments_that_are_missing_or_unknown_end_with_2(options, capsys):
         (["bench", "--model", BASE, "--cache", "GrowingCache", "--rounds", "1"], "--rounds: expected at least 2"),
         (["recommend", "--model", BASE, "--context", "long"], "--context: expected a number of tokens, such as 4096 or 32k"),
         (["recommend", "--model", BASE, "--memory", "much"], "--memory: expected a number of bytes"),
-        (["push-generate", "--cache", "GrowingCache"], "--repo, --folder: expected one of them"),
         (["calibrate", "codec", "--model", BASE, "--texts", "no-such.txt", "--out", "x"], "--texts: expected files that exist"),
     ],
 )

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from hf_kvcaches import ArtifactError, FingerprintMismatch, KVCodec
-from hf_kvcaches.core.files import read_safetensors
+from hf_kvcaches.core.files import read_file
+from hf_kvcaches.core.hub import FILE_NAME
 from tests import tiny
 from tests.codec.measured import calibrate
-from tests.core.artifact_helpers import rewrite_manifest, tensor_file
+from tests.core.artifact_helpers import rewrite
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ def test_a_codec_comes_back_from_a_folder_as_it_was(tmp_path: Path, options: dic
     after = KVCodec.from_pretrained(tmp_path, model=tiny.llama())
     assert (after.settings, after.ranks, after.fingerprint) == (before.settings, before.ranks, before.fingerprint)
     tensors = before.tensors()
-    assert set(read_safetensors(tensor_file(tmp_path))[0]) == set(tensors)
+    assert set(read_file(tmp_path / FILE_NAME).tensors) == set(tensors)
     assert all(torch.equal(tensor, tensors[name]) and tensor.dtype == tensors[name].dtype for name, tensor in after.tensors().items())
     keys = [torch.randn(1, 2, 9, 8, generator=torch.Generator().manual_seed(layer)) for layer in range(4)]
     assert all(torch.equal(*pair) for pair in zip(before.encode(keys, keys), after.encode(keys, keys), strict=True))
@@ -107,15 +108,15 @@ def test_sides_with_different_heads_are_refused(codec: KVCodec) -> None:
 @pytest.mark.parametrize("metadata", [{"layers": 4}, {"settings": {}}, {"layers": 4, "settings": {"rule": {}, "widths": []}}])
 def test_missing_content_is_an_artifact_error(tmp_path: Path, codec: KVCodec, metadata: dict[str, Any]) -> None:
     codec.save_pretrained(tmp_path)
-    rewrite_manifest(tmp_path, metadata=metadata)
+    rewrite(tmp_path, metadata=metadata)
     with pytest.raises(ArtifactError, match="doesn't make a kv-codec"):
         KVCodec.from_pretrained(tmp_path)
 
 
 def test_flipped_bytes_are_refused(tmp_path: Path, codec: KVCodec) -> None:
     codec.save_pretrained(tmp_path)
-    content = bytearray(tensor_file(tmp_path).read_bytes())
+    content = bytearray((tmp_path / FILE_NAME).read_bytes())
     content[-5] ^= 1
-    tensor_file(tmp_path).write_bytes(bytes(content))
+    (tmp_path / FILE_NAME).write_bytes(bytes(content))
     with pytest.raises(ArtifactError):
         KVCodec.from_pretrained(tmp_path)

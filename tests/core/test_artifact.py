@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from hf_kvcaches.core.files import read_safetensors, sha256_of, write_atomically
 from hf_kvcaches.core.fingerprint import ModelFingerprint
-from hf_kvcaches.errors import ArtifactError, FingerprintMismatch
-from tests.core.artifact_helpers import MANIFEST, Basis, basis, files, same, tensor_file
+from hf_kvcaches.core.hub import FILE_NAME
+from hf_kvcaches.errors import FingerprintMismatch
+from hf_kvcaches.stores.files import write_atomically
+from tests.core.artifact_helpers import Basis, basis, files, same
 from tests.core.fingerprint_helpers import llama
 
 # Round trips
@@ -34,43 +34,49 @@ def test_every_dtype_and_shape_comes_back(tmp_path):
         "with gradient": torch.randn(2, requires_grad=True),
         "名前": torch.ones(2),
     }
-    notes = {"text": 'früh, 海 \U0001f30a " \\ \n', "list": [1, 2.5, None, True], "nested": {"a": {"b": 0.1}}}
+    notes = {"text": 'früh, 海 \U0001f30a \ud800 " \\ \n', "list": [1, 2.5, None, True], "nested": {"a": {"b": 0.1}}}
     before = Basis(content, notes, ModelFingerprint.of(llama()))
     before.save_pretrained(tmp_path / "deep" / "er")
     after = Basis.from_pretrained(tmp_path / "deep" / "er")
     assert same(before, after)
     assert after.fingerprint is not None
     assert not after.fingerprint.differs_from(before.fingerprint)
-    assert files(tmp_path / "deep" / "er") == {MANIFEST, "README.md", tensor_file(tmp_path / "deep" / "er").name}
-    assert sha256_of(tensor_file(tmp_path / "deep" / "er"))[:16] in tensor_file(tmp_path / "deep" / "er").name
+    assert files(tmp_path / "deep" / "er") == {FILE_NAME, "README.md"}
 
 
-def test_one_artifact_saved_twice_is_the_same_files(tmp_path):
+def test_an_artifact_without_tensors_comes_back(tmp_path):
+    class Notes(Basis):
+        @classmethod
+        def restore(cls, tensors, metadata):
+            return cls(tensors, metadata)
+
+    Notes({}, {"x": 1}).save_pretrained(tmp_path)
+    assert same(Notes.from_pretrained(tmp_path), Notes({}, {"x": 1}))
+
+
+def test_its_tensors_are_read_by_safetensors(tmp_path):
+    content = {"basis": torch.randn(3, 5), "odd": torch.arange(3, dtype=torch.uint8), "half": torch.ones(2).half()}
+    Basis(content).save_pretrained(tmp_path)
+    loaded = load_file(tmp_path / FILE_NAME)
+    assert sorted(loaded) == sorted(content)
+    assert all(torch.equal(tensor, content[name]) for name, tensor in loaded.items())
+
+
+def test_one_artifact_saved_twice_is_the_same_file(tmp_path):
     for name in ("a", "b"):
         basis(2.0, x=1).save_pretrained(tmp_path / name)
-    assert files(tmp_path / "a") == files(tmp_path / "b")
-    assert (tmp_path / "a" / MANIFEST).read_bytes() == (tmp_path / "b" / MANIFEST).read_bytes()
+    assert (tmp_path / "a" / FILE_NAME).read_bytes() == (tmp_path / "b" / FILE_NAME).read_bytes()
 
 
 def test_saving_over_an_artifact_replaces_it_and_keeps_other_files(tmp_path):
     basis(1.0).save_pretrained(tmp_path)
-    old = tensor_file(tmp_path)
     loaded = Basis.from_pretrained(tmp_path)
-    for name in ("notes.txt", "model.safetensors", "tensors-mine.safetensors"):
+    for name in ("notes.txt", "model.safetensors"):
         (tmp_path / name).write_text("mine")
-    (tmp_path / ".README.md.abc.hf_kvcaches.tmp").write_text("left by a killed writer")
     basis(2.0).save_pretrained(tmp_path)
-    assert not old.exists()
     assert same(Basis.from_pretrained(tmp_path), basis(2.0))
-    assert files(tmp_path) == {
-        MANIFEST,
-        "README.md",
-        tensor_file(tmp_path).name,
-        "notes.txt",
-        "model.safetensors",
-        "tensors-mine.safetensors",
-    }
-    # What was loaded before lives on, whether its file does or not.
+    assert files(tmp_path) == {FILE_NAME, "README.md", "notes.txt", "model.safetensors"}
+    # What was loaded before does not depend on its file.
     assert same(loaded, basis(1.0))
 
 
@@ -131,38 +137,20 @@ def test_a_card_without_a_generated_part_is_left_alone(tmp_path, text):
     assert (tmp_path / "README.md").read_bytes() == text
 
 
-# The small pieces
+# Files
 
 
-def test_write_atomically_takes_bytes_or_a_function_and_leaves_nothing_behind_on_failure(tmp_path):
+def test_a_file_that_can_not_be_written_to_its_end_leaves_the_old_one_and_nothing_else(tmp_path):
     path = tmp_path / "file"
-    write_atomically(path, b"one")
-    write_atomically(path, lambda temporary: temporary.write_bytes(b"two") and None)
+    write_atomically(path, [b"one"])
+    write_atomically(path, [b"tw", memoryview(b"o")])
     assert path.read_bytes() == b"two"
 
-    def fail(temporary: Path) -> None:
-        temporary.write_bytes(b"half")
+    def pieces():
+        yield b"half"
         raise RuntimeError("disk full")
 
     with pytest.raises(RuntimeError, match="disk full"):
-        write_atomically(path, fail)
+        write_atomically(path, pieces())
     assert path.read_bytes() == b"two"
     assert files(tmp_path) == {"file"}
-
-
-def test_sha256_of_a_file(tmp_path):
-    (tmp_path / "file").write_bytes(b"abc")
-    assert sha256_of(tmp_path / "file") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
-
-
-@pytest.mark.parametrize("content", [b"", b"\x80\x04.", b"\xff" * 64, b"\x10\0\0\0\0\0\0\0{}", b"\xff" * 7 + b"\x7f"])
-def test_read_safetensors_refuses_garbage(tmp_path, content):
-    (tmp_path / "x.safetensors").write_bytes(content)
-    with pytest.raises(ArtifactError, match=r"x\.safetensors"):
-        read_safetensors(tmp_path / "x.safetensors")
-
-
-def test_read_safetensors_refuses_what_is_not_there_or_a_folder(tmp_path):
-    for path in (tmp_path / "nothing", tmp_path):
-        with pytest.raises(ArtifactError):
-            read_safetensors(path)

@@ -15,7 +15,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from tests.core.artifact_helpers import MANIFEST, Basis, same, tensor_file
+from hf_kvcaches.core.hub import FILE_NAME
+from tests.core.artifact_helpers import Basis, same
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
@@ -115,8 +116,7 @@ def test_what_is_pushed_is_exactly_the_artifact_and_comes_back_by_its_id(tmp_pat
     assert Hub.created[0].get("private") is True or Hub.created[0].get("visibility") == "private"
     for name, content in Hub.stored.items():
         (tmp_path / name).write_bytes(content)
-    # The tensors of the first push are gone, and a person's files are as they were.
-    assert set(Hub.stored) == {MANIFEST, tensor_file(tmp_path).name, "README.md", "own.txt"}
+    assert set(Hub.stored) == {FILE_NAME, "README.md", "own.txt"}
     card = Hub.stored["README.md"].decode()
     assert "Basis.from_pretrained('someone/basis'" in card
     assert card.endswith("A person wrote this.")

@@ -12,6 +12,7 @@ from transformers import DynamicCache, Lfm2Config
 
 import hf_kvcaches
 from hf_kvcaches import ArtifactError, ConfigError, EquipCache, FingerprintMismatch, GrowingCache, KVCache, UnsupportedError
+from hf_kvcaches.core.files import Content, container, read_file
 from hf_kvcaches.core.layers import GrowingLayer
 from hf_kvcaches.core.report import measured_bytes
 from tests import tiny
@@ -181,7 +182,7 @@ def test_damaged_and_foreign_files_are_refused(model, tmp_path):
         with pytest.raises(ArtifactError):
             GrowingCache.load(path, model)
     save_file({"x": torch.zeros(1)}, path)
-    with pytest.raises(ArtifactError, match="not a saved cache"):
+    with pytest.raises(ArtifactError, match="of version none"):
         GrowingCache.load(path, model)
     with pytest.raises(ArtifactError):
         GrowingCache.load(tmp_path / "missing", model)
@@ -208,25 +209,22 @@ def test_a_flipped_bit_is_never_read_as_another_cache(saved, place, bit):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda header: header.update(version=99), "Upgrade"),
-        (lambda header: header.pop("layers"), "layers"),
-        (lambda header: header.update(version="new"), "damaged"),
-        (lambda header: header["layers"].pop(), "checksum"),
-        (lambda header: header["layers"][0]["values"].update(seen=3), "checksum"),
+        (lambda header: header.update(version=99), "has format 99, this hf-kvcaches reads 4. Upgrade"),
+        (lambda header: header.update(version="new"), "has format new"),
+        (lambda header: header.update(type="kv-codec"), "is not a saved cache"),
+        (lambda header: header.pop("layers"), "fields are missing"),
+        (lambda header: header.update(settings=[]), "of the wrong kind"),
+        (lambda header: header.update(codec={"metadata": {}}), "doesn't make a GrowingCache"),
+        (lambda header: header["layers"].pop(), "this model's cache has"),
+        (lambda header: header["layers"][0]["values"].update(seen=-(1 << 60)), "counters"),
     ],
 )
 def test_headers_that_do_not_fit_are_refused(model, tmp_path, change, message):
-    import json
-
-    from safetensors import safe_open
-
     path = tmp_path / "cache"
     fill(model).save(path)
-    with safe_open(path, "pt") as file:
-        metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    header = json.loads(metadata["hf_kvcaches.cache"])
+    header, tensors = read_file(path)
     change(header)
-    save_file(tensors, path, metadata={"hf_kvcaches.cache": json.dumps(header)})
+    path.write_bytes(b"".join(container(Content(header, tensors))))
     with pytest.raises(ArtifactError, match=message):
         GrowingCache.load(path, model)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from typing import Any
@@ -11,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_kvcaches.core.artifact import MANIFEST_NAME
 from hf_kvcaches.core.fingerprint import ModelFingerprint
+from hf_kvcaches.core.hub import FILE_NAME
 from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch
 from hf_kvcaches.segments.policy import SegmentPolicy
 from tests import tiny
@@ -107,10 +106,9 @@ def test_the_papers_guards_are_scaled_to_the_depth() -> None:
 
 def test_damaged_policies_are_refused(tmp_path) -> None:
     SegmentPolicy().save_pretrained(tmp_path)
-    path = tmp_path / MANIFEST_NAME
-    manifest = json.loads(path.read_text())
-    manifest["metadata"]["repair"] = 0.9
-    path.write_text(json.dumps(manifest))
+    content = (tmp_path / FILE_NAME).read_bytes()
+    assert content.count(b": 0.15,") == 1
+    (tmp_path / FILE_NAME).write_bytes(content.replace(b": 0.15,", b": 0.95,"))
     with pytest.raises(ArtifactError):
         SegmentPolicy.from_pretrained(tmp_path)
 

@@ -9,9 +9,10 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 
-from hf_kvcaches.codec.wire.messages import BodyTensor, MessageReader, MessageWriter, Source
+from hf_kvcaches.codec.wire.messages import BodyTensor, MessageReader, MessageWriter
 from hf_kvcaches.core.files import MOST_LAYERS
 from hf_kvcaches.errors import ArtifactError
+from hf_kvcaches.stores.streams import Source
 
 _MOST = 1 << 40
 

@@ -27,7 +27,7 @@ import hashlib
 import json
 import math
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import torch
@@ -36,11 +36,10 @@ from torch import Tensor
 from hf_kvcaches.errors import ArtifactError, ConfigError
 from hf_kvcaches.stores.blobs_format import DTYPES, as_bytes
 from hf_kvcaches.stores.files import parse_json
+from hf_kvcaches.stores.streams import Source, reader_of, take
 
 VERSION = 3
 AGAIN = "Have them sent again."
-Bytes = bytes | bytearray | memoryview
-Source = Bytes | Iterable[Bytes] | Callable[[int], Bytes]
 
 _MAGIC = b"HFKVCODE"
 # Magic, version, length of the head.
@@ -52,8 +51,6 @@ DIGEST = 16
 # before one is read. 60,000 rows fit.
 LONGEST_HEAD = 16 << 20
 MOST_COMMAS = 1 << 17
-# What is asked for at once: memory grows with what came, not with what a length promises.
-_READ = 1 << 20
 
 
 class BodyTensor(NamedTuple):
@@ -187,7 +184,7 @@ class MessageReader(Generic[SomeHead]):
 
     def __init__(self, source: Source, head_type: type[SomeHead], ending: str = "") -> None:
         self._whole = not callable(source)
-        self._read: Callable[[int], Bytes] = source if callable(source) else _Pieces(source).read
+        self._read = reader_of(source)
         self._codes, self._ending = head_type.kind, ending or f"{_sentence(head_type.kind)} end"
         self._at, self._failure = 0, ""
         self.taken, self.finished = 0, False
@@ -266,31 +263,9 @@ class MessageReader(Generic[SomeHead]):
 
     def _available(self, count: int) -> bytearray:
         """So many bytes, or fewer where the source ends."""
-        content = bytearray()
-        while len(content) < count and (piece := self._read(min(count - len(content), _READ))):
-            content += piece
-            self._at += len(piece)
-        assert len(content) <= count, "a source gave more than was asked for"
+        content = take(self._read, count)
+        self._at += len(content)
         return content
-
-
-class _Pieces:
-    """Pieces of any sizes as something to read from."""
-
-    def __init__(self, pieces: Bytes | Iterable[Bytes]) -> None:
-        # Bytes are iterable too, as numbers.
-        self._pieces = iter([pieces] if isinstance(pieces, bytes | bytearray | memoryview) else pieces)
-        self._rest = memoryview(b"")
-
-    def read(self, count: int) -> memoryview:
-        while not self._rest:
-            piece = next(self._pieces, None)
-            if piece is None:
-                break
-            view = memoryview(piece)
-            self._rest = view.cast("B") if view.c_contiguous else memoryview(view.tobytes())
-        taken, self._rest = self._rest[:count], self._rest[count:]
-        return taken
 
 
 def _body_header(tensors: Sequence[BodyTensor]) -> bytes:

@@ -168,7 +168,7 @@ def test_messages_of_codes_come_back_whole_or_not_at_all(codec: KVCodec, lossles
             codec.from_bytes(data[:place] + bytes([data[place] ^ 4]) + data[place + 1 :])
     with pytest.raises(ArtifactError, match=f"codes of the codec {codec.digest}"):
         lossless.from_bytes(data)
-    with pytest.raises(ArtifactError, match="Expected codes of a KVCodec, got states of a cache"):
+    with pytest.raises(ArtifactError, match="Expected codes of a KVCodec, got bytes that begin with"):
         codec.from_bytes(filled(GrowingCache(MODEL)).to_bytes())
     with pytest.raises(ConfigError, match="codes: expected such as this codec's encode gives"):
         codec.to_bytes(codes[:-1])
