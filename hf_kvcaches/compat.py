@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import tomllib
 from abc import ABCMeta
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -157,10 +158,6 @@ def layer_plan(config: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
 
 # With which attention modules make keys and values of the latents that a cache returns.
 EXPANSION = "expand_kv"
-# Families whose attention computes with keys and values after they are in the cache, latents aside.
-COMPUTES_WITH_CACHED_KEYS = frozenset(
-    ("diffllama", "doge", "git", "idefics", "jetmoe", "pix2struct_text_model", "t5gemma2_decoder", "udop")
-)
 
 
 def has_latents(model: PreTrainedModel) -> bool:
@@ -178,20 +175,19 @@ def shares_keys_between_layers(config: PreTrainedConfig) -> bool:
     return bool(getattr(config, "num_kv_shared_layers", 0)) or "reuse" in (getattr(config, "kv_sharing_modes", None) or ())
 
 
-def inserts_tokens(config: PreTrainedConfig) -> bool:
-    """Whether a model puts tokens of its own before every text."""
-    return bool(config.model_type == "cpmant")
-
-
-def first_position(config: PreTrainedConfig) -> int:
-    """The position that a model gives a text's first token."""
-    return int(config.model_type == "paligemma")
-
-
 @cache
-def families_with_spans() -> frozenset[str]:
-    """Families whose models run spans of a prompt between others; `tests/families` makes the list, one to a line."""
-    return frozenset((files("hf_kvcaches.core") / "spans.txt").read_text().split())
+def _families() -> dict[str, frozenset[str]]:
+    facts = tomllib.loads((files("hf_kvcaches") / "families.toml").read_text())
+    return {fact: frozenset(names.split()) for fact, names in facts.items()}
+
+
+def is_family(config: PreTrainedConfig, fact: str) -> bool:
+    """Whether a config is of a family of which a fact is known.
+
+    Args:
+        fact: A name in `families.toml`.
+    """
+    return config.model_type in _families()[fact]
 
 
 def layer_configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:

@@ -19,10 +19,10 @@ from hf_kvcaches.codec.forward import Ending, activations_on_cpu, ending_of, in_
 from hf_kvcaches.codec.measures import LayerMeter, Pick, Sampler
 from hf_kvcaches.codec.metric import Metric, Sizes, gradient_of_drawn
 from hf_kvcaches.core.layers import KVLayer
-from hf_kvcaches.core.observer import Attended, WatchingCache
 from hf_kvcaches.core.rope import undoable_rotation
 from hf_kvcaches.core.view import require_answering
 from hf_kvcaches.errors import ConfigError, KVCacheError, UnsupportedError, require_choice, whole_number
+from hf_kvcaches.evaluate.observer import Attended, WatchingCache
 from hf_kvcaches.evaluate.runner import evaluating
 from hf_kvcaches.evaluate.texts import Tokenized, add_up, process_device, sequences
 

@@ -19,10 +19,10 @@ from hf_kvcaches.codec.codec import KVCodec
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.call import Call
 from hf_kvcaches.core.layers import KVLayer
-from hf_kvcaches.core.observer import PassingLayer
 from hf_kvcaches.core.view import LayerView
 from hf_kvcaches.errors import UnsupportedError, require_instance, whole_number
 from hf_kvcaches.evaluate.measures import require_rows
+from hf_kvcaches.evaluate.observer import PassingLayer
 from hf_kvcaches.evaluate.runner import evaluating
 
 # Scores of so many queries are held at a time.

@@ -198,7 +198,7 @@ def _model_of(cache: KVCache) -> PreTrainedModel | None:
 def first_position(cache: KVCache) -> int:
     """The position of a text's first token, where the caller passes no positions."""
     model = _model_of(cache)
-    return 0 if model is None else compat.first_position(model.config)
+    return 0 if model is None else int(compat.is_family(model.config, "counts_from_one"))
 
 
 def exact_states(

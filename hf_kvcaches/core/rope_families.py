@@ -1,14 +1,13 @@
 """What a config says about how its keys carry positions, read without building the model.
 
 Some facts are not in any config, only in the modeling code. Which pairs of dimensions are rotated together, and which way round, is found
-out by calling the family's own rotary function on a few numbers; where that is not possible and `FAMILIES` does not know it, keys are
+out by calling the family's own rotary function on a few numbers; where that is not possible and `families.toml` does not know it, keys are
 not rotated at all. A guess would be worse: a wrong layout still gives keys of the right shape and norm, and only the text gets worse.
 """
 
 from __future__ import annotations
 
 import importlib
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -18,34 +17,11 @@ from typing import Any, Literal
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from hf_kvcaches import compat
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.kernels.rotation import Layout, rotate_
 
 Kind = Literal["rope", "none", "learned", "alibi", "unknown"]
-
-# Facts by `model_type` that neither a config nor a call of a rotary function tells.
-FAMILIES = {
-    fact: frozenset(names.split())
-    for fact, names in {
-        # Positions are added to the token embeddings, from a learned or a sinusoidal table.
-        "learned": """bart bigbird_pegasus biogpt blenderbot blenderbot-small ctrl git gpt2 gpt_bigcode gpt_neo imagegpt marian mbart
-            musicgen_decoder musicgen_melody_decoder mvp openai-gpt opt pegasus plbart trocr whisper xglm""",
-        "alibi": "bloom mpt",
-        # Their rotary functions take other arguments than all others; they rotate the pairs (2i, 2i + 1).
-        "interleaved": "codegen deepseek_v2 gptj llama4_text",
-        # Take the pairs of a key interleaved, and give them by halves.
-        "half": "bailing_hybrid longcat_flash",
-        # Leave positions to their other layers, which have a state and no cache.
-        "latents_unrotated": "kimi_linear",
-        # From before `rope_parameters`: `rotary_dim` dimensions, and a base of 10,000.
-        "fixed_base": "codegen gptj",
-        # Put a learned scale on each dimension of a key that is already rotated, which a rotation doesn't commute with.
-        "scaled_after": "hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl_text",
-        # Rotate the keys of sliding layers only; those of the second group rotate all if there is no window.
-        "sliding_only": "afmoe cohere2 cohere2_moe flint",
-        "sliding_only_with_window": "exaone4 exaone_moe kolibri1",
-    }.items()
-}
 
 # Their frequencies follow from the config alone. "proportional" gives frequency 0 to the dimensions that are not rotated.
 LENGTH_INDEPENDENT = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
@@ -90,19 +66,19 @@ def read_rotary_facts(config: Any, layer_type: str | None, layer_idx: int | None
 def _facts_of(text: Any, layer_type: str | None, layer_idx: int | None, latents: bool) -> dict[str, Any]:
     layer_config = _layer_config(text, layer_type, layer_idx)
     facts: dict[str, Any] = {"inv_freq": torch.zeros(0, dtype=torch.float64), "head_dim": _head_dim(layer_config)}
-    if text.model_type in FAMILIES["alibi"] or getattr(text, "alibi", False):
+    if compat.is_family(text, "alibi") or getattr(text, "alibi", False):
         return facts | {"kind": "alibi", "rope_type": "none"}
-    if text.model_type in FAMILIES["learned"]:
+    if compat.is_family(text, "learned"):
         return facts | {"kind": "learned", "rope_type": "none"}
     layout, direction = known_layout(text) or (None, 1)
     if layout is not None:
         facts["layout"] = layout
-    if text.model_type in FAMILIES["fixed_base"]:
+    if compat.is_family(text, "fixed_base"):
         return facts | {"inv_freq": _default_frequencies(10000.0, text.rotary_dim).double()}
     if getattr(layer_config, "kv_lora_rank", None) or getattr(layer_config, "qk_rope_head_dim", None):
         if not latents:
             return facts | {"refusal": "multi-head latent attention keeps its rotated dimensions apart from the rest"}
-        if text.model_type in FAMILIES["latents_unrotated"]:
+        if compat.is_family(text, "latents_unrotated"):
             return facts | {"kind": "none", "rope_type": "none"}
     nested = _nested_parameters(text)
     parameters = (getattr(text, "rope_parameters", None) or None) if nested is None else nested.get(layer_type)
@@ -111,7 +87,7 @@ def _facts_of(text: Any, layer_type: str | None, layer_idx: int | None, latents:
     if layer_idx is not None and not _layer_rotates(text, layer_config, layer_idx):
         return facts | {"kind": "none", "rope_type": "none"}
     rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
-    facts |= {"rope_type": rope_type, "axes": _has_axes(text.__class__)}
+    facts |= {"rope_type": rope_type, "axes": compat.is_family(text, "axes")}
     try:
         inv_freq, scaling = _frequencies(layer_config, parameters, rope_type, None if nested is None else layer_type, facts["head_dim"])
     except (KeyError, TypeError) as error:
@@ -160,9 +136,9 @@ def _nested_parameters(text: Any) -> dict[str | None, dict[str, Any] | None] | N
 
 def known_layout(text: Any) -> tuple[Layout, int] | None:
     """Which dimensions of a decoder's keys form a pair, and 1 or -1 for the direction of the rotation; None if that is not known."""
-    if text.model_type in FAMILIES["interleaved"]:
+    if compat.is_family(text, "interleaved"):
         return "interleaved", 1
-    if text.model_type in FAMILIES["half"]:
+    if compat.is_family(text, "half"):
         return "half", 1
     function = getattr(_modeling_module(text.__class__), "apply_rotary_pos_emb", None)
     return None if function is None else probed_layout(function)
@@ -180,13 +156,6 @@ def _modeling_module(config_class: type) -> ModuleType | None:
         return importlib.import_module(base_class.__module__.replace(".configuration_", ".modeling_"))
     except ModuleNotFoundError:  # a config that shares another family's code
         return importlib.import_module(MODEL_MAPPING[base_class].__module__) if base_class in MODEL_MAPPING else None
-
-
-@cache
-def _has_axes(config_class: type) -> bool:
-    """Whether a decoder's modeling code divides the rotated dimensions among the axes of an image."""
-    module = _modeling_module(config_class)
-    return module is not None and "mrope_section" in inspect.getsource(module)
 
 
 @cache
@@ -249,13 +218,13 @@ def _layer_rotates(text: Any, layer_config: Any, layer_idx: int) -> bool:
     """False for a layer without rotation in a model that rotates elsewhere."""
     if getattr(text, "use_mem_rope", True) is False:
         return False
-    if text.model_type == "granitemoehybrid" and text.position_embedding_type != "rope":
+    if compat.is_family(text, "rotation_switched_off") and text.position_embedding_type != "rope":
         return False
     has_window = getattr(layer_config, "sliding_window", None) is not None
     for flags in ("no_rope_layers", "layer_rope_theta"):  # Either is false for a layer that is not rotated.
         if getattr(text, flags, None):
             return bool(getattr(text, flags)[layer_idx])
-    if text.model_type in FAMILIES["sliding_only"] or (text.model_type in FAMILIES["sliding_only_with_window"] and has_window):
+    if compat.is_family(text, "sliding_only") or (compat.is_family(text, "sliding_only_with_window") and has_window):
         # Cohere 2 MoE rotates its leading dense layers as well.
         dense_too = getattr(text, "prefix_dense_sliding_window_pattern", None) == 1 and text.mlp_layer_types[layer_idx] == "dense"
         return dense_too or (has_window and text.layer_types[layer_idx] == "sliding_attention")
@@ -265,7 +234,7 @@ def _layer_rotates(text: Any, layer_config: Any, layer_idx: int) -> bool:
 def _refusal(text: Any, parameters: dict[str, Any], rope_type: str, rotary_dim: int, head_dim: int) -> str | None:
     if rope_type not in LENGTH_INDEPENDENT | LENGTH_DEPENDENT:
         return f"rope_type {rope_type!r} is not known"
-    if text.model_type in FAMILIES["scaled_after"]:
+    if compat.is_family(text, "scaled_after"):
         return f"{text.model_type} scales the dimensions of its keys after the rotation"
     if set(filter(None, getattr(text, "layer_rope_theta", None) or ())) - {parameters.get("rope_theta")}:
         return f"the layers of this {text.model_type} model have a theta each, which is not supported"

@@ -221,7 +221,7 @@ def why_not_answering(model: PreTrainedModel, *, latents: bool = False) -> str:
         return f"{name} has layers that attend to the keys of other layers"
     if getattr(config, "cross_attention_layers", None):
         return f"{name} has layers of cross-attention in its cache"
-    if config.model_type in compat.COMPUTES_WITH_CACHED_KEYS or (not latents and compat.has_latents(model)):
+    if compat.is_family(config, "computes_with_cached_keys") or (not latents and compat.has_latents(model)):
         return f"{name} computes with keys and values after they are in the cache"
     return ""
 

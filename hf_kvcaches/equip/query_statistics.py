@@ -14,12 +14,12 @@ from hf_kvcaches import compat
 from hf_kvcaches.codec.moments import Moments
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.hub import Artifact
-from hf_kvcaches.core.partial import run_module
 from hf_kvcaches.equip.policies.base import Policy
 from hf_kvcaches.equip.tokens import Tokens
 from hf_kvcaches.errors import ConfigError, whole_number
 from hf_kvcaches.evaluate.runner import evaluating
 from hf_kvcaches.evaluate.texts import Tokenized, sequences
+from hf_kvcaches.reuse.partial import run_module
 
 _SINKS = 4
 

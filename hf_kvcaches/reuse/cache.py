@@ -14,13 +14,13 @@ from hf_kvcaches import compat
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.layers import GrowingLayer
 from hf_kvcaches.core.parallel import is_tensor_parallel, shard_of
-from hf_kvcaches.core.partial import run_layers
 from hf_kvcaches.core.prompt import PrefillCall, Remaining, Stage
 from hf_kvcaches.core.source import SourceCache
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.reuse.background import Background
 from hf_kvcaches.reuse.codec import TokenCodec
 from hf_kvcaches.reuse.layer import SplicedLayer
+from hf_kvcaches.reuse.partial import run_layers
 from hf_kvcaches.reuse.plan import Indices, PlannedRow, PromptPlan
 from hf_kvcaches.reuse.sparse import Look, LookingPass, RunningPass, SparsePass, SplicingPass, ids_at, slots_of, spans_refused
 from hf_kvcaches.reuse.storage import Remembering
@@ -306,7 +306,7 @@ class SplicingCache(SourceCache):
             raise UnsupportedError(f"model: {self.rotation.why}. Use DynamicCache.")
         if self._model is not None:
             compat.decoder_layers(self.model)  # refuses models without decoder layers
-        if compat.inserts_tokens(self.config):
+        if compat.is_family(self.config, "inserts_tokens"):
             raise UnsupportedError("model: it inserts tokens before every text, which count in the cache. Use DynamicCache.")
         if self._learned_prompt:
             raise UnsupportedError("model: a learned prompt stands before every text, and is in no fingerprint. Use DynamicCache.")

@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.cache import KVCache
-from hf_kvcaches.core.partial import LayerPass
 from hf_kvcaches.core.prompt import PrefillCall
 from hf_kvcaches.core.source import TensorView
 from hf_kvcaches.core.view import LayerView, previous_attention, previous_implementation, why_not_answering
 from hf_kvcaches.reuse.layer import SplicedLayer
+from hf_kvcaches.reuse.partial import LayerPass
 from hf_kvcaches.reuse.plan import Indices
 
 # Queries of a block: a smaller block makes slower products, a larger one attends to more masked keys. On a GPU a launch costs as much as
@@ -36,7 +36,7 @@ def spans_refused(model: PreTrainedModel) -> str:
         return reason
     if implementation not in ("sdpa", "eager"):
         return f"attention {implementation!r} takes no ready masks; load the model with attn_implementation='sdpa'"
-    if config.model_type not in compat.families_with_spans():
+    if not compat.is_family(config, "spans"):
         return f"{name} is of a family ({config.model_type}) that was not found to compute each token from its own mask and position"
     return ""
 

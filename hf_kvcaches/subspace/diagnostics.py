@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.observer import Attended, WatchingCache
+from hf_kvcaches.evaluate.observer import Attended, WatchingCache
 from hf_kvcaches.subspace.adaptive.layer import FollowingLayer
 from hf_kvcaches.subspace.bounds import attention_error_bound, value_radius
 from hf_kvcaches.subspace.coded import CodedLayer

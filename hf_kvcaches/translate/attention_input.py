@@ -9,9 +9,9 @@ import torch
 from transformers import Cache, PreTrainedModel
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.partial import PassEnded, SkippedLayer, StoppingPass, run_module, with_layers
 from hf_kvcaches.kernels.arguments import RowSpan
 from hf_kvcaches.reuse.cache import SplicingCache
+from hf_kvcaches.reuse.partial import PassEnded, SkippedLayer, StoppingPass, run_module, with_layers
 from hf_kvcaches.translate.states import PromptTokens, ReadingCache, State, require_plain_layers, state_of, with_exchanged_input
 
 

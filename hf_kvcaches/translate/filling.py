@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.partial import PassEnded, StoppingPass, run_module, with_layers
 from hf_kvcaches.kernels.arguments import RowSpan
 from hf_kvcaches.kernels.rebuild import rebuild
 from hf_kvcaches.reuse.cache import SplicingCache
+from hf_kvcaches.reuse.partial import PassEnded, StoppingPass, run_module, with_layers
 from hf_kvcaches.translate.attention_input import fill_layer
 from hf_kvcaches.translate.codes import CodesHead, Part
 from hf_kvcaches.translate.maps import LayerDecoder

@@ -10,8 +10,8 @@ import torch
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.model_parts import tokenizer_part
-from hf_kvcaches.core.observer import Attended
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedError
+from hf_kvcaches.evaluate.observer import Attended
 from hf_kvcaches.evaluate.texts import Tokenized, require_whole
 from hf_kvcaches.translate.regression import fit_ridge
 from hf_kvcaches.translate.states import PromptTokens, State, read_states, require_plain_layers

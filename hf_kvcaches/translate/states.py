@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 from hf_kvcaches import compat
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.layers import KVLayer
-from hf_kvcaches.core.observer import Attended, PassingLayer, WatchedView
-from hf_kvcaches.core.partial import PassEnded, ToldModule, name_of, run_module, twin_of, with_layers
 from hf_kvcaches.core.rotation import Rotation, rotation_of
 from hf_kvcaches.core.view import require_answering
 from hf_kvcaches.errors import ConfigError, UnsupportedError
+from hf_kvcaches.evaluate.observer import Attended, PassingLayer, WatchedView
+from hf_kvcaches.reuse.partial import PassEnded, ToldModule, name_of, run_module, twin_of, with_layers
 
 
 class State(NamedTuple):

@@ -14,7 +14,6 @@ from hf_kvcaches.codec.codec import KVCodec
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.identity import Identity, identity_of
 from hf_kvcaches.core.parallel import require_all_heads
-from hf_kvcaches.core.partial import run_span
 from hf_kvcaches.core.prompt import PrefillCall, Remaining
 from hf_kvcaches.errors import (
     ConfigError,
@@ -27,6 +26,7 @@ from hf_kvcaches.errors import (
 )
 from hf_kvcaches.reuse.alignment import Block
 from hf_kvcaches.reuse.cache import SplicingCache
+from hf_kvcaches.reuse.partial import run_span
 from hf_kvcaches.reuse.pipeline import Pipeline, Tensors
 from hf_kvcaches.reuse.plan import PromptPlan, PromptRow
 from hf_kvcaches.warmstart.gate import WarmStartGate

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.checksum import digest_of
-from hf_kvcaches.core.partial import RunningLayer, SkippedLayer, run_module, with_layers
 from hf_kvcaches.errors import ConfigError, UnsupportedError, require
+from hf_kvcaches.reuse.partial import RunningLayer, SkippedLayer, run_module, with_layers
 
 Embeddings = npt.NDArray[np.float32]
 

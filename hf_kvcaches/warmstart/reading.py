@@ -13,14 +13,14 @@ from transformers import Cache, PreTrainedModel
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.holder import exact_states
 from hf_kvcaches.core.identity import glanced_identity
-from hf_kvcaches.core.observer import Attended, WatchedView
-from hf_kvcaches.core.partial import run_span
 from hf_kvcaches.core.source import SourceCache
 from hf_kvcaches.core.view import require_answering
 from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.evaluate.observer import Attended, WatchedView
 from hf_kvcaches.reuse.cache import SplicingCache
 from hf_kvcaches.reuse.layer import SplicedLayer
 from hf_kvcaches.reuse.layout import LayerStates
+from hf_kvcaches.reuse.partial import run_span
 
 # The states of the last token in a cache may differ from recomputed ones by at most this share of their norm.
 _SAME = 0.05

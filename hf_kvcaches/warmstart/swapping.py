@@ -10,8 +10,8 @@ from typing import Literal
 import torch
 from transformers import PreTrainedModel
 
-from hf_kvcaches.core.partial import run_span
 from hf_kvcaches.reuse.cache import SplicingCache
+from hf_kvcaches.reuse.partial import run_span
 from hf_kvcaches.reuse.streams import Event, mark, own_stream, wait_for
 
 Swap = Literal["off", "sync", "background"]

@@ -21,12 +21,12 @@ from transformers import (
 )
 
 from hf_kvcaches import GrowingCache, SegmentReuseCache, SegmentStore, compat
-from hf_kvcaches.core import partial as passes
 from hf_kvcaches.core import prompt as hooks
 from hf_kvcaches.core.identity import identity_of
 from hf_kvcaches.core.layers import GrowingLayer
 from hf_kvcaches.core.source import SourceCache
 from hf_kvcaches.errors import ConfigError, UnsupportedError
+from hf_kvcaches.reuse import partial as passes
 from tests import tiny
 
 

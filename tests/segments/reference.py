@@ -8,7 +8,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_kvcaches import GrowingCache, RotaryGeometry, SegmentReuseCache, SegmentStore
-from hf_kvcaches.core.partial import run_layers
+from hf_kvcaches.reuse.partial import run_layers
 
 States = list[tuple[torch.Tensor, torch.Tensor]]
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, Qwen3NextConfig
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.partial import PassEnded
 from hf_kvcaches.errors import ConfigError, UnsupportedError
+from hf_kvcaches.reuse.partial import PassEnded
 from hf_kvcaches.translate.attention_input import state_of_input
 from hf_kvcaches.translate.states import PromptTokens, ReadingCache, read_states
 from tests import tiny
