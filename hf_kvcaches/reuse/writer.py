@@ -121,11 +121,11 @@ def _portions(
     for pile in (_joined(parts) for parts in zip(*piles, strict=True)):
         for members, geometry in _alike(pile.layers, layers, geometries):
             cos = sin = None
-            layout: Layout = "half"
+            rope_layout: Layout = "half"
             if rotates and geometry is not None and geometry.kind == "rope":
                 scaling = geometry.attention_scaling if coded else 1.0
                 cos, sin = (table[table_rows] * scaling for table in geometry.cos_sin(torch.from_numpy(shifts), torch.float32))
-                layout = geometry.layout
+                rope_layout = geometry.layout
             rows_of_pile = [pile.layers.index(index) for index in members]
             buffers = [(layers[index].key_buffer, layers[index].value_buffer) for index in members]
             yield Portion(
@@ -136,7 +136,7 @@ def _portions(
                 slots,
                 cos,
                 sin,
-                layout,
+                rope_layout,
             )
 
 
