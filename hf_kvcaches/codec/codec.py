@@ -20,12 +20,12 @@ from hf_kvcaches.codec.sides import CalibratedLayer, CalibratedSide
 from hf_kvcaches.codec.wire import codes as wire
 from hf_kvcaches.codec.wire.messages import Source
 from hf_kvcaches.core.artifact import Artifact
-from hf_kvcaches.core.checksum import digest_of
 from hf_kvcaches.core.files import checked_layers
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.parallel import HeadShard
 from hf_kvcaches.core.rope import RotaryGeometry, undoable_rotation
 from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError, require_choice
+from hf_kvcaches.kernels.checksum import digest_of
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class KVCodec(Artifact):
         settings = CodecSettings(
             rotation, reading.metric, choice.rule, choice.widths, gamma, reading.block, measured.blocks, measured.tokens
         )
-        fingerprint = ModelFingerprint.of(model, tokenizer if measured.used_tokenizer else None, any_precision=True)
+        fingerprint = ModelFingerprint.of(model, tokenizer if measured.used_tokenizer else None)
         return cls(layers, settings, fingerprint)._with(choice)
 
     def at(

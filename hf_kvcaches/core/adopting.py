@@ -14,7 +14,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.cache import KVCache
-from hf_kvcaches.core.identity import Identity, Provenance, glanced_identity, identity_of
+from hf_kvcaches.core.identity import Identity, Provenance
 from hf_kvcaches.core.layers import KVLayer
 from hf_kvcaches.core.masks import padding_of
 from hf_kvcaches.core.parallel import is_tensor_parallel
@@ -110,7 +110,8 @@ class AdoptingCache(KVCache):
             _require_heads(cache, index, keys, values)
             cache.adopt_layer(index, keys, values, position_ids, padding, None if queries is None else queries[index])
         if isinstance(past, KVCache):
-            cache.provenance = _provenance(past, cache)
+            if past.provenance.taken:
+                cache.provenance = copy.deepcopy(past.provenance)
             cache.fed = copy.deepcopy(past.fed)
             cache.fed.cut(tokens)
         return cache
@@ -253,18 +254,3 @@ def _fill_window(layer: DynamicSlidingWindowLayer, keys: torch.Tensor, values: t
     start = max(0, tokens - layer.sliding_window + 1)
     layer.update(keys[:, :, start:], values[:, :, start:])
     layer.cumulative_length = tokens
-
-
-def _provenance(past: KVCache, cache: KVCache) -> Provenance:
-    """The provenance of adopted tokens.
-
-    Args:
-        cache: The cache that adopted its tokens; so far their model is recorded as not known.
-    """
-    model, identity = _model_of(cache), past.provenance.identity
-    if not past.provenance.taken:
-        return cache.provenance
-    # The source read all weights and later passes of this cache only glance at them: without a common identity they would seem to differ.
-    if model is not None and identity.fingerprint is not None and not cache.takes_over_prefill and identity_of(model) == identity:
-        return Provenance.of(glanced_identity(model), cache.seen)
-    return copy.deepcopy(past.provenance)

@@ -64,7 +64,6 @@ class KVCache(continuing.CacheArgument, Cache, ABC):
         base, self.config = compat.split_model(model)
         self._model = None if base is None else weakref.ref(base)
         self.provenance = Provenance()
-        self.reads_all_weights = self.takes_over_prefill
         self.fed = continuing.FedTokens()
         self._learned_prompt = compat.has_learned_prompt(model)
         if offloading and not torch.cuda.is_available():
@@ -137,7 +136,14 @@ class KVCache(continuing.CacheArgument, Cache, ABC):
             tokens: How many the pass adds.
         """
         if not self.provenance.taken or not (tokens == 1 or (tokens <= _DRAFTED and self.records_past)):
-            self.identity_of_pass(tokens)
+            self._take_identity(tokens)
+
+    def _take_identity(self, tokens: int) -> None:
+        model = None if self._model is None else self._model()
+        if model is not None and not torch.compiler.is_compiling():
+            seen = self.seen
+            if not self.provenance.taken or seen + tokens > self.provenance.until:
+                self.provenance.begin_pass(model, seen, tokens)
 
     def identity_of_pass(self, tokens: int) -> Identity:
         """Under which all tokens are computed, those of a pass that begins included, or why there is none.
@@ -145,16 +151,7 @@ class KVCache(continuing.CacheArgument, Cache, ABC):
         Args:
             tokens: How many the pass adds.
         """
-        model = None if self._model is None else self._model()
-        if model is not None and not torch.compiler.is_compiling():
-            seen = self.seen
-            if not self.provenance.taken or seen + tokens > self.provenance.until:
-                self.provenance.begin_pass(model, seen, tokens, shared=self.reads_all_weights)
-        return self.provenance.identity
-
-    def confirmed_identity(self) -> Identity:
-        """`identity_of_pass` of the pass that has begun, after all weights are read: before anything stored is used."""
-        self.provenance.confirm(self.model)
+        self._take_identity(tokens)
         return self.provenance.identity
 
     def pass_begins(self) -> None:
@@ -198,7 +195,7 @@ class KVCache(continuing.CacheArgument, Cache, ABC):
         Args:
             provenance: Of that cache, which may share its tokens with others.
         """
-        self.provenance, self.reads_all_weights = provenance, True
+        self.provenance = provenance
 
     def abandon_prefill(self, seen: int) -> None:
         """Called when `take_prefill` failed or was interrupted; unless it clears `filling`, the cache refuses all but `reset`.

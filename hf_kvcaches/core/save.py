@@ -14,12 +14,13 @@ from hf_kvcaches import compat
 from hf_kvcaches.codec.codec import KVCodec
 from hf_kvcaches.codec.coded_content import CodedContent
 from hf_kvcaches.core.artifact import refusing_nonsense
-from hf_kvcaches.core.checksum import digest_of
 from hf_kvcaches.core.files import read_safetensors, write_atomically, write_safetensors
 from hf_kvcaches.core.fingerprint import ModelFingerprint
-from hf_kvcaches.core.identity import Identity, Provenance, glanced_identity, identity_of, require_identity
+from hf_kvcaches.core.identity import Identity, Provenance, identity_of, require_identity
 from hf_kvcaches.core.layers import KVLayer
+from hf_kvcaches.core.model_state import LOOKS
 from hf_kvcaches.errors import ArtifactError, FingerprintMismatch, UnsupportedError, with_article
+from hf_kvcaches.kernels.checksum import digest_of
 from hf_kvcaches.stores.files import parse_json
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 # In the folder that `save_pretrained` makes.
 FILE_NAME = "kvcache.safetensors"
 FORMAT = "hf_kvcaches.cache"
-VERSION = 3
+VERSION = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,12 +83,11 @@ class Content:
         if header["class"] != cls.__name__:
             kind = header["class"]
             raise ArtifactError(f"{where} holds {with_article(kind)}, not {with_article(cls.__name__)}. Load it with {kind}.load.")
-        fingerprint = require_identity(compat.base_model(model), f"The cache in {where}")
-        fingerprint.require_same(ModelFingerprint.from_dict(header["fingerprint"]), f"The cache in {where}")
+        identity = require_identity(compat.base_model(model), f"The cache in {where}")
+        identity.fingerprint.require_same(ModelFingerprint.from_dict(header["fingerprint"]), f"The cache in {where}")
         coded = CodedContent.of_header(header.get("codec"), codec, where)
         with refusing_nonsense(f"{where}: its content doesn't make a {cls.__name__}", "Save the cache again."):
             cache = _rebuilt(cls, where, model, self, coded)
-        identity = Identity(fingerprint) if cls.takes_over_prefill else glanced_identity(cache.model)
         cache.provenance = Provenance.of(identity, cache.seen)
         return cache
 
@@ -101,26 +101,26 @@ def save(content: Content, path: Path) -> None:
 
 def _fingerprint(cache: KVCache) -> ModelFingerprint:
     """Of the model that filled the cache, and is still the same."""
-    here = identity_of(cache.model)
+    here = identity_of(cache.model, LOOKS)
     filled = cache.provenance.identity if cache.seen else here
     for identity in (filled, here):
         if identity.reason:
             raise FingerprintMismatch(f"The cache can't be saved with a fingerprint. {identity.reason} Fill it anew, and save it then.")
-    assert here.fingerprint is not None
-    reasons = _differences(cache, filled, here.fingerprint)
-    if reasons:
+    fingerprint = here.fingerprint
+    if not filled.matches(here):
         raise FingerprintMismatch(
-            f"The model has changed since it filled the cache: {'; '.join(reasons)} (here: the model now, there: when it filled it). "
-            "Bring back what it had then (adapters, weights, settings), or fill the cache anew, and save it then."
+            f"The model has changed since it filled the cache: {_differences(filled, fingerprint)}. Bring back what it had then (adapters, "
+            "weights, settings), or fill the cache anew, and save it then."
         )
-    return here.fingerprint
+    return fingerprint
 
 
-def _differences(cache: KVCache, filled: Identity, here: ModelFingerprint) -> list[str]:
+def _differences(filled: Identity, here: ModelFingerprint) -> str:
     """In what the model differs from the one that filled the cache."""
-    if filled.fingerprint is not None:
-        return here.differs_from(filled.fingerprint)
-    return [] if glanced_identity(cache.model) == filled else ["its weights, settings or adapters are others"]
+    try:
+        return f"{'; '.join(here.differs_from(filled.fingerprint))} (here: the model now, there: when it filled it)"
+    except FingerprintMismatch:  # it was not read then
+        return "its weights, settings or adapters are others"
 
 
 def load(cls: type[SomeCache], path: Path, model: Any, codec: KVCodec | None = None) -> SomeCache:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from hf_kvcaches.codec.codec import KVCodec
-from hf_kvcaches.core.identity import Identity, confirmation
+from hf_kvcaches.core.identity import Identity
 from hf_kvcaches.core.prefill import PrefillCall, Remaining
 from hf_kvcaches.reuse.flops import Costs
 from hf_kvcaches.reuse.pipeline import Pipeline, Tensors
@@ -25,8 +25,7 @@ from hf_kvcaches.segments.tiers import TierContext
 if TYPE_CHECKING:
     from hf_kvcaches.segments.cache import SegmentReuseCache
 
-# On a CPU, reuse behind computed tokens pays only from 1 / SHARE of a prompt on. Less than 1 / LEAST of it never pays: to read all weights,
-# before anything stored is used, takes 2% of a prefill of 2,000 tokens.
+# On a CPU, reuse behind computed tokens pays only from 1 / SHARE of a prompt on. Less than 1 / LEAST of it never pays.
 SHARE, LEAST = 5, 50
 
 
@@ -126,10 +125,9 @@ class SegmentPipeline(Pipeline["SegmentReuseCache"]):
         """Store the rows once they are computed."""
         cache, store = self.cache, self.cache.store
         form = SegmentForm(self.scope, cache.discovery, store.depth, store.near_identical, cache.rotation.layers)
-        confirmed = confirmation(cache.model, identity)
 
         def put(buffers: Buffers) -> None:
-            if confirmed():
+            if identity.is_current():
                 store.put([segment for new in rows for segment in new_segments(new, buffers, form)])
 
         if cache.remembering is not None:

@@ -13,13 +13,13 @@ from torch import nn
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.artifact import Artifact
-from hf_kvcaches.core.checksum import digest_of
 from hf_kvcaches.core.files import checked_layers
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.identity import Identity, identity_of
 from hf_kvcaches.core.parallel import require_all_heads
 from hf_kvcaches.errors import ArtifactError, FingerprintMismatch, UnsupportedError
 from hf_kvcaches.evaluate.verify import evaluating
+from hf_kvcaches.kernels.checksum import digest_of
 from hf_kvcaches.kernels.rebuild import Decoder
 from hf_kvcaches.translate.codes import CodesHead, Part, PartHead, SemanticCodes, message_of
 from hf_kvcaches.translate.config import TranslatorConfig, TranslatorSettings
@@ -145,7 +145,7 @@ class CacheTranslator(Artifact):
             return self._check(model, "producer", self.producer)
 
     def check_consumer(self, model: Any, identity: Identity | None = None) -> Any:
-        """Return the model without its PEFT wrapper; refuse another model. A fresh `identity` saves reading its weights again."""
+        """Return the model without its PEFT wrapper; refuse another model."""
         return self._check(model, "consumer", self.consumer, identity)
 
     def _check(self, model: Any, role: str, expected: ModelFingerprint, identity: Identity | None = None) -> Any:
@@ -154,13 +154,13 @@ class CacheTranslator(Artifact):
             raise UnsupportedError(f"{role}: a learned prompt is in no fingerprint. Pass the model without that adapter.")
         require_all_heads(base, f"The translator's {role}", "Load the model whole, or use another cache.")
         identity = identity or identity_of(base)
-        if identity.fingerprint is None:
+        if identity.reason:
             raise FingerprintMismatch(f"The translator's {role} is not what it was fitted for: {identity.reason}")
         if identity.digest != expected.digest:
             roles = {self.producer.digest: "producer", self.consumer.digest: "consumer"}
             swapped = f"It is the {roles[identity.digest]} that the translator was fitted for." if identity.digest in roles else ""
             try:
-                expected.require_model(base, f"The translator's {role}", here=identity.fingerprint)
+                expected.require_model(base, f"The translator's {role}")
             except FingerprintMismatch as error:
                 raise FingerprintMismatch(f"{error} {swapped}".rstrip()) from None
         return base

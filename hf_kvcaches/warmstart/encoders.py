@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.checksum import digest_of
 from hf_kvcaches.core.partial import RunningLayer, SkippedLayer, with_layers
 from hf_kvcaches.core.prefill import run_module
 from hf_kvcaches.errors import ConfigError, UnsupportedError, require
+from hf_kvcaches.kernels.checksum import digest_of
 
 Embeddings = npt.NDArray[np.float32]
 

@@ -11,7 +11,7 @@ import torch
 
 from hf_kvcaches import compat
 from hf_kvcaches.codec.codec import KVCodec
-from hf_kvcaches.core.identity import Identity, confirmation
+from hf_kvcaches.core.identity import Identity
 from hf_kvcaches.core.prefill import Remaining
 from hf_kvcaches.core.tokens import Ids
 from hf_kvcaches.reuse.alignment import Block
@@ -62,9 +62,6 @@ class WarmStartPipeline(Pipeline["WarmStartCache"]):
         head = None if choice.neighbour is None else self.cache.library.entries.head(choice.neighbour.key)
         spans = choice.spans(len(row.ids), {} if head is None else head.stored)
         return ServedRow(row.number, row.padding, row.ids, row.begin, spans, choice=choice)
-
-    def reuses(self, plan: PromptPlan) -> bool:
-        return any(isinstance(row, ServedRow) and row.choice.neighbour is not None for row in plan.rows)
 
     def _chosen(self, ids: Ids) -> Choice:
         """Choose how a row is served."""
@@ -192,10 +189,10 @@ class WarmStartPipeline(Pipeline["WarmStartCache"]):
 
 def storing_job(cache: WarmStartCache, rows: Sequence[ServedRow], identity: Identity, slots: int) -> NewPrompt:
     """Return the job that stores the rows of a prompt in the cache's library once they are computed."""
-    library, confirmed, device = cache.library, confirmation(cache.model, identity), compat.input_device(cache.model)
+    library, device = cache.library, compat.input_device(cache.model)
 
     def put(buffers: Buffers) -> None:
-        if not confirmed():
+        if not identity.is_current():
             return
         for row in rows:
             layers = tuple(states_in(buffers, row.number, slice(row.padding, row.padding + len(row.ids))))
