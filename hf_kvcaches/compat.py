@@ -208,16 +208,24 @@ def modules_of(module: nn.Module) -> list[nn.Module]:
     return list(found.values())
 
 
-def members_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """A module's own children, parameters and buffers by name, without the copies that its public iterators make."""
-    own = vars(module)
-    return own["_modules"], own["_parameters"], own["_buffers"]
+def members_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], Any]:
+    """A module's own children, parameters and buffers by name, without the copies that its public iterators make, and its config.
+
+    Weights that accelerate has offloaded, which change places in each pass, are left out.
+    """
+    own = module.__dict__
+    if "_hf_hook" in own and offloaded_weights(module) is not None:
+        return own["_modules"], {}, {}, own.get("config")
+    return own["_modules"], own["_parameters"], own["_buffers"], own.get("config")
 
 
-def is_plain(module: nn.Module) -> bool:
-    """Whether a call of a module runs the forward of its class in evaluation mode, and nothing before or behind it."""
-    own = vars(module)
-    return not (own["training"] or own["_forward_pre_hooks"] or own["_forward_hooks"] or "forward" in own)
+def unusual(modules: list[nn.Module]) -> list[nn.Module]:
+    """Those of some modules whose calls may run more than the forward of their class in evaluation mode."""
+    return [
+        module
+        for module in modules
+        if (own := module.__dict__)["training"] or own["_forward_pre_hooks"] or own["_forward_hooks"] or "forward" in own
+    ]
 
 
 def version_of(tensor: torch.Tensor) -> int:

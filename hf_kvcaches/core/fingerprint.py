@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
 from hf_kvcaches.core import model_state
-from hf_kvcaches.core.model_parts import Entry, ModelParts, description_of, digest_of_tokenizer, facts_of, hash_of, sample_of
+from hf_kvcaches.core.model_parts import digest_of_tokenizer, hash_of, parts_of
 from hf_kvcaches.core.parallel import shard_of
 from hf_kvcaches.errors import ArtifactError, FingerprintMismatch, UnsupportedError, require_instance
-from hf_kvcaches.kernels.checksum import head_of
+from hf_kvcaches.kernels.checksum import describe, digest_of, head_of
 
 _FORMAT_VERSION = 4
 _PARTS = ("weights", "adapters", "settings")
+_FIELDS = (*_PARTS, "tokenizer", "facts", "samples")
 _SHARD = "heads of this process"
 # By how much a cast changes a number at most, as a share of it.
 _ROUNDING = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+# Elements of each tensor by which a cast is told from other weights.
+_SAMPLES = 4
 # Differing fields of one part that are spelled out.
 _SHOWN = 3
 # Of models whose weights can't be read where they are, by the caller.
@@ -94,7 +98,7 @@ class ModelFingerprint:
         """The model in one line, for people."""
         used = [*self.adapters["active"], *(f"{name} (merged)" for name in self.adapters["merged"])]
         model = " ".join(str(self.facts[key]) for key in ("class", "name") if self.facts.get(key))
-        size = f"{self.facts.get('parameters', 0):,} parameters in {self.facts.get('dtypes', 'unknown dtypes')}"
+        size = f"{self.facts.get('parameters', 0):,} parameters in {self.facts.get('dtype')}"
         return f"{self!s}: {model}; {size}; {'adapters ' + ', '.join(used) if used else 'no adapters'}"
 
     def differs_from(self, other: ModelFingerprint) -> list[str]:
@@ -133,28 +137,29 @@ class ModelFingerprint:
 
     def _cast_like(self, other: ModelFingerprint) -> ModelFingerprint:
         """This fingerprint, with the descriptions of those of the other's tensors that are the same but for a cast."""
-        parts = (self.weights, other.weights), (self.adapters, other.adapters)
+        cast = {name for name in self.samples if self._is_cast(name, other)}
         weights, adapters = (
-            {name: theirs[name] if self._is_cast(name, own, theirs, other) else own[name] for name in own} for own, theirs in parts
+            {name: there[name] if name in cast else value for name, value in here.items()}
+            for here, there in ((self.weights, other.weights), (self.adapters, other.adapters))
         )
         return replace(self, weights=weights, adapters=adapters)
 
-    def _is_cast(self, name: str, own: Mapping[str, Any], theirs: Mapping[str, Any], other: ModelFingerprint) -> bool:
-        if name not in self.samples or name not in other.samples:
+    def _is_cast(self, name: str, other: ModelFingerprint) -> bool:
+        """Whether the numbers that both know of a tensor are the same in the coarser of two types."""
+        texts = [str(made.weights.get(name) or made.adapters.get(name)) for made in (self, other)]
+        (here, shape), (there, other_shape) = (text.rpartition("]")[0].partition(" ")[::2] for text in texts)
+        if name not in other.samples or shape != other_shape or here == there:
             return False
-        (dtype, head), (their_dtype, their_head) = (text.rpartition("]")[0].split(" ", 1) for text in (own[name], theirs[name]))
-        if head != their_head or dtype == their_dtype:
-            return False
-        here, there = torch.tensor(self.samples[name]), torch.tensor(other.samples[name])
-        if {dtype, their_dtype} == {"float16", "bfloat16"}:
-            return torch.allclose(here, there, rtol=_ROUNDING["float16"] + _ROUNDING["bfloat16"], atol=2.0**-25)
-        coarser = getattr(torch, max(dtype, their_dtype, key=lambda kind: _ROUNDING[kind]))
-        return torch.equal(here.to(coarser), there.to(coarser))
+        numbers, others = torch.tensor(self.samples[name]), torch.tensor(other.samples[name])
+        if {here, there} == {"float16", "bfloat16"}:  # both may be casts of what was finer
+            return torch.allclose(numbers, others, rtol=_ROUNDING["float16"] + _ROUNDING["bfloat16"], atol=2.0**-25)
+        coarser = getattr(torch, max(here, there, key=lambda dtype: _ROUNDING[dtype]))
+        return torch.equal(numbers.to(coarser), others.to(coarser))
 
     def to_dict(self) -> dict[str, Any]:
         """The fingerprint as JSON values, for `from_dict`."""
-        parts = {name: getattr(self, name) for name in (*_PARTS, "tokenizer", "facts", "samples", "digest")}
-        return {"format_version": _FORMAT_VERSION, **json.loads(json.dumps(parts))}
+        content = {name: getattr(self, name) for name in (*_FIELDS, "digest")}
+        return {"format_version": _FORMAT_VERSION, **json.loads(json.dumps(content))}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ModelFingerprint:
@@ -165,18 +170,15 @@ class ModelFingerprint:
             newer = isinstance(version, int) and version > _FORMAT_VERSION
             advice = "Upgrade hf-kvcaches." if newer else f"Others describe weights otherwise and can't be compared. {hint}"
             raise ArtifactError(f"fingerprint: expected format version {_FORMAT_VERSION}, got {version!r}. {advice}")
-        fields = {name: data.get(name) for name in (*_PARTS, "tokenizer", "facts", "samples")}
-        whole = all(isinstance(fields[name], dict) for name in (*_PARTS, "facts", "samples"))
-        if not whole or not all(isinstance(fields["adapters"].get(key), list) for key in ("active", "merged")):  # type: ignore[union-attr]
-            raise ArtifactError(f"fingerprint: expected weights, adapters and settings, got keys {sorted(map(str, data))}. {hint}")
         try:
-            samples = {str(name): [float(number) for number in numbers] for name, numbers in fields["samples"].items()}  # type: ignore[union-attr]
-        except (TypeError, ValueError) as error:
-            raise ArtifactError(f"fingerprint: expected samples of tensors, got {str(error)[:200]}. {hint}") from error
-        fingerprint = cls(**fields | {"samples": samples})  # type: ignore[arg-type]
-        if data.get("digest") != fingerprint.digest:
+            read = cls(**{name: data[name] for name in _FIELDS})
+            samples = {name: [float(number) for number in numbers] for name, numbers in read.samples.items()}
+            whole = data["digest"] == read.digest and all(type(read.adapters[key]) is list for key in ("active", "merged"))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ArtifactError(f"fingerprint: expected what to_dict returned, got {type(error).__name__}: {error}. {hint}") from error
+        if not whole or not all(isinstance(getattr(read, name), dict) for name in (*_PARTS, "facts")):
             raise ArtifactError(f"fingerprint: its digest does not follow from its content, so it is damaged. {hint}")
-        return fingerprint
+        return replace(read, samples=samples)
 
 
 def set_fingerprint(model: nn.Module, fingerprint: ModelFingerprint | None) -> None:
@@ -191,19 +193,13 @@ def set_fingerprint(model: nn.Module, fingerprint: ModelFingerprint | None) -> N
         fingerprint: Of the same model in the same precision; None takes back what was given.
     """
     root = compat.base_model(model)
-    before = _supplied.pop(root, None)
+    if fingerprint is not None:
+        require_instance("fingerprint", fingerprint, ModelFingerprint, {"model": model}, "Make it with ModelFingerprint.of(model).")
+        _Reading(fingerprint, dry=True).of(root)  # or a refusal
     model_state.forget(root)
-    if fingerprint is None:
-        return
-    require_instance("fingerprint", fingerprint, ModelFingerprint, {"model": model}, "Make it with ModelFingerprint.of(model).")
-    _supplied[root] = fingerprint
-    try:
-        require_readable(root)
-    except UnsupportedError:
-        _supplied.pop(root)
-        if before is not None:
-            _supplied[root] = before
-        raise
+    _supplied.pop(root, None)
+    if fingerprint is not None:
+        _supplied[root] = fingerprint
 
 
 def fingerprint_of_state(state: model_state.ModelState) -> ModelFingerprint:
@@ -219,82 +215,122 @@ def fingerprint_of_state(state: model_state.ModelState) -> ModelFingerprint:
         return state.fingerprint
 
 
-def require_readable(root: PreTrainedModel) -> None:
-    """Raise `UnsupportedError` unless all weights are here, or a given fingerprint describes them; reads none."""
-    parts, supplied = ModelParts.of(root), _supplied.get(root)
-    missing = [entry for entry in (*parts.weights(), *parts.adapter_weights()) if entry.is_unreadable]
-    for entry in missing:
-        _supplied_text(entry, supplied)
-    merged = parts.adapters()["merged"]
-    if missing and supplied is not None and supplied.adapters["merged"] != merged:
-        raise UnsupportedError(
-            f"model: expected the merged adapters {supplied.adapters['merged']} of the fingerprint given with set_fingerprint, got {merged}, "
-            "which change weights that can't be read. Give the fingerprint of the model as it is now."
-        )
+def why_unreadable(root: PreTrainedModel) -> str:
+    """Why the weights of a model are not here, and no given fingerprint describes them; "" where nothing is missing. Reads none."""
+    try:
+        _Reading(_supplied.get(root), dry=True).of(root)
+    except UnsupportedError as error:
+        return str(error)
+    return ""
+
+
+@dataclass(eq=False)
+class _Reading:
+    """Describes the entries of a model's state dict.
+
+    Args:
+        supplied: The fingerprint that the caller gave, for what can't be read.
+        gather: Whether all processes gather sharded tensors.
+        dry: Whether to look at what can be read, and read nothing.
+    """
+
+    supplied: ModelFingerprint | None
+    gather: bool = False
+    dry: bool = False
+    samples: dict[str, list[float]] = field(default_factory=dict)
+    missing: bool = False
+    # Tied weights are read once. With the value, whose id no other may get meanwhile.
+    _known: dict[int, tuple[Any, str, list[float]]] = field(default_factory=dict)
+
+    def of(self, root: PreTrainedModel) -> tuple[dict[str, str], dict[str, Any], dict[str, Any]]:
+        weights, adapters, settings = parts_of(root, self._text)
+        if self.missing and self.supplied is not None and self.supplied.adapters["merged"] != adapters["merged"]:
+            raise UnsupportedError(
+                f"model: expected the merged adapters {self.supplied.adapters['merged']} of the fingerprint given with set_fingerprint, "
+                f"got {adapters['merged']}, which change weights that can't be read. Give the fingerprint of the model as it is now."
+            )
+        return weights, adapters, settings
+
+    def _text(self, name: str, value: Any, fetch: Callable[[], Any] | None) -> str:
+        sharded = isinstance(value, Tensor) and hasattr(value, "full_tensor")
+        if fetch is None and isinstance(value, Tensor) and (value.is_meta or sharded) and not (sharded and self.gather):
+            self.missing = True
+            return self._supplied_text(name, value)
+        if self.dry:
+            return ""
+        if id(value) not in self._known:
+            try:
+                data = fetch() if fetch is not None else value.full_tensor() if sharded else value
+            except (KeyError, OSError) as error:
+                hint = "Load the model again."
+                raise UnsupportedError(f"{name}: expected the offloaded weights where accelerate left them, got {error}. {hint}") from error
+            self._known[id(value)] = value, _description(name, data), _sample(data)
+        _, text, numbers = self._known[id(value)]
+        if numbers:
+            self.samples[name] = numbers
+        return text
+
+    def _supplied_text(self, name: str, value: Tensor) -> str:
+        if self.supplied is None:
+            got = "one on the meta device" if value.is_meta else "one shard of a distributed one"
+            raise UnsupportedError(
+                f"{name}: expected a tensor with all of its data, got {got}. Take ModelFingerprint.of(model) where the weights are whole, "
+                "or ModelFingerprint.gathered(model) in all processes together, and give it to set_fingerprint(model, fingerprint) here."
+            )
+        text = str(self.supplied.weights.get(name, self.supplied.adapters.get(name, "no such tensor")))
+        if not text.startswith(head_of(value)):
+            raise UnsupportedError(
+                f"{name}: expected the fingerprint given with set_fingerprint to be of this model, which has {head_of(value)}here; it has "
+                f"{text[:60]}. Take it of the same model in the same precision."
+            )
+        if name in self.supplied.samples:
+            self.samples[name] = self.supplied.samples[name]
+        return text
 
 
 def _read(model: nn.Module, tokenizer: Any = None, gather: bool = False) -> ModelFingerprint:
     root = compat.base_model(model)
-    parts, supplied = ModelParts.of(root), None if gather else _supplied.get(root)
-    if not gather:
-        require_readable(root)
-    texts: dict[int, tuple[Any, str]] = {}  # with the value, whose id no other may get meanwhile
-    samples: dict[str, list[float]] = {}
-
-    def read(entry: Entry) -> str:
-        if entry.is_unreadable and not gather:
-            samples[entry.name] = [] if supplied is None else supplied.samples.get(entry.name, [])
-            return _supplied_text(entry, supplied)
-        value = entry.value.full_tensor() if gather and hasattr(entry.value, "full_tensor") else _fetched(entry)
-        samples[entry.name] = sample_of(value)
-        # Tied weights are read once.
-        return texts[id(value)][1] if id(value) in texts else description_of(entry.name, value)
-
-    weights = {}
-    for entry in parts.weights():
-        weights[entry.name] = read(entry)
-        if entry.fetch is None and not gather:
-            texts[id(entry.value)] = entry.value, weights[entry.name]
-    adapters = parts.adapters() | {entry.name: read(entry) for entry in parts.adapter_weights()}
-    settings, shard = parts.settings(), None if gather else shard_of(root)
+    reading = _Reading(None if gather else _supplied.get(root), gather)
+    weights, adapters, settings = reading.of(root)
+    shard = None if gather else shard_of(root)
     if shard is not None:
         settings[_SHARD] = f"span {shard.rank + 1} of {shard.size}"
-    words = None if tokenizer is None else digest_of_tokenizer(tokenizer)
-    samples = {name: numbers for name, numbers in samples.items() if numbers}
-    return ModelFingerprint(weights, adapters, json.loads(json.dumps(settings)), words, facts_of(parts), samples)
+    path = str(getattr(root.config, "name_or_path", "") or "")
+    # A local path says something about the machine and nothing about the model.
+    name = os.path.basename(os.path.normpath(path)) if os.path.isdir(path) else path
+    facts = {
+        "name": name,
+        "class": type(root).__name__,
+        "parameters": root.num_parameters(),
+        "dtype": str(root.dtype).removeprefix("torch."),
+    }
+    return ModelFingerprint(
+        weights, adapters, settings, None if tokenizer is None else digest_of_tokenizer(tokenizer), facts, reading.samples
+    )
 
 
-def _fetched(entry: Entry) -> Any:
-    try:
-        return entry.value if entry.fetch is None else entry.fetch()
-    except (KeyError, OSError) as error:
-        raise UnsupportedError(
-            f"{entry.name}: expected the offloaded weights where accelerate left them, got {error}. Load the model again."
-        ) from error
+def _description(name: str, value: Any) -> str:
+    """A text that is equal for equal tensors; rotary frequencies are rounded to 1%, as devices compute powers differently."""
+    if name.endswith("inv_freq") and isinstance(value, Tensor) and value.is_floating_point():
+        return f"{head_of(value)}{digest_of((value.detach().cpu().float().log2() * 64 + 0.23).round())}"
+    return describe(value, name)
 
 
-def _supplied_text(entry: Entry, supplied: ModelFingerprint | None) -> str:
-    """The description of a tensor that can't be read, from the fingerprint that the caller gave."""
-    if supplied is None:
-        got = "one on the meta device" if entry.value.is_meta else "one shard of a distributed one"
-        raise UnsupportedError(
-            f"{entry.name}: expected a tensor with all of its data, got {got}. Take ModelFingerprint.of(model) where the weights are whole, "
-            "or ModelFingerprint.gathered(model) in all processes together, and give it to set_fingerprint(model, fingerprint) here."
-        )
-    text = str(supplied.weights.get(entry.name, supplied.adapters.get(entry.name, "no such tensor")))
-    if not text.startswith(head_of(entry.value)):
-        raise UnsupportedError(
-            f"{entry.name}: expected the fingerprint given with set_fingerprint to be of this model, which has {head_of(entry.value)}here; it "
-            f"has {text[:60]}. Take it of the same model in the same precision."
-        )
-    return text
+def _sample(value: Any) -> list[float]:
+    """A few elements of a tensor of floating-point numbers; none of others."""
+    if not isinstance(value, Tensor) or str(value.dtype).removeprefix("torch.") not in _ROUNDING:
+        return []
+    if value.layout != torch.strided or hasattr(value, "__tensor_flatten__"):
+        return []
+    flat = value.detach().reshape(-1)
+    return flat[:: max(1, len(flat) // _SAMPLES) | 1][:_SAMPLES].tolist()
 
 
 def _reason(part: str, here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
     fields = [name for name in {**here, **there} if (name in here) != (name in there) or here.get(name) != there.get(name)]
     if part == "weights":
-        name = fields[0]
-        return f"weights differ: {len(fields)} of {len(here)} tensors, first {name}: {here.get(name, 'none')} here, {there.get(name, 'none')} there"
+        first = f"{fields[0]}: {here.get(fields[0], 'none')} here, {there.get(fields[0], 'none')} there"
+        return f"weights differ: {len(fields)} of {len(here)} tensors, first {first}"
     words = [f"{name} {_short(here.get(name))} here, {_short(there.get(name))} there" for name in fields[:_SHOWN]]
     more = f" and {len(fields) - _SHOWN} more" if len(fields) > _SHOWN else ""
     return f"{part} differ: {', '.join(words)}{more}"

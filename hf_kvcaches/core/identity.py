@@ -18,10 +18,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.fingerprint import ModelFingerprint, fingerprint_of_state, require_readable
+from hf_kvcaches.core.fingerprint import ModelFingerprint, fingerprint_of_state, why_unreadable
 from hf_kvcaches.core.model_state import FOR_TRAINING, LOOKS, ModelState, state_of
 from hf_kvcaches.core.parallel import is_tensor_parallel
-from hf_kvcaches.errors import FingerprintMismatch, UnsupportedError
+from hf_kvcaches.errors import FingerprintMismatch
 
 # Whose hooks and wrappers compute what the model says: they place tensors, require gradients, or collect outputs.
 _LIBRARIES = frozenset(("transformers", "torch", "hf_kvcaches"))
@@ -80,20 +80,11 @@ def identity_of(model: PreTrainedModel, looks: int = 1) -> Identity:
     Args:
         looks: How many 64ths of the tensors to search for silent writes.
     """
-    if reason := _unseen(model):
-        return Identity(reason=reason)
     state = state_of(model, looks)
     if state.unreadable is None:
-        state.unreadable = _why_unreadable(model)
-    return Identity(reason=state.unreadable) if state.unreadable else Identity(state)
-
-
-def _why_unreadable(model: PreTrainedModel) -> str:
-    try:
-        require_readable(model)
-    except UnsupportedError as error:
-        return str(error)
-    return ""
+        state.unreadable = why_unreadable(model)
+    reason = _unseen(model, state.modules()) or state.unreadable
+    return Identity(reason=reason) if reason else Identity(state)
 
 
 def require_identity(model: PreTrainedModel, what: str) -> Identity:
@@ -141,15 +132,12 @@ class Provenance:
         if not self._turns:
             return Identity(reason="No pass has filled the cache, or only compiled ones, before which the model is not read.")
         last = self._turns[-1][1]
-        for start, identity in self._turns:
-            if identity.reason:
-                return identity
-            if not identity.matches(last):
-                changed = (
-                    "The model has changed behind the first {} tokens (weights, settings or adapters), and what follows depends on both."
-                )
-                return last if last.reason else Identity(reason=changed.format(self._turns[1][0]))
-        return last
+        if foreign := next((identity for _, identity in self._turns if identity.reason), None):
+            return foreign
+        if all(identity.matches(last) for _, identity in self._turns):
+            return last
+        changed = f"The model has changed behind the first {self._turns[1][0]} tokens (weights, settings or adapters)"
+        return Identity(reason=f"{changed}, and what follows depends on both.")
 
     def crop(self, length: int) -> None:
         """Forget all tokens but the first ones."""
@@ -157,7 +145,7 @@ class Provenance:
         self.until = min(self.until, length)
 
 
-def _unseen(model: PreTrainedModel) -> str:
+def _unseen(model: PreTrainedModel, modules: list[nn.Module]) -> str:
     """Why no fingerprint describes what the model would compute now, as a sentence; "" where one does."""
     if any(torch.is_autocast_enabled(device) for device in {"cpu", model.device.type} - {"meta"}):
         return "torch.autocast is on, which computes in other types than the weights have. Load the model in that type."
@@ -166,11 +154,10 @@ def _unseen(model: PreTrainedModel) -> str:
     attention = compat.attention_in_use(model.config)
     if attention is not None and (name := _foreign_name(attention)):
         return f"Attention is computed by {name}, which transformers knows by its name alone. Use one of its own implementations."
-    modules = compat.modules_of(model)
     for kind in {*map(type, modules)}:
         if (forward := _patched_forward(kind)) is not None:
             return f"The forward of {kind.__name__} is replaced by {_name_of(forward)}. Put the original back."
-    return next((reason for module in modules if not compat.is_plain(module) and (reason := _unseen_in(model, module))), "")
+    return next((reason for module in compat.unusual(modules) if (reason := _unseen_in(model, module))), "")
 
 
 def _unseen_in(model: PreTrainedModel, module: nn.Module) -> str:

@@ -18,7 +18,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,17 +53,6 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class _Part(NamedTuple):
-    """What is remembered of a module or of a configuration."""
-
-    owner: weakref.ref[Any]
-    kind: type
-    links: tuple[int, ...]  # ids of children, parameters, buffers and the configuration
-    names: tuple[str, ...]
-    values: tuple[Any, ...]
-    size: int  # attributes, counted or not
-
-
 class ModelState:
     """A state in which a model was seen."""
 
@@ -73,13 +62,19 @@ class ModelState:
         self.fingerprint: Any = None  # read when it is first needed
         self.unreadable: str | None = None  # why it can't be read; None where nobody has asked
         modules = compat.modules_of(model)
-        owners = {id(owner): owner for module in modules for owner in (module, *_configs_of(module))}
-        self._parts = [_part_of(owner) for owner in owners.values()]
-        tensors = {id(tensor): tensor for module in modules for member in _members(module) for tensor in _inner_tensors(member)}
-        self._tensors = [(weakref.ref(tensor), tensor.data_ptr(), compat.version_of(tensor)) for tensor in tensors.values()]
-        self._samples = [
-            (weakref.ref(tensor), _sample(tensor).clone()) for tensor in tensors.values() if tensor.numel() and not tensor.is_quantized
-        ]
+        owners: list[Any] = [*modules, *{id(config): config for module in modules for config in _configs_of(module)}.values()]
+        tensors = {id(tensor): tensor for module in modules for tensor in _tensors_of(module)}.values()
+        self._modules = [*map(weakref.ref, modules)]
+        self._links = _links(modules)
+        self._owners = [*map(weakref.ref, owners)]
+        self._kinds, self._sizes = [*map(type, owners)], [len(vars(owner)) for owner in owners]
+        self._names = [tuple(counted(owner)) for owner in owners]
+        values = (tuple(_frozen(vars(owner)[name]) for name in names) for owner, names in zip(owners, self._names, strict=True))
+        self._values = [(index, _reader(self._names[index]), value) for index, value in enumerate(values) if value]
+        self._tensors = [*map(weakref.ref, tensors)]
+        self._pointers, self._versions = [*map(Tensor.data_ptr, tensors)], [*map(compat.version_of, tensors)]
+        sampled = [tensor for tensor in tensors if tensor.numel() and not tensor.is_quantized]
+        self._samples = [(weakref.ref(tensor), _sample(tensor).clone()) for tensor in sampled]
         self._turn = 0
         self._pending: list[tuple[Tensor, torch.cuda.Event]] = []
 
@@ -89,31 +84,33 @@ class ModelState:
         Args:
             looks: How many 64ths of the tensors to compare.
         """
-        if not self.lost and self._is_unmoved():
-            self.lost = self._was_written(looks)
-            return not self.lost
-        return False
+        if self.lost or not self._is_unmoved():
+            return False
+        self.lost = self._was_written(looks)
+        return not self.lost
+
+    def modules(self) -> list[nn.Module]:
+        """The modules of the model, which is in this state now."""
+        return [module for reference in self._modules if (module := reference()) is not None]
 
     def _is_unmoved(self) -> bool:
-        for owner, kind, links, names, values, size in self._parts:
-            there = owner()
-            if type(there) is not kind or _links(there) != links:
-                return False
-            attributes = vars(there)
-            if len(attributes) != size and tuple(counted(there)) != names:
-                return False
-            if names:
-                try:
-                    now = _values(names)(attributes)
-                    if now != values and tuple(map(_frozen, now)) != values:
-                        return False
-                except (KeyError, RuntimeError, ValueError):  # gone, or a tensor now
+        """Compare lists of everything, which is several times faster than to compare module by module."""
+        owners = [reference() for reference in self._owners]
+        tensors = [tensor for reference in self._tensors if (tensor := reference()) is not None]
+        if [*map(type, owners)] != self._kinds or _links(owners[: len(self._modules)]) != self._links:
+            return False
+        attributes = [*map(vars, owners)]
+        sizes = [*map(len, attributes)]
+        if sizes != self._sizes and any(tuple(counted(owner)) != names for owner, names in zip(owners, self._names, strict=True)):
+            return False
+        try:
+            for index, read, before in self._values:
+                now = read(attributes[index])
+                if now != before and tuple(map(_frozen, now)) != before:
                     return False
-        for reference, pointer, version in self._tensors:
-            tensor = reference()
-            if tensor is None or tensor.data_ptr() != pointer or compat.version_of(tensor) != version:
-                return False
-        return True
+        except (KeyError, RuntimeError, ValueError):  # an attribute is gone, or a tensor now
+            return False
+        return [*map(Tensor.data_ptr, tensors)] == self._pointers and [*map(compat.version_of, tensors)] == self._versions
 
     @torch.no_grad()
     def _was_written(self, looks: int) -> bool:
@@ -121,7 +118,9 @@ class ModelState:
         flags: dict[torch.device, list[Tensor]] = {}
         for _ in range(looks):
             for reference, before in self._samples[self._turn % LOOKS :: LOOKS]:
-                now = _sample(reference())
+                if (tensor := reference()) is None:
+                    return True
+                now = _sample(tensor)
                 if now.device.type != "cuda":
                     if not torch.equal(now, before):
                         return True
@@ -202,13 +201,8 @@ def _counts_though_private(name: str, value: Any) -> bool:
     return type(value) in (int, float) or name in _ADAPTERS_IN_USE
 
 
-def _part_of(owner: Any) -> _Part:
-    names, attributes = tuple(counted(owner)), vars(owner)
-    return _Part(weakref.ref(owner), type(owner), _links(owner), names, tuple(_frozen(attributes[name]) for name in names), len(attributes))
-
-
 @functools.cache
-def _values(names: tuple[str, ...]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
+def _reader(names: tuple[str, ...]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
     read = itemgetter(*names)
     return read if len(names) > 1 else lambda attributes: (read(attributes),)
 
@@ -222,17 +216,23 @@ def _configs_of(module: nn.Module) -> Iterator[PreTrainedConfig]:
             waiting += [vars(config).get(name) for name in config.sub_configs]
 
 
-def _links(owner: Any) -> tuple[int, ...]:
-    return (*map(id, _members(owner)), id(vars(owner).get("config"))) if isinstance(owner, nn.Module) else ()
+def _links(modules: list[Any]) -> list[int]:
+    """The ids of all children, parameters, buffers and configurations; offloaded weights change places in each pass and are left out."""
+    links: list[int] = []
+    for module in modules:
+        children, parameters, buffers, config = compat.members_of(module)
+        links.append(id(config))
+        links += map(id, children.values())
+        links += map(id, parameters.values())
+        if buffers:
+            links += [id(item) for name, item in buffers.items() if not changes_with_length(module, name)]
+    return links
 
 
-def _members(module: nn.Module) -> list[Any]:
-    """The children, parameters and buffers of a module; offloaded weights change places in each pass and are left out."""
-    children, parameters, buffers = compat.members_of(module)
-    if compat.offloaded_weights(module) is not None:
-        return [*children.values()]
-    members = [*children.values(), *parameters.values()]
-    return members if not buffers else members + [item for name, item in buffers.items() if not changes_with_length(module, name)]
+def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
+    _, parameters, buffers, _ = compat.members_of(module)
+    for value in (*parameters.values(), *(item for name, item in buffers.items() if not changes_with_length(module, name))):
+        yield from _inner_tensors(value)
 
 
 def _inner_tensors(value: Any) -> Iterator[Tensor]:
