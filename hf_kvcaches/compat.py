@@ -209,10 +209,7 @@ def modules_of(module: nn.Module) -> list[nn.Module]:
 
 
 def members_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], Any]:
-    """A module's own children, parameters and buffers by name, without the copies that its public iterators make, and its config.
-
-    Weights that accelerate has offloaded, which change places in each pass, are left out.
-    """
+    """A module's own children, parameters and buffers by name, without those that accelerate moves in each pass, and its config."""
     own = module.__dict__
     if "_hf_hook" in own and offloaded_weights(module) is not None:
         return own["_modules"], {}, {}, own.get("config")
@@ -221,11 +218,8 @@ def members_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[
 
 def unusual(modules: list[nn.Module]) -> list[nn.Module]:
     """Those of some modules whose calls may run more than the forward of their class in evaluation mode."""
-    return [
-        module
-        for module in modules
-        if (own := module.__dict__)["training"] or own["_forward_pre_hooks"] or own["_forward_hooks"] or "forward" in own
-    ]
+    named = ((module, module.__dict__) for module in modules)
+    return [each for each, own in named if own["training"] or own["_forward_pre_hooks"] or own["_forward_hooks"] or "forward" in own]
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -243,8 +237,6 @@ def state_of(module: nn.Module) -> dict[str, Any]:
 def offloaded_weights(module: nn.Module) -> Mapping[str, Any] | None:
     """Where accelerate keeps the weights of a module that are not in it, by their names there."""
     hook = vars(module).get("_hf_hook")
-    if hook is None:
-        return None
     maps = (getattr(part, "weights_map", None) for part in getattr(hook, "hooks", (hook,)))
     return next((weights for weights in maps if weights is not None), None)
 

@@ -257,7 +257,9 @@ class _Reading:
             self.missing = True
             return self._supplied_text(name, value)
         if self.dry:
-            return ""
+            # What says at once that it can't be read.
+            sparse = isinstance(value, Tensor) and value.layout != torch.strided
+            return describe(value, name) if sparse or not isinstance(value, Tensor | tuple | list | Mapping) else ""
         if id(value) not in self._known:
             try:
                 data = fetch() if fetch is not None else value.full_tensor() if sharded else value
@@ -310,9 +312,9 @@ def _read(model: nn.Module, tokenizer: Any = None, gather: bool = False) -> Mode
 
 
 def _description(name: str, value: Any) -> str:
-    """A text that is equal for equal tensors; rotary frequencies are rounded to 1%, as devices compute powers differently."""
+    """A text that is equal for equal tensors; rotary frequencies are rounded to 0.07%, as devices compute powers differently."""
     if name.endswith("inv_freq") and isinstance(value, Tensor) and value.is_floating_point():
-        return f"{head_of(value)}{digest_of((value.detach().cpu().float().log2() * 64 + 0.23).round())}"
+        return f"{head_of(value)}{digest_of((value.detach().cpu().double().log2() * 1024 + 0.23).round())}"
     return describe(value, name)
 
 

@@ -108,7 +108,7 @@ class ModelState:
                 now = read(attributes[index])
                 if now != before and tuple(map(_frozen, now)) != before:
                     return False
-        except (KeyError, RuntimeError, ValueError):  # an attribute is gone, or a tensor now
+        except (KeyError, RuntimeError, TypeError, ValueError):  # an attribute is gone, or a tensor now
             return False
         return [*map(Tensor.data_ptr, tensors)] == self._pointers and [*map(compat.version_of, tensors)] == self._versions
 
