@@ -129,15 +129,6 @@ def records_attentions() -> bool:
     return "attentions" in (output_capturing._active_collector.get() or ())
 
 
-def learned_prompt(model: nn.Module) -> tuple[str, nn.Module, bool] | None:
-    """The name of a learned prompt or prefix of PEFT's, what has its tensors, and whether it is enabled."""
-    wrapper: Any = next((module for module in model.modules() if isinstance(getattr(module, "prompt_encoder", None), nn.ModuleDict)), None)
-    name = getattr(wrapper, "active_adapter", None)
-    if not isinstance(name, str) or name not in wrapper.prompt_encoder:
-        return None
-    return name, wrapper.prompt_encoder[name], not getattr(wrapper, "_adapters_disabled", False)
-
-
 def has_learned_prompt(model: object) -> bool:
     """Whether a PEFT wrapper puts a learned prompt or prefix before every text."""
     return bool(getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False))
@@ -216,6 +207,25 @@ def modules_of(module: nn.Module) -> list[nn.Module]:
     return list(found.values())
 
 
+def members_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], Any]:
+    """A module's own children, parameters and buffers by name, without those that accelerate moves in each pass, and its config."""
+    own = module.__dict__
+    if "_hf_hook" in own and offloaded_weights(module) is not None:
+        return own["_modules"], {}, {}, own.get("config")
+    return own["_modules"], own["_parameters"], own["_buffers"], own.get("config")
+
+
+def unusual(modules: list[nn.Module]) -> list[nn.Module]:
+    """Those of some modules whose calls may run more than the forward of their class in evaluation mode."""
+    named = ((module, module.__dict__) for module in modules)
+    return [each for each, own in named if own["training"] or own["_forward_pre_hooks"] or own["_forward_hooks"] or "forward" in own]
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """A tensor's version counter, which grows with each write that autograd knows of; tensors of inference mode have none."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
 def state_of(module: nn.Module) -> dict[str, Any]:
     """What a module itself contributes to the state dict, which for quantized ones is more than parameters, and its other buffers."""
     entries: dict[str, Any] = {}
@@ -225,7 +235,7 @@ def state_of(module: nn.Module) -> dict[str, Any]:
 
 def offloaded_weights(module: nn.Module) -> Mapping[str, Any] | None:
     """Where accelerate keeps the weights of a module that are not in it, by their names there."""
-    hook = getattr(module, "_hf_hook", None)
+    hook = vars(module).get("_hf_hook")
     maps = (getattr(part, "weights_map", None) for part in getattr(hook, "hooks", (hook,)))
     return next((weights for weights in maps if weights is not None), None)
 
@@ -266,16 +276,6 @@ def replaced_forward(module: nn.Module) -> Any:
 
 # Accelerate's hooks that move weights and inputs, and do nothing else.
 _MOVING = frozenset(("AlignDevicesHook", "CpuOffload", "UserCpuOffloadHook", "SequentialHook"))
-
-
-def uses_batch_statistics(module: nn.Module) -> bool:
-    """Whether a module normalises by what is in its batch, in training mode."""
-    return isinstance(module, nn.modules.batchnorm._BatchNorm)
-
-
-def is_dropout(module: nn.Module) -> bool:
-    """Whether a module leaves elements out at random, in training mode."""
-    return isinstance(module, nn.modules.dropout._DropoutNd)
 
 
 def attention_in_use(config: PreTrainedConfig) -> Callable[..., Any] | None:

@@ -155,7 +155,7 @@ def main() -> None:
     print(f"KL of {len(trained)} seeds: mean {fmean(trained):.4g}, from {min(trained):.4g} to {max(trained):.4g}")
     best = min(rows[1:], key=lambda row: row["KL held out"])
     artifact = TrainedAdapters(made[best["adapters"]], args.slots, args.layout, args.tail, tuple(rows))
-    object.__setattr__(artifact, "fingerprint", ModelFingerprint.of(model, tokenizer, any_precision=True))
+    object.__setattr__(artifact, "fingerprint", ModelFingerprint.of(model, tokenizer))
     artifact.save_pretrained(args.out)
     print(f"Written to {args.out}: {best['adapters']}.")
     if rows[0]["KL held out"] <= best["KL held out"]:

@@ -18,13 +18,13 @@ from hf_kvcaches.codec.layout import packed_bytes
 from hf_kvcaches.codec.metric import Metric
 from hf_kvcaches.codec.sides import EXACT, CalibratedLayer, CalibratedSide
 from hf_kvcaches.codec.wire import codes as wire
-from hf_kvcaches.core.checksum import digest_of
 from hf_kvcaches.core.files import checked_layers
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.hub import Artifact
 from hf_kvcaches.core.parallel import HeadShard
 from hf_kvcaches.core.rope import RotaryGeometry, undoable_rotation
 from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError, require_choice
+from hf_kvcaches.kernels.checksum import digest_of
 from hf_kvcaches.stores.streams import Source
 
 
@@ -135,7 +135,7 @@ class KVCodec(Artifact):
         settings = CodecSettings(
             rotation, reading.metric, choice.rule, choice.widths, gamma, reading.block, measured.blocks, measured.tokens
         )
-        fingerprint = ModelFingerprint.of(model, tokenizer if measured.used_tokenizer else None, any_precision=True)
+        fingerprint = ModelFingerprint.of(model, tokenizer if measured.used_tokenizer else None)
         return cls(layers, settings, fingerprint)._with(choice)
 
     def at(

@@ -172,7 +172,7 @@ class KVCache(continuation.CacheArgument, Cache, ABC):
             tokens: How many the pass adds.
         """
         if not self.provenance.taken or not (tokens == 1 or (tokens <= _DRAFTED and self.records_past)):
-            self.identity_of_pass(tokens)
+            self._take_identity(tokens)
 
     def identity_of_pass(self, tokens: int) -> Identity:
         """Under which all tokens are computed, those of a pass that begins included, or why there is none.
@@ -180,12 +180,15 @@ class KVCache(continuation.CacheArgument, Cache, ABC):
         Args:
             tokens: How many the pass adds.
         """
+        self._take_identity(tokens)
+        return self.provenance.identity
+
+    def _take_identity(self, tokens: int) -> None:
         model = None if self._model is None else self._model()
         if model is not None and not torch.compiler.is_compiling():
             seen = self.seen
             if not self.provenance.taken or seen + tokens > self.provenance.until:
-                self.provenance.begin_pass(model, seen, tokens, shared=self.logs_passes)
-        return self.provenance.identity
+                self.provenance.begin_pass(model, seen, tokens)
 
     def reset(self) -> None:
         """Forget all tokens; settings and whatever does not belong to a sequence stay."""

@@ -12,8 +12,9 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from hf_kvcaches import compat
 from hf_kvcaches.core.files import Content, artifact_errors
 from hf_kvcaches.core.fingerprint import ModelFingerprint
-from hf_kvcaches.core.identity import Identity, Provenance, glanced_identity, identity_of, require_identity
+from hf_kvcaches.core.identity import Identity, Provenance, identity_of, require_identity
 from hf_kvcaches.core.layers import KVLayer
+from hf_kvcaches.core.model_state import LOOKS
 from hf_kvcaches.core.parallel import require_all_heads
 from hf_kvcaches.core.step import padding_of
 from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch, UnsupportedError, with_article
@@ -81,15 +82,14 @@ def cache_of(cls: type[Any], content: Content, model: Any, codec: CacheCodec | N
     """Build a cache of a class again; see `KVCache.load`. Errors name `where` its content is from."""
     header = content.header
     _check(header, cls.__name__, where)
-    fingerprint = require_identity(compat.base_model(model), f"The cache in {where}")
-    fingerprint.require_same(ModelFingerprint.from_dict(header["fingerprint"]), f"The cache in {where}")
+    identity = require_identity(compat.base_model(model), f"The cache in {where}")
+    identity.fingerprint.require_same(ModelFingerprint.from_dict(header["fingerprint"]), f"The cache in {where}")
     if "digest" in (header["codec"] or {}):
         codec = named_codec(codec, header["codec"]["digest"], where)
     elif codec is not None:
         raise ConfigError.of("codec", f"for {where} none, since it was saved without one", codec, "Leave it out.")
     with artifact_errors(f"{where}: its content doesn't make a {cls.__name__}", "Save the cache again."):
         cache = _rebuilt(cls, model, content, codec)
-    identity = Identity(fingerprint) if cls.logs_passes else glanced_identity(cache.model)
     cache.provenance = Provenance.of(identity, cache.seen)
     return cache
 
@@ -163,22 +163,26 @@ def _row_padding(cache: Any, codec: CacheCodec, attention_mask: Tensor | None) -
 
 def _fingerprint(cache: Any) -> ModelFingerprint:
     """Return that of the model that filled the cache, and is still the same."""
-    here = identity_of(cache.model)
+    here = identity_of(cache.model, LOOKS)
     filled = cache.provenance.identity if cache.seen else here
     for identity in (filled, here):
         if identity.reason:
             raise FingerprintMismatch(f"The cache can't be saved with a fingerprint. {identity.reason} Fill it anew, and save it then.")
-    assert here.fingerprint is not None
-    if filled.fingerprint is not None:
-        reasons = here.fingerprint.differs_from(filled.fingerprint)
-    else:
-        reasons = [] if glanced_identity(cache.model) == filled else ["its weights, settings or adapters are others"]
-    if reasons:
+    fingerprint = here.fingerprint
+    if not filled.matches(here):
         raise FingerprintMismatch(
-            f"The model has changed since it filled the cache: {'; '.join(reasons)} (here: the model now, there: when it filled it). "
-            "Bring back what it had then (adapters, weights, settings), or fill the cache anew, and save it then."
+            f"The model has changed since it filled the cache: {_differences(filled, fingerprint)}. Bring back what it had then (adapters, "
+            "weights, settings), or fill the cache anew, and save it then."
         )
-    return here.fingerprint
+    return fingerprint
+
+
+def _differences(filled: Identity, here: ModelFingerprint) -> str:
+    """Return in what the model differs from the one that filled the cache."""
+    try:
+        return f"{'; '.join(here.differs_from(filled.fingerprint))} (here: the model now, there: when it filled it)"
+    except FingerprintMismatch:  # it was not read then
+        return "its weights, settings or adapters are others"
 
 
 def _export(layer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:

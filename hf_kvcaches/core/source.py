@@ -132,10 +132,6 @@ class SourceCache(KVCache):
             layer.seen -= run_again
         return taken - run_again
 
-    def confirmed_identity(self) -> Any:
-        self.provenance.confirm(self.model)
-        return self.provenance.identity
-
     @property
     def broken(self) -> bool:
         """Whether a prefill broke off."""

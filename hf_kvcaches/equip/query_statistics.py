@@ -75,7 +75,7 @@ class QueryStatistics(Artifact):
                 tokens += len(ids)
         if not tokens:
             raise ConfigError.of("texts", f"a text of more than {_SINKS} tokens", "none")
-        fingerprint = ModelFingerprint.of(model, tokenizer if encoder.used else None, any_precision=True)
+        fingerprint = ModelFingerprint.of(model, tokenizer if encoder.used else None)
         return cls({index: moments.layer(index) for index in sorted(moments.sums)}, tokens, fingerprint)
 
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -83,7 +83,7 @@ class RetrievalHeads(Artifact):
                 tokens += len(ids)
         if not tokens:
             raise ConfigError.of("texts", f"a text of more than {_SINKS + recent + answer} tokens", "none")
-        fingerprint = ModelFingerprint.of(model, tokenizer if encoder.used else None, any_precision=True)
+        fingerprint = ModelFingerprint.of(model, tokenizer if encoder.used else None)
         return cls({index: cost / tokens for index, cost in costs.items()}, tokens, fingerprint=fingerprint).at(share)
 
     def at(self, share: float) -> RetrievalHeads:

@@ -27,7 +27,7 @@ TOGETHER = 2**25
 class Pipeline(ABC, Generic[CacheT]):
     """Fill a cache with one prompt. Each step returns a new plan: as looked up, without missing blobs, as executed.
 
-    A failed read is a miss: its tokens are computed. If the model has changed since the look-up, the look-up is repeated.
+    A failed read is a miss: its tokens are computed.
     """
 
     def __init__(self, cache: CacheT, call: PrefillCall) -> None:
@@ -51,12 +51,6 @@ class Pipeline(ABC, Generic[CacheT]):
         identity = self.cache.identity_of_pass(self.call.input_ids.shape[1])
         reason = self.refused(identity)
         plan = None if reason else self.look_up(identity, rows)
-        # Stored tokens are used, or refused, only under an identity that was confirmed by reading all weights.
-        if identity.presumed and (plan is None or self.reuses(plan)):
-            presumed, identity = identity, self.cache.confirmed_identity()
-            reason = self.refused(identity)
-            if not reason and (plan is None or identity != presumed):
-                plan = self.look_up(identity, rows)
         plan = None if plan is None or reason else self.load(plan)
         if self.cache.shard is not None:
             plan, reason = self._agreed(self.cache.shard, plan, reason)
@@ -83,10 +77,6 @@ class Pipeline(ABC, Generic[CacheT]):
         """Leave the prompt to the model, and keep the reason for the report; `rows` is empty where the rows are not known."""
         self.cache.reason = reason
         return 0
-
-    def reuses(self, plan: PromptPlan) -> bool:
-        """Whether a plan takes anything from the store."""
-        return next(plan.stored, None) is not None
 
     def load(self, plan: PromptPlan) -> PromptPlan:
         """Read the blobs of a plan and write its tokens into the cache, some blobs at a time to bound the memory.

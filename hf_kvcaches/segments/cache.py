@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from hf_kvcaches.codec.codec import KVCodec
 from hf_kvcaches.core.cache import KVCache
-from hf_kvcaches.core.identity import Identity, confirmation
+from hf_kvcaches.core.identity import Identity
 from hf_kvcaches.core.parallel import require_all_heads
 from hf_kvcaches.core.prompt import PrefillCall, Remaining
 from hf_kvcaches.errors import ConfigError, UnsupportedError, require_choice, require_instance, require_tokenizer
@@ -263,10 +263,9 @@ class _SegmentPipeline(Pipeline[SegmentReuseCache]):
         """Store the rows once they are computed."""
         cache, store = self.cache, self.cache.store
         form = SegmentForm(self.scope, cache.discovery, store.depth, store.near_identical, cache.rotation.layers)
-        confirmed = confirmation(cache.model, identity)
 
         def put(buffers: Buffers) -> None:
-            if confirmed():
+            if identity.is_current():
                 store.put([segment for new in rows for segment in new_segments(new, buffers, form)])
 
         if cache.remembering is not None:

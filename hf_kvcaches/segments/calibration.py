@@ -199,7 +199,7 @@ def calibrate(
         others = [sweep.replay(best.policy, other) for other in _QUANTIZATIONS if other != quantization]
     rows = tuple(measured.row(measured is best) for measured in (*sweep.done, *others))
     policy = replace(best.policy, bound=float(bound), measured=rows)
-    object.__setattr__(policy, "fingerprint", ModelFingerprint.of(model, tokenizer, any_precision=True))
+    object.__setattr__(policy, "fingerprint", ModelFingerprint.of(model, tokenizer))
     return policy
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hf_kvcaches.core.identity import Identity, require_identity
-from hf_kvcaches.core.tokenizer_digest import digest_of_tokenizer
+from hf_kvcaches.core.model_parts import digest_of_tokenizer
 from hf_kvcaches.reuse.layout import Quantization, name_of
 from hf_kvcaches.segments.discovery import Discovery
 from hf_kvcaches.segments.policy import SegmentPolicy
@@ -23,7 +23,8 @@ FORMAT = 3
 def check_policy(model: PreTrainedModel, policy: SegmentPolicy) -> None:
     """Refuse a policy that was calibrated for another model. A policy without a fingerprint fits all models."""
     if policy.fingerprint is not None:
-        policy.fingerprint.require_model(model, "The policy", here=require_identity(model, "The policy"))
+        require_identity(model, "The policy")
+        policy.fingerprint.require_model(model, "The policy")
 
 
 _discoveries: weakref.WeakKeyDictionary[Any, dict[tuple[str, ...], Discovery]] = weakref.WeakKeyDictionary()

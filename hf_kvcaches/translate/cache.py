@@ -136,8 +136,7 @@ class TranslatedCache(SplicingCache):
         assert self.translator is not None
         seen, tokens = self.seen, self._whole_text(call)
         prompt = self._match(codes.head, tokens, seen + call.most)
-        self.identity_of_pass(tokens.ids.shape[1] - seen)
-        self.translator.check_consumer(self.model, self.confirmed_identity())
+        self.translator.check_consumer(self.model, self.identity_of_pass(tokens.ids.shape[1] - seen))
         slots = prompt.slots
         filled = PromptTokens.of(tokens.ids[:, :slots], tokens.real[:, :slots]).to(compat.input_device(self.model))
         Filling(self, self.translator, codes.head, prompt, filled).run(codes)

@@ -38,8 +38,8 @@ def fit(
     pair = Pair(producer, consumer, tokenizer, None if config.layer_map == "fit" else config.layer_map)
     run_layers = options.run_layers(pair.layers)
     with evaluating(pair.producer), evaluating(pair.consumer):
-        producer_identity = require_identity(pair.producer, "producer: the translator", any_precision=True)
-        consumer_identity = require_identity(pair.consumer, "consumer: the translator", any_precision=True)
+        producer_identity = require_identity(pair.producer, "producer: the translator").fingerprint
+        consumer_identity = require_identity(pair.consumer, "consumer: the translator").fingerprint
         prefixes = [ids[: options.max_length] for ids in sequences(texts, pair.tokenizer, pair.consumer) if len(ids) >= 2]
         choice = len(run_layers) > 1 or (options.patch_layers == "auto" and run_layers[0] + 1 < pair.layers)
         # A short text has no continuation to predict.

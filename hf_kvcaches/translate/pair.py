@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.model_parts import tokenizer_part
+from hf_kvcaches.core.model_parts import tokenizer_parts
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedError
 from hf_kvcaches.evaluate.observer import Attended
 from hf_kvcaches.evaluate.texts import Tokenized, require_whole
@@ -91,7 +91,7 @@ def _shared_tokenizer(tokenizer: Any, sizes: tuple[int, ...]) -> Tokenized:
     if isinstance(tokenizer, tuple | list):
         if len(tokenizer) != 2:
             raise ConfigError.of("tokenizer", "one tokenizer, or the producer's and the consumer's", f"{len(tokenizer)} of them")
-        first, second = (tokenizer_part(each) for each in tokenizer)
+        first, second = (tokenizer_parts(each) for each in tokenizer)
         # A template says how texts are made, not which tokens a text becomes.
         different = [name for name in {**first, **second} if name != "chat template" and first.get(name) != second.get(name)]
         if different:

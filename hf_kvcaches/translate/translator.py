@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.checksum import digest_of
 from hf_kvcaches.core.files import checked_layers
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.hub import Artifact
@@ -21,6 +20,7 @@ from hf_kvcaches.core.parallel import require_all_heads
 from hf_kvcaches.errors import ArtifactError, FingerprintMismatch, UnsupportedError
 from hf_kvcaches.evaluate.runner import evaluating
 from hf_kvcaches.kernels.arguments import Decoder
+from hf_kvcaches.kernels.checksum import digest_of
 from hf_kvcaches.translate.calibration import fit
 from hf_kvcaches.translate.codes import CodesHead, Part, PartHead, SemanticCodes, message_of
 from hf_kvcaches.translate.config import FitOptions, Score, TranslatorConfig, TranslatorSettings
@@ -147,7 +147,7 @@ class CacheTranslator(Artifact):
             return self._check(model, "producer", self.producer)
 
     def check_consumer(self, model: Any, identity: Identity | None = None) -> Any:
-        """Return the model without its PEFT wrapper; refuse another model. A fresh `identity` saves reading its weights again."""
+        """Return the model without its PEFT wrapper; refuse another model."""
         return self._check(model, "consumer", self.consumer, identity)
 
     def _check(self, model: Any, role: str, expected: ModelFingerprint, identity: Identity | None = None) -> Any:
@@ -156,13 +156,13 @@ class CacheTranslator(Artifact):
             raise UnsupportedError(f"{role}: a learned prompt is in no fingerprint. Pass the model without that adapter.")
         require_all_heads(base, f"The translator's {role}", "Load the model whole, or use another cache.")
         identity = identity or identity_of(base)
-        if identity.fingerprint is None:
+        if identity.reason:
             raise FingerprintMismatch(f"The translator's {role} is not what it was fitted for: {identity.reason}")
         if identity.digest != expected.digest:
             roles = {self.producer.digest: "producer", self.consumer.digest: "consumer"}
             swapped = f"It is the {roles[identity.digest]} that the translator was fitted for." if identity.digest in roles else ""
             try:
-                expected.require_model(base, f"The translator's {role}", here=identity.fingerprint)
+                expected.require_model(base, f"The translator's {role}")
             except FingerprintMismatch as error:
                 raise FingerprintMismatch(f"{error} {swapped}".rstrip()) from None
         return base

@@ -198,8 +198,8 @@ class WarmStartCache(SplicingCache):
         if len(self.log) != self.seen:
             _warn("Tokens went by that the cache was not told of, so it goes on without the exact prefill.")
             return
-        exact_cache = exact.result() if identity_of(self.model) == self.provenance.identity else None
-        if exact_cache is None or exact_cache.provenance.identity != self.provenance.identity:
+        exact_cache = exact.result() if identity_of(self.model).matches(self.provenance.identity) else None
+        if exact_cache is None or not exact_cache.provenance.identity.matches(self.provenance.identity):
             _warn("The model has changed since it read the prompt, so the cache goes on without the exact prefill.")
             return
         rows = exact.rows[:, 0].to(exact.ids.device)

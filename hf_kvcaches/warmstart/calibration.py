@@ -125,7 +125,7 @@ def calibrate_gate(
         encoder=encoder,
         measured=tuple(rows),
     )
-    object.__setattr__(calibrated, "fingerprint", ModelFingerprint.of(compat.base_model(model), tokenizer, any_precision=True))
+    object.__setattr__(calibrated, "fingerprint", ModelFingerprint.of(compat.base_model(model), tokenizer))
     return calibrated
 
 

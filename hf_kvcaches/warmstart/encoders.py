@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.checksum import digest_of
 from hf_kvcaches.errors import ConfigError, UnsupportedError, require
+from hf_kvcaches.kernels.checksum import digest_of
 from hf_kvcaches.reuse.partial import RunningLayer, SkippedLayer, run_module, with_layers
 
 Embeddings = npt.NDArray[np.float32]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from operator import index
 from pathlib import Path
@@ -14,13 +15,12 @@ from transformers import Cache, PreTrainedModel
 
 from hf_kvcaches import compat
 from hf_kvcaches.codec.codec import KVCodec
-from hf_kvcaches.core.checksum import digest_of
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.identity import Identity, identity_of, require_identity
+from hf_kvcaches.core.model_parts import digest_of_tokenizer
 from hf_kvcaches.core.parallel import require_all_heads, shard_of
 from hf_kvcaches.core.rotation import Rotation, rotation_of
 from hf_kvcaches.core.save import named_codec
-from hf_kvcaches.core.tokenizer_digest import digest_of_tokenizer
 from hf_kvcaches.errors import (
     ArtifactError,
     ConfigError,
@@ -29,6 +29,7 @@ from hf_kvcaches.errors import (
     require_tokenizer,
     whole_number,
 )
+from hf_kvcaches.kernels.checksum import digest_of
 from hf_kvcaches.reuse import layout as blob_layout
 from hf_kvcaches.reuse.background import Background
 from hf_kvcaches.reuse.layout import Quantization
@@ -364,7 +365,8 @@ class WarmStartLibrary:
         settings: dict[str, Any] = {"slots": self.slots, "layout": self.layout, "tail": self.tail, "full": self.full}
         settings |= {"quantization": blob_layout.name_of(self.quantization), "correct_positions": self.correction is not None}
         packed = PackedLibrary(tuple(filter(None, entries)), settings, self.encoder.name, self._adapter_tensors())
-        packed.fingerprint = ModelFingerprint.of(self.model, self.tokenizer)
+        # Without samples: keys and values are of one precision.
+        packed.fingerprint = replace(ModelFingerprint.of(self.model, self.tokenizer), samples={})
         return packed
 
     def why_not(self, identity: Identity) -> str:

@@ -12,7 +12,6 @@ from transformers import Cache, PreTrainedModel
 
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.holder import exact_states
-from hf_kvcaches.core.identity import glanced_identity
 from hf_kvcaches.core.source import SourceCache
 from hf_kvcaches.core.view import require_answering
 from hf_kvcaches.errors import ConfigError
@@ -137,7 +136,7 @@ def _why_not(model: PreTrainedModel, cache: Cache, ids: torch.Tensor, digest: st
     identity = cache.provenance.identity
     if why := cache.why_inexact or identity.reason:
         return why
-    if identity.digest != digest if identity.fingerprint is not None else identity != glanced_identity(model):
+    if identity.known_digest() != digest:
         return "The model was another when it filled the cache, or had other adapters."
     if isinstance(cache, SourceCache):
         fed = cache.log.ids if cache.log.padding(seen) == [0] else None

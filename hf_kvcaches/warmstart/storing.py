@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.identity import Identity, confirmation
+from hf_kvcaches.core.identity import Identity
 from hf_kvcaches.reuse.storage import Buffers, NewPrompt, states_in
 from hf_kvcaches.warmstart.library import WarmStartLibrary
 from hf_kvcaches.warmstart.planning import ServedRow
@@ -17,10 +17,10 @@ from hf_kvcaches.warmstart.reading import PromptStates, last_token
 
 def storing_job(library: WarmStartLibrary, model: PreTrainedModel, rows: Sequence[ServedRow], identity: Identity, slots: int) -> NewPrompt:
     """Return the job that stores the rows of a prompt in a library once their first `slots` slots are computed."""
-    confirmed, device = confirmation(model, identity), compat.input_device(model)
+    device = compat.input_device(model)
 
     def put(buffers: Buffers) -> None:
-        if not confirmed():
+        if not identity.is_current():
             return
         for row in rows:
             layers = tuple(states_in(buffers, row.number, slice(row.padding, row.padding + len(row.ids))))

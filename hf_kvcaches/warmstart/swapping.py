@@ -28,7 +28,7 @@ class ExactCache(SplicingCache):
     def begin_pass(self, tokens: int) -> None:
         # Not before each chunk: the swap compares the model again.
         if not self.provenance.taken:
-            self.provenance.begin_pass(self.model, self.seen, tokens, shared=True)
+            self.provenance.begin_pass(self.model, self.seen, tokens)
 
 
 class ExactPrefill:

@@ -16,7 +16,7 @@ from transformers import (
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 
 Change = Callable[[torch.nn.Module], object]
-COMPONENTS = ("weights", "adapters", "tokenizer", "rope", "attention", "geometry", "architecture", "precision")
+COMPONENTS = ("weights", "adapters", "settings", "tokenizer")
 TINY = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 

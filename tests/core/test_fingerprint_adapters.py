@@ -6,7 +6,7 @@ import peft
 import pytest
 import torch
 from packaging.version import Version
-from peft import PeftModel, PrefixTuningConfig, get_peft_model
+from peft import PeftModel, get_peft_model
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from hf_kvcaches.core.fingerprint import ModelFingerprint
@@ -19,7 +19,7 @@ def test_a_fresh_adapter_changes_the_adapters_and_nothing_else():
     wrapped = get_peft_model(model, lora(init_lora_weights=True))
     after = ModelFingerprint.of(wrapped)
     assert changed(before, after) == {"adapters"}
-    assert after.differs_from(before) == ["active adapters differ: ['default'] here, [] there"]
+    assert after.differs_from(before)[0].startswith("adapters differ: active ['default'] here, [] there")
     assert ModelFingerprint.of(wrapped.get_base_model()) == after
 
 
@@ -28,7 +28,7 @@ def test_switching_between_two_adapters_shows_and_switching_back_restores():
     law = ModelFingerprint.of(model)
     model.set_adapter("medical")
     medical = ModelFingerprint.of(model)
-    assert law.differs_from(medical) == ["active adapters differ: ['law'] here, ['medical'] there"]
+    assert law.differs_from(medical)[0].startswith("adapters differ: active ['law'] here, ['medical'] there")
     model.set_adapter("law")
     assert ModelFingerprint.of(model) == law
     model.delete_adapter("medical")
@@ -42,7 +42,7 @@ def test_the_order_of_active_adapters_counts():
     model.base_model.set_adapter(["medical", "law"])
     other = ModelFingerprint.of(model)
     assert changed(one, other) == {"adapters"}
-    assert "order of active adapters differs: ['law', 'medical'] here, ['medical', 'law'] there" in one.differs_from(other)[0]
+    assert "active ['law', 'medical'] here, ['medical', 'law'] there" in one.differs_from(other)[0]
 
 
 def test_the_order_counts_even_where_a_single_layer_has_another():
@@ -50,7 +50,7 @@ def test_the_order_counts_even_where_a_single_layer_has_another():
     model.base_model.set_adapter(["law", "medical"])
     one = ModelFingerprint.of(model)
     model.base_model.model.model.layers[1].self_attn.v_proj._active_adapter = ["medical", "law"]
-    assert "layers in another order" in ModelFingerprint.of(model).differs_from(one)[0]
+    assert changed(one, ModelFingerprint.of(model)) == {"adapters"}
 
 
 @pytest.mark.parametrize("everywhere", [True, False])
@@ -76,7 +76,7 @@ def test_one_adapter_weight_counts_and_an_inactive_adapter_does_not():
         attention.q_proj.lora_A["law"].weight[0, 0] += 1
     after = ModelFingerprint.of(model)
     assert changed(before, after) == {"adapters"}
-    assert "weights of 'law'" in after.differs_from(before)[0]
+    assert "'law' model.layers.0.self_attn.q_proj.lora_A.weight" in after.differs_from(before)[0]
 
 
 @pytest.mark.parametrize("changes", [{"use_dora": True}, {"modules_to_save": ["lm_head"]}], ids=["magnitude vector", "saved module"])
@@ -108,7 +108,7 @@ def test_a_merged_adapter_changes_the_base_and_is_named_and_unmerging_is_seen():
     assert changed(before, merged) == {"weights", "adapters"}
     assert "law" in merged.describe()
     assert "merged" in merged.describe()
-    assert "4 of 21 tensors, first model.layers.0.self_attn.q_proj.weight" in merged.differs_from(before)[0]
+    assert "4 of 23 tensors, first model.layers.0.self_attn.q_proj.weight" in merged.differs_from(before)[0]
     model.unmerge_adapter()
     assert ModelFingerprint.of(model) == before
     model.merge_adapter()
@@ -138,13 +138,3 @@ def test_one_saved_adapter_loaded_by_peft_and_by_transformers_is_one_model(tmp_p
     by_transformers = llama()
     by_transformers.load_adapter(str(tmp_path / "law"), adapter_name="law")
     assert ModelFingerprint.of(by_peft).differs_from(ModelFingerprint.of(by_transformers)) == []
-
-
-def test_learned_prefixes_count_while_they_are_enabled():
-    model = get_peft_model(llama(), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
-    before = ModelFingerprint.of(model)
-    assert changed(before, ModelFingerprint.of(llama())) == {"adapters"}
-    with model.disable_adapter():
-        assert ModelFingerprint.of(model) == ModelFingerprint.of(llama())
-    nudge("prompt_encoder.default.embedding.weight")(model)
-    assert changed(before, ModelFingerprint.of(model)) == {"adapters"}

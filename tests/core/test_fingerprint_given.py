@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import weakref
 from pathlib import Path
 
 import pytest
@@ -53,7 +55,7 @@ def test_weights_that_cannot_be_read_ask_for_a_fingerprint() -> None:
 
 
 def test_a_given_fingerprint_says_what_cannot_be_read() -> None:
-    expected = ModelFingerprint.of(tiny.llama(), any_precision=True)
+    expected = ModelFingerprint.of(tiny.llama())
     model = without_data(tiny.llama())
     set_fingerprint(model, carried(expected))
     assert ModelFingerprint.of(model) == expected
@@ -71,7 +73,7 @@ def test_a_given_fingerprint_says_what_cannot_be_read() -> None:
 def test_a_codec_of_another_precision_serve_a_model_that_cannot_be_read() -> None:
     codec = KVCodec.calibrate(tiny.llama(), None, [tiny.ids(60).tolist()], rank=4, progress=False)
     model = tiny.llama().to(torch.bfloat16)
-    fingerprint = ModelFingerprint.of(model, any_precision=True)
+    fingerprint = ModelFingerprint.of(model)
     set_fingerprint(without_data(model), fingerprint)
     codec.require_model(model)
 
@@ -81,9 +83,9 @@ def test_what_can_be_read_is_read() -> None:
     fingerprint = ModelFingerprint.of(model)
     set_fingerprint(model, fingerprint)
     model.model.norm.weight.data[0] += 1
-    assert "1 of 39 tensors, first model.norm.weight" in ModelFingerprint.of(model).differs_from(fingerprint)[0]
+    assert "1 of 41 tensors, first model.norm.weight" in ModelFingerprint.of(model).differs_from(fingerprint)[0]
     model.model.layers[0].self_attn.scaling = 1.0
-    assert "attention differs" in ModelFingerprint.of(without_data(model)).differs_from(fingerprint)[0]
+    assert "settings differ" in ModelFingerprint.of(without_data(model)).differs_from(fingerprint)[0]
 
 
 @pytest.mark.parametrize(
@@ -125,14 +127,13 @@ def test_adapters_that_cannot_be_read_are_known_too_and_merged_ones_are_refused(
         ModelFingerprint.of(readable)
 
 
-def test_a_given_fingerprint_is_forgotten_with_its_model() -> None:
-    from hf_kvcaches.core import fingerprint as home
-
+def test_a_given_fingerprint_keeps_no_model_alive() -> None:
     model = llama()
-    before = len(home._supplied)
     set_fingerprint(model, ModelFingerprint.of(model))
+    gone = weakref.ref(model)
     del model
-    assert len(home._supplied) == before
+    gc.collect()
+    assert gone() is None
 
 
 @pytest.mark.full

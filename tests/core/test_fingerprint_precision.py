@@ -25,9 +25,8 @@ from hf_kvcaches import (
     TranslatedCache,
     WarmStartLibrary,
 )
-from hf_kvcaches.core.checksum import TensorSketch
 from hf_kvcaches.core.fingerprint import ModelFingerprint
-from hf_kvcaches.errors import ArtifactError, FingerprintMismatch
+from hf_kvcaches.errors import FingerprintMismatch
 from hf_kvcaches.warmstart.summaries.adapters import Adapters
 from tests import tiny
 from tests.core.fingerprint_helpers import TINY, llama, lora, two_adapters
@@ -45,7 +44,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 
 
 def fingerprint(model: torch.nn.Module) -> ModelFingerprint:
-    return ModelFingerprint.of(model, any_precision=True)
+    return ModelFingerprint.of(model)
 
 
 def cast(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
@@ -81,10 +80,6 @@ def noisy_layer(model: PreTrainedModel) -> None:
         parameter.data.mul_(1 + 0.01 * torch.randn_like(parameter))
 
 
-def one_row(model: PreTrainedModel) -> None:
-    model.model.embed_tokens.weight.data[7].neg_()
-
-
 def exchanged(model: PreTrainedModel) -> None:
     weight = model.model.layers[0].self_attn.q_proj.weight
     weight.data.copy_(weight.data.roll(1, 0))
@@ -96,13 +91,12 @@ def slower(model: PreTrainedModel) -> None:
 
 CHANGES: dict[str, tuple[Callable[[PreTrainedModel], object], str]] = {
     "another seed": (lambda model: model.load_state_dict(llama(seed=1).state_dict()), "weights differ"),
-    "one layer scaled": (scaled_layer, "weights differ: 9 of 21 tensors"),
-    "one matrix scaled": (scaled_matrix, "weights differ: 1 of 21 tensors"),
+    "one layer scaled": (scaled_layer, "weights differ: 9 of"),
+    "one matrix scaled": (scaled_matrix, "weights differ: 1 of"),
     "one layer with noise": (noisy_layer, "weights differ"),
-    "one row": (one_row, "weights differ: 1 of 21 tensors"),
-    "rows exchanged": (exchanged, "weights differ: 1 of 21 tensors"),
-    "frequencies": (slower, "rope differs"),
-    "a setting": (lambda model: setattr(model.model.layers[0].self_attn, "scaling", 1.0), "attention differs"),
+    "rows exchanged": (exchanged, "weights differ: 1 of"),
+    "frequencies": (slower, "weights differ: 1 of"),
+    "a setting": (lambda model: setattr(model.model.layers[0].self_attn, "scaling", 1.0), "settings differ"),
 }
 
 
@@ -126,10 +120,10 @@ def test_adapters_are_known_in_every_precision_and_merged_or_other_ones_are_refu
     expected.require_model(cast(model, dtype), "it")
     changed = copy.deepcopy(model)
     changed.base_model.model.model.layers[0].self_attn.q_proj.lora_A["law"].weight.data.mul_(1.01)
-    with pytest.raises(FingerprintMismatch, match="weights of 'law'"):
+    with pytest.raises(FingerprintMismatch, match="adapters differ"):
         expected.require_model(cast(changed, dtype), "it")
     model.set_adapter("medical")
-    with pytest.raises(FingerprintMismatch, match="active adapters differ"):
+    with pytest.raises(FingerprintMismatch, match="adapters differ: active"):
         expected.require_model(cast(model, dtype), "it")
 
 
@@ -137,7 +131,7 @@ def test_adapters_are_known_in_every_precision_and_merged_or_other_ones_are_refu
 def test_a_merged_adapter_is_refused_in_every_precision(dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     merged = get_peft_model(llama(), lora()).merge_and_unload()
-    with pytest.raises(FingerprintMismatch, match="weights differ: 4 of 21 tensors"):
+    with pytest.raises(FingerprintMismatch, match="weights differ: 4 of"):
         fingerprint(llama()).require_model(cast(merged, dtype), "it")
 
 
@@ -145,48 +139,8 @@ def test_a_small_change_without_a_cast_is_refused() -> None:
     model = llama()
     expected = fingerprint(model)
     model.model.norm.weight.data[3] += 1e-6
-    with pytest.raises(FingerprintMismatch, match="1 of 21 tensors"):
+    with pytest.raises(FingerprintMismatch, match="weights differ: 1 of"):
         expected.require_model(model, "it")
-
-
-def test_what_was_not_made_for_any_precision_is_of_one() -> None:
-    model, other = llama(), cast(llama(), torch.bfloat16)
-    fingerprint(model).require_model(other, "it")
-    with pytest.raises(FingerprintMismatch, match="precision differs"):
-        ModelFingerprint.of(model).require_model(other, "it")
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        None,
-        3,
-        [],
-        "text",
-        "float32 [2] 1.0 AAAA",
-        "int8 [2] 1.0 " + "A" * 171 + "=",
-        "float32 2 1.0 " + "A" * 171 + "=",
-        "float32 [,] 1 " + "A" * 171 + "=",
-    ],
-)
-def test_broken_sketches_are_an_artifact_error(value: object) -> None:
-    data = fingerprint(llama()).to_dict()
-    for broken in ({**data, "sketches": value}, {**data, "sketches": {"model.norm.weight": value}}):
-        with pytest.raises(ArtifactError, match="sketches"):
-            ModelFingerprint.from_dict(broken)
-
-
-@pytest.mark.parametrize("shape", [(), (0, 3), (1,), (31, 7), (400, 400)])
-@pytest.mark.parametrize("size", [1e-5, 1.0, 1e3])
-def test_sketches_tell_casts_from_other_tensors(shape: tuple[int, ...], size: float) -> None:
-    torch.manual_seed(0)
-    value = torch.randn(shape) * size
-    sketches = [TensorSketch.of(value.to(dtype), "it") for dtype in TYPES]
-    for sketch in sketches:
-        assert [sketch.is_cast_of(other) for other in sketches] == [other is not sketch for other in sketches]
-    if value.numel() > 1:
-        for dtype in (torch.bfloat16, torch.float16):
-            assert not TensorSketch.of((value * 1.01).to(dtype), "it").is_cast_of(sketches[0])
 
 
 # Artifacts in use
@@ -249,10 +203,10 @@ def test_stored_keys_and_values_stay_with_their_precision(tmp_path: Path) -> Non
     model, other = tiny.llama(), tiny.llama().to(torch.bfloat16)
     fingerprint(model).require_model(other, "it")
     library_of(model, tiny.ids(1, 12), slots=4).save_pretrained(tmp_path / "library")
-    with pytest.raises(FingerprintMismatch, match="precision differs"):
+    with pytest.raises(FingerprintMismatch, match="weights differ"):
         WarmStartLibrary.from_pretrained(tmp_path / "library", other, words())
     cache = GrowingCache(model)
     answer(model, cache)
     cache.save_pretrained(tmp_path / "cache")
-    with pytest.raises(FingerprintMismatch, match="precision differs"):
+    with pytest.raises(FingerprintMismatch, match="weights differ"):
         GrowingCache.from_pretrained(tmp_path / "cache", other)

@@ -18,10 +18,7 @@ from tests.translate.pairs import lossless
 FEW = PROMPT[:, :20]
 
 
-NOTICED = [name for name, change in LASTING.items() if not change.small]
-
-
-@pytest.mark.parametrize("name", NOTICED)
+@pytest.mark.parametrize("name", LASTING)
 def test_a_cache_is_saved_by_the_model_that_filled_it_alone(name: str, tmp_path: Path) -> None:
     change, path = LASTING[name], tmp_path / "cache.safetensors"
     setup = Setup(change.make())
@@ -39,7 +36,7 @@ def test_a_cache_is_saved_by_the_model_that_filled_it_alone(name: str, tmp_path:
         assert GrowingCache.load(path, setup.runner).seen == cache.seen
 
 
-@pytest.mark.parametrize("name", [name for name, change in CHANGES.items() if not change.small])
+@pytest.mark.parametrize("name", CHANGES)
 def test_a_cache_filled_under_a_change_is_saved_as_the_changed_models_or_not_at_all(name: str, tmp_path: Path) -> None:
     change, path = CHANGES[name], tmp_path / "cache.safetensors"
     setup = Setup(change.make())
@@ -59,18 +56,6 @@ def test_a_cache_filled_under_a_change_is_saved_as_the_changed_models_or_not_at_
     if change.seen:
         with pytest.raises(FingerprintMismatch):
             GrowingCache.load(path, untouched)
-
-
-@pytest.mark.parametrize("name", [name for name in LASTING if LASTING[name].small])
-def test_a_cache_that_shares_its_tokens_is_saved_by_the_model_that_filled_it_to_the_bit(name: str, tmp_path: Path) -> None:
-    change = LASTING[name]
-    setup = Setup(change.make())
-    with SegmentStore("memory", quantization=None) as store:
-        cache = SegmentReuseCache(setup.runner, store, mode="exact")
-        ask(setup, cache, FEW)
-        with change.enter(setup), pytest.raises(FingerprintMismatch):
-            cache.save(tmp_path / "cache.safetensors")
-        cache.save(tmp_path / "cache.safetensors")
 
 
 def test_a_chat_whose_turns_had_different_adapters_is_not_saved(tmp_path: Path) -> None:

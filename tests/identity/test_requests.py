@@ -174,40 +174,6 @@ def test_what_is_written_in_the_background_belongs_to_the_model_that_computed_it
         assert cache.report().reused_tokens >= 64
 
 
-@pytest.mark.parametrize("changed_before_the_prompt", [True, False])
-def test_a_new_prompt_of_a_model_that_changed_unseen_is_not_stored_as_another_models(
-    changed_before_the_prompt: bool, segments: Segments, tmp_path: Path
-) -> None:
-    """One element, which a quick look does not see: the identity of a prompt of which nothing is stored is presumed until it is written."""
-    setup = Setup(plain())
-    untouched = Setup(copy.deepcopy(setup.runner))
-    other = tiny.ids(1, PROMPT.shape[1], seed=77)
-    with store_in(tmp_path) as store:
-        filled_by(setup, store, segments)
-        if changed_before_the_prompt:
-            setup.weight.data.view(-1)[1] += 1.0
-        cache = segments(setup, store)
-        assert_like(ask(setup, cache, other), plainly(setup, other))
-        if not changed_before_the_prompt:
-            setup.weight.data.view(-1)[1] += 1.0
-        store.flush()
-        # The reading before that writing has found the model as it is now.
-        for reused in (0, 64):
-            cache = segments(setup, store)
-            assert_like(ask(setup, cache, other), plainly(setup, other))
-            assert cache.report().reused_tokens >= reused
-            store.flush()
-    with store_in(tmp_path) as store:
-        reused = []
-        for ids in (other, PROMPT):
-            cache = segments(untouched, store)
-            assert_like(ask(untouched, cache, ids), plainly(untouched, ids))
-            reused.append(cache.report().reused_tokens)
-        assert reused[1] >= 64
-        # Behind the prompt, it may have been written before the change.
-        assert reused[0] == 0 or not changed_before_the_prompt
-
-
 def same(texts: list[str]) -> torch.Tensor:
     """An encoder to which all prompts are alike."""
     return torch.ones(len(texts), 1)
@@ -243,7 +209,8 @@ def test_an_exact_prefill_of_a_changed_model_takes_nobodys_place(swap: Swap) -> 
     served, followed = (WarmStartCache(setup.runner, library, strategy="align", swap=way, gate=OPEN) for way in ("off", swap))
     like = torch.cat([QUESTION[:, 3:], tiny.ids(1, 3, seed=8)], dim=1)
     answers = [ask(setup, cache, like, 1)[0] for cache in (served, followed)]
-    setup.weight.data.view(-1)[0] += 1.0
+    with torch.no_grad():
+        setup.weight[0, 0] += 1.0
     later = torch.cat([answers[0], tiny.ids(1, 5, seed=9)], dim=1)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

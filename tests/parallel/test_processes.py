@@ -74,7 +74,7 @@ def work(folder: Path, model_folder: Path, made: dict[str, Any], names: Sequence
     pipeline.NOTICED = float("inf")  # how busy the disk is decides nothing
     whole = AutoModelForCausalLM.from_pretrained(model_folder).eval()
     model = AutoModelForCausalLM.from_pretrained(model_folder, distributed_config=DistributedConfig(tp_plan="auto")).eval()
-    gathered = ModelFingerprint.gathered(model, any_precision=True)
+    gathered = ModelFingerprint.gathered(model)
     set_fingerprint(model, gathered)
     return {
         "holders": differences(model, whole, made, [name for name in names if name in HOLDERS]),

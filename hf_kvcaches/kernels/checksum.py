@@ -1,0 +1,102 @@
+"""Exact checksums of tensors, computed on their own device, and digests of plain values."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_kvcaches.errors import UnsupportedError
+
+# Words of 8 bytes in a row, and rows that are added up at a time: what fits in a core's second-level cache, and enough work for a GPU.
+_ROW, _CPU_ROWS, _GPU_ROWS = 1 << 15, 1, 64
+_ODD = -7046029254386353131  # 0x9E3779B97F4A7C15
+
+
+@torch.no_grad()
+def checksum(value: Tensor) -> int:
+    """Return the 64-bit checksum of a dense tensor's bytes: the sum of its words, each times an odd number of its position, modulo 2^64.
+
+    Equal on every device. A change of a single element always changes it; of several elements with a probability of 1 - 2^-32 or more.
+    That is enough against accidents and nothing against intent.
+    """
+    value = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+    data = value.detach().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    if len(data) % 8:
+        data = torch.nn.functional.pad(data, (0, -len(data) % 8))
+    words = (data if data.storage_offset() % 8 == 0 else data.clone()).view(torch.int64)
+    rows = -(-len(words) // _ROW)
+    factors, row_factors = _factors(_ROW, words.device), _factors(1 << rows.bit_length(), words.device)
+    total, count = torch.zeros((), dtype=torch.int64, device=words.device), _CPU_ROWS if words.device.type == "cpu" else _GPU_ROWS
+    for start in range(0, rows, count):
+        block = words[start * _ROW : (start + count) * _ROW]
+        block = torch.nn.functional.pad(block, (0, -len(block) % _ROW)).view(-1, _ROW) if count > 1 else block[None]
+        # Upper bits join lower ones: the top bit of a word changes nothing but the top bit of a product, and two of these would cancel.
+        sums = (block >> 29).bitwise_and_((1 << 35) - 1).bitwise_xor_(block).mul_(factors[: block.shape[1]]).sum(1)
+        total += (sums * row_factors[start : start + len(sums)]).sum()
+    return int(total)
+
+
+@functools.cache
+def _factors(count: int, device: torch.device) -> Tensor:
+    """An odd number for each position, as good as random: the finalizer of splitmix64."""
+    mixed = torch.arange(1, count + 1) * _ODD
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
+        mixed = (mixed ^ (mixed >> shift) & ((1 << (64 - shift)) - 1)) * factor
+    return (mixed | 1).to(device)
+
+
+def describe(value: Any, name: str = "value") -> str:
+    """Return a text that is equal only for equal values: dtype, shape and checksum of a tensor, the value itself of the rest.
+
+    Args:
+        value: A tensor of any dtype and device, contiguous or not, quantized or a wrapper around others; or a tuple, list, dict, number,
+            string, bytes, dtype or `None`.
+        name: What errors call it.
+    """
+    if isinstance(value, Tensor):
+        return _describe_tensor(value, name)
+    if isinstance(value, Mapping):
+        return "{" + "".join(f"{key!r}:{describe(value[key], name)}," for key in sorted(value, key=repr)) + "}"
+    if isinstance(value, tuple | list):
+        return "[" + "".join(f"{describe(item, name)}," for item in value) + "]"
+    if isinstance(value, bytes | bytearray | io.BytesIO):
+        content = value.getvalue() if isinstance(value, io.BytesIO) else value
+        return f"bytes {hashlib.sha256(content).hexdigest()}"
+    if value is None or isinstance(value, bool | int | float | str | torch.dtype):
+        return repr(value)
+    raise UnsupportedError(f"{name}: expected tensors, numbers, strings or bytes, got {type(value).__name__}, whose content can't be read.")
+
+
+def _describe_tensor(value: Tensor, name: str) -> str:
+    head = head_of(value)
+    if hasattr(value, "full_tensor") or value.is_meta:
+        got = "one on the meta device" if value.is_meta else "one shard of a distributed one"
+        raise UnsupportedError(f"{name}: expected a tensor with all of its data, got {got}.")
+    if hasattr(value, "__tensor_flatten__"):
+        inner, context = value.__tensor_flatten__()
+        return f"{head}{type(value).__qualname__} {context!r} " + describe([getattr(value, attribute) for attribute in inner], name)
+    if value.is_quantized:
+        if value.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+            scales: tuple[Any, ...] = (value.q_scale(), value.q_zero_point())
+        else:
+            scales = (value.q_per_channel_scales(), value.q_per_channel_zero_points(), value.q_per_channel_axis())
+        return f"{head}{value.qscheme()} " + describe([*scales, value.int_repr()], name)
+    if value.layout != torch.strided:
+        raise UnsupportedError(f"{name}: expected a dense tensor, got layout {value.layout}. Convert it with to_dense() first.")
+    return f"{head}{checksum(value) % (1 << 64):016x}"
+
+
+def head_of(value: Tensor) -> str:
+    """Return what the description of a tensor begins with: its dtype and its whole shape."""
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} "
+
+
+def digest_of(value: Any, name: str = "value") -> str:
+    """Return 128 bits of a hash of what `describe` says, in hex."""
+    return hashlib.sha256(describe(value, name).encode("utf-8", "surrogatepass")).hexdigest()[:32]

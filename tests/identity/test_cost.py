@@ -1,0 +1,139 @@
+"""What identity costs: once the weights are read, a request reads none of them."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_kvcaches import EquipCache, GrowingCache, SegmentReuseCache, SegmentStore
+from hf_kvcaches.core.identity import identity_of
+from hf_kvcaches.kernels import checksum
+from tests import tiny
+from tests.costs import seconds
+from tests.identity.changes import PROMPT, Setup, two_adapters
+from tests.identity.test_requests import ask
+
+
+class Readings:
+    """Counts the tensors whose checksum is computed."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def since(self) -> int:
+        count, self.count = self.count, 0
+        return count
+
+
+@pytest.fixture
+def readings(monkeypatch: pytest.MonkeyPatch) -> Iterator[Readings]:
+    counted, exact = Readings(), checksum.checksum
+
+    def counting(value: torch.Tensor) -> int:
+        counted.count += 1
+        return exact(value)
+
+    monkeypatch.setattr(checksum, "checksum", counting)
+    return counted
+
+
+def test_the_identity_of_a_model_of_28_layers_takes_a_millisecond_of_processor_time() -> None:
+    config = LlamaConfig(vocab_size=256, hidden_size=1024, intermediate_size=2816, num_hidden_layers=28, num_attention_heads=16)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model = model.to_empty(device="cpu").eval()
+    first = identity_of(model)
+    # Three times what it takes on a machine with nothing else to do, for those that have.
+    assert seconds(lambda: identity_of(model), times=64) < 0.003
+    assert identity_of(model) == first
+
+
+def test_later_turns_and_other_caches_of_a_process_read_no_weights(readings: Readings) -> None:
+    setup = Setup(tiny.llama(max_position_embeddings=1024))
+    with SegmentStore("memory", quantization=None) as store:
+        cache = SegmentReuseCache(setup.runner, store, mode="exact")
+        tokens = ask(setup, cache, PROMPT)[0]
+        store.flush()
+        assert readings.since() > 30
+        for seed in (3, 4):
+            tokens = ask(setup, cache, torch.cat([tokens, tiny.ids(1, 80, seed=seed)], dim=1))[0]
+        other = SegmentReuseCache(setup.runner, store, mode="exact")
+        ask(setup, other, PROMPT)
+        store.flush()
+        assert other.report().reused_tokens >= 64
+    assert readings.since() == 0
+
+
+def test_later_chunks_of_a_prompt_read_no_weights(readings: Readings) -> None:
+    model = tiny.llama(max_position_embeddings=1024)
+    with SegmentStore("memory", quantization=None) as store:
+        cache = SegmentReuseCache(model, store, mode="exact")
+        with torch.no_grad():
+            model(PROMPT[:, :64], past_key_values=cache)
+            readings.since()
+            model(PROMPT[:, 64:], past_key_values=cache)
+        store.flush()
+    assert readings.since() == 0
+
+
+@pytest.mark.parametrize("make", [GrowingCache, lambda model: EquipCache(model, "h2o", 16)], ids=["growing", "equip"])
+def test_caches_that_share_nothing_read_no_weights_before_they_are_saved(make: Any, readings: Readings, tmp_path: Path) -> None:
+    setup = Setup(two_adapters())
+    cache = make(setup.runner)
+    tokens = ask(setup, cache, PROMPT)[0]
+    setup.runner.set_adapter("medical")
+    ask(setup, GrowingCache(setup.runner), PROMPT)
+    setup.runner.set_adapter("law")
+    ask(setup, cache, torch.cat([tokens, PROMPT], dim=1))
+    assert readings.since() == 0
+    cache.save(tmp_path / "cache.safetensors")
+    assert readings.since() > 30
+
+
+def test_weights_are_read_again_once_after_they_moved(readings: Readings) -> None:
+    model = tiny.llama()
+    first = identity_of(model).digest
+    readings.since()
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] += 1
+    assert identity_of(model).digest != first
+    assert readings.since() > 30
+    assert identity_of(model).digest
+    assert readings.since() == 0
+
+
+def test_a_large_tensor_that_is_written_silently_is_noticed_within_64_requests() -> None:
+    model = tiny.llama(vocab_size=4096)
+    first = identity_of(model)
+    model.lm_head.weight.data.mul_(1.001)
+    assert any(identity_of(model) != first for _ in range(64))
+    assert identity_of(model).digest
+
+
+def test_what_was_not_read_in_time_has_no_fingerprint() -> None:
+    model = tiny.llama()
+    before = identity_of(model)
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] += 1
+    assert not identity_of(model).matches(before)
+    assert before.known_digest() == ""
+
+
+def test_an_identity_keeps_neither_the_model_nor_its_weights_alive() -> None:
+    model = tiny.llama()
+    layer = model.model.layers[0]
+    layer.register_forward_hook(tiny.observing(lambda module, args, output, owner=model: None))
+    identity = identity_of(model)
+    assert identity.digest
+    gone = [weakref.ref(model), weakref.ref(model.lm_head.weight)]
+    del model, layer
+    gc.collect()
+    assert [reference() for reference in gone] == [None, None]
+    assert identity.digest
