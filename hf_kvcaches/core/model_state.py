@@ -44,7 +44,7 @@ _WITHOUT_EFFECT = frozenset(vars(nn.Module())) | frozenset(
     name_or_path auto_map embd_pdrop attn_pdrop resid_pdrop layerdrop forward to cuda config generation_config loss_type
     all_tied_weights_keys kernel_config hf_device_map hf_quantizer peft_config peft_type quantization_method is_quantized
     is_loaded_in_8bit is_loaded_in_4bit device_mesh warnings_issued max_seq_len_cached rope_deltas model_tags active_adapter
-    base_model_torch_dtype aux_loss_coef router_aux_loss_coef z_loss_coefficient _tp_size _fsdp_size
+    base_model_torch_dtype aux_loss_coef router_aux_loss_coef z_loss_coefficient _tp_size _fsdp_size prepare_inputs_for_generation
     """.split()
 )
 # Private attributes of PEFT's by which adapters are chosen.
