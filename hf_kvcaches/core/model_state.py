@@ -103,6 +103,7 @@ class ModelState:
         sizes = [*map(len, attributes)]
         if sizes != self._sizes and any(tuple(counted(owner)) != names for owner, names in zip(owners, self._names, strict=True)):
             return False
+        self._sizes = sizes
         try:
             for index, read, before in self._values:
                 now = read(attributes[index])

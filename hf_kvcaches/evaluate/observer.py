@@ -16,7 +16,7 @@ from hf_kvcaches.errors import UnsupportedError
 
 
 class PassingLayer(KVLayer):
-    """Holds nothing: it counts what goes by. For caches that only look on."""
+    """Holds nothing, and counts the tokens of each pass. For caches that only look on."""
 
     kept = 0
 
@@ -39,8 +39,7 @@ class Attended(NamedTuple):
 
     Args:
         module: The model's attention module.
-        query: (batch, heads, tokens, head_dim), as the model rotated them.
-        keys: (batch, kv_heads, tokens, head_dim), as the model rotated them; and `values`.
+        query: (batch, heads, tokens, head_dim), rotated, as `keys` and `values` of the KV heads are.
         options: `scaling`, `softcap` and whatever else the model gives its attention function.
     """
 
@@ -53,24 +52,17 @@ class Attended(NamedTuple):
 
     @property
     def scaling(self) -> float:
-        """What the model multiplies scores with."""
-        given: float | None = self.options.get("scaling")
-        return self.query.shape[-1] ** -0.5 if given is None else given
+        return float(self.options.get("scaling") or self.query.shape[-1] ** -0.5)
 
 
 class WatchedView(LayerView):
-    """Keys and values of one forward pass, which attends as ever; the first call of attention is shown.
-
-    Layers that share another's keys and values come back with the same view.
-    """
+    """Keys and values of one forward pass; the first attention call is shown, and not those of layers that share them."""
 
     def __init__(self, watch: Callable[[Attended], None], layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.watch, self.layer_idx, self.keys, self.values = watch, layer_idx, keys, values
         self.shown = False
 
-    def attend(
-        self, module: nn.Module, query: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def attend(self, module: nn.Module, query: torch.Tensor, mask: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         if not self.shown:
             self.shown = True
             self.watch(Attended(self.layer_idx, module, query, self.keys, self.values, kwargs))
@@ -88,7 +80,7 @@ class _WatchedLayer(PassingLayer):
 
 
 class WatchingCache(KVCache):
-    """Lets a model attend as ever to the sequence at hand, and watches its full-attention layers."""
+    """Lets a model attend as ever to one sequence, and watches its full-attention layers."""
 
     needs_attention = True
 
