@@ -18,7 +18,7 @@ from hf_kvcaches import compat
 from hf_kvcaches.core import continuation, view
 from hf_kvcaches.core.files import Content, container, read_file, read_message
 from hf_kvcaches.core.hub import local_file, make_folder
-from hf_kvcaches.core.identity import Identity, Provenance
+from hf_kvcaches.core.identity import Provenance
 from hf_kvcaches.core.layers import KVLayer, row_picker
 from hf_kvcaches.core.report import CacheReport, foreign_kept, foreign_kind, foreign_tensors, measured_bytes, summarise
 from hf_kvcaches.core.save import FILE_NAME, CacheCodec, cache_of, content_of
@@ -27,9 +27,6 @@ from hf_kvcaches.core.versions import warn_of_untested_version
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.stores.files import write_atomically
 from hf_kvcaches.stores.streams import Source
-
-# Passes of assisted decoding bring at most so many drafted tokens.
-_DRAFTED = 32
 
 
 class KVCache(continuation.CacheArgument, Cache, ABC):
@@ -166,29 +163,11 @@ class KVCache(continuation.CacheArgument, Cache, ABC):
         view.answer_next(answering, self._attention_configs, self._model is not None)
 
     def begin_pass(self, tokens: int) -> None:
-        """Called when a pass of some tokens reaches the lowest layer. Decode steps are by the model of the pass before.
-
-        Args:
-            tokens: How many the pass adds.
-        """
-        if not self.provenance.taken or not (tokens == 1 or (tokens <= _DRAFTED and self.records_past)):
-            self._take_identity(tokens)
-
-    def identity_of_pass(self, tokens: int) -> Identity:
-        """Under which all tokens are computed, those of a pass that begins included, or why there is none.
-
-        Args:
-            tokens: How many the pass adds.
-        """
-        self._take_identity(tokens)
-        return self.provenance.identity
-
-    def _take_identity(self, tokens: int) -> None:
-        model = None if self._model is None else self._model()
-        if model is not None and not torch.compiler.is_compiling():
-            seen = self.seen
-            if not self.provenance.taken or seen + tokens > self.provenance.until:
-                self.provenance.begin_pass(model, seen, tokens)
+        """Take the model's identity before a pass that adds some tokens. Decode steps are by the model of the pass before."""
+        taken, seen = self.provenance.until, self.seen
+        model = None if self._model is None or torch.compiler.is_compiling() else self._model()
+        if model is not None and (tokens > 1 or not taken) and seen + tokens > taken:
+            self.provenance.begin_pass(model, seen, tokens)
 
     def reset(self) -> None:
         """Forget all tokens; settings and whatever does not belong to a sequence stay."""

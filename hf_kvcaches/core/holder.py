@@ -23,6 +23,7 @@ from hf_kvcaches.core.call import NewTokens
 from hf_kvcaches.core.identity import Identity, Provenance
 from hf_kvcaches.core.layers import KVLayer
 from hf_kvcaches.core.parallel import is_tensor_parallel
+from hf_kvcaches.core.refusal import Refusal
 from hf_kvcaches.core.rope_families import head_sizes
 from hf_kvcaches.core.step import Pass, Passes, padding_of
 from hf_kvcaches.errors import ConfigError, UnsupportedError
@@ -59,22 +60,15 @@ class HolderCache(KVCache):
         return 0
 
     @abstractmethod
-    def adopt_refused(self, window: int = 0) -> str:
-        """Why a cache with these settings can't adopt keys and values, and what to use instead; "" where it can.
+    def adopt_refused(self, window: int = 0) -> Refusal | None:
+        """Why a cache with these settings can't adopt keys and values, and what to use instead.
 
         Args:
             window: How many of the prompt's last queries come with them.
         """
 
     def prompt_pass(self, positions: torch.Tensor, padding: torch.Tensor | None, tokens: int, device: torch.device) -> Any:
-        """What the layers' `adopt` is told of the pass that computed a prompt; None where they need not know.
-
-        Args:
-            positions: The model's positions of all tokens, (batch or 1, tokens).
-            padding: How many slots at the start of each row hold no token, (batch,), or None.
-            tokens: Slots of a row.
-            device: Of the keys.
-        """
+        """What the layers' `adopt` is told of the pass that computed a prompt of some tokens, as in `adopt_layer`; None for nothing."""
         return None
 
     @classmethod
@@ -100,9 +94,8 @@ class HolderCache(KVCache):
             **options: As for the constructor.
         """
         cache = cls(model, *args, **options)
-        reason = "" if queries is not None else cache.adopt_refused()
-        if reason:
-            raise UnsupportedError(reason)
+        if queries is None and (refusal := cache.adopt_refused()):
+            raise UnsupportedError(refusal.reason)
         tokens = _require_source(past, cache)
         if queries is not None and len(queries) != len(cache.layers):
             raise ConfigError.of("queries", f"one value for each of {len(cache.layers)} layers", f"{len(queries)} values")
@@ -112,14 +105,16 @@ class HolderCache(KVCache):
             position_ids = position_ids if padding is None else (position_ids.to(padding.device) - padding[:, None]).clamp(min=0)
             position_ids = position_ids + first_position(cache)
         for index, (layer, source) in enumerate(zip(cache.layers, past.layers, strict=True)):
-            if not isinstance(layer, KVLayer) and _is_alike(source, layer):
+            own = isinstance(layer, KVLayer)
+            if not own and type(source) is type(layer) and getattr(source, "sliding_window", 0) == getattr(layer, "sliding_window", 0):
                 cache.layers[index] = copy.deepcopy(source)
                 continue
-            keys, values = exact_states(source, index, tokens, window=not isinstance(layer, KVLayer))
+            keys, values = exact_states(source, index, tokens, window=not own)
             _require_heads(cache, index, keys, values)
             cache.adopt_layer(index, keys, values, position_ids, padding, None if queries is None else queries[index])
         if isinstance(past, KVCache):
-            cache.provenance = _provenance(past, cache)
+            if past.provenance.taken:
+                cache.provenance = copy.deepcopy(past.provenance)
             cache.log = copy.deepcopy(past.log)
             cache.log.crop(tokens)
         return cache
@@ -148,8 +143,7 @@ class HolderCache(KVCache):
         layer = self.layers[layer_idx]
         if not isinstance(layer, KVLayer) and type(layer) is not DynamicSlidingWindowLayer:
             raise ConfigError.of("layer_idx", "a layer with full or sliding attention", layer_idx, f"It is a {type(layer).__name__}.")
-        seen = layer.get_seq_length()
-        if seen:
+        if seen := layer.get_seq_length():
             raise ConfigError(
                 f"adopt_layer: expected an empty layer, got one that has seen {seen} tokens. Call reset(), or use a new cache."
             )
@@ -166,7 +160,9 @@ class HolderCache(KVCache):
                 layer.lazy_initialization(keys, values)
                 layer.adopt(keys, values, self.prompt_pass(positions, padding, tokens, keys.device), queries)
             else:
-                _fill_window(layer, keys, values)
+                start = max(0, tokens - layer.sliding_window + 1)
+                layer.update(keys[:, :, start:], values[:, :, start:])
+                layer.cumulative_length = tokens
         if not self.provenance.taken:
             self.provenance = Provenance.of(_UNKNOWN, tokens)
         offloaded = [index for index, other in enumerate(self.layers) if isinstance(other, KVLayer)][1:]
@@ -190,14 +186,9 @@ def _require_source(past: Any, cache: KVCache) -> int:
     return tokens
 
 
-def _model_of(cache: KVCache) -> PreTrainedModel | None:
-    """The model that a cache was built with, if it was built with one."""
-    return None if cache._model is None else cache._model()
-
-
 def first_position(cache: KVCache) -> int:
     """The position of a text's first token, where the caller passes no positions."""
-    model = _model_of(cache)
+    model = None if cache._model is None else cache._model()
     return 0 if model is None else int(compat.is_family(model.config, "counts_from_one"))
 
 
@@ -227,50 +218,16 @@ def exact_states(
 
 
 def _require_heads(cache: KVCache, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Refuses keys and values of another model, as far as the config tells.
-
-    Args:
-        keys: (batch, kv_heads, tokens, head_dim).
-    """
-    config, model = compat.layer_configs(cache.config)[layer_idx], _model_of(cache)
-    sizes, heads = head_sizes(cache.config, layer_idx), getattr(config, "num_key_value_heads", None)
+    """Refuse keys and values of another model, (batch, kv_heads, tokens, head_dim), as far as the config tells."""
+    config, sizes = compat.layer_configs(cache.config)[layer_idx], head_sizes(cache.config, layer_idx)
+    heads, sharded = getattr(config, "num_key_value_heads", None), cache._model is not None and is_tensor_parallel(cache.model)
     # The latent attention of DeepSeek and others has heads that the config does not name.
-    if sizes is None or heads is None or getattr(config, "kv_lora_rank", None) or (model is not None and is_tensor_parallel(model)):
+    if sizes is None or heads is None or getattr(config, "kv_lora_rank", None) or sharded:
         return
-    expected, got = (heads, *sizes), (keys.shape[1], keys.shape[3], values.shape[3])
-    if got != expected:
-        raise ConfigError.of(
-            f"past.layers[{layer_idx}]",
-            f"{expected[0]} heads of {expected[1]} and {expected[2]}, as the model has",
-            got,
-            "Use its own cache.",
-        )
-
-
-def _is_alike(source: Any, layer: Any) -> bool:
-    """Whether two of transformers' layers have one type and window."""
-    return type(source) is type(layer) and getattr(source, "sliding_window", None) == getattr(layer, "sliding_window", None)
-
-
-def _fill_window(layer: DynamicSlidingWindowLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Fills a layer with the last tokens of a prompt.
-
-    Args:
-        keys: (batch, kv_heads, tokens, head_dim).
-    """
-    tokens = keys.shape[2]
-    start = max(0, tokens - layer.sliding_window + 1)
-    layer.update(keys[:, :, start:], values[:, :, start:])
-    layer.cumulative_length = tokens
-
-
-def _provenance(past: KVCache, cache: KVCache) -> Provenance:
-    """The provenance of adopted tokens.
-
-    Args:
-        cache: The cache that adopted its tokens; so far their model is recorded as not known.
-    """
-    return copy.deepcopy(past.provenance) if past.provenance.taken else cache.provenance
+    got = (keys.shape[1], keys.shape[3], values.shape[3])
+    if got != (heads, *sizes):
+        expected = f"{heads} heads of {sizes[0]} and {sizes[1]}, as the model has"
+        raise ConfigError.of(f"past.layers[{layer_idx}]", expected, got, "Use its own cache.")
 
 
 class AnsweringCache(HolderCache):

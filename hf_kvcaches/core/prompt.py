@@ -19,6 +19,7 @@ from transformers import Cache, PreTrainedModel
 from hf_kvcaches import compat
 from hf_kvcaches.core import continuation
 from hf_kvcaches.core.layers import KVLayer
+from hf_kvcaches.core.refusal import Refusal
 from hf_kvcaches.errors import ConfigError
 
 # What a prompt of tokens alone comes with; a call with any other tensor is left to the model.
@@ -96,12 +97,8 @@ class PromptSource(continuation.DecodedCache, Protocol):
         layer has them.
         """
 
-    def prompt_left(self, reason: str) -> None:
-        """Told why `take_prefill` is not asked for a pass of several tokens.
-
-        Args:
-            reason: As a sentence.
-        """
+    def prompt_left(self, refusal: Refusal) -> None:
+        """Told why `take_prefill` is not asked for a pass of several tokens."""
 
     def leave_last(self, taken: int, tokens: int) -> int:
         """Forget the last of the tokens that `take_prefill` took, if the model is to run them, too; return how many are left.
@@ -179,7 +176,7 @@ def _before_forward(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[
     input_ids, mask, positions = kwargs.get("input_ids"), kwargs.get("attention_mask"), kwargs.get("position_ids")
     others = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and name not in _TOKEN_INPUTS]
     if others or input_ids is None:
-        source.prompt_left(f"The call brings {', '.join(others)}, and only token ids can be looked up." if others else "")
+        source.prompt_left(Refusal(f"The call brings {', '.join(others) or 'embeddings'}, and only token ids can be looked up."))
         return None
     seen, tokens = source.layers[0].seen, input_ids.shape[1]
     if source.stage is Stage.FILLING or seen != source.layers[-1].seen:
@@ -192,8 +189,8 @@ def _before_forward(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[
     source.observe(input_ids, mask, positions)
     if tokens == 1 or source.stage is Stage.HANDED_OVER:
         return None
-    if reason := _why_left(model, kwargs, tokens):
-        source.prompt_left(reason)
+    if refusal := _why_left(model, kwargs, tokens):
+        source.prompt_left(refusal)
         return None
     taken = _fill(source, PrefillCall(model, input_ids, mask, positions, tokens - kwargs["logits_to_keep"]))
     if isinstance(taken, Remaining):
@@ -230,14 +227,14 @@ def _require_whole(source: PromptSource) -> None:
         )
 
 
-def _why_left(model: PreTrainedModel, kwargs: dict[str, Any], tokens: int) -> str:
-    """Why the model runs all tokens of a pass itself, as a sentence; "" where a source may take the first ones."""
+def _why_left(model: PreTrainedModel, kwargs: dict[str, Any], tokens: int) -> Refusal | None:
+    """Why the model runs all tokens of a pass itself, None where a source may take the first ones."""
     keep, mask = kwargs.get("logits_to_keep"), kwargs.get("attention_mask")
     inside = next((name for name in _INSIDE if kwargs.get(name) or getattr(model.config, name, False)), None)
     if inside is not None:
-        return f"{inside} asks for the insides of layers, which takes the passes of all tokens."
+        return Refusal(f"{inside} asks for the insides of layers, which takes the passes of all tokens.")
     if not isinstance(keep, int) or not 0 < keep < tokens:
-        return f"The logits of all tokens are wanted (logits_to_keep={keep!r}), which takes their passes. Pass logits_to_keep=1."
+        return Refusal(f"The logits of all tokens are wanted (logits_to_keep={keep!r}), which takes their passes. Pass logits_to_keep=1.")
     if not (mask is None or (isinstance(mask, torch.Tensor) and mask.ndim == 2)):
-        return "The attention mask is not one number for each token."
-    return ""
+        return Refusal("The attention mask is not one number for each token.")
+    return None

@@ -18,6 +18,7 @@ from hf_kvcaches.core.files import Content
 from hf_kvcaches.core.holder import HolderCache, LastQueries, first_position
 from hf_kvcaches.core.layers import GrowingLayer
 from hf_kvcaches.core.prompt import PrefillCall, Remaining, Stage, install
+from hf_kvcaches.core.refusal import Refusal
 from hf_kvcaches.core.rotation import Rotation, rotation_of
 from hf_kvcaches.core.save import CacheCodec
 from hf_kvcaches.core.token_log import TokenLog
@@ -63,6 +64,7 @@ class SourceCache(KVCache):
         own_pass: The model's own pass over the tokens of a prompt that are not reused, until its last layer has them.
     """
 
+    own_pass: OwnPass | None
     logs_passes = True
     is_compileable = False  # which layers answer is known in Python only
     own_layer_types = ("full_attention", "sliding_attention", "chunked_attention")
@@ -85,8 +87,6 @@ class SourceCache(KVCache):
             self._take_holder(decode_with)
         if self._model is not None and self.logs_passes:
             install(self.model, self)
-
-    own_pass: OwnPass | None
 
     def _take_holder(self, holder: KVCache) -> None:
         if not isinstance(holder, HolderCache):
@@ -118,7 +118,7 @@ class SourceCache(KVCache):
         """Whether `observe` has to be told of the decode steps that follow."""
         return False
 
-    def prompt_left(self, reason: str) -> None:
+    def prompt_left(self, refusal: Refusal) -> None:
         pass
 
     def abandon_prefill(self, seen: int) -> None:
@@ -186,10 +186,10 @@ class SourceCache(KVCache):
         if self.stage is Stage.HANDED_OVER:
             return
         unknown = torch.is_grad_enabled() or torch.compiler.is_compiling()
-        padding = "Gradients are enabled, or the pass is compiled." if unknown else self.log.padding(total)
-        if isinstance(padding, str) and self.seen:
+        padding = Refusal("Gradients are enabled, or the pass is compiled.") if unknown else self.log.padding(total)
+        if isinstance(padding, Refusal) and self.seen:
             raise UnsupportedError(f"decode_with: {type(self).__name__} can't hand over this prompt. {padding} Leave decode_with out.")
-        if isinstance(padding, str):
+        if isinstance(padding, Refusal):
             # There is nothing to hand over: the holder reads the prompt itself.
             self.layers[:] = holder.layers
             holder.provenance, self.stage = self.provenance, Stage.HANDED_OVER

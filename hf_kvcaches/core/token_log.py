@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hf_kvcaches.core.refusal import Refusal
+
 Ids = npt.NDArray[np.uint32]
 # What is kept of each token, each a row of the log's buffer.
 _IDS, _REAL, _POSITIONS = range(3)
@@ -80,28 +82,28 @@ class TokenLog:
         self._mask, self._unmasked = attention_mask, self._unmasked or attention_mask is None
         self._length = stop
 
-    def padding(self, length: int) -> list[int] | str:
-        """Return how many slots at the start of each row hold no token; or, as a sentence, why the log does not describe the prompt.
+    def padding(self, length: int) -> list[int] | Refusal:
+        """Return how many slots at the start of each row hold no token; or why the log does not describe the prompt.
 
         Args:
             length: How many tokens the prompt has, with those that the cache has seen.
         """
         if self._buffer is None or self._length != length:
-            return "The cache does not know its tokens: a pass had embeddings or images as input, or a mask for other tokens."
+            return Refusal("The cache does not know its tokens: a pass had embeddings or images as input, or a mask for other tokens.")
         _, real, positions = self._buffer[:, :, :length].cpu()
         real = real != 0
         if bool(real.all()):
             padding = [0] * real.shape[0]
         elif self._unmasked or not bool(real[:, -1].all()) or bool((real[:, :-1] & ~real[:, 1:]).any()):
-            return "The attention mask is more than padding on the left."
+            return Refusal("The attention mask is more than padding on the left.")
         else:
             padding = (~real).sum(1).tolist()
         expected = torch.arange(length)[None] - torch.tensor(padding)[:, None]
         if self._positions_matter and bool(((positions != expected) & real).any()):
-            return "The position_ids do not count each row's tokens from 0."
+            return Refusal("The position_ids do not count each row's tokens from 0.")
         # All passes must have seen the same tokens.
         agrees = self._mask is None or torch.equal(self._mask.to("cpu", torch.bool), real)
-        return padding if agrees else "The attention mask hides tokens that earlier passes saw, or shows others."
+        return padding if agrees else Refusal("The attention mask hides tokens that earlier passes saw, or shows others.")
 
     def map_rows(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Select or reorder the rows as those of the cache.

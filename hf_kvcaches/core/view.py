@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_kvcaches import compat
+from hf_kvcaches.core.refusal import Refusal
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 
 NAME = "hf_kvcaches"
@@ -205,25 +206,25 @@ def require_answering(model: PreTrainedModel, what: str, *, latents: bool = Fals
         raise UnsupportedError(f"{what} needs a cache that answers the model's queries, which is not possible: {reason}. Use DynamicCache.")
 
 
-def why_not_answering(model: PreTrainedModel, *, latents: bool = False) -> str:
-    """Why a cache can't answer a model's queries in place of its attention, as far as is known before a pass; "" where nothing is known.
+def why_not_answering(model: PreTrainedModel, *, latents: bool = False) -> Refusal | None:
+    """Why a cache can't answer a model's queries in place of its attention, as far as is known before a pass.
 
     Args:
         latents: As in `require_answering`.
     """
     name, config = type(model).__name__, compat.decoder_config(model.config)
     if not compat.can_switch_attention(model):
-        return f"{name} computes attention itself instead of looking it up in transformers' AttentionInterface"
+        return Refusal(f"{name} computes attention itself instead of looking it up in transformers' AttentionInterface")
     unbounded = sorted({kind for kind, _ in compat.layer_plan(config)} - _BOUNDED - {"full_attention"})
     if unbounded:
-        return f"{name} has layers of the types {unbounded}, which keep tokens in a form of their own"
+        return Refusal(f"{name} has layers of the types {unbounded}, which keep tokens in a form of their own")
     if compat.shares_keys_between_layers(config):
-        return f"{name} has layers that attend to the keys of other layers"
+        return Refusal(f"{name} has layers that attend to the keys of other layers")
     if getattr(config, "cross_attention_layers", None):
-        return f"{name} has layers of cross-attention in its cache"
+        return Refusal(f"{name} has layers of cross-attention in its cache")
     if compat.is_family(config, "computes_with_cached_keys") or (not latents and compat.has_latents(model)):
-        return f"{name} computes with keys and values after they are in the cache"
-    return ""
+        return Refusal(f"{name} computes with keys and values after they are in the cache")
+    return None
 
 
 def previous_attention(

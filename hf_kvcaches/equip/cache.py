@@ -12,6 +12,7 @@ from hf_kvcaches import compat
 from hf_kvcaches.codec.codec import KVCodec
 from hf_kvcaches.core.holder import AnsweringCache
 from hf_kvcaches.core.parallel import shard_of
+from hf_kvcaches.core.refusal import Refusal
 from hf_kvcaches.core.report import CacheReport, summarise
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.equip import blocks, editing
@@ -273,14 +274,16 @@ class EquipCache(AnsweringCache):
         observes = self.policy.observes
         return None if observes is None else max(observes, self.policy.queries)
 
-    def adopt_refused(self, window: int = 0) -> str:
+    def adopt_refused(self, window: int = 0) -> Refusal | None:
         if self._latents:
-            return "model: EquipCache prunes latents as the model makes them, and takes none over. Feed the text to the EquipCache."
+            return Refusal(
+                "model: EquipCache prunes latents as the model makes them, and takes none over. Feed the text to the EquipCache."
+            )
         needed, name = self.adopt_window, self.policy.name or type(self.policy).__name__
         if needed is not None and needed <= window:
-            return ""
+            return None
         whose, others = ("all queries", "'snapkv', ") if needed is None else (f"a prompt's last {needed} queries", "")
-        return (
+        return Refusal(
             f"policy: {name!r} scores by {whose}, which stored keys and values don't have. "
             f"Use {others}'leverage', 'keydiff', 'lagkv' or 'streaming'."
         )

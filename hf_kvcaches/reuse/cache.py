@@ -15,6 +15,7 @@ from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.layers import GrowingLayer
 from hf_kvcaches.core.parallel import is_tensor_parallel, shard_of
 from hf_kvcaches.core.prompt import PrefillCall, Remaining, Stage
+from hf_kvcaches.core.refusal import Refusal
 from hf_kvcaches.core.source import SourceCache
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.reuse.background import Background
@@ -88,17 +89,18 @@ class SplicingCache(SourceCache):
         return max(layer.dropped for layer in self.source_layers)
 
     @property
-    def parts_refused(self) -> str:
-        """Why the model can't run spans of a prompt between others; "" if it can."""
+    def parts_refused(self) -> Refusal | None:
+        """Why the model can't run spans of a prompt between others."""
         return spans_refused(self.model)
 
     @property
-    def moving_refused(self) -> str:
-        """Why tokens can't be reused behind another text with this model; "" if they can."""
-        why = self.rotation.why or self.parts_refused
-        if not why and self._model is not None and not _takes_positions(self.model):
-            return f"{type(self.model).__name__} takes no position_ids by name, so nobody can tell how it numbers tokens"
-        return why
+    def moving_refused(self) -> Refusal | None:
+        """Why tokens can't be reused behind another text with this model."""
+        if self.rotation.why:
+            return Refusal(self.rotation.why)
+        if self.parts_refused is None and self._model is not None and not _takes_positions(self.model):
+            return Refusal(f"{type(self.model).__name__} takes no position_ids by name, so nobody can tell how it numbers tokens")
+        return self.parts_refused
 
     @property
     def approximates(self) -> bool:
@@ -135,20 +137,21 @@ class SplicingCache(SourceCache):
         self.crop(-1)
         return self.seen
 
-    def prompt_left(self, reason: str) -> None:
-        self.reason = reason
+    def prompt_left(self, refusal: Refusal) -> None:
+        self.reason = str(refusal)
 
-    def padding_of(self, call: PrefillCall) -> list[int] | str:
+    def padding_of(self, call: PrefillCall) -> list[int] | Refusal:
         """Return each row's padding, or why the prompt is left to the model, as a sentence."""
         tokens = call.input_ids.shape[1]
         if torch.is_grad_enabled():
-            return "Gradients are enabled, and stored keys and values have none. Call the model under torch.no_grad()."
+            return Refusal("Gradients are enabled, and stored keys and values have none. Call the model under torch.no_grad().")
         if torch.compiler.is_compiling():
-            return "The pass is compiled, and look-ups happen in Python."
+            return Refusal("The pass is compiled, and look-ups happen in Python.")
         if self.offloading:
-            return "The cache offloads its layers, which can't be filled out of their order."
+            return Refusal("The cache offloads its layers, which can't be filled out of their order.")
         if call.most != tokens - 1:
-            return f"The call asks for logits of the last {tokens - call.most} tokens, which the model has to run. Pass logits_to_keep=1."
+            asked = f"The call asks for logits of the last {tokens - call.most} tokens, which the model has to run."
+            return Refusal(f"{asked} Pass logits_to_keep=1.")
         return self.log.padding(self.seen + tokens)
 
     def run_sparse(

@@ -12,6 +12,7 @@ import torch
 from hf_kvcaches.core.identity import Identity
 from hf_kvcaches.core.parallel import HeadShard
 from hf_kvcaches.core.prompt import PrefillCall, Remaining
+from hf_kvcaches.core.refusal import Refusal
 from hf_kvcaches.reuse.cache import SplicingCache
 from hf_kvcaches.reuse.codec import TokenCodec
 from hf_kvcaches.reuse.plan import PromptPlan, PromptRow
@@ -42,13 +43,13 @@ class Pipeline(ABC, Generic[CacheT]):
     def fill(self) -> int | Remaining:
         """Fill the cache; return how many of the prompt's tokens it took, or those that the model runs."""
         padding = self.cache.padding_of(self.call)
-        if isinstance(padding, str):
-            return self.leave(padding)
+        if isinstance(padding, Refusal):
+            return self.leave(padding.reason)
         rows = tuple(
             PromptRow(number, pad, slots[pad:], max(self.cache.seen - pad, 0))
             for number, (slots, pad) in enumerate(zip(self.cache.log.rows(), padding, strict=True))
         )
-        identity = self.cache.identity_of_pass(self.call.input_ids.shape[1])
+        identity = self.cache.provenance.identity
         reason = self.refused(identity)
         plan = None if reason else self.look_up(identity, rows)
         plan = None if plan is None or reason else self.load(plan)

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from hf_kvcaches import compat
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.prompt import PrefillCall
+from hf_kvcaches.core.refusal import Refusal
 from hf_kvcaches.core.source import TensorView
 from hf_kvcaches.core.view import LayerView, previous_attention, previous_implementation, why_not_answering
 from hf_kvcaches.reuse.layer import SplicedLayer
@@ -28,17 +29,17 @@ _BLOCK, _BLOCK_ON_CPU = 512, 64
 Masks = Callable[[int, torch.Tensor], torch.Tensor]
 
 
-def spans_refused(model: PreTrainedModel) -> str:
-    """Why a model can't run spans of a prompt between others, as the end of a sentence; "" if it can."""
+def spans_refused(model: PreTrainedModel) -> Refusal | None:
+    """Why a model can't run spans of a prompt between others, as the end of a sentence; None if it can."""
     config, name = compat.decoder_config(model.config), type(model).__name__
     implementation = previous_implementation(config)
     if reason := why_not_answering(model):
         return reason
     if implementation not in ("sdpa", "eager"):
-        return f"attention {implementation!r} takes no ready masks; load the model with attn_implementation='sdpa'"
+        return Refusal(f"attention {implementation!r} takes no ready masks; load the model with attn_implementation='sdpa'")
     if not compat.is_family(config, "spans"):
-        return f"{name} is of a family ({config.model_type}) that was not found to compute each token from its own mask and position"
-    return ""
+        return Refusal(f"{name} is of a family ({config.model_type}) not known to compute each token from its own mask and position")
+    return None
 
 
 class SparsePass:

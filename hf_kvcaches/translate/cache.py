@@ -10,6 +10,7 @@ import torch
 from hf_kvcaches import compat
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.prompt import PrefillCall, Stage
+from hf_kvcaches.core.refusal import Refusal
 from hf_kvcaches.core.report import CacheReport
 from hf_kvcaches.errors import ConfigError, UnsupportedError, require_instance
 from hf_kvcaches.reuse.cache import SplicingCache
@@ -136,7 +137,7 @@ class TranslatedCache(SplicingCache):
         assert self.translator is not None
         seen, tokens = self.seen, self._whole_text(call)
         prompt = self._match(codes.head, tokens, seen + call.most)
-        self.translator.check_consumer(self.model, self.identity_of_pass(tokens.ids.shape[1] - seen))
+        self.translator.check_consumer(self.model, self.provenance.identity)
         slots = prompt.slots
         filled = PromptTokens.of(tokens.ids[:, :slots], tokens.real[:, :slots]).to(compat.input_device(self.model))
         Filling(self, self.translator, codes.head, prompt, filled).run(codes)
@@ -150,7 +151,7 @@ class TranslatedCache(SplicingCache):
         """The tokens in the cache and those of a call."""
         length = self.seen + call.input_ids.shape[1]
         padding = self.log.padding(length)
-        if isinstance(padding, str):
+        if isinstance(padding, Refusal):
             raise UnsupportedError(
                 f"codes: they can't be compared with this prompt. {padding} Pad rows on the left, with attention_mask, and pass "
                 "position_ids=(attention_mask.cumsum(-1) - 1).clamp(min=0), as generate does, here and with the tokens that follow."

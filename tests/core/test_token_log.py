@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hf_kvcaches.core.refusal import Refusal
 from hf_kvcaches.core.token_log import TokenLog
 from tests import tiny
 
@@ -51,9 +52,9 @@ def check(log: TokenLog, plain: Plain, padding: list[int]) -> None:
     if plain.known():
         assert [row.tolist() for row in log.rows()] == plain.rows
         assert log.padding(plain.seen) == padding
-        assert isinstance(log.padding(plain.seen + 1), str)
+        assert isinstance(log.padding(plain.seen + 1), Refusal)
     else:
-        assert isinstance(log.padding(plain.seen), str)
+        assert isinstance(log.padding(plain.seen), Refusal)
 
 
 @given(data=st.data(), padded=st.booleans())
@@ -97,11 +98,11 @@ def test_after_an_untold_pass_it_does_not_describe_the_prompt_until_that_is_crop
     log, ids = TokenLog(), tiny.ids(1, 6)
     observe(log, ids, None, None, 0)
     assert log.padding(6) == [0]
-    assert isinstance(log.padding(9), str)  # three untold
+    assert isinstance(log.padding(9), Refusal)  # three untold
     log.crop(6)
     assert log.padding(6) == [0]
     observe(log, ids[:, :2], None, None, 9)
-    assert isinstance(log.padding(11), str)
+    assert isinstance(log.padding(11), Refusal)
     log.crop(6)
     assert log.padding(6) == [0]
     observe(log, ids, None, None, 0)
@@ -142,14 +143,14 @@ def test_only_padding_on_the_left_is_understood(name: str) -> None:
     log = TokenLog()
     mask = torch.tensor(MASKS[name])
     observe(log, tiny.ids(2 if name in ("a row without tokens", "for another batch") else 1, 4), mask, None, 0)
-    assert isinstance(log.padding(4), str)
+    assert isinstance(log.padding(4), Refusal)
 
 
 def test_masks_that_are_no_plain_ones_are_not_understood() -> None:
     for mask in (torch.ones(1, 1, 4, 4), {"full_attention": None}):
         log = TokenLog()
         observe(log, tiny.ids(1, 4), mask, None, 0)
-        assert isinstance(log.padding(4), str)
+        assert isinstance(log.padding(4), Refusal)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.long, torch.float32])
@@ -174,7 +175,7 @@ def test_a_later_mask_that_says_something_else_of_the_tokens_is_noticed(name: st
         log = TokenLog()
         observe(log, tiny.ids(1, 3), torch.tensor([[0, 1, 1]]), torch.tensor([[0, 0, 1]]), 0)
         observe(log, tiny.ids(1, 2), later, torch.tensor([[2, 3]]), 3)
-        assert log.padding(5) == expected or (expected is None and isinstance(log.padding(5), str))
+        assert log.padding(5) == expected or (expected is None and isinstance(log.padding(5), Refusal))
 
 
 @pytest.mark.parametrize("padding", [0, 2])
@@ -184,7 +185,7 @@ def test_tokens_that_the_model_numbers_itself_are_known_where_nothing_is_padded(
         log = TokenLog()
         observe(log, tiny.ids(1, 4), mask[:, :4], first, 0)
         observe(log, tiny.ids(1, 1), mask, second, 4)
-        assert log.padding(5) == [0] or (padding and isinstance(log.padding(5), str))
+        assert log.padding(5) == [0] or (padding and isinstance(log.padding(5), Refusal))
 
 
 def test_where_keys_have_no_positions_padding_may_be_counted() -> None:
@@ -207,7 +208,7 @@ def test_a_pass_without_a_mask_behind_padding_is_not_forgotten_by_the_next() -> 
     observe(log, tiny.ids(1, 3), mask[:, :3], None, 0)
     observe(log, tiny.ids(1, 1), None, None, 3)
     observe(log, tiny.ids(1, 1), mask, None, 4)
-    assert isinstance(log.padding(5), str)
+    assert isinstance(log.padding(5), Refusal)
 
 
 def test_positions_of_three_axes_are_those_of_text_where_the_axes_agree() -> None:
@@ -215,7 +216,7 @@ def test_positions_of_three_axes_are_those_of_text_where_the_axes_agree() -> Non
         log, positions = TokenLog(), torch.arange(4).expand(3, 1, 4).clone()
         positions[1, 0, 2] += changed
         observe(log, tiny.ids(1, 4), None, positions, 0)
-        assert log.padding(4) == expected or (expected is None and isinstance(log.padding(4), str))
+        assert log.padding(4) == expected or (expected is None and isinstance(log.padding(4), Refusal))
 
 
 def test_the_six_thousandth_token_costs_as_much_as_the_hundredth() -> None:
