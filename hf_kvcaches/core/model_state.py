@@ -117,8 +117,9 @@ class ModelState:
     def _was_written(self, looks: int) -> bool:
         """Whether sampled elements have changed, by what is compared now on a CPU, and was compared before on a GPU."""
         flags: dict[torch.device, list[Tensor]] = {}
-        for _ in range(looks):
-            for reference, before in self._samples[self._turn % LOOKS :: LOOKS]:
+        share = max(1, min(LOOKS, len(self._samples)))
+        for _ in range(min(looks, share)):
+            for reference, before in self._samples[self._turn % share :: share]:
                 if (tensor := reference()) is None:
                     return True
                 now = _sample(tensor)
