@@ -156,11 +156,11 @@ def _require_continuation(cache: DecodedCache, input_ids: torch.Tensor, options:
             raise refusal(cache, "a prompt that is not longer")
         _require_same(cache, input_ids[:, : tokens - length], options)
         return
-    covered = options.get("attention_mask")
-    # `generate` drops a mask without padding, and has the positions of all of its tokens.
-    covered = options.get("position_ids") if covered is None else covered
-    if tokens == 0 or (covered is not None and covered.shape[-1] not in (tokens, seen + tokens)):
-        raise refusal(cache, f"{tokens} new tokens with an attention_mask of {0 if covered is None else covered.shape[-1]}")
+    mask, positions = options.get("attention_mask"), options.get("position_ids")
+    # `generate` drops a mask without padding, and has the positions of all of its tokens, or of those of a chunk.
+    widths, fitting = (positions, (tokens, seen + tokens)) if mask is None else (mask, (seen + tokens,))
+    if tokens == 0 or (widths is not None and widths.shape[-1] not in fitting):
+        raise refusal(cache, f"{tokens} new tokens with an attention_mask of {0 if widths is None else widths.shape[-1]}")
     # With `prefill_chunk_size` these are a slice of the whole prompt, with what comes before in the same memory.
     rows_apart = len(input_ids) == 1 or input_ids.stride(0) >= seen + tokens
     if input_ids.stride(-1) == 1 and input_ids.storage_offset() == seen and rows_apart:

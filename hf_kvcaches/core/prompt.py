@@ -178,8 +178,9 @@ def _before_forward(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[
     if others or input_ids is None:
         source.prompt_left(Refusal(f"The call brings {', '.join(others) or 'embeddings'}, and only token ids can be looked up."))
         return None
-    seen, tokens = source.layers[0].seen, input_ids.shape[1]
-    if source.stage is Stage.FILLING or seen != source.layers[-1].seen:
+    handed_over, tokens = source.stage is Stage.HANDED_OVER, input_ids.shape[1]
+    seen = source.seen if handed_over else source.layers[0].seen
+    if source.stage is Stage.FILLING or (not handed_over and seen != source.layers[-1].seen):
         _require_whole(source)
     if seen and (tokens == 0 or (mask is not None and mask.ndim == 2 and mask.shape[1] != seen + tokens)):
         continuation.require_new_tokens(source, kwargs)
@@ -187,7 +188,7 @@ def _before_forward(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[
         source.log.append(input_ids, seen, mask, positions)
         return None
     source.observe(input_ids, mask, positions)
-    if tokens == 1 or source.stage is Stage.HANDED_OVER:
+    if tokens == 1 or handed_over:
         return None
     if refusal := _why_left(model, kwargs, tokens):
         source.prompt_left(refusal)
