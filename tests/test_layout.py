@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from importlinter.cli import EXIT_STATUS_ERROR, EXIT_STATUS_SUCCESS, lint_imports
 
+import hf_kvcaches
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "hf_kvcaches"
 
@@ -176,7 +178,6 @@ def test_imports_keep_the_contracts_of_the_project(monkeypatch: pytest.MonkeyPat
     [
         ("stores/files.py", "from hf_kvcaches.core import rope"),
         ("stores/files.py", "from hf_kvcaches.kernels import checks"),
-        ("stores/files.py", "def f():\n    from hf_kvcaches import KVCache"),
         ("errors.py", "from hf_kvcaches import compat"),
         ("reuse/plan.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from hf_kvcaches.codec.codec import KVCodec"),
         ("codec/sides.py", "from hf_kvcaches.reuse import plan"),
@@ -195,6 +196,18 @@ def test_a_forbidden_import_breaks_a_contract(tmp_path: Path, monkeypatch: pytes
     changed.write_text((changed.read_text() if changed.exists() else "") + f"\n{source}\n")
     done = subprocess.run([sys.executable, "-c", RUN], cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
     assert done.returncode == EXIT_STATUS_ERROR, done.stdout
+
+
+def test_public_names_are_imported_from_the_modules_that_have_them() -> None:
+    names = {f"hf_kvcaches.{name}" for name in hf_kvcaches.__all__}
+    faults = [
+        f"{path.relative_to(PACKAGE)}:{line}: {name}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if path.relative_to(PACKAGE).parts[0] != "cli"
+        for line, name in imported_names(ast.parse(path.read_text()), ("hf_kvcaches", *path.relative_to(PACKAGE).parts[:-1]))
+        if name in names
+    ]
+    assert faults == []
 
 
 def test_no_optional_dependency_is_imported_with_the_package() -> None:

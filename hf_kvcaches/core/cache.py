@@ -6,7 +6,7 @@ import copy
 import uuid
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -171,30 +171,34 @@ class KVCache(continuation.CacheArgument, Cache, ABC):
 
     def reset(self) -> None:
         """Forget all tokens; settings and whatever does not belong to a sequence stay."""
-        self.provenance, self.generate_began = Provenance(), False
-        self.log.reset()
-        for index, (layer_type, arguments) in enumerate(compat.layer_plan(self.config)):
-            layer = self.layers[index]
+        for layer in self.layers:
             if isinstance(layer, KVLayer):
                 layer.reset()
                 layer.record_past = False
-            else:
+        for index, (layer_type, arguments) in enumerate(compat.layer_plan(self.config)):
+            if not isinstance(self.layers[index], KVLayer):
                 self.layers[index] = compat.transformers_layer(layer_type, arguments)  # their reset keeps zeros in transformers 5.17
+        self.provenance, self.generate_began = Provenance(), False
+        self.log.reset()
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         for layer in self._own_layers_first():
             layer.reorder_cache(beam_idx)
-        self.log.map_rows(lambda rows: rows.index_select(0, beam_idx.to(rows.device)))
+        self.pick_rows(lambda rows: rows.index_select(0, beam_idx.to(rows.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         for layer in self._own_layers_first():
             layer.batch_repeat_interleave(repeats)
-        self.log.map_rows(lambda rows: rows.repeat_interleave(repeats, dim=0))
+        self.pick_rows(lambda rows: rows.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: torch.Tensor | Sequence[int] | slice) -> None:
         pick = row_picker(indices)
         for layer in self._own_layers_first():
             layer.batch_select_indices(indices)
+        self.pick_rows(pick)
+
+    def pick_rows(self, pick: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Pick rows of what the cache itself keeps of a batch, behind its layers."""
         self.log.map_rows(pick)
 
     def crop(self, tokens_to_remove: int) -> None:

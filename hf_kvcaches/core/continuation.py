@@ -131,7 +131,7 @@ def _forget(reference: weakref.ref[PreTrainedModel]) -> None:
     with _lock:
         model = reference()
         current = None if model is None else vars(model).get(METHOD)
-        if model is not None and isinstance(current, Preparation) and not current.caches:
+        if model is not None and isinstance(current, Preparation) and not any(True for _ in current.caches):
             if current._original is None:
                 del vars(model)[METHOD]
             else:

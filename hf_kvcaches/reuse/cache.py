@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -276,16 +276,17 @@ class SplicingCache(SourceCache):
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self._release()
         super().reorder_cache(beam_idx)
-        self.exchanged = True
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._release()
         super().batch_repeat_interleave(repeats)
-        self.exchanged = True
 
     def batch_select_indices(self, indices: torch.Tensor | Sequence[int] | slice) -> None:
         self._release()
         super().batch_select_indices(indices)
+
+    def pick_rows(self, pick: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().pick_rows(pick)
         self.exchanged = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

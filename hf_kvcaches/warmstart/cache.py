@@ -239,10 +239,10 @@ class WarmStartCache(SplicingCache):
         super().reset()
         self._exact, self.plans, self._inexact, self._swapped = None, (), False, False
 
-    def _exchange(self, rows: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super()._exchange(rows)
+    def pick_rows(self, pick: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().pick_rows(pick)
         if self._exact is not None:
-            self._exact.rows = rows(self._exact.rows)
+            self._exact.rows = pick(self._exact.rows)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         memo |= {id(shared): shared for shared in (self.tokenizer, self.gate, self.projector)}

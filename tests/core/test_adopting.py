@@ -12,6 +12,7 @@ from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 from hf_kvcaches import EquipCache, GrowingCache, SegmentReuseCache, SegmentStore
+from hf_kvcaches.core.prompt import Stage
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.warmstart.layer import WarmLayer
 from hf_kvcaches.warmstart.summaries.slots import LayerSlots
@@ -71,11 +72,12 @@ def test_what_is_no_source_is_refused() -> None:
 
 
 def test_a_prefill_that_failed_is_refused() -> None:
-    model, past = models.tiny("llama"), prefilled(cache=GrowingCache(models.tiny("llama")))
-    past.filling = True
+    model = models.tiny("llama")
+    broken = prefilled(cache=SegmentReuseCache(model, SegmentStore("memory")))
+    broken.stage = Stage.FILLING
     with pytest.raises(ConfigError, match="reset"):
-        EquipCache.from_cache(past, model)
-    past.filling = False
+        EquipCache.from_cache(broken, model)
+    past = prefilled(cache=GrowingCache(model))
     past.layers[1].crop(-2)
     with pytest.raises(ConfigError, match="keys of 37 tokens"):
         EquipCache.from_cache(past, model)

@@ -52,6 +52,7 @@ def test_continuous_batching_works_after_caches_of_every_kind_were_used() -> Non
     attributes = set(vars(model))
     for held in every_cache(model):
         model.generate(torch.tensor([TEXTS[0]]), past_key_values=held, max_new_tokens=3, pad_token_id=0)
+    del held
     assert type(model.config._attn_implementation) is str
     assert set(vars(model)) == attributes
     assert batch(model) == batch(untouched)
