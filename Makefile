@@ -88,7 +88,7 @@ docs: $(VENV)/.installed
 test-floor: $(VENV_FLOOR)/.installed
 	$(VENV_FLOOR)/bin/python -c 'import transformers as t; assert t.__version__ == "$(FLOOR_TRANSFORMERS)", t.__version__'
 	$(call pytest,$(VENV_FLOOR)) tests/conformance tests/core/test_per_call.py \
-		tests/evaluate -m 'not full' -k 'not paged' $(PYTEST_ARGS)
+		tests/core/test_continuing.py tests/test_compat.py tests/evaluate -m 'not full' -k 'not paged' $(PYTEST_ARGS)
 
 # Made anew each time, because its point is what pip finds today. The exception is torch where only PyPI's build with CUDA is within reach.
 NEWEST_EXTRAS := retrieval,peft,distributed

@@ -142,7 +142,7 @@ def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
 def layer_plan(config: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
     """For every cache layer its type, and the arguments of transformers' own layer of that type."""
     types, arguments = get_layer_types_and_kwargs(config)
-    # Up to some version there is one dict for all layers.
+    # In 5.17 there is one dict for all layers.
     each = [arguments] * len(types) if isinstance(arguments, dict) else arguments
     return list(zip(types, each, strict=True))
 
@@ -355,14 +355,6 @@ def attention_function(name: str, module: nn.Module) -> Callable[..., Any]:
     raise UnsupportedError(
         f"{type(module).__name__} has no eager attention function to fall back on; load the model with another attn_implementation."
     )
-
-
-def flash_with_lse(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None, causal: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention as by sdpa, with as many heads of keys as of queries, and the log-sum-exp of the scores, (batch, heads, queries)."""
-    output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, keys, values, 0.0, causal, scale=scaling)
-    return output, lse
 
 
 def mask_function(name: str) -> Callable[..., Any] | None:

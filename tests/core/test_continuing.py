@@ -120,7 +120,8 @@ def test_a_longer_prompt_that_begins_otherwise_is_refused_before_anything_is_sto
     cache = make(model)
     text = answer(model, tiny.ids(1, 12), cache)
     before = {name: tensor.clone() for name, tensor in cache.owned_tensors().items()}
-    with pytest.raises(ConfigError, match=r"another token at (0|3|13)\b.*reset\(\)"):
+    # With transformers 5.17, chunked prefill begins with the first tokens again, whatever the cache holds.
+    with pytest.raises(ConfigError, match=r"(another token at (0|3|13)|attention_mask of 4)\b.*reset\(\)"):
         answer(model, other_beginnings(text)[kind], cache, prefill_chunk_size=chunk)
     held = cache.owned_tensors()
     assert cache.seen == 15
