@@ -111,7 +111,8 @@ def answer_next(view: LayerView, configs: Sequence[PreTrainedConfig], bound: boo
         for config in configs:
             name = vars(config).get(compat.ATTENTION_NAME)
             if not isinstance(name, _Switched):
-                name = _Switched(previous_implementation(config), explicit=name == NAME)
+                own = name in (None, NAME)
+                name = _Switched(previous_implementation(config) if own else name, explicit=name == NAME)
                 vars(config)[compat.ATTENTION_NAME] = name
             name.waiting[view._thread] = id(view)
     return None

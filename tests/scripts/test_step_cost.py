@@ -9,7 +9,7 @@ import torch
 
 from hf_kvcaches.core.call import Call, NewTokens
 from hf_kvcaches.core.holder import AnsweringCache
-from hf_kvcaches.core.layers import TensorLayer
+from hf_kvcaches.core.layers import KVLayer
 from hf_kvcaches.core.refusal import Refusal
 from tests import tiny
 from tests.scripts.running import import_script, rows_of, run_script
@@ -66,11 +66,20 @@ def test_a_prompt_of_which_nothing_is_stored_costs_no_more_than_its_bar(rows: li
     assert row["syncs"] <= syncs, row
 
 
-class Blind(TensorLayer):
+class Blind(KVLayer):
     """Answers queries with zeros, so that all that is counted is how they get here."""
 
     cache_name = "Blind"
     kept = 0
+
+    def owned_tensors(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def check_new_tokens(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        pass
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.is_initialized = True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         view = NewTokens(self, key_states, value_states)
