@@ -110,7 +110,7 @@ class RotaryGeometry:
         return 2 * self.inv_freq.numel()
 
     @property
-    def why_not(self) -> str | None:
+    def _why_not(self) -> str | None:
         """Why keys can't be moved, as the end of a sentence; None if they can."""
         if self.refusal is not None or self.kind in ("rope", "none"):
             return self.refusal
@@ -204,7 +204,7 @@ class RotaryGeometry:
 
     def _require_angles(self, verb: str) -> None:
         if self.kind != "rope" or self.refusal is not None:
-            why = self.why_not or "this layer has no rotation, so there are no angles"
+            why = self._why_not or "this layer has no rotation, so there are no angles"
             raise UnsupportedError(f"{verb}: {why}. Use a cache that leaves keys where they are.")
 
     def __getstate__(self) -> dict[str, Any]:
@@ -261,7 +261,7 @@ def _read(config: PreTrainedConfig) -> Rotation:
         geometry = RotaryGeometry.from_config(config, layer_idx=layer_idx)
         layers.append(next((other for other in layers if other.rotates_like(geometry)), geometry))
     crossing = bool(getattr(config, "cross_attention_layers", None))
-    why = "some of its layers attend to what is no text" if crossing else next(filter(None, (layer.why_not for layer in layers)), "")
+    why = "some of its layers attend to what is no text" if crossing else next(filter(None, (layer._why_not for layer in layers)), "")
     # Keys of an unknown layout can't be moved, but do not depend on the length of the text, so prefixes can be reused.
     refused = crossing or any(layer.kind == ("rope" if layer.refusal else "unknown") for layer in layers)
     positions_matter = any(layer.refusal or layer.kind not in ("none", "alibi") for layer in layers)
