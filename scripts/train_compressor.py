@@ -29,7 +29,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hf_kvcaches import TrainedAdapters, WarmStartCache, WarmStartLibrary
 from hf_kvcaches.core.fingerprint import ModelFingerprint
-from hf_kvcaches.core.rotation import rotation_of
+from hf_kvcaches.core.rope import rotation_of
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.warmstart.reading import read_prompt
 from hf_kvcaches.warmstart.summaries.adapters import Adapters
@@ -64,7 +64,7 @@ class Bench:
     def __init__(self, model: PreTrainedModel, tokenizer: Any, texts: Sequence[list[int]], slots: int, layout: Any, tail: int) -> None:
         self.model, self.tokenizer, self.slots, self.layout, self.tail = model, tokenizer, slots, layout, tail
         rotation = rotation_of(model.config.get_text_config())
-        if not rotation.turns:
+        if rotation.why:
             raise UnsupportedError(f"model: {rotation.why}. There are no summaries of its prompts.")
         compressor = SlotCompressor(slots, layout)
         samples = []

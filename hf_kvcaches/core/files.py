@@ -25,7 +25,6 @@ from hf_kvcaches.stores.streams import Bytes, Source, reader_of
 MOST_LAYERS = 1 << 10  # of a model: each is worked out, however short a file is that says how many there are
 _VERSION = "2"
 _AGAIN = "Copy it again, or make it anew."
-_NONSENSE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, MemoryError)
 
 
 class Content(NamedTuple):
@@ -40,10 +39,9 @@ def container(content: Content) -> list[Bytes]:
     tensors = dense(content.tensors)
     try:
         text = json.dumps(content.header, allow_nan=False)
+        header = header_of(tensors, {"hf_kvcaches": _VERSION, "header": text, "sha256": _checksum(text, tensors)})
         if not _has_string_keys(content.header):
             raise ValueError("keys that are not strings")
-        metadata = {"hf_kvcaches": _VERSION, "header": text, "sha256": _checksum(text, tensors)}
-        header = header_of(tensors, metadata)
         for part in (text, header[8:]):
             parse_json(part)
     except (TypeError, ValueError, RecursionError) as error:
@@ -70,33 +68,13 @@ def read_message(source: Source) -> Content:
     return content
 
 
-@contextlib.contextmanager
-def artifact_errors(what: str, hint: str) -> Iterator[None]:
-    """Raise an `ArtifactError` that begins with `what` in place of the errors that senseless content leads to."""
-    try:
-        yield
-    except (UnsupportedError, torch.OutOfMemoryError):
-        raise
-    except _NONSENSE as error:
-        told = str(error) if isinstance(error, ArtifactError) else f"{type(error).__name__}: {error}"
-        raise ArtifactError(f"{what} ({told[:500]}). {hint}") from error
-
-
-def checked_layers(count: Any) -> int:
-    """A number of layers as a file says it, or an `ArtifactError`."""
-    if type(count) is not int or not 0 <= count <= MOST_LAYERS:
-        raise ArtifactError(f"layers: expected a number from 0 to {MOST_LAYERS}, got {str(count)[:50]}. {_AGAIN}")
-    return count
-
-
 def _content(tensors: dict[str, Tensor], metadata: Mapping[str, str]) -> Content:
     version, text = metadata.get("hf_kvcaches", "none"), metadata.get("header", "")
     if version != _VERSION:
         raise ArtifactError(f"a safetensors file of version {version[:20]} and not {_VERSION}. Upgrade hf-kvcaches, or make it anew")
     if metadata.get("sha256") != _checksum(text, tensors):
         raise ArtifactError("damage or edits: its checksum does not fit its content")
-    header = parse_json(text)
-    if not isinstance(header, dict):
+    if not isinstance(header := parse_json(text), dict):
         raise ArtifactError("a header that is no dict")
     return Content(header, tensors)
 
@@ -113,3 +91,22 @@ def _has_string_keys(value: Any) -> bool:
     if isinstance(value, dict):
         return all(isinstance(key, str) and _has_string_keys(item) for key, item in value.items())
     return not isinstance(value, list | tuple) or all(map(_has_string_keys, value))
+
+
+@contextlib.contextmanager
+def artifact_errors(what: str, hint: str) -> Iterator[None]:
+    """Raise an `ArtifactError` that begins with `what` in place of the errors that senseless content leads to."""
+    try:
+        yield
+    except (UnsupportedError, torch.OutOfMemoryError):
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, MemoryError) as error:
+        why = str(error) if isinstance(error, ArtifactError) else f"{type(error).__name__}: {error}"
+        raise ArtifactError(f"{what} ({why[:500]}). {hint}") from error
+
+
+def checked_layers(count: Any) -> int:
+    """Return a number of layers that a file says, if it is one; raise an `ArtifactError` otherwise."""
+    if type(count) is not int or not 0 <= count <= MOST_LAYERS:
+        raise ArtifactError(f"layers: expected a number from 0 to {MOST_LAYERS}, got {str(count)[:50]}. {_AGAIN}")
+    return count

@@ -6,24 +6,25 @@ import contextlib
 import os
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from huggingface_hub import HfApi, hf_hub_download
+from huggingface_hub import HfApi, ModelCardData, hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
 from torch import Tensor, nn
 
 from hf_kvcaches.core.files import Content, artifact_errors, container, read_file
 from hf_kvcaches.core.fingerprint import ModelFingerprint
-from hf_kvcaches.core.model_card import CARD_NAME, merge_card, model_card
 from hf_kvcaches.errors import ArtifactError, ConfigError
 from hf_kvcaches.stores.blobs_format import not_finite
 from hf_kvcaches.stores.files import write_atomically
 from hf_kvcaches.version import __version__
 
-FILE_NAME = "artifact.safetensors"
+FILE_NAME, _CARD_NAME = "artifact.safetensors", "README.md"
 _AGAIN = "Copy or download it again, or make it anew."
+_BEGIN = "<!-- hf_kvcaches: begin of the generated part, which saving replaces -->"
+_END = "<!-- hf_kvcaches: end of the generated part -->"
 
 
 class Artifact(ABC):
@@ -31,7 +32,7 @@ class Artifact(ABC):
 
     Attributes:
         artifact_type: The kind, in lower-case words with hyphens. Files of another kind are refused.
-        format_version: The version of what the subclass stores; raise it when that changes, and override `migrate`.
+        format_version: The version of what the subclass stores; raise it when that changes. Files of another version are refused.
         fingerprint: The model that it was made for, or `None` if it fits any.
         may_be_infinite: Names of tensors that may hold infinities. All others are refused where they are not finite, saved or loaded.
     """
@@ -58,21 +59,11 @@ class Artifact(ABC):
     def describe_calibration(self) -> str:
         """How it was made, as Markdown for the model card: data, settings, measurements."""
 
-    @classmethod
-    def migrate(cls, tensors: dict[str, Tensor], metadata: dict[str, Any], version: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Convert what an older format version stored to the present one. Refuses unless a subclass knows how."""
-        raise ArtifactError(
-            f"{cls.artifact_type}: expected format version {cls.format_version}, got {version}, which is no longer read. Make it anew."
-        )
-
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write the artifact into a folder, made if need be.
 
         A crash at any moment leaves the old or the new artifact, complete; of two writers at once the later one wins. Other files in the
         folder stay. In an existing README.md only the part between the generated markers is replaced; without them it is left as it is.
-
-        Args:
-            folder: Where to.
         """
         self._write(Path(folder), load_from=Path(folder).resolve().name)  # the whole path would tell others about this machine
 
@@ -87,10 +78,7 @@ class Artifact(ABC):
         """Upload the artifact to a Hub repository, made if need be, and return the commit's address.
 
         Args:
-            repo_id: `"owner/name"`.
-            private: Whether a new repository is private; `None` takes the owner's default.
-            token: A write token; `None` takes the one that is logged in.
-            commit_message: Defaults to a sentence naming the kind of artifact.
+            repo_id: `"owner/name"`; `private`, `token` and `commit_message` as for `huggingface_hub`.
             revision: The branch, made if need be; `None` is the main one.
         """
         api = HfApi(token=token)
@@ -99,15 +87,10 @@ class Artifact(ABC):
             api.create_branch(repo_id, branch=revision, exist_ok=True)
         with tempfile.TemporaryDirectory() as folder:
             with contextlib.suppress(EntryNotFoundError):
-                api.hf_hub_download(repo_id, CARD_NAME, revision=revision, local_dir=folder)
+                api.hf_hub_download(repo_id, _CARD_NAME, revision=revision, local_dir=folder)
             self._write(Path(folder), load_from=repo_id)
-            commit = api.upload_folder(
-                repo_id=repo_id,
-                folder_path=folder,
-                commit_message=commit_message or f"Upload {self.artifact_type}",
-                revision=revision,
-                allow_patterns=[FILE_NAME, CARD_NAME],
-            )
+            message = commit_message or f"Upload {self.artifact_type}"
+            commit = api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message, revision=revision)
             return str(commit.commit_url)
 
     @classmethod
@@ -125,10 +108,7 @@ class Artifact(ABC):
 
         Args:
             folder_or_hub_id: A folder, or `"owner/name"`.
-            revision: The Hub's branch, tag or commit.
-            token: A read token; `None` takes the one that is logged in.
-            cache_dir: Where downloads are kept; `None` takes huggingface_hub's place.
-            local_files_only: Uses what was downloaded earlier and stays off the network.
+            revision: The Hub's branch, tag or commit; `token`, `cache_dir` and `local_files_only` as for `huggingface_hub`.
             model: The model to use it with. Another than it was made for is a `FingerprintMismatch`; the precision may be another, unless
                 it holds keys and values.
             tokenizer: Its tokenizer, compared as well where the artifact was made with one.
@@ -137,15 +117,11 @@ class Artifact(ABC):
         options = {"revision": revision, "token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
         header, tensors = read_file(local_file(folder_or_hub_id, FILE_NAME, **options))
         _check(cls, header, tensors, where)
-        with artifact_errors(f"{where}: its fingerprint makes no sense", _AGAIN):
+        with artifact_errors(f"{where}: its content doesn't make a {cls.artifact_type}", _AGAIN):
             fingerprint = None if header["fingerprint"] is None else ModelFingerprint.from_dict(header["fingerprint"])
+            artifact = cls.restore(tensors, header["metadata"])
         if model is not None and fingerprint is not None:
             fingerprint.require_model(model, where, tokenizer)
-        metadata, version = header["metadata"], header["format_version"]
-        with artifact_errors(f"{where}: its content doesn't make a {cls.artifact_type}", _AGAIN):
-            if version < cls.format_version:
-                tensors, metadata = cls.migrate(tensors, metadata, version)
-            artifact = cls.restore(tensors, metadata)
         object.__setattr__(artifact, "fingerprint", fingerprint)
         return artifact
 
@@ -153,41 +129,67 @@ class Artifact(ABC):
         tensors, metadata = self.tensors(), self.metadata()
         if not isinstance(metadata, dict):
             raise ConfigError.of("metadata", "a dict", metadata)
-        header = {
-            "type": self.artifact_type,
-            "format_version": self.format_version,
-            "package_version": __version__,
-            "fingerprint": None if self.fingerprint is None else self.fingerprint.to_dict(),
-            "calibration": self.describe_calibration(),
-            "metadata": metadata,
-        }
-        pieces = container(Content(header, tensors))
+        fingerprint = None if self.fingerprint is None else self.fingerprint.to_dict()
+        header = {"type": self.artifact_type, "format_version": self.format_version, "package_version": __version__}
+        pieces = container(Content(header | {"fingerprint": fingerprint, "metadata": metadata}, tensors))
         if name := not_finite(tensors, self.may_be_infinite):
             raise ConfigError.of(f"tensors[{name!r}]", "finite values", "infinities or NaN", "Look for them where it was calibrated.")
         write_atomically(make_folder(folder) / FILE_NAME, pieces)
-        self._write_card(folder / CARD_NAME, load_from)
-
-    def _write_card(self, path: Path, load_from: str) -> None:
+        path = folder / _CARD_NAME
         try:
             existing = path.read_text("utf-8") if path.exists() else None
         except (OSError, ValueError):
             return  # a person's, if it is no text
-        generated = model_card(type(self), self.artifact_type, self.fingerprint, self.describe_calibration(), load_from)
-        if (card := merge_card(existing, generated, [self.artifact_type])) is not None:
+        if (card := _card(self, existing, load_from)) is not None:
             write_atomically(path, [card.encode("utf-8", "replace")])
 
 
+def _card(artifact: Artifact, existing: str | None, load_from: str) -> str | None:
+    """Return the model card with a new generated part; None where a person's card has no such part."""
+    if existing is None:
+        data = ModelCardData(library_name="hf-kvcaches", tags=["kv-cache", "hf-kvcaches", artifact.artifact_type])
+        existing = f"---\n{data.to_yaml()}\n---\n\n{_BEGIN}{_END}\n"
+    before, begin, rest = existing.partition(_BEGIN)
+    _, end, after = rest.partition(_END)
+    kind, model, fingerprint = type(artifact), "Not bound to one model.", artifact.fingerprint
+    if fingerprint is not None:
+        facts = {"fingerprint": f"`{fingerprint.digest}`", **fingerprint.facts}
+        table = markdown_table([{"Property": name, "Value": value} for name, value in facts.items() if value not in (None, "")])
+        model = f"{_cell(fingerprint.describe())}\n\nOther weights, adapters or tokenizers are refused.\n\n{table}"
+    code = f"from {kind.__module__} import {kind.__name__}\n\n"
+    code += f"artifact = {kind.__name__}.from_pretrained({load_from!r}, model=model, tokenizer=tokenizer)"
+    parts = [f"# {artifact.artifact_type}", (kind.__doc__ or "").strip().split("\n\n")[0].replace("\n", " ")]
+    parts += ["## For which model", model, "## How it was calibrated", artifact.describe_calibration()]
+    parts += ["## How to load it", f"```python\n{code}\n```"]
+    return "\n".join([before + begin, "\n\n".join(parts), end + after]) if begin and end else None
+
+
 def _check(kind: type[Artifact], header: dict[str, Any], tensors: Mapping[str, Tensor], where: str) -> None:
-    """Refuse an artifact of another kind, a newer version, or with values that are not finite."""
+    """Refuse an artifact of another kind or version, or with values that are not finite."""
     if (got := header.get("type")) != kind.artifact_type:
         raise ArtifactError(f"{where}: expected a {kind.artifact_type!r}, got a {got!r}. Load it with the class for that kind.")
     version = header.get("format_version")
     if type(version) is not int or not isinstance(header.get("metadata"), dict) or "fingerprint" not in header:
         raise ArtifactError(f"{where}: fields are missing or of the wrong kind. {_AGAIN}")
-    if version > kind.format_version:
-        raise ArtifactError(f"{where}: expected format version {kind.format_version} or older, got {version}. Upgrade hf-kvcaches.")
+    if version != kind.format_version:
+        hint = "Upgrade hf-kvcaches." if version > kind.format_version else "That is no longer read. Make it anew."
+        raise ArtifactError(f"{where}: expected format version {kind.format_version}, got {version}. {hint}")
     if name := not_finite(tensors, kind.may_be_infinite):
         raise ArtifactError(f"{where}: the tensor {name!r} has infinities or NaN. {_AGAIN}")
+
+
+def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return rows with the same names as a Markdown table; "" for none."""
+    if not rows:
+        return ""
+    cells = [[_cell(row.get(name)) for name in rows[0]] for row in rows]
+    lines = [f"| {' | '.join(rows[0])} |", f"|{'---|' * len(rows[0])}", *(f"| {' | '.join(line)} |" for line in cells)]
+    return "\n".join(lines)
+
+
+def _cell(value: object) -> str:
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text.replace("|", "\\|").replace("\n", " ")
 
 
 def make_folder(folder: str | os.PathLike[str]) -> Path:
@@ -200,13 +202,7 @@ def make_folder(folder: str | os.PathLike[str]) -> Path:
 
 
 def local_file(folder_or_hub_id: str | os.PathLike[str], name: str, **options: Any) -> Path:
-    """Return the path of a file in a folder, or, where there is no such folder, of the downloaded file of a Hub repository.
-
-    Args:
-        folder_or_hub_id: A folder, or `"owner/name"`.
-        name: The file's name, in the folder or the repository.
-        **options: `revision`, `token`, `cache_dir`, `local_files_only`.
-    """
+    """Return the path of a file in a folder, or, where there is no such folder, of the file that `hf_hub_download` gives."""
     folder = Path(folder_or_hub_id)
     if folder.is_dir():
         if not (folder / name).exists():
@@ -216,7 +212,6 @@ def local_file(folder_or_hub_id: str | os.PathLike[str], name: str, **options: A
     try:
         return Path(hf_hub_download(str(folder_or_hub_id), name, **options))
     except (HFValidationError, HfHubHTTPError, EntryNotFoundError, OSError) as error:
-        raise ArtifactError(
-            f"{folder_or_hub_id}: there is no such folder, and the Hub gave no {name} for this id: {error} "
-            "Check the path, or the id, the revision, the token and the network; what hf-kvcaches 0.2 or older made has to be made anew."
-        ) from error
+        hint = "Check the path, or the id, the revision, the token and the network; what hf-kvcaches 0.2 or older made has to be made anew."
+        got = f"{folder_or_hub_id}: there is no such folder, and the Hub gave no {name} for this id: {error}"
+        raise ArtifactError(f"{got} {hint}") from error

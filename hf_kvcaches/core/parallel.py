@@ -8,17 +8,17 @@ calls in the same order.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Self, TypeVar
 
 import torch
+from torch import distributed
 from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 
-Item = TypeVar("Item")
+Items = TypeVar("Items", torch.Tensor, tuple[Any, ...])
 # Where a plan splits the columns of a module of attention and does not gather its output, each process has some of the heads.
 _ATTENTION, _SPLIT = re.compile(r"attn|attention"), "colwise"
 
@@ -36,49 +36,35 @@ class HeadShard:
     group: Any = None
 
     def span(self, heads: int) -> slice:
-        """The indices of this process's heads.
-
-        Args:
-            heads: Of all processes together.
-        """
+        """Return the indices of this process's heads, of the heads of all processes."""
         if heads % self.size:
             raise ConfigError.of("model", f"a number of heads that {self.size} processes can share", f"{heads} heads")
         count = heads // self.size
         return slice(self.rank * count, (self.rank + 1) * count)
 
-    def own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The rows of this process's heads, of a tensor with all heads first."""
-        return tensor[self.span(len(tensor))]
-
-    def own_items(self, items: Sequence[Item]) -> Sequence[Item]:
-        """Those of this process's heads, of one item for each head."""
+    def own(self, items: Items) -> Items:
+        """Return those of this process's heads, of one item for each head, or of a tensor with all heads first."""
         return items[self.span(len(items))]
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of all heads, (batch, heads, ...), of those that each process has. All processes call it with one shape and dtype."""
-        from torch import distributed
-
+        """Return a tensor of all heads, (batch, heads, ...). All processes call it with tensors of one shape and dtype."""
         tensor = tensor.detach().contiguous()
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
         distributed.all_gather(parts, tensor, group=self.group)
         return torch.cat(parts, 1)
 
     def gather_heads(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`gather`, of a tensor of the shape (heads, ...)."""
+        """Return a tensor of all heads, (heads, ...), as `gather` does."""
         return self.gather(tensor[None])[0]
 
     def decisions(self, decision: str) -> set[str]:
-        """What the processes have decided: one text where they agree."""
-        from torch import distributed
-
+        """Return what the processes have decided: one text where they agree."""
         decisions: list[str] = [""] * self.size
         distributed.all_gather_object(decisions, decision, group=self.group)
         return set(decisions)
 
     def most(self, number: int, device: torch.device) -> int:
-        """The largest of the numbers that the processes have."""
-        from torch import distributed
-
+        """Return the largest of the numbers that the processes have."""
         largest = torch.tensor([number], device=device)
         distributed.all_reduce(largest, distributed.ReduceOp.MAX, group=self.group)
         return int(largest)
@@ -90,29 +76,8 @@ class HeadShard:
         raise UnsupportedError("A cache of a tensor-parallel model can't be pickled: it belongs to a group of processes. Use cache.save.")
 
 
-class Gathering(Mapping[str, torch.Tensor]):
-    """The whole tensors of sharded ones, by name, gathered when they are asked for. All processes ask in the same order."""
-
-    def __init__(self, shards: Mapping[str, Any]) -> None:
-        self._shards = shards
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        whole: torch.Tensor = self._shards[name].full_tensor()
-        return whole
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._shards)
-
-    def __len__(self) -> int:
-        return len(self._shards)
-
-
 def shard_of(model: Any) -> HeadShard | None:
-    """The heads of this process; None where it has all of them.
-
-    Args:
-        model: A model, also inside a wrapper, or a config, which does not tell.
-    """
+    """Return the heads of this process; None where it has all of them, or where a config was given, which does not tell."""
     base, _ = compat.split_model(model)
     if base is None or not is_tensor_parallel(base) or not _shards_heads(base):
         return None
@@ -124,7 +89,7 @@ def shard_of(model: Any) -> HeadShard | None:
             axis = names.index("tp") if "tp" in names else 0
             return HeadShard(mesh.get_local_rank(axis), mesh.size(axis), mesh.get_group(axis))
     if _processes() == size:
-        return HeadShard(torch.distributed.get_rank(), size)
+        return HeadShard(distributed.get_rank(), size)
     raise UnsupportedError(
         f"model: expected tensor parallelism over a DeviceMesh with the dimension 'tp', or over all processes, got tp_size={size} and "
         "neither. Use a model that from_pretrained has loaded with a tp_plan."
@@ -132,14 +97,12 @@ def shard_of(model: Any) -> HeadShard | None:
 
 
 def is_tensor_parallel(model: PreTrainedModel) -> bool:
-    """Whether each of several processes has a part of the model's weights, and computes with the others."""
+    """Return whether each of several processes has a part of the model's weights, and computes with the others."""
     return (model.tp_size or 1) > 1
 
 
 def _processes() -> int:
-    """How many processes there are in the default group; 1 without one."""
-    from torch import distributed
-
+    """Return how many processes there are in the default group; 1 without one."""
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
@@ -150,7 +113,7 @@ def _shards_heads(model: PreTrainedModel) -> bool:
 
 
 def require_all_heads(model: Any, what: str, instead: str, *, any_plan: bool = False) -> None:
-    """Refuses a tensor-parallel model, each of whose processes has only some of the heads.
+    """Refuse a tensor-parallel model, each of whose processes has only some of the heads.
 
     Args:
         what: What needs all heads of a layer, as the subject of the message.
@@ -163,12 +126,10 @@ def require_all_heads(model: Any, what: str, instead: str, *, any_plan: bool = F
 
 
 def require_heads(heads: int, shard: HeadShard | None, total: int, what: str) -> None:
-    """Refuses keys with another number of heads than expected, as those of a sharded model that a cache does not know.
+    """Refuse keys with another number of heads than expected, as those of a sharded model that a cache does not know.
 
     Args:
-        heads: Of the keys.
-        shard: Of the cache.
-        total: What the model has in all processes.
+        total: The heads of the model in all processes.
         what: What looks at the heads together, as the subject of the message.
     """
     expected = total if shard is None else total // shard.size

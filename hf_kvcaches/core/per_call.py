@@ -16,23 +16,14 @@ from hf_kvcaches.errors import ConfigError, with_article
 class PerCall(compat.MarkedCache):
     """What `per_call` returns: a recipe of a cache, and the `custom_generate` that decodes with a new one.
 
-    It holds no cache and no model, and keeps nothing of a call: threads may share it. It can be pickled if its arguments can.
-
-    Attributes:
-        cache_class: The class of the caches.
-        args: What the class is given behind the model.
-        options: Its keyword arguments.
+    It keeps nothing of a call: threads may share it. It can be pickled if its arguments can.
     """
 
     def __init__(self, cache_class: type[KVCache], args: tuple[Any, ...], options: dict[str, Any]) -> None:
         self.cache_class, self.args, self.options = cache_class, args, options
 
     def new_cache(self, model: Any) -> KVCache:
-        """A cache as each call of `generate` gets one.
-
-        Args:
-            model: As for the constructor of the cache.
-        """
+        """Return a cache as each call of `generate` gets one."""
 
         def fresh(value: Any) -> Any:
             return value.new_cache(model) if isinstance(value, PerCall) else value
@@ -40,33 +31,27 @@ class PerCall(compat.MarkedCache):
         return self.cache_class(model, *map(fresh, self.args), **{name: fresh(value) for name, value in self.options.items()})
 
     def __call__(self, model: PreTrainedModel, input_ids: torch.Tensor, /, **arguments: Any) -> Any:
-        """Decodes as `generate` would with a new cache passed as `past_key_values`. Called by `generate`.
-
-        Args:
-            input_ids: (rows, tokens), each beam a row.
-            **arguments: What `generate` has prepared, with an empty default cache.
-        """
-        self._require_no_other_cache(arguments)
-        cache = self.new_cache(_generating(model))
-        method, unshared = compat.begin_decoding(model, cache)
+        """Decode as `generate`, which prepared the arguments, would with a new cache passed as `past_key_values`."""
         default = compat.cache_of(arguments)
-        both = EncoderDecoderCache(cache, default.cross_attention_cache) if isinstance(default, EncoderDecoderCache) else cache
-        return method(input_ids, **unshared | arguments | {compat.GENERATE_CACHE: both})
-
-    def _require_no_other_cache(self, arguments: dict[str, Any]) -> None:
+        implementation = getattr(arguments.get("generation_config"), "cache_implementation", None)
         beside = f"beside custom_generate=per_call({self.cache_class.__name__}, ...), which makes a new cache for each call"
-        cache, implementation = compat.cache_of(arguments), getattr(arguments.get("generation_config"), "cache_implementation", None)
-        if compat.is_callers_cache(cache):
+        if compat.is_callers_cache(default):
             hint = "Leave one of them out: custom_generate to go on with your cache, past_key_values for a new one."
-            raise ConfigError.of("past_key_values", f"none {beside}", type(cache).__name__, hint)
+            raise ConfigError.of("past_key_values", f"none {beside}", type(default).__name__, hint)
         if implementation is not None:
             hint = "Leave it out; where it is the model's default, set model.generation_config.cache_implementation = None."
             raise ConfigError.of("cache_implementation", f"none {beside}", implementation, hint)
         if not arguments.get("use_cache", True):
             raise ConfigError.of("use_cache", f"True {beside}", False, "Leave one of them out.")
+        # PEFT's wrapper with a learned prompt prepares the model's inputs meanwhile.
+        owner = getattr(model.prepare_inputs_for_generation, "__self__", model)
+        cache = self.new_cache(owner if compat.has_learned_prompt(owner) else model)
+        method, unshared = compat.begin_decoding(model, cache)
+        both = EncoderDecoderCache(cache, default.cross_attention_cache) if isinstance(default, EncoderDecoderCache) else cache
+        return method(input_ids, **unshared | arguments | {compat.GENERATE_CACHE: both})
 
     def generate_begins(self) -> None:
-        """Refuses to be passed as `past_key_values`."""
+        """Refuse to be passed as `past_key_values`."""
         raise ConfigError.of("past_key_values", "a cache", self, "Pass what per_call returns as custom_generate.")
 
     def __repr__(self) -> str:
@@ -86,35 +71,21 @@ def per_call(cache_class: type[KVCache], /, *args: Any, **options: Any) -> PerCa
         *args: What its constructor takes behind the model. Stores, libraries, codecs and policies are shared by all calls.
         **options: Its keyword arguments. What is a `per_call(...)` itself, as `decode_with` may be, is made anew for each call.
     """
+    kind = getattr(cache_class, "__name__", type(cache_class).__name__)
     if not (isinstance(cache_class, type) and issubclass(cache_class, KVCache)):
-        if isinstance(cache_class, Cache):
-            kind = type(cache_class).__name__
-            pass_class = f"Pass the class and its options: per_call({kind}, ...)."
-            raise ConfigError(f"cache_class: expected a class of this package's caches, got {with_article(kind)}. {pass_class}")
-        raise ConfigError.of("cache_class", "a class of this package's caches", cache_class, "Such as per_call(EquipCache, budget=512).")
-    for name, value in _named(cache_class, args, options).items():
-        kind = type(value).__name__
-        if isinstance(value, PreTrainedModel):
-            hint = f"Leave it out: per_call({cache_class.__name__}, ...)."
-            raise ConfigError.of(name, "no model, which comes from generate", kind, hint)
-        if isinstance(value, Cache):
-            raise ConfigError.of(name, "no cache, which would serve a single call", kind, f"Pass per_call({kind}, ...) in its place.")
-    return PerCall(cache_class, args, options)
-
-
-def _named(cache_class: type[KVCache], args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """What the constructor is given behind the model, by name."""
+        call = f"per_call({kind if isinstance(cache_class, KVCache) else 'EquipCache'}, ...)"
+        got = f"cache_class: expected a class of this package's caches, got {with_article(kind)}"
+        raise ConfigError(f"{got}. Pass the class and its options: {call}.")
     signature = inspect.signature(cache_class)
-    model, *names = signature.parameters
     try:
         named = signature.bind(None, *args, **options).arguments
     except TypeError as error:
-        expected = f"what {cache_class.__name__} takes behind the model ({', '.join(names)})"
+        expected = f"what {kind} takes behind the model ({', '.join([*signature.parameters][1:])})"
         raise ConfigError(f"options: expected {expected}: {error}.") from None
-    return {name: value for name, value in named.items() if name != model}
-
-
-def _generating(model: PreTrainedModel) -> Any:
-    """What `generate` was called on: PEFT's wrapper with a learned prompt, which prepares the model's inputs meanwhile, or the model."""
-    owner = getattr(model.prepare_inputs_for_generation, "__self__", model)
-    return owner if compat.has_learned_prompt(owner) else model
+    for name, value in named.items():
+        given = type(value).__name__
+        if isinstance(value, PreTrainedModel):
+            raise ConfigError.of(name, "no model, which comes from generate", given, f"Leave it out: per_call({kind}, ...).")
+        if isinstance(value, Cache):
+            raise ConfigError.of(name, "no cache, which would serve a single call", given, f"Pass per_call({given}, ...) in its place.")
+    return PerCall(cache_class, args, options)

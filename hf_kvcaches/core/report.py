@@ -37,62 +37,51 @@ class CacheReport:
         return tuple(kept for layer, kept in enumerate(self.kept) if layer not in self.others)
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields as a plain dict; `decode_with` and `others` where there are any."""
+        """Return the fields as a plain dict; `decode_with` and `others` where there are any."""
         return {name: value for name, value in asdict(self).items() if name not in ("decode_with", "others") or value}
 
     def __str__(self) -> str:
-        own = self.own_kept
-        rows = {"tokens seen": f"{self.seen:,}", "slots kept": summarise(own), "memory": f"{self.bytes / 2**20:,.2f} MiB"}
+        rows = {"tokens seen": f"{self.seen:,}", "slots kept": summarise(self.own_kept), "memory": f"{self.bytes / 2**20:,.2f} MiB"}
         if self.others:
-            rows["layers"] = f"{len(own)} of {len(self.kept)}; " + ", ".join(
-                f"{count} {'keeps' if count == 1 else 'keep'} {what}" for what, count in Counter(self.others.values()).items()
-            )
+            others = [f"{count} {'keeps' if count == 1 else 'keep'} {what}" for what, count in Counter(self.others.values()).items()]
+            rows["layers"] = f"{len(self.own_kept)} of {len(self.kept)}; {', '.join(others)}"
         rows |= {f.name.replace("_", " "): self._shown(f.name) for f in fields(self) if f.name not in CacheReport.__dataclass_fields__}
-        width = max(len(name) for name in rows)
-        lines = [self.cache, *(f"  {name:<{width}}  {value}" for name, value in rows.items())]
-        return "\n".join([*lines, f"decodes with {self.decode_with}"] if self.decode_with is not None else lines)
+        width = max(map(len, rows))
+        text = self.cache + "".join(f"\n  {name:<{width}}  {value}" for name, value in rows.items())
+        return text if self.decode_with is None else f"{text}\ndecodes with {self.decode_with}"
 
     def _shown(self, name: str) -> str:
-        """The value of a method's own field on one line, with no more digits than people read."""
+        """Return the value of a method's own field on one line, with no more digits than people read."""
         value = getattr(self, name)
         return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def measured_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the memory behind tensors, each block counted once.
-
-    Args:
-        tensors: Any tensors; views of one block share it.
-    """
-    blocks = {(tensor.device, tensor.untyped_storage().data_ptr()): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(blocks.values())
+    """Return the bytes of the memory behind tensors, each block counted once."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({(storage.device, storage.data_ptr()): storage.nbytes() for storage in storages}.values())
 
 
 def foreign_tensors(layer: Any) -> dict[str, torch.Tensor]:
-    """The tensors in a layer of transformers, also those in dicts (the states of linear attention)."""
-    found: dict[str, torch.Tensor] = {}
-    for name, value in vars(layer).items():
-        inside = value.items() if isinstance(value, dict) else [("", value)]
-        found |= {f"{name}{key}": tensor for key, tensor in inside if isinstance(tensor, torch.Tensor)}
-    return found
+    """Return the tensors in a layer of transformers, also those in dicts (the states of linear attention)."""
+    inside = {name: value if isinstance(value, dict) else {"": value} for name, value in vars(layer).items()}
+    return {f"{name}{key}": item for name, items in inside.items() for key, item in items.items() if isinstance(item, torch.Tensor)}
 
 
 def foreign_kept(layer: Any) -> int:
-    """The slots of a layer of transformers."""
+    """Return how many slots a layer of transformers has."""
     keys = getattr(layer, "keys", None)
     return int(keys.shape[-2]) if isinstance(keys, torch.Tensor) and keys.ndim == 4 else 0
 
 
 def foreign_kind(layer: Any) -> str:
-    """What a layer of transformers keeps, in a few words, as the object of a sentence."""
-    window = getattr(layer, "sliding_window", None)
-    if isinstance(window, int):
-        return f"the model's windows of {window}"
+    """Return what a layer of transformers keeps, in a few words, as the object of a sentence."""
     if isinstance(layer, CacheLayerMixin):
-        return f"the model's {type(layer).__name__}"
+        window = getattr(layer, "sliding_window", None)
+        return f"the model's {type(layer).__name__ if window is None else f'windows of {window}'}"
     return "a state of the model's own" if foreign_tensors(layer) or isinstance(layer, LinearAttentionCacheLayerMixin) else "no tokens"
 
 
 def summarise(kept: Sequence[float]) -> str:
-    """The slots of all layers in a few words."""
+    """Return the slots of all layers in a few words."""
     return str(kept[0]) if len(set(kept)) == 1 else f"{min(kept, default=0)} to {max(kept, default=0)}"

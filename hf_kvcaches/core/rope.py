@@ -1,43 +1,34 @@
 """Rotating cached keys to other positions.
 
 A model with rotary positions rotates each pair of a key's dimensions by `position * frequency` before the key reaches the cache. A cache
-that moves, merges or stores keys has to rotate them further (`shift`), back (`unrotate`) or anew (`rotate`); the geometry knows the angles
-from the config alone.
+that moves, merges or stores keys rotates them further (`shift`), back (`unrotate`) or anew (`rotate`), by angles read from the config.
 """
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from transformers import PreTrainedConfig
 
+from hf_kvcaches import compat
 from hf_kvcaches.core.rope_families import Kind, read_rotary_facts
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.kernels.checks import check_layout
 from hf_kvcaches.kernels.rotation import Layout, cos_sin, rotate_
-
-_NO_ROTATION = {
-    "learned": "its positions are added to the embeddings, and can't be changed in a key",
-    "alibi": "its positions are a bias on the attention scores by the key's position, not a part of the key",
-    "unknown": "its config has no rotary parameters, and does not say what else tells its keys apart",
-}
 
 
 @dataclass(frozen=True, eq=False)
 class RotaryGeometry:
     """The angles by which one model's keys (of one kind of layer) are rotated.
 
-    **Frequencies.** A model multiplies positions by its frequencies in *float32*, so these exact numbers are kept here, converted to
-    float64. Recomputing them in float64 would look better and be wrong: the difference, up to 6e-8 of the angle, is a third of a radian at
-    position 5,000,000. The models round the product to float32 too, which blurs their own angles by as much there; that depends on the
-    absolute position, so no shift can follow it, and it is not repeated here. A model that was cast with `model.to(torch.bfloat16)` has
-    cast its frequencies too (loading it with `dtype=` does not): give those with
-    `dataclasses.replace(geometry, inv_freq=model.model.rotary_emb.inv_freq.double().cpu())`.
-
-    **Precision.** Angles and their cosines are taken in float64, where a position below 2**29 times a float32 is exact, and only the
-    cosines are cast: a shift at position 5,000,000 is as exact as at 5. Keys are rotated in float32 (or float64) and cast once.
+    **Precision.** A model multiplies positions by its frequencies in *float32*, so these exact numbers are kept, as float64; finer ones
+    would differ by a third of a radian at position 5,000,000. Angles and cosines are taken in float64, and keys rotated in float32 (or
+    float64) and cast once. A model that was cast with `model.to(torch.bfloat16)` has cast its frequencies (loading it with `dtype=` does
+    not): give those with `dataclasses.replace(geometry, inv_freq=model.model.rotary_emb.inv_freq.double().cpu())`.
 
     **Shapes.** Keys are `(batch, heads, seq, head_dim)`. Positions and deltas are an `int`, or an integer tensor: `()`, `(seq,)`,
     `(batch, seq)` or `(batch, heads, seq)`; any of these dimensions may be 1, so `(batch, 1)` is one delta per row.
@@ -45,8 +36,8 @@ class RotaryGeometry:
     **Text length.** With longrope a forward pass rotates by one of two sets of frequencies, with dynamic rope by ever others from some
     length on. Such a geometry refuses to rotate; `at` gives the one that a pass rotates by.
 
-    **Image tokens.** In models with a position per axis (Qwen2-VL and the like), `shift` moves all axes together and is right for every
-    token; `rotate` and `unrotate` are right for text tokens, whose axes agree. `equip/axes.py` refuses image tokens.
+    **Image tokens.** In models with a position per axis (Qwen2-VL and the like), `shift` is right for every token; `rotate` and `unrotate`
+    are right for text tokens, whose axes agree.
 
     Args:
         inv_freq: Angle per position of each rotated pair: `(rotary_dim / 2,)`, float64, on the CPU.
@@ -88,34 +79,52 @@ class RotaryGeometry:
     def from_config(
         cls, config: Any, layer_type: str | None = None, *, layer_idx: int | None = None, latents: bool = False
     ) -> RotaryGeometry:
-        """Reads the geometry from a model's config.
-
-        Any rotary model gives a geometry to look at; one whose keys can't be rotated refuses when asked to.
+        """Read the geometry from a model's config; one whose keys can't be rotated refuses when asked to.
 
         Args:
             config: `model.config`; of a multimodal model, its text decoder's part is read.
             layer_type: One of `config.layer_types`, where these rotate differently (Gemma 3, Cohere 2).
-            layer_idx: The layer, which also decides its type. Needed where layers of one type differ (SmolLM3).
+            layer_idx: The layer. Needed where layers of one type differ (SmolLM3).
             latents: Whether a key of multi-head latent attention is its rotated part with the latent behind it; without, it is refused.
         """
-        return cls(**read_rotary_facts(config, layer_type, layer_idx, latents))
+        if not hasattr(config, "get_text_config"):
+            raise ConfigError.of("config", "a transformers config", type(config).__name__, "Pass model.config.")
+        text = compat.decoder_config(config)
+        count = getattr(text, "num_hidden_layers", None)
+        types = [*(getattr(text, "layer_types", None) or ()), *[None] * count][:count] if isinstance(count, int) else [None]
+        layers = {index: own or layer_type for index, own in enumerate(types) if layer_idx in (None, index)}
+        layers = {index: own for index, own in layers.items() if layer_type in (None, own)}
+        known = sorted(set(filter(None, types)))
+        expected = f"0 to {len(types) - 1}" + (f", or a layer_type of {known}" if known else "")
+        if not layers:
+            raise ConfigError.of("layer_idx", expected, layer_idx, f"The layer_type was {layer_type!r}.")
+        with torch.device("cpu"), torch.no_grad():  # also where the caller builds a model under torch.device("meta")
+            geometries = [cls(**read_rotary_facts(text, own, index, latents)) for index, own in layers.items()]
+        if not all(geometries[0].rotates_like(other) for other in geometries):
+            raise ConfigError.of("layer_idx", expected, layer_idx, f"{text.model_type} rotates its layers differently.")
+        return geometries[0]
 
     @property
     def rotary_dim(self) -> int:
         """How many of the head's dimensions are rotated."""
         return 2 * self.inv_freq.numel()
 
+    @property
+    def _why_not(self) -> str | None:
+        """Why keys can't be moved, as the end of a sentence; None if they can."""
+        if self.refusal is not None or self.kind in ("rope", "none"):
+            return self.refusal
+        return f"its keys can't be moved (positions of the kind {self.kind!r})"
+
     def rotates_like(self, other: RotaryGeometry) -> bool:
         """Whether both rotate keys in the same way."""
         names = ("kind", "layout", "head_dim", "attention_scaling", "refusal", "changes_at")
-        if any(getattr(self, name) != getattr(other, name) for name in names) or not torch.equal(self.inv_freq, other.inv_freq):
-            return False
-        if self.inv_freq_beyond is None or other.inv_freq_beyond is None:
-            return self.inv_freq_beyond is other.inv_freq_beyond
-        return torch.equal(self.inv_freq_beyond, other.inv_freq_beyond)
+        same = all(getattr(self, name) == getattr(other, name) for name in names) and torch.equal(self.inv_freq, other.inv_freq)
+        one, two = self.inv_freq_beyond, other.inv_freq_beyond
+        return same and (one is two if one is None or two is None else torch.equal(one, two))
 
     def at(self, positions: int | torch.Tensor, held: RotaryGeometry | None = None) -> RotaryGeometry:
-        """The geometry by which a forward pass rotates: this one, unless its frequencies depend on the length of the text.
+        """Return the geometry by which a forward pass rotates: this one, unless its frequencies depend on the length of the text.
 
         Args:
             positions: Of all tokens of the forward pass, padding included, or the largest; anything where `changes_at` is None.
@@ -125,15 +134,14 @@ class RotaryGeometry:
             return self
         largest = positions if isinstance(positions, int) else int(positions.max())
         current = self._below if largest < self.changes_at else self._beyond
+        if current is not None and (held is None or held.rotates_like(current)):
+            return current
         reach = f"forward passes that reach position {self.changes_at} rotate by other frequencies (rope_type {self.rope_type!r})"
-        if current is None:
-            raise UnsupportedError(f"position_ids: {reach} at every position, so keys have no fixed angles. Pass positions='original'.")
-        if held is not None and not held.rotates_like(current):
-            raise UnsupportedError(
-                f"position_ids: {reach} than those that don't, and this cache has keys of the other kind. Call reset() and feed the whole "
-                "text in one forward pass, or pass positions='original'."
-            )
-        return current
+        why, hint = "at every position, so keys have no fixed angles", "Pass"
+        if current is not None:
+            why = "than those that don't, and this cache has keys of the other kind"
+            hint = "Call reset() and feed the whole text in one forward pass, or pass"
+        raise UnsupportedError(f"position_ids: {reach} {why}. {hint} positions='original'.")
 
     @cached_property
     def _below(self) -> RotaryGeometry:
@@ -144,48 +152,27 @@ class RotaryGeometry:
         return None if self.inv_freq_beyond is None else replace(self._below, inv_freq=self.inv_freq_beyond)
 
     def rotate(self, x: torch.Tensor, positions: int | torch.Tensor) -> torch.Tensor:
-        """Does to fresh keys what the model does at these positions, `attention_scaling` included.
-
-        Args:
-            x: Keys (or queries) without rotation, `(batch, heads, seq, head_dim)`.
-            positions: Where to put them; shapes as in the class's docstring.
-        """
+        """Do to fresh keys (or queries) what the model does at these positions, `attention_scaling` included."""
         return self._rotate_by(x, positions, "rotate", self.attention_scaling)
 
     def unrotate(self, x: torch.Tensor, positions: int | torch.Tensor) -> torch.Tensor:
-        """Undoes `rotate`: the keys as they were before they had positions.
-
-        Args:
-            x: Rotated keys, `(batch, heads, seq, head_dim)`.
-            positions: Where they are now; shapes as in the class's docstring.
-        """
+        """Undo `rotate`: return keys at these positions as they were before they had any."""
         return self._rotate_by(x, positions, "unrotate", 1.0 / self.attention_scaling)
 
     def shift(self, x: torch.Tensor, delta: int | torch.Tensor) -> torch.Tensor:
-        """Moves rotated keys from position p to p + delta. No scaling: rotated keys have it already.
-
-        Args:
-            x: Rotated keys, `(batch, heads, seq, head_dim)`.
-            delta: How far, negative for towards the start; shapes as in the class's docstring.
-        """
+        """Move rotated keys from position p to p + delta. No scaling: rotated keys have it already."""
         return self._rotate_by(x, delta, "shift", 1.0)
 
     def cos_sin(
         self, positions: int | torch.Tensor, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines of each pair's angle, without `attention_scaling`.
+        """Return cosines and sines of each pair's angle, without `attention_scaling`, `positions.shape + (rotary_dim / 2,)`.
 
         Args:
-            positions: An int, or an integer tensor of any shape.
-            dtype: Of the result.
-            device: Of the result; that of `positions` if None.
-
-        Returns:
-            Two tensors of shape `positions.shape + (rotary_dim / 2,)`.
+            positions: An int, or an integer tensor of any shape, whose device is the default for the result.
         """
         self._require_angles("cos_sin")
-        _require_integers(positions, "positions")
-        where = torch.device(device) if device is not None else torch.device("cpu") if isinstance(positions, int) else positions.device
+        where = torch.device(device or ("cpu" if isinstance(positions, int) else positions.device))
         return cos_sin(self.frequencies_on(where), positions if isinstance(positions, int) else positions.to(where), dtype)
 
     def _rotate_by(self, x: torch.Tensor, by: int | torch.Tensor, verb: str, scaling: float) -> torch.Tensor:
@@ -198,46 +185,34 @@ class RotaryGeometry:
             raise ConfigError.of("x", "a floating-point tensor", x.dtype)
         by = _per_slot(by, "delta" if verb == "shift" else "positions", x.shape)
         if self.kind != "rope":
-            self._require_still(by, verb)
-            return x
-        if verb == "shift" and isinstance(by, int) and by == 0:
+            moves = verb == "shift" and self.kind != "none" and bool(by if isinstance(by, int) else by.any())
+            if moves or (verb != "shift" and self.kind == "unknown"):
+                self._require_angles(verb)
             return x
         exact = torch.promote_types(x.dtype, torch.float32)
         cos, sin = (table * scaling for table in self.cos_sin(by, exact, x.device))
         return rotate_(x.to(exact, copy=True), cos, -sin if verb == "unrotate" else sin, self.layout).to(x.dtype)
 
     def frequencies_on(self, device: torch.device) -> torch.Tensor:
-        """`inv_freq` on a device, where a copy stays."""
+        """Return `inv_freq` on a device, where a copy stays: to copy it at every decoding step would wait for the device."""
         if device.type == "cpu":
             return self.inv_freq
-        # Kept per device: a copy from the CPU at every decoding step would wait for the device.
-        kept = self._on_device.get(device)
-        if kept is None:
+        if device not in self._on_device:
             with torch.inference_mode(mode=False):
-                kept = self._on_device[device] = self.inv_freq.to(device)
-        return kept
+                self._on_device[device] = self.inv_freq.to(device)
+        return self._on_device[device]
 
     def _require_angles(self, verb: str) -> None:
-        if self.kind != "rope":
-            raise UnsupportedError(f"{verb}: this layer has no rotary positions (kind {self.kind!r}), so there are no angles.")
-        if self.refusal is not None:
-            raise UnsupportedError(f"{verb}: {self.refusal}. Use a cache that leaves keys where they are.")
-
-    def _require_still(self, by: int | torch.Tensor, verb: str) -> None:
-        """Without rotation nothing is done to a key; this makes sure that nothing is also the right thing to do."""
-        if self.kind == "none" or (verb != "shift" and self.kind != "unknown"):
-            return
-        if verb != "shift" or bool(by if isinstance(by, int) else by.any()):
-            why = self.refusal or f"a model of kind {self.kind!r} can't move its keys: {_NO_ROTATION[self.kind]}"
+        if self.kind != "rope" or self.refusal is not None:
+            why = self._why_not or "this layer has no rotation, so there are no angles"
             raise UnsupportedError(f"{verb}: {why}. Use a cache that leaves keys where they are.")
 
     def __getstate__(self) -> dict[str, Any]:
-        # What is kept per device stays behind: the other side may not have that device.
-        return {**self.__dict__, "_on_device": {}}
+        return {**self.__dict__, "_on_device": {}}  # The other side may not have that device.
 
 
 def undoable_rotation(config: Any, layer_idx: int, argument: str, hint: str) -> RotaryGeometry | None:
-    """How a layer rotates its keys, where that can be undone for each key; None if it does not rotate them.
+    """Return how a layer rotates its keys, where that can be undone for each key; None if it does not rotate them.
 
     Args:
         argument: What asks for keys before rotation, for the error.
@@ -252,21 +227,53 @@ def undoable_rotation(config: Any, layer_idx: int, argument: str, hint: str) -> 
     return geometry
 
 
-def _require_integers(positions: int | torch.Tensor, argument: str) -> None:
-    if isinstance(positions, torch.Tensor):
-        kind = positions.dtype
-        if not (kind.is_floating_point or kind.is_complex or kind == torch.bool):
-            return
-    elif type(positions) is int:
-        return
-    raise ConfigError.of(argument, "an int or an integer tensor", getattr(positions, "dtype", type(positions).__name__))
+class Rotation(NamedTuple):
+    """How a model's keys are rotated to other positions.
+
+    Args:
+        layers: The geometry of each layer; equal ones are one object.
+        refused: Whether not even a prefix can be reused: keys depend on the length of the text, or their positions are unknown.
+        why: Why keys can't be rotated to other positions, as the end of a sentence; "" if they can.
+        positions_matter: Whether keys depend on the positions of their tokens.
+    """
+
+    layers: tuple[RotaryGeometry, ...]
+    refused: bool
+    why: str
+    positions_matter: bool
+
+
+_rotations: dict[int, tuple[weakref.ref[PreTrainedConfig], Rotation]] = {}
+
+
+def rotation_of(config: PreTrainedConfig) -> Rotation:
+    """Return the rotation of a decoder, read from its config once."""
+    key = id(config)
+    entry = _rotations.get(key)
+    if entry is None or entry[0]() is not config:
+        _rotations[key] = entry = (weakref.ref(config, lambda _: _rotations.pop(key, None)), _read(config))
+    return entry[1]
+
+
+def _read(config: PreTrainedConfig) -> Rotation:
+    layers: list[RotaryGeometry] = []
+    for layer_idx in range(len(compat.layer_plan(config))):
+        geometry = RotaryGeometry.from_config(config, layer_idx=layer_idx)
+        layers.append(next((other for other in layers if other.rotates_like(geometry)), geometry))
+    crossing = bool(getattr(config, "cross_attention_layers", None))
+    why = "some of its layers attend to what is no text" if crossing else next(filter(None, (layer._why_not for layer in layers)), "")
+    # Keys of an unknown layout can't be moved, but do not depend on the length of the text, so prefixes can be reused.
+    refused = crossing or any(layer.kind == ("rope" if layer.refusal else "unknown") for layer in layers)
+    positions_matter = any(layer.refusal or layer.kind not in ("none", "alibi") for layer in layers)
+    return Rotation(tuple(layers), refused, why, positions_matter)
 
 
 def _per_slot(by: int | torch.Tensor, argument: str, keys: torch.Size) -> int | torch.Tensor:
-    """Positions of any accepted shape, made to broadcast over `(batch, heads, seq)`."""
-    _require_integers(by, argument)
-    if isinstance(by, int):
+    """Return positions of any accepted shape so that they broadcast over `(batch, heads, seq)`."""
+    if type(by) is int:
         return by
+    if not isinstance(by, torch.Tensor) or by.is_floating_point() or by.is_complex() or by.dtype == torch.bool:
+        raise ConfigError.of(argument, "an int or an integer tensor", getattr(by, "dtype", type(by).__name__))
     batch, heads, seq = keys[:3]
     sizes = {0: (), 1: (seq,), 2: (batch, seq), 3: (batch, heads, seq)}.get(by.ndim)
     if sizes is None or any(have not in (1, size) for have, size in zip(by.shape, sizes, strict=True)):

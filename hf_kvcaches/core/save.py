@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -12,7 +11,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from hf_kvcaches import compat
 from hf_kvcaches.core.files import Content, artifact_errors
 from hf_kvcaches.core.fingerprint import ModelFingerprint
-from hf_kvcaches.core.identity import Identity, Provenance, identity_of, require_identity
+from hf_kvcaches.core.identity import Provenance, identity_of, require_identity
 from hf_kvcaches.core.layers import KVLayer
 from hf_kvcaches.core.model_state import LOOKS
 from hf_kvcaches.core.parallel import require_all_heads
@@ -31,19 +30,15 @@ class CacheCodec(Protocol):
     @property
     def digest(self) -> str:
         """The name of all that decides how codes are read."""
-        ...
 
     def require_model(self, model: Any) -> None:
         """Raise `FingerprintMismatch` if it was made for another model."""
-        ...
 
     def encode_layer(self, config: Any, layer_idx: int, keys: Tensor, values: Tensor, padding: list[int]) -> dict[str, Tensor]:
         """Return what is stored of a layer's keys, rotated, and values, whose rows begin with so many slots without a token."""
-        ...
 
     def decode_layer(self, config: Any, layer_idx: int, stored: dict[str, Tensor], padding: list[int]) -> tuple[Tensor, Tensor]:
         """Return the keys and values of a layer from what `encode_layer` gave."""
-        ...
 
 
 def named_codec(codec: Any, digest: str, where: str) -> Any:
@@ -59,9 +54,8 @@ def content_of(cache: Any, codec: CacheCodec | None, attention_mask: Tensor | No
     header: dict[str, Any] = {"type": _TYPE, "version": _VERSION, "class": type(cache).__name__, "settings": cache.settings()}
     header |= {"fingerprint": _fingerprint(cache).to_dict(), "codec": None, "layers": []}
     tensors: dict[str, Tensor] = {}
-    padding = None
+    padding = None if codec is None else _row_padding(cache, codec, attention_mask)
     if codec is not None:
-        padding = _row_padding(cache, codec, attention_mask)
         header["codec"] = {"digest": codec.digest, "padding": padding}
     elif cache.codec is not None:
         header["codec"] = {"metadata": cache.codec.metadata()}
@@ -69,9 +63,8 @@ def content_of(cache: Any, codec: CacheCodec | None, attention_mask: Tensor | No
     for index, layer in enumerate(cache.layers):
         state, counters = layer.export_state() if isinstance(layer, KVLayer) else _export(layer)
         if codec is not None and padding is not None and state and isinstance(layer, KVLayer):
-            keys, values = (state[name] for name in layer.exact_tensors)
+            keys, values = (state.pop(name) for name in layer.exact_tensors)
             coded = codec.encode_layer(cache.config, index, keys, values, padding)
-            state = {name: tensor for name, tensor in state.items() if name not in layer.exact_tensors}
             state |= {f"coded.{name}": tensor for name, tensor in coded.items()}
         tensors |= {f"{index}.{name}": tensor for name, tensor in state.items()}
         header["layers"].append({"class": type(layer).__name__, "values": counters})
@@ -81,7 +74,14 @@ def content_of(cache: Any, codec: CacheCodec | None, attention_mask: Tensor | No
 def cache_of(cls: type[Any], content: Content, model: Any, codec: CacheCodec | None, where: str) -> Any:
     """Build a cache of a class again; see `KVCache.load`. Errors name `where` its content is from."""
     header = content.header
-    _check(header, cls.__name__, where)
+    if header.get("type") != _TYPE:
+        raise ArtifactError(f"{where} is not a saved cache. Write one with cache.save(path).")
+    if (got := header.get("version")) != _VERSION:
+        raise ArtifactError(f"{where} has format {got}, this hf-kvcaches reads {_VERSION}. Upgrade it, or save the cache anew.")
+    if not all(name in header and isinstance(header[name], kind) for name, kind in _FIELDS.items()):
+        raise ArtifactError(f"{where}: fields are missing or of the wrong kind. Save the cache again.")
+    if (got := header["class"]) != cls.__name__:
+        raise ArtifactError(f"{where} holds {with_article(got)}, not {with_article(cls.__name__)}. Load it with {got}.load.")
     identity = require_identity(compat.base_model(model), f"The cache in {where}")
     identity.fingerprint.require_same(ModelFingerprint.from_dict(header["fingerprint"]), f"The cache in {where}")
     if "digest" in (header["codec"] or {}):
@@ -92,20 +92,6 @@ def cache_of(cls: type[Any], content: Content, model: Any, codec: CacheCodec | N
         cache = _rebuilt(cls, model, content, codec)
     cache.provenance = Provenance.of(identity, cache.seen)
     return cache
-
-
-def _check(header: dict[str, Any], kind: str, where: str) -> None:
-    if header.get("type") != _TYPE:
-        raise ArtifactError(f"{where} is not a saved cache. Write one with cache.save(path).")
-    if header.get("version") != _VERSION:
-        raise ArtifactError(
-            f"{where} has format {header.get('version')}, this hf-kvcaches reads {_VERSION}. Upgrade it, or save the cache anew."
-        )
-    if not all(name in header and isinstance(header[name], of) for name, of in _FIELDS.items()):
-        raise ArtifactError(f"{where}: fields are missing or of the wrong kind. Save the cache again.")
-    if header["class"] != kind:
-        got = header["class"]
-        raise ArtifactError(f"{where} holds {with_article(got)}, not {with_article(kind)}. Load it with {got}.load.")
 
 
 def _rebuilt(cls: type[Any], model: Any, content: Content, codec: Any) -> Any:
@@ -127,13 +113,27 @@ def _rebuilt(cls: type[Any], model: Any, content: Content, codec: Any) -> Any:
             exact = codec.decode_layer(cache.config, index, coded, padding)
             state = {name: tensor for name, tensor in state.items() if not name.startswith("coded.")}
             state |= zip(layer.exact_tensors, exact, strict=True)
-        import_state = layer.import_state if isinstance(layer, KVLayer) else partial(_import, layer)
-        import_state(state, description["values"])
+        if isinstance(layer, KVLayer):
+            layer.import_state(state, description["values"])
+        elif state:
+            layer.lazy_initialization(state["keys"], state["values"])
+            layer.keys, layer.values = state["keys"], state["values"]
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                layer.cumulative_length = description["values"]["seen"]
     return cache
 
 
 def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def _export(layer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the state of those of transformers' own layers that have nothing but keys, values and a counter."""
+    if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+        raise UnsupportedError(f"Saving is not supported for caches with a {type(layer).__name__}. Keep the cache in memory.")
+    if not layer.is_initialized:
+        return {}, {"seen": 0}
+    return {"keys": layer.keys, "values": layer.values}, {"seen": layer.get_seq_length()}
 
 
 def _row_padding(cache: Any, codec: CacheCodec, attention_mask: Tensor | None) -> list[int] | None:
@@ -146,8 +146,7 @@ def _row_padding(cache: Any, codec: CacheCodec, attention_mask: Tensor | None) -
             raise ConfigError.of("codec", f"the cache's own, {cache.codec}", codec, "Leave it out to save the cache's own along.")
         return None
     require_all_heads(cache.model, "codec: to make codes of exact keys and values", "Leave codec out.")
-    layers = [layer for layer in cache.layers if isinstance(layer, KVLayer)]
-    states = [layer.exact_states() if layer.exact_tensors else None for layer in layers]
+    states = [layer.exact_states() if layer.exact_tensors else None for layer in cache.layers if isinstance(layer, KVLayer)]
     if None in states:
         raise UnsupportedError(f"save: this {type(cache).__name__} holds no exact keys and values to make codes of. Leave codec out.")
     rows = next((keys.shape[0] for keys, _ in filter(None, states) if keys is not None), 0)
@@ -168,35 +167,14 @@ def _fingerprint(cache: Any) -> ModelFingerprint:
     for identity in (filled, here):
         if identity.reason:
             raise FingerprintMismatch(f"The cache can't be saved with a fingerprint. {identity.reason} Fill it anew, and save it then.")
-    fingerprint = here.fingerprint
     if not filled.matches(here):
+        try:
+            differences = "; ".join(here.fingerprint.differs_from(filled.fingerprint))
+            differences += " (here: the model now, there: when it filled it)"
+        except FingerprintMismatch:  # it was not read then
+            differences = "its weights, settings or adapters are others"
         raise FingerprintMismatch(
-            f"The model has changed since it filled the cache: {_differences(filled, fingerprint)}. Bring back what it had then (adapters, "
-            "weights, settings), or fill the cache anew, and save it then."
+            f"The model has changed since it filled the cache: {differences}. Bring back what it had then (adapters, weights, settings), "
+            "or fill the cache anew, and save it then."
         )
-    return fingerprint
-
-
-def _differences(filled: Identity, here: ModelFingerprint) -> str:
-    """Return in what the model differs from the one that filled the cache."""
-    try:
-        return f"{'; '.join(here.differs_from(filled.fingerprint))} (here: the model now, there: when it filled it)"
-    except FingerprintMismatch:  # it was not read then
-        return "its weights, settings or adapters are others"
-
-
-def _export(layer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the state of those of transformers' own layers that have nothing but keys, values and a counter."""
-    if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-        raise UnsupportedError(f"Saving is not supported for caches with a {type(layer).__name__}. Keep the cache in memory.")
-    if not layer.is_initialized:
-        return {}, {"seen": 0}
-    return {"keys": layer.keys, "values": layer.values}, {"seen": layer.get_seq_length()}
-
-
-def _import(layer: Any, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-    if tensors:
-        layer.lazy_initialization(tensors["keys"], tensors["values"])
-        layer.keys, layer.values = tensors["keys"], tensors["values"]
-        if isinstance(layer, DynamicSlidingWindowLayer):
-            layer.cumulative_length = values["seen"]
+    return here.fingerprint

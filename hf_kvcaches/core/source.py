@@ -19,7 +19,7 @@ from hf_kvcaches.core.holder import HolderCache, LastQueries, first_position
 from hf_kvcaches.core.layers import GrowingLayer
 from hf_kvcaches.core.prompt import PrefillCall, Remaining, Stage, install
 from hf_kvcaches.core.refusal import Refusal
-from hf_kvcaches.core.rotation import Rotation, rotation_of
+from hf_kvcaches.core.rope import Rotation, rotation_of
 from hf_kvcaches.core.save import CacheCodec
 from hf_kvcaches.core.token_log import TokenLog
 from hf_kvcaches.core.view import LayerView, previous_attention, require_plain_decoder

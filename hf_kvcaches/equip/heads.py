@@ -50,7 +50,7 @@ def of_layer(head_budgets: Any, index: int, shard: HeadShard | None = None) -> s
     """
     if isinstance(head_budgets, dict):
         heads = head_budgets.get(str(index), ())
-        return tuple(heads if shard is None else shard.own_items(heads))
+        return tuple(heads if shard is None else shard.own(heads))
     return None if head_budgets is None else str(head_budgets)
 
 

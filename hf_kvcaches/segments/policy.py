@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_kvcaches.core.fingerprint import ModelFingerprint
-from hf_kvcaches.core.hub import Artifact
-from hf_kvcaches.core.model_card import markdown_table
+from hf_kvcaches.core.hub import Artifact, markdown_table
 from hf_kvcaches.errors import ConfigError, is_number, whole_number
 
 RepairBy = Literal["first", "deviation"]

@@ -21,8 +21,7 @@ from hf_kvcaches import compat
 from hf_kvcaches.codec.forward import ending_of
 from hf_kvcaches.codec.metric import before_rotation, gradient_of_drawn, output_metric
 from hf_kvcaches.codec.moments import Moments, second_moment
-from hf_kvcaches.core.rope import RotaryGeometry
-from hf_kvcaches.core.rotation import Rotation
+from hf_kvcaches.core.rope import RotaryGeometry, Rotation
 from hf_kvcaches.errors import KVCacheError, UnsupportedError
 from hf_kvcaches.evaluate.observer import Attended
 from hf_kvcaches.evaluate.texts import add_up

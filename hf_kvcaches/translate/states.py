@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from hf_kvcaches import compat
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.layers import KVLayer
-from hf_kvcaches.core.rotation import Rotation, rotation_of
+from hf_kvcaches.core.rope import Rotation, rotation_of
 from hf_kvcaches.core.view import require_answering
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.evaluate.observer import Attended, PassingLayer, WatchedView

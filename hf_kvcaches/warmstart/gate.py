@@ -9,8 +9,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from hf_kvcaches.core.hub import Artifact
-from hf_kvcaches.core.model_card import markdown_table
+from hf_kvcaches.core.hub import Artifact, markdown_table
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.warmstart.changes import Risk, TextChanges
 

@@ -19,7 +19,7 @@ from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.identity import Identity, identity_of, require_identity
 from hf_kvcaches.core.model_parts import digest_of_tokenizer
 from hf_kvcaches.core.parallel import require_all_heads, shard_of
-from hf_kvcaches.core.rotation import Rotation, rotation_of
+from hf_kvcaches.core.rope import Rotation, rotation_of
 from hf_kvcaches.core.save import named_codec
 from hf_kvcaches.errors import (
     ArtifactError,
@@ -120,7 +120,7 @@ class WarmStartLibrary:
         compat.decoder_layers(self.model)  # refuses models without decoder layers, before anything is stored
         self.rotation: Rotation = rotation_of(compat.decoder_config(self.model.config))
         self.correction = PositionCorrection.of_model(self.model) if correct_positions and slots else None
-        if slots and not self.rotation.turns and self.correction is None:
+        if slots and self.rotation.why and self.correction is None:
             raise UnsupportedError(f"slots: {self.rotation.why}. Use slots=0, which reuses common starts of prompts.")
         self.slots, self.layout, self.tail, self.full = slots, layout, tail, full
         quantization = blob_layout.check_quantization(quantization)

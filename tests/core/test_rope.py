@@ -358,7 +358,7 @@ def test_frequencies_of_a_cast_model_can_be_given() -> None:
 
 
 def test_a_multimodal_config_gives_its_text_decoders_geometry() -> None:
-    text = Gemma3TextConfig(**SIZES, head_dim=32)
+    text = Gemma3TextConfig(**SIZES, head_dim=32, layer_types=TWO_TYPES)
     whole = RotaryGeometry.from_config(Gemma3Config(text_config=text), "full_attention")
     assert torch.equal(whole.inv_freq, RotaryGeometry.from_config(text, "full_attention").inv_freq)
 

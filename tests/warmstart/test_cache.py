@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache, MistralConfig, PreTrainedModel, Qwen2Config
 
 from hf_kvcaches import ModelFingerprint, SlotProjector, WarmStartCache, WarmStartGate, WarmStartLibrary
-from hf_kvcaches.core.rotation import rotation_of
+from hf_kvcaches.core.rope import rotation_of
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedError
 from hf_kvcaches.warmstart import planning
 from hf_kvcaches.warmstart.summaries.slots import Slots

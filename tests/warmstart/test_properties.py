@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from hf_kvcaches import WarmStartCache, WarmStartGate, WarmStartLibrary
-from hf_kvcaches.core.rope import RotaryGeometry
-from hf_kvcaches.core.rotation import rotation_of
+from hf_kvcaches.core.rope import RotaryGeometry, rotation_of
 from hf_kvcaches.warmstart.reading import read_prompt
 from hf_kvcaches.warmstart.summaries.compressor import SlotCompressor
 from hf_kvcaches.warmstart.summaries.positions import PositionCorrection

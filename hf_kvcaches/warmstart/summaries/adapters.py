@@ -9,8 +9,7 @@ from typing import Any, ClassVar, Self
 import torch
 from transformers import PreTrainedModel
 
-from hf_kvcaches.core.hub import Artifact
-from hf_kvcaches.core.model_card import markdown_table
+from hf_kvcaches.core.hub import Artifact, markdown_table
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ArtifactError, ConfigError
 from hf_kvcaches.warmstart.summaries.slots import LayerSlots, Slots, rotated
