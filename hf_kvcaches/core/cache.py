@@ -7,7 +7,6 @@ import uuid
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
@@ -16,20 +15,16 @@ from transformers.cache_utils import CacheLayerMixin
 
 from hf_kvcaches import compat
 from hf_kvcaches.core import continuation, view
-from hf_kvcaches.core.files import Content, container, read_file, read_message
-from hf_kvcaches.core.hub import local_file, make_folder
 from hf_kvcaches.core.identity import Provenance
 from hf_kvcaches.core.layers import KVLayer, row_picker
 from hf_kvcaches.core.report import CacheReport, foreign_kept, foreign_kind, foreign_tensors, measured_bytes, summarise
-from hf_kvcaches.core.save import FILE_NAME, CacheCodec, cache_of, content_of
+from hf_kvcaches.core.save import SavedCache
 from hf_kvcaches.core.token_log import TokenLog
 from hf_kvcaches.core.versions import warn_of_untested_version
 from hf_kvcaches.errors import ConfigError, UnsupportedError
-from hf_kvcaches.stores.files import write_atomically
-from hf_kvcaches.stores.streams import Source
 
 
-class KVCache(continuation.CacheArgument, Cache, ABC):
+class KVCache(continuation.CacheArgument, SavedCache, Cache, ABC):
     """The base of every cache here: one layer object per model layer, and what all caches can do.
 
     A subclass writes `make_layer`, and names in `settings` what its constructor needs to be called again. The method applies to
@@ -51,8 +46,6 @@ class KVCache(continuation.CacheArgument, Cache, ABC):
     """The types of the model's layers that the method applies to; others are transformers' own."""
     takes_latents: ClassVar[bool] = False
     """Whether they also do for models that expand keys and values from what the cache returns (multi-head latent attention)."""
-    codec_class: ClassVar[type[Any] | None] = None
-    """The class of `codec`, an `Artifact`: a cache of codes is saved with its codec."""
     logs_passes: ClassVar[bool] = False
     """Whether the cache writes down the tokens of all passes itself."""
 
@@ -61,7 +54,7 @@ class KVCache(continuation.CacheArgument, Cache, ABC):
         base, self.config = compat.split_model(model)
         self._model = None if base is None else weakref.ref(base)
         self.provenance, self.log, self.generate_began = Provenance(), TokenLog(), False
-        self._learned_prompt = compat.has_learned_prompt(model)
+        self.learned_prompt = compat.has_learned_prompt(model)
         if offloading and not torch.cuda.is_available():
             raise UnsupportedError("offloading: needs a CUDA device to move layers to and from. Leave it out.")
         if base is not None and self.needs_attention:
@@ -80,11 +73,6 @@ class KVCache(continuation.CacheArgument, Cache, ABC):
         if self._model is not None and (model := self._model()) is not None:
             continuation.begin_generate(model, self)
 
-    @property
-    def codec(self) -> CacheCodec | None:
-        """The codec whose codes the layers hold, if they hold codes."""
-        return None
-
     @abstractmethod
     def make_layer(self, layer_idx: int) -> KVLayer:
         """The layer object for a layer that the method applies to: one of full attention, unless `own_layer_types` says more.
@@ -93,29 +81,13 @@ class KVCache(continuation.CacheArgument, Cache, ABC):
             layer_idx: Its index in the model.
         """
 
-    def settings(self) -> dict[str, Any]:
-        """The constructor's arguments, besides the model and the codec, that build this cache again; saved with it as JSON."""
-        return {}
-
-    @classmethod
-    def rebuild(cls, model: Any, settings: dict[str, Any]) -> Self:
-        """An empty cache from what `settings` gave.
-
-        Args:
-            model: The model to go on with.
-            settings: From JSON; of a cache that holds codes, with its `codec`.
-        """
-        return cls(model, **settings)
-
     @property
     def model(self) -> PreTrainedModel:
         """The model that the cache was built with."""
         model = None if self._model is None else self._model()
         if model is None:
-            raise ConfigError(
-                f"{type(self).__name__} has no model: it was built with a config, unpickled, or outlived its model. "
-                "Build it with the model."
-            )
+            why = "it was built with a config, unpickled, or outlived its model"
+            raise ConfigError(f"{type(self).__name__} has no model: {why}. Build it with the model.")
         return model
 
     @property
@@ -135,10 +107,8 @@ class KVCache(continuation.CacheArgument, Cache, ABC):
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         if layer_idx >= len(self.layers):
-            raise ConfigError(
-                f"The cache was built for {len(self.layers)} layers and the model has a layer {layer_idx}. "
-                "Build it with this model or its config."
-            )
+            built = f"The cache was built for {len(self.layers)} layers and the model has a layer {layer_idx}."
+            raise ConfigError(f"{built} Build it with this model or its config.")
         if torch.compiler.is_compiling():
             if self.needs_attention and not self.is_compileable:
                 return _update_uncompiled(self, key_states, value_states, layer_idx, *args, **kwargs)
@@ -238,82 +208,6 @@ class KVCache(continuation.CacheArgument, Cache, ABC):
             for index, layer in enumerate(self.layers)
             for name, tensor in (layer.owned_tensors() if isinstance(layer, KVLayer) else foreign_tensors(layer)).items()
         }
-
-    def save(self, path: str | Path, codec: CacheCodec | None = None, attention_mask: torch.Tensor | None = None) -> None:
-        """Writes the cache to one safetensors file, with the fingerprint of the model that filled it.
-
-        The fingerprint is that of the passes that filled it. The model must still be the same, because the last tokens may be newer; where
-        it is another, or was another for some of the tokens, that is a `FingerprintMismatch`.
-
-        Args:
-            path: The file; replaced in one step.
-            codec: What `load` is given, too: the file names it and has no copy. A cache of its codes is written as it is; one that keeps
-                every token exactly is written as codes, but for the first tokens of each row, and comes back decoded.
-            attention_mask: With codec, of a cache with several rows that are exact: 1 where a token is real, (batch, tokens) of the prompt
-                or of all, with padding at the start of rows. Keys are coded best where positions count these, as with `generate`.
-        """
-        write_atomically(path, container(self.content(codec, attention_mask)))
-
-    def to_bytes(self, codec: CacheCodec | None = None, attention_mask: torch.Tensor | None = None) -> bytes:
-        """The cache as a message, to go on in another process that has the model.
-
-        Args:
-            codec: As for `save`, and `attention_mask`.
-        """
-        return b"".join(container(self.content(codec, attention_mask)))
-
-    @classmethod
-    def from_bytes(cls, data: Source, model: Any, codec: CacheCodec | None = None) -> Self:
-        """Reads a cache that `to_bytes` wrote.
-
-        Args:
-            data: All of its bytes, whole or in pieces, or a function that returns between 1 and the given number of them, such as a
-                connected socket's `recv`.
-            model: As for `load`, and `codec`.
-        """
-        return cache_of(cls, read_message(data), model, codec, "this message")
-
-    def content(self, codec: CacheCodec | None, attention_mask: torch.Tensor | None) -> Content:
-        """What is saved or sent.
-
-        Args:
-            codec: As for `save`, and `attention_mask`.
-        """
-        if self._learned_prompt:
-            raise UnsupportedError("save: what a learned prompt put into the cache is in no fingerprint. Keep the cache in memory.")
-        return content_of(self, codec, attention_mask)
-
-    @classmethod
-    def load(cls, path: str | Path, model: Any, codec: CacheCodec | None = None) -> Self:
-        """Reads a cache that `save` wrote.
-
-        Args:
-            path: The file.
-            model: The model to go on with; another one than the cache was filled by is a `FingerprintMismatch`.
-            codec: The one that it was saved with, if it was with one.
-        """
-        return cache_of(cls, read_file(path), model, codec, str(path))
-
-    def save_pretrained(self, folder: str | Path, codec: CacheCodec | None = None, attention_mask: torch.Tensor | None = None) -> None:
-        """Writes the cache into a folder, made if need be, as `save` does into a file.
-
-        Args:
-            folder: Where to. Other files in it stay.
-            codec: As for `save`, and `attention_mask`.
-        """
-        self.save(make_folder(folder) / FILE_NAME, codec, attention_mask)
-
-    @classmethod
-    def from_pretrained(cls, folder_or_hub_id: str | Path, model: Any, codec: CacheCodec | None = None, **options: Any) -> Self:
-        """Reads a cache that `save_pretrained` wrote, from a folder, or from the Hub where there is no such folder.
-
-        Args:
-            folder_or_hub_id: A folder, or `"owner/name"`.
-            model: The model to go on with; another one than the cache was filled by is a `FingerprintMismatch`.
-            codec: The one that it was saved with, if it was with one.
-            **options: `revision`, `token`, `cache_dir` and `local_files_only` of a download.
-        """
-        return cls.load(local_file(folder_or_hub_id, FILE_NAME, **options), model, codec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = type(self).__new__(type(self))

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.files import Content, artifact_errors
+from hf_kvcaches.core.files import Content, artifact_errors, container, read_file, read_message
 from hf_kvcaches.core.fingerprint import ModelFingerprint
+from hf_kvcaches.core.hub import local_file, make_folder
 from hf_kvcaches.core.identity import Provenance, identity_of, require_identity
 from hf_kvcaches.core.layers import KVLayer
 from hf_kvcaches.core.model_state import LOOKS
 from hf_kvcaches.core.parallel import require_all_heads
 from hf_kvcaches.core.step import padding_of
 from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch, UnsupportedError, with_article
+from hf_kvcaches.stores.files import write_atomically
+from hf_kvcaches.stores.streams import Source
 
 FILE_NAME = "kvcache.safetensors"  # in the folder that `save_pretrained` makes
 _TYPE, _VERSION = "cache", 4
@@ -178,3 +182,112 @@ def _fingerprint(cache: Any) -> ModelFingerprint:
             "or fill the cache anew, and save it then."
         )
     return here.fingerprint
+
+
+class SavedCache:
+    """What a cache can do to leave its process, and what it says of itself for that.
+
+    Attributes:
+        codec_class: The class of `codec`, an `Artifact`: a cache of codes is saved with its codec.
+        learned_prompt: Whether PEFT puts a learned prompt before every text, which is in no fingerprint.
+    """
+
+    codec_class: ClassVar[type[Any] | None] = None
+    learned_prompt: bool = False
+
+    @property
+    def codec(self) -> CacheCodec | None:
+        """The codec whose codes the layers hold, if they hold codes."""
+        return None
+
+    def settings(self) -> dict[str, Any]:
+        """The constructor's arguments, besides the model and the codec, that build this cache again; saved with it as JSON."""
+        return {}
+
+    @classmethod
+    def rebuild(cls, model: Any, settings: dict[str, Any]) -> Self:
+        """An empty cache from what `settings` gave.
+
+        Args:
+            model: The model to go on with.
+            settings: From JSON; of a cache that holds codes, with its `codec`.
+        """
+        make: Any = cls
+        cache: Self = make(model, **settings)
+        return cache
+
+    def save(self, path: str | Path, codec: CacheCodec | None = None, attention_mask: torch.Tensor | None = None) -> None:
+        """Writes the cache to one safetensors file, with the fingerprint of the model that filled it.
+
+        The fingerprint is that of the passes that filled it. The model must still be the same, because the last tokens may be newer; where
+        it is another, or was another for some of the tokens, that is a `FingerprintMismatch`.
+
+        Args:
+            path: The file; replaced in one step.
+            codec: What `load` is given, too: the file names it and has no copy. A cache of its codes is written as it is; one that keeps
+                every token exactly is written as codes, but for the first tokens of each row, and comes back decoded.
+            attention_mask: With codec, of a cache with several rows that are exact: 1 where a token is real, (batch, tokens) of the prompt
+                or of all, with padding at the start of rows. Keys are coded best where positions count these, as with `generate`.
+        """
+        write_atomically(path, container(self.content(codec, attention_mask)))
+
+    def to_bytes(self, codec: CacheCodec | None = None, attention_mask: torch.Tensor | None = None) -> bytes:
+        """The cache as a message, to go on in another process that has the model.
+
+        Args:
+            codec: As for `save`, and `attention_mask`.
+        """
+        return b"".join(container(self.content(codec, attention_mask)))
+
+    @classmethod
+    def from_bytes(cls, data: Source, model: Any, codec: CacheCodec | None = None) -> Self:
+        """Reads a cache that `to_bytes` wrote.
+
+        Args:
+            data: All of its bytes, whole or in pieces, or a function that returns between 1 and the given number of them, such as a
+                connected socket's `recv`.
+            model: As for `load`, and `codec`.
+        """
+        return cache_of(cls, read_message(data), model, codec, "this message")
+
+    def content(self, codec: CacheCodec | None, attention_mask: torch.Tensor | None) -> Content:
+        """What is saved or sent.
+
+        Args:
+            codec: As for `save`, and `attention_mask`.
+        """
+        if self.learned_prompt:
+            raise UnsupportedError("save: what a learned prompt put into the cache is in no fingerprint. Keep the cache in memory.")
+        return content_of(self, codec, attention_mask)
+
+    @classmethod
+    def load(cls, path: str | Path, model: Any, codec: CacheCodec | None = None) -> Self:
+        """Reads a cache that `save` wrote.
+
+        Args:
+            path: The file.
+            model: The model to go on with; another one than the cache was filled by is a `FingerprintMismatch`.
+            codec: The one that it was saved with, if it was with one.
+        """
+        return cache_of(cls, read_file(path), model, codec, str(path))
+
+    def save_pretrained(self, folder: str | Path, codec: CacheCodec | None = None, attention_mask: torch.Tensor | None = None) -> None:
+        """Writes the cache into a folder, made if need be, as `save` does into a file.
+
+        Args:
+            folder: Where to. Other files in it stay.
+            codec: As for `save`, and `attention_mask`.
+        """
+        self.save(make_folder(folder) / FILE_NAME, codec, attention_mask)
+
+    @classmethod
+    def from_pretrained(cls, folder_or_hub_id: str | Path, model: Any, codec: CacheCodec | None = None, **options: Any) -> Self:
+        """Reads a cache that `save_pretrained` wrote, from a folder, or from the Hub where there is no such folder.
+
+        Args:
+            folder_or_hub_id: A folder, or `"owner/name"`.
+            model: The model to go on with; another one than the cache was filled by is a `FingerprintMismatch`.
+            codec: The one that it was saved with, if it was with one.
+            **options: `revision`, `token`, `cache_dir` and `local_files_only` of a download.
+        """
+        return cls.load(local_file(folder_or_hub_id, FILE_NAME, **options), model, codec)

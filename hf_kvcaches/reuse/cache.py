@@ -312,7 +312,7 @@ class SplicingCache(SourceCache):
             compat.decoder_layers(self.model)  # refuses models without decoder layers
         if compat.is_family(self.config, "inserts_tokens"):
             raise UnsupportedError("model: it inserts tokens before every text, which count in the cache. Use DynamicCache.")
-        if self._learned_prompt:
+        if self.learned_prompt:
             raise UnsupportedError("model: a learned prompt stands before every text, and is in no fingerprint. Use DynamicCache.")
 
 
