@@ -1,0 +1,83 @@
+"""Which families run spans of a prompt between others, found out by a pass in which no layer computes: the list of `families.toml`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_kvcaches import compat
+from hf_kvcaches.core.view import why_not_answering
+from hf_kvcaches.reuse.partial import StandIn, run_module, with_layers
+from hf_kvcaches.reuse.sparse import SparsePass, spans_refused
+from tests.families.models import Family, build, families, special
+
+PADDING, TOKENS = (3, 0), 8
+# A layer that calls one of these computes with a length that is right for consecutive tokens only.
+LENGTHS = frozenset({"get_seq_length", "get_mask_sizes"})
+
+
+class RecordingLayer(StandIn):
+    """Computes nothing, and records what it is called with."""
+
+    def __init__(self, stood: nn.Module, calls: list[tuple[torch.Tensor, Any]]) -> None:
+        super().__init__(stood)
+        self._calls = calls
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        hidden: torch.Tensor = args[0] if args else kwargs["hidden_states"]
+        names = compat.parameter_names(type(self.stood))
+        self._calls.append((hidden, kwargs["attention_mask"] if "attention_mask" in kwargs else args[names.index("attention_mask")]))
+        return hidden
+
+
+def names_in(kind: type[nn.Module]) -> set[str]:
+    function = kind.forward
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return set(getattr(getattr(function, "__code__", None), "co_names", ()))
+
+
+@torch.no_grad()
+def runs_spans(model: PreTrainedModel) -> bool:
+    """Whether each layer gets the hidden states alone, and the mask that a pass over some tokens would make for them."""
+    config, calls = compat.decoder_config(model.config), list[tuple[torch.Tensor, Any]]()
+    layers = compat.decoder_layers(model)[2]
+    if len(compat.layer_plan(config)) != len(layers) or any(LENGTHS & names_in(type(module)) for module in layers.modules()):
+        return False
+    twin = with_layers(model, [RecordingLayer(layer, calls) for layer in layers])
+    slots, padding = torch.arange(TOKENS).expand(2, -1), torch.tensor(PADDING)
+    sparse, real = SparsePass(slots, padding, TOKENS), slots >= padding[:, None]
+    run_module(twin, DynamicCache(config=model.config), torch.ones_like(slots), sparse.positions, real.long())
+    masks = sparse.masks(model)
+    if len(calls) != len(layers):
+        return False
+    for index, (hidden, mask) in enumerate(calls):
+        expected = masks(index, hidden)
+        alike = isinstance(mask, torch.Tensor) and mask.dtype == expected.dtype and mask.shape == expected.shape
+        if hidden.shape != (*slots.shape, config.hidden_size) or not alike:
+            return False
+        seen, allowed = (each if each.dtype == torch.bool else each == 0 for each in (mask, expected))
+        if bool(((seen != allowed)[:, 0] & real[..., None]).any()):  # queries of padding may see anything
+            return False
+    return True
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", [each for each in families() if each.name not in special.LEFT_OUT], ids=lambda family: family.name)
+def test_the_list_says_which_families_run_spans(family: Family) -> None:
+    try:
+        model = build(family)
+    except Exception as error:  # what can't be built here is named by the suite of families
+        pytest.skip(f"{type(error).__name__}: {str(error)[:80]}")
+    if why_not_answering(model):
+        assert spans_refused(model)
+        return
+    try:
+        found = runs_spans(model)
+    except Exception:  # a model may raise anything where it needs more than tokens
+        found = False
+    assert (spans_refused(model) is None) == found
