@@ -28,7 +28,7 @@ class KVCache(continuation.CacheArgument, SavedCache, Cache, ABC):
     """The base of every cache here: one layer object per model layer, and what all caches can do.
 
     A subclass writes `make_layer`, and names in `settings` what its constructor needs to be called again. The method applies to
-    full-attention layers; sliding, linear and shared layers of hybrid models are transformers' own.
+    full-attention layers; sliding, linear and shared layers of hybrid models are transformers' own, unless `own_layer_types` names them.
 
     Args:
         model: A transformers model, or a config: with a config the attention is switched for models that share this very object, and
@@ -36,7 +36,7 @@ class KVCache(continuation.CacheArgument, SavedCache, Cache, ABC):
         offloading: Keep all layers but the running one in CPU memory; needs CUDA.
 
     Attributes:
-        log: The tokens that `generate` has fed in.
+        log: The tokens that `generate` has fed in; of all passes where `logs_passes`.
         provenance: Which model computed them.
     """
 
@@ -97,7 +97,7 @@ class KVCache(continuation.CacheArgument, SavedCache, Cache, ABC):
 
     @property
     def broken(self) -> bool:
-        """Whether a prefill broke off and left the cache with part of its tokens."""
+        """Whether a prefill is going on, or failed and was not undone."""
         return False
 
     @property
@@ -114,19 +114,19 @@ class KVCache(continuation.CacheArgument, SavedCache, Cache, ABC):
                 return _update_uncompiled(self, key_states, value_states, layer_idx, *args, **kwargs)
         elif layer_idx == self._lowest and (self.needs_attention or key_states.shape[-2] > 1 or not self.provenance.until):
             self.begin_pass(key_states.shape[-2])
-        held: tuple[Any, Any]
+        states: tuple[Any, Any]
         if self.offloading:
-            held = self.update_offloaded(key_states, value_states, layer_idx, *args)
+            states = self.update_offloaded(key_states, value_states, layer_idx, *args)
         else:
-            held = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
-        if type(held[0]) is not torch.Tensor and isinstance(held[0], view.LayerView):
-            view.answer_next(held[0], self._attention_configs, self._model is not None)
-        return held
+            states = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+        if type(states[0]) is not torch.Tensor and isinstance(states[0], view.LayerView):
+            view.answer_next(states[0], self._attention_configs, self._model is not None)
+        return states
 
     def update_offloaded(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any) -> tuple[Any, Any]:
         """Update a layer that is fetched before and moved away afterwards, by transformers."""
-        held: tuple[Any, Any] = super().update(key_states, value_states, layer_idx, *args)
-        return held
+        states: tuple[Any, Any] = super().update(key_states, value_states, layer_idx, *args)
+        return states
 
     def answer_next(self, answering: view.LayerView) -> None:
         """Let a view answer the queries of this thread's next attention call."""
@@ -176,11 +176,6 @@ class KVCache(continuation.CacheArgument, SavedCache, Cache, ABC):
             layer.crop(tokens_to_remove)
         self.provenance.crop(self.seen)
         self.log.crop(self.seen)
-
-    @property
-    def records_past(self) -> bool:
-        """Whether new tokens may be drafts, which are taken back."""
-        return any(getattr(layer, "record_past", False) for layer in self.layers)
 
     def activate_past_recording(self) -> None:
         for layer in self._own_layers_first():

@@ -112,7 +112,7 @@ class NewTokens(LayerView):
         layer.check_new_tokens(keys, values)
         if not layer.is_initialized:
             layer.lazy_initialization(keys, values)
-        self.layer, self.keys, self.values, self.attended = layer, keys, values, False
+        self.layer, self.keys, self.values, self.attended, self.cache_name = layer, keys, values, False, layer.cache_name
 
     def attend(
         self, module: nn.Module, query: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any
@@ -133,25 +133,3 @@ class NewTokens(LayerView):
         if self.afterwards is not None:
             self.afterwards()
         return output, None
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        raise self._refusal(repr(name))
-
-    def __getitem__(self, index: Any) -> Any:
-        raise self._refusal("a slice")
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        everything = [*args, *(kwargs or {}).values()]
-        flat = [item for arg in everything for item in (arg if isinstance(arg, list | tuple) else [arg])]
-        raise next(item for item in flat if isinstance(item, cls))._refusal(getattr(function, "__name__", str(function)))
-
-    def _refusal(self, what: str) -> UnsupportedError:
-        self.restore()
-        return UnsupportedError(
-            f"The model asks its own attention for {what} of the keys or values that {self.layer.cache_name} returns. Either it computes "
-            "with keys and values outside of transformers' AttentionInterface, and needs a cache that returns plain tensors; or the cache "
-            "was built without this model: build it with the model, or call hf_kvcaches.enable(model)."
-        )

@@ -33,7 +33,7 @@ _UNKNOWN = Identity(reason="It took over keys and values from a cache that does 
 
 @dataclass(frozen=True)
 class LastQueries:
-    """The last queries of a prompt in one layer, for policies that look at their attention.
+    """The last queries of a prompt in one layer, or more, for policies that look at their attention.
 
     Args:
         states: (batch, heads, queries, head_dim), as the model rotated them.
@@ -128,7 +128,7 @@ class HolderCache(KVCache):
         padding: torch.Tensor | None = None,
         queries: LastQueries | None = None,
     ) -> None:
-        """Takes over a prompt's keys and values in one layer, which is empty. The tensors are copied.
+        """Take over a prompt's keys and values in one layer, which is empty. The tensors are copied.
 
         A cache without a provenance records that the model is not known, and can't be saved.
 
@@ -171,7 +171,7 @@ class HolderCache(KVCache):
 
 
 def _require_source(past: Any, cache: KVCache) -> int:
-    """Checks that a cache can be a source, and returns how many tokens it has."""
+    """Check that a cache can be a source, and return how many tokens it has."""
     if not isinstance(past, Cache) or not hasattr(past, "layers"):
         raise ConfigError.of("past", "a DynamicCache, or a cache of this package that keeps every token", past)
     if past.layers and not any(isinstance(layer, CacheLayerMixin) for layer in past.layers):
@@ -235,7 +235,7 @@ class AnsweringCache(HolderCache):
 
     Attributes:
         pass_class: What the layers share during a forward pass.
-        passes: The one that is going on.
+        passes: Makes the pass that is going on.
     """
 
     needs_attention = True

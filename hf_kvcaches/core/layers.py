@@ -74,7 +74,7 @@ class KVLayer(CacheLayerMixin):
         return self.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Masks cover all tokens seen, whatever is kept: a layer that keeps fewer answers its queries itself."""
+        """All tokens seen, whatever is kept: a layer that keeps fewer answers its queries itself, and may ask for less."""
         return self.seen + query_length, 0
 
     def get_max_length(self) -> int:
@@ -103,11 +103,11 @@ class KVLayer(CacheLayerMixin):
         self._move(self.device if self.is_initialized else "cpu")
 
     def _map_rows(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Picks rows of everything that the layer holds."""
+        """Pick rows of everything that the layer holds."""
         self._refuse("other rows", "Decode without beam search, and repeat the prompt instead of the cache.")
 
     def _move(self, device: torch.device | str) -> None:
-        """Moves everything that the layer holds."""
+        """Move everything that the layer holds."""
         self._refuse("offload")
 
     def activate_past_recording(self) -> None:
@@ -118,7 +118,7 @@ class KVLayer(CacheLayerMixin):
         self._refuse("save")
 
     def import_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
-        """Takes over what `export_state` gave.
+        """Take over what `export_state` gave.
 
         Args:
             tensors: By name, already on the layer's device.
@@ -189,7 +189,7 @@ class TensorLayer(KVLayer):
             self.lazy_initialization(self.keys, self.values)
 
     def check_new_tokens(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Refuses tokens that can't follow those in the cache, whose keys and values are the first two of `row_tensors`.
+        """Refuse tokens that can't follow those in the cache, whose keys and values are the first two of `row_tensors`.
 
         Args:
             key_states: (batch, kv_heads, tokens, head_dim).
@@ -203,7 +203,7 @@ class TensorLayer(KVLayer):
                 )
 
     def leave_inference_mode(self) -> None:
-        """Copies what was made under `torch.inference_mode`, where that is over: it can neither be written to nor be part of a graph."""
+        """Copy what was made under `torch.inference_mode`, where that is over: it can neither be written to nor be part of a graph."""
         if torch.is_inference_mode_enabled():
             return
         made_inside = [name for name, held in vars(self).items() if isinstance(held, torch.Tensor) and held.is_inference()]
@@ -265,7 +265,7 @@ class GrowingLayer(TensorLayer):
         return self.seen
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Appends the new tokens and returns all.
+        """Append the new tokens and return all.
 
         Args:
             key_states: (batch, kv_heads, tokens, head_dim), rotated.
@@ -280,7 +280,7 @@ class GrowingLayer(TensorLayer):
             self.key_buffer = keys
         if values is not self.value_buffer:
             self.value_buffer = values
-        # Last, because who reads along in another thread goes by it.
+        # Last: another thread may read up to `seen`.
         self.seen = stop
         if start == 0:
             return key_states, value_states
@@ -294,7 +294,7 @@ class GrowingLayer(TensorLayer):
         self.update(keys, values)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the last tokens; the buffers stay.
+        """Forget the last tokens; the buffers stay.
 
         Args:
             tokens_to_remove: Minus the number of tokens, as in transformers; 0 does nothing.
@@ -315,7 +315,7 @@ class GrowingLayer(TensorLayer):
 
 
 def append(buffer: torch.Tensor | None, new: torch.Tensor, start: int, reserve: int = 8) -> torch.Tensor:
-    """Writes `new` behind the first `start` slots of a buffer, which is replaced by a larger one when it is full.
+    """Write `new` behind the first `start` slots of a buffer, which is replaced by a larger one when it is full.
 
     Args:
         buffer: (batch, kv_heads, capacity, head_dim), or None for none yet.
@@ -332,7 +332,7 @@ def append(buffer: torch.Tensor | None, new: torch.Tensor, start: int, reserve: 
     if buffer is None or stop > buffer.shape[-2] or frozen:
         capacity = capacity_for(stop, reserve)
         larger = new.new_empty((*new.shape[:-2], capacity, new.shape[-1]))
-        larger[..., stop:, :].zero_()  # what was in that memory before is nobody's business
+        larger[..., stop:, :].zero_()  # uninitialized memory may hold other data
         if buffer is not None:
             larger[:, :, :start] = buffer[:, :, :start]
         buffer = larger

@@ -32,7 +32,7 @@ class Stage(Enum):
     """What a source does with its tokens."""
 
     OPEN = "keeps its tokens, and takes prompts"
-    FILLING = "fills in a prompt, or broke off while it did"
+    FILLING = "fills in a prompt, or broke off while it did, and could not undo it"
     HANDED_OVER = "has given its tokens to its holder"
 
 
@@ -72,7 +72,7 @@ class PromptSource(continuation.DecodedCache, Protocol):
 
     Attributes:
         stage: What the source does with its tokens.
-        own_pass: The model's own pass over the tokens that the source did not take, until its last layer has them.
+        own_pass: The pass over a `Remaining`, until its last layer has the tokens; None in all other passes.
         watches_steps: Whether `observe` is to be told of the next decode step, too, which is else only logged.
     """
 
@@ -91,7 +91,7 @@ class PromptSource(continuation.DecodedCache, Protocol):
         """
 
     def take_prefill(self, call: PrefillCall) -> int | Remaining:
-        """Fill the cache with the first tokens of a prompt and return how many; the model runs the others.
+        """Fill the cache with the first tokens of the call and return how many; the model runs the others.
 
         A source may return a `Remaining` instead: the model runs its tokens, and the source counts the whole prompt as seen when the last
         layer has them.
@@ -99,6 +99,9 @@ class PromptSource(continuation.DecodedCache, Protocol):
 
     def prompt_left(self, refusal: Refusal) -> None:
         """Told why `take_prefill` is not asked for a pass of several tokens."""
+
+    def require_not_half_handed_over(self) -> None:
+        """Refuse to go on behind a pass that broke off while layers were handed over to a holder."""
 
     def leave_last(self, taken: int, tokens: int) -> int:
         """Forget the last of the tokens that `take_prefill` took, if the model is to run them, too; return how many are left.
@@ -108,7 +111,7 @@ class PromptSource(continuation.DecodedCache, Protocol):
         """
 
     def abandon_prefill(self, seen: int) -> None:
-        """Called when `take_prefill` failed or was interrupted; unless it opens the stage again, the cache refuses all but `reset`.
+        """Undo a `take_prefill` that failed or was interrupted; unless it opens the stage, the cache refuses passes until `reset`.
 
         Args:
             seen: How many tokens the cache had before.
@@ -147,11 +150,6 @@ def _new_hook(model: PreTrainedModel) -> _Hook:
     return hook
 
 
-def is_installed(model: PreTrainedModel) -> bool:
-    """Whether a model has the hook."""
-    return model in _hooks
-
-
 def _forget(reference: weakref.ref[PreTrainedModel]) -> None:
     with _lock:
         model = reference()
@@ -171,6 +169,7 @@ def _before_forward(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[
     if not isinstance(source, Cache) or source not in hook.sources:
         return None
     if source.own_pass is not None:  # the last pass broke off
+        source.require_not_half_handed_over()
         source.own_pass = None
         source.abandon_prefill(source.seen)
     input_ids, mask, positions = kwargs.get("input_ids"), kwargs.get("attention_mask"), kwargs.get("position_ids")

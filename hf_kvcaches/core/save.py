@@ -217,7 +217,7 @@ class SavedCache:
         return cache
 
     def save(self, path: str | Path, codec: CacheCodec | None = None, attention_mask: torch.Tensor | None = None) -> None:
-        """Writes the cache to one safetensors file, with the fingerprint of the model that filled it.
+        """Write the cache to one safetensors file, with the fingerprint of the model that filled it.
 
         The fingerprint is that of the passes that filled it. The model must still be the same, because the last tokens may be newer; where
         it is another, or was another for some of the tokens, that is a `FingerprintMismatch`.
@@ -241,7 +241,7 @@ class SavedCache:
 
     @classmethod
     def from_bytes(cls, data: Source, model: Any, codec: CacheCodec | None = None) -> Self:
-        """Reads a cache that `to_bytes` wrote.
+        """Read a cache that `to_bytes` wrote.
 
         Args:
             data: All of its bytes, whole or in pieces, or a function that returns between 1 and the given number of them, such as a
@@ -262,7 +262,7 @@ class SavedCache:
 
     @classmethod
     def load(cls, path: str | Path, model: Any, codec: CacheCodec | None = None) -> Self:
-        """Reads a cache that `save` wrote.
+        """Read a cache that `save` wrote.
 
         Args:
             path: The file.
@@ -272,7 +272,7 @@ class SavedCache:
         return cache_of(cls, read_file(path), model, codec, str(path))
 
     def save_pretrained(self, folder: str | Path, codec: CacheCodec | None = None, attention_mask: torch.Tensor | None = None) -> None:
-        """Writes the cache into a folder, made if need be, as `save` does into a file.
+        """Write the cache into a folder, made if need be, as `save` does into a file.
 
         Args:
             folder: Where to. Other files in it stay.
@@ -282,7 +282,7 @@ class SavedCache:
 
     @classmethod
     def from_pretrained(cls, folder_or_hub_id: str | Path, model: Any, codec: CacheCodec | None = None, **options: Any) -> Self:
-        """Reads a cache that `save_pretrained` wrote, from a folder, or from the Hub where there is no such folder.
+        """Read a cache that `save_pretrained` wrote, from a folder, or from the Hub where there is no such folder.
 
         Args:
             folder_or_hub_id: A folder, or `"owner/name"`.

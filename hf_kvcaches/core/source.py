@@ -22,7 +22,7 @@ from hf_kvcaches.core.refusal import Refusal
 from hf_kvcaches.core.rope import Rotation, rotation_of
 from hf_kvcaches.core.save import CacheCodec
 from hf_kvcaches.core.token_log import TokenLog
-from hf_kvcaches.core.view import LayerView, previous_attention, require_plain_decoder
+from hf_kvcaches.core.view import LayerView, previous_attention, require_answering, require_plain_decoder
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 
 
@@ -61,7 +61,7 @@ class SourceCache(KVCache):
 
     Attributes:
         stage: What the source does with its tokens.
-        own_pass: The model's own pass over the tokens of a prompt that are not reused, until its last layer has them.
+        own_pass: The pass over a `Remaining`, until its last layer has the tokens.
     """
 
     own_pass: OwnPass | None
@@ -99,6 +99,7 @@ class SourceCache(KVCache):
             )
         if holder._model is None or holder._model() is not self.model:
             raise ConfigError("decode_with: expected a cache of the same model object. Make both with this model.")
+        require_answering(self.model, "decode_with")
         if why := holder.adopt_refused(holder.adopt_window or 0):
             raise UnsupportedError(f"decode_with: {why}")
         holder.adopted, self.holder = True, holder
@@ -108,6 +109,7 @@ class SourceCache(KVCache):
         raise NotImplementedError(f"{type(self).__name__} is asked for prompts and does not write take_prefill")
 
     def observe(self, input_ids: torch.Tensor, attention_mask: Any, position_ids: Any) -> None:
+        """Take the model's identity for the tokens of a pass, and log them."""
         # Anew, because a pass that was told of before may have failed.
         self.provenance.until = min(self.provenance.until, self.seen)
         self.begin_pass(input_ids.shape[1])
@@ -115,7 +117,7 @@ class SourceCache(KVCache):
         self.watches_steps = input_ids.shape[1] > 1 or self.steps_matter()
 
     def steps_matter(self) -> bool:
-        """Whether `observe` has to be told of the decode steps that follow."""
+        """Whether `observe` has to be told of the next decode step, because it stores the prompt or drops tokens then."""
         return False
 
     def prompt_left(self, refusal: Refusal) -> None:
@@ -125,7 +127,7 @@ class SourceCache(KVCache):
         pass
 
     def leave_last(self, taken: int, tokens: int) -> int:
-        """Leave the tokens to the model whose queries the holder looks at."""
+        """Give back the last tokens, whose queries the holder needs: the model runs them again."""
         window = 0 if self.holder is None else self.holder.adopt_window or 0
         run_again = min(taken, max(0, window - (tokens - taken)))
         for layer in self.source_layers:
@@ -174,15 +176,12 @@ class SourceCache(KVCache):
     def _begin_hand_over(self, holder: HolderCache, total: int) -> None:
         """Called before the pass that answers the prompt.
 
+        A prompt that the log does not describe can't be handed over: the holder reads it itself, if it is the first one.
+
         Args:
             total: How many tokens the cache will have seen behind it.
         """
-        handed = {layer is not source for layer, source in zip(self.layers, self.source_layers, strict=True)}
-        if len(handed) > 1:
-            raise ConfigError(
-                f"A pass through the model broke off while {type(self).__name__} handed its prompt to its holder. reset() it, and feed the "
-                "whole text."
-            )
+        self.require_not_half_handed_over()
         if self.stage is Stage.HANDED_OVER:
             return
         unknown = torch.is_grad_enabled() or torch.compiler.is_compiling()
@@ -195,6 +194,13 @@ class SourceCache(KVCache):
             holder.provenance, self.stage = self.provenance, Stage.HANDED_OVER
             return
         self._positions, self._padding = _positions(padding, total, first_position(self))
+
+    def require_not_half_handed_over(self) -> None:
+        if len({layer is source for layer, source in zip(self.layers, self.source_layers, strict=True)}) > 1:
+            raise ConfigError(
+                f"A pass through the model broke off while {type(self).__name__} handed its prompt to its holder. reset() it, and feed the "
+                "whole text."
+            )
 
     def hand_over(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor, queries: LastQueries) -> None:
         """Put a layer of the holder in the place of one that has answered the prompt.
@@ -214,7 +220,7 @@ class SourceCache(KVCache):
             self.prompt_answered()
 
     def release_layer(self, layer: GrowingLayer) -> None:
-        """Free a layer of the source whose tokens are with the holder."""
+        """Free a layer of the source whose tokens are with the holder; a subclass may keep it until `prompt_answered`."""
         layer.reset()
 
     def prompt_answered(self) -> None:

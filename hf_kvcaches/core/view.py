@@ -52,13 +52,17 @@ class _Switched(str):
 class LayerView(ABC):
     """What a cache layer returns from `update` when it answers the queries itself.
 
+    Used as a tensor it raises: the model computes attention itself.
+
     Attributes:
+        cache_name: Of the cache, for errors.
         configs: Those that are switched until the view is asked.
         bound: Whether a call by a module with another config is an error.
         in_graph: Whether a compiled graph made the view.
         restores: In a compiled graph, the configs that were switched for this view and the names to give back to them.
     """
 
+    cache_name = "the cache"
     configs: Sequence[PreTrainedConfig] = ()
     bound = False
     in_graph = False
@@ -69,7 +73,7 @@ class LayerView(ABC):
     def attend(
         self, module: nn.Module, query: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attention of `query` over what the layer holds.
+        """Store the new tokens, unless `update` did, and return the attention of `query` over what the layer holds.
 
         Args:
             query: Rotated queries, (batch, heads, queries, head_dim).
@@ -95,6 +99,28 @@ class LayerView(ABC):
     def __del__(self) -> None:
         if self._thread is not None:
             self.restore()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise self._refusal(repr(name))
+
+    def __getitem__(self, index: Any) -> Any:
+        raise self._refusal("a slice")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        everything = [*args, *(kwargs or {}).values()]
+        flat = [item for arg in everything for item in (arg if isinstance(arg, list | tuple) else [arg])]
+        raise next(item for item in flat if isinstance(item, cls))._refusal(getattr(function, "__name__", str(function)))
+
+    def _refusal(self, what: str) -> UnsupportedError:
+        self.restore()
+        return UnsupportedError(
+            f"The model asks its own attention for {what} of the keys or values that {self.cache_name} returns. Either it computes "
+            "with keys and values outside of transformers' AttentionInterface, and needs a cache that returns plain tensors; or the cache "
+            "was built without this model: build it with the model, or call hf_kvcaches.enable(model)."
+        )
 
 
 def answer_next(view: LayerView, configs: Sequence[PreTrainedConfig], bound: bool) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import BloomConfig, DynamicCache, PreTrainedModel
 
 from hf_kvcaches import (
     ConfigError,
@@ -250,8 +250,36 @@ def test_a_pass_that_breaks_off_while_it_hands_over_asks_for_reset() -> None:
     assert_close(answer(of, prompt, cache), answer(of, prompt, GrowingCache(of)))
 
 
+@pytest.mark.parametrize("holder", ["growing", "equip"])
+def test_a_pass_between_reused_tokens_that_breaks_off_while_it_hands_over_asks_for_reset(holder: str) -> None:
+    of, store = model(), SegmentStore("memory", quantization=None)
+    spans = [tiny.ids(1, 40, seed=seed) for seed in range(4)]
+    of.generate(torch.cat(spans[:3], 1), past_key_values=SegmentReuseCache(of, store, mode="auto"), max_new_tokens=1, pad_token_id=0)
+    store.flush()
+    prompt = torch.cat([spans[3], spans[1], spans[2]], 1)
+    cache = SegmentReuseCache(of, store, mode="approximate", decode_with=new_holder(holder, of))
+    handle = of.model.layers[2].mlp.register_forward_pre_hook(tiny.observing(_fail))
+    with pytest.raises(KeyboardInterrupt):
+        answer(of, prompt, cache)
+    handle.remove()
+    assert cache.own_pass is not None, "nothing was reused behind other tokens"
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"reset\(\)"), torch.no_grad():
+            of(input_ids=prompt, past_key_values=cache, logits_to_keep=1)
+    cache.reset()
+    answer(of, prompt, cache)
+    assert cache.report().reused_tokens
+
+
 def _fail(*_: Any) -> None:
     raise KeyboardInterrupt
+
+
+def test_a_model_that_lets_no_cache_answer_is_refused_when_the_cache_is_made() -> None:
+    of = tiny.build(BloomConfig(vocab_size=tiny.VOCABULARY, hidden_size=32, n_layer=2, n_head=4))
+    assert SegmentReuseCache(of, SegmentStore("memory"), mode="exact").seen == 0
+    with pytest.raises(UnsupportedError, match=r"decode_with needs.*AttentionInterface"):
+        SegmentReuseCache(of, SegmentStore("memory"), mode="exact", decode_with=GrowingCache(of))
 
 
 def test_a_prompt_of_embeddings_is_read_by_the_holder_itself() -> None:
