@@ -181,6 +181,11 @@ def is_family(config: PreTrainedConfig, fact: str) -> bool:
     return config.model_type in _families()[fact]
 
 
+def without_effect() -> frozenset[str]:
+    """The names of attributes of modules, and of keys of configs, that say nothing about what a model computes."""
+    return _families()["attributes_without_effect"]
+
+
 def layer_configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
     """The config of each layer, which differ in models whose layers have different head sizes."""
     count: int = config.num_hidden_layers

@@ -42,7 +42,6 @@ LONGER = {
     "compat.py": 448,
     "core/artifact.py": 371,
     "core/cache.py": 451,
-    "core/model_parts.py": 396,
     "core/rope_families.py: _facts_of": 51,
     "codec/codec.py": 402,
     "codec/codec.py: calibrate": 59,

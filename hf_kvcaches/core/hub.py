@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hf_kvcaches.core.files import Content, artifact_errors, container, read_file
 from hf_kvcaches.core.fingerprint import ModelFingerprint
+from hf_kvcaches.core.identity import fingerprint_of
 from hf_kvcaches.core.model_card import CARD_NAME, merge_card, model_card
 from hf_kvcaches.errors import ArtifactError, ConfigError
 from hf_kvcaches.stores.blobs_format import not_finite
@@ -140,7 +141,7 @@ class Artifact(ABC):
         with artifact_errors(f"{where}: its fingerprint makes no sense", _AGAIN):
             fingerprint = None if header["fingerprint"] is None else ModelFingerprint.from_dict(header["fingerprint"])
         if model is not None and fingerprint is not None:
-            fingerprint.require_model(model, where, tokenizer)
+            fingerprint.require_model(fingerprint_of(model), where, tokenizer)
         metadata, version = header["metadata"], header["format_version"]
         with artifact_errors(f"{where}: its content doesn't make a {cls.artifact_type}", _AGAIN):
             if version < cls.format_version:

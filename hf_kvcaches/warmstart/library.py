@@ -15,9 +15,8 @@ from transformers import Cache, PreTrainedModel
 
 from hf_kvcaches import compat
 from hf_kvcaches.codec.codec import KVCodec
-from hf_kvcaches.core.fingerprint import ModelFingerprint
+from hf_kvcaches.core.fingerprint import ModelFingerprint, digest_of_tokenizer
 from hf_kvcaches.core.identity import Identity, identity_of, require_identity
-from hf_kvcaches.core.model_parts import digest_of_tokenizer
 from hf_kvcaches.core.parallel import require_all_heads, shard_of
 from hf_kvcaches.core.rotation import Rotation, rotation_of
 from hf_kvcaches.core.save import named_codec
@@ -365,8 +364,8 @@ class WarmStartLibrary:
         settings: dict[str, Any] = {"slots": self.slots, "layout": self.layout, "tail": self.tail, "full": self.full}
         settings |= {"quantization": blob_layout.name_of(self.quantization), "correct_positions": self.correction is not None}
         packed = PackedLibrary(tuple(filter(None, entries)), settings, self.encoder.name, self._adapter_tensors())
-        # Without samples: keys and values are of one precision.
-        packed.fingerprint = replace(ModelFingerprint.of(self.model, self.tokenizer), samples={})
+        # Without tensors: keys and values are of one precision.
+        packed.fingerprint = replace(ModelFingerprint.of(self.model, self.tokenizer), tensors={})
         return packed
 
     def why_not(self, identity: Identity) -> str:
