@@ -14,19 +14,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.parallel import shard_of
 from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch, UnsupportedError, require_instance, require_tokenizer
-from hf_kvcaches.kernels.checksum import describe, digest_of, hash_of, type_and_shape
+from hf_kvcaches.kernels.checksum import describe, digest_of, hash_of, is_readable, type_and_shape
 
 _FORMAT_VERSION = 5
 _FIELDS = ("weights", "adapters", "settings", "tokenizer", "facts", "tensors")
 _SHARD = "heads of this process"
-# By how much a cast changes a number at most, as a share of it; and how many numbers of each tensor tell a cast from other weights.
+# By how much a cast changes a number at most, as a share of it.
 _ROUNDING = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-_NUMBERS = 4
 # What PEFT's wrappers call the module that they wrap, and by which private attributes they choose adapters.
 _WRAPPED = ("base_layer", "original_module", "token_adapter")
 _CHOICE = ("_active_adapter", "_disable_adapters")
@@ -178,17 +177,14 @@ def set_fingerprint(model: nn.Module, fingerprint: ModelFingerprint | None) -> N
         supplied.pop(root, None)
         return
     require_instance("fingerprint", fingerprint, ModelFingerprint, {"model": model}, "Make it with ModelFingerprint.of(model).")
-    _Parts(root).require_readable(fingerprint)
+    if reason := _Parts(root).why_unreadable(fingerprint):
+        raise UnsupportedError(reason)
     supplied[root] = fingerprint
 
 
 def why_unreadable(root: PreTrainedModel) -> str:
     """Why neither a model nor its given fingerprint tells what its weights are, as a sentence; "" where one does. Reads none."""
-    try:
-        _Parts(root).require_readable(supplied.get(root))
-    except UnsupportedError as error:
-        return str(error)
-    return ""
+    return _Parts(root).why_unreadable(supplied.get(root))
 
 
 class _Parts:
@@ -207,102 +203,100 @@ class _Parts:
             path, module = waiting.pop()
             wraps = isinstance(module, compat.adapter_wrappers())
             (wrappers if wraps else self.modules)[path] = module
-            for name, child in reversed(list(module.named_children())):
-                if not wraps or name in _WRAPPED:
-                    waiting.append((path if wraps or name == "_orig_mod" else f"{path}.{name}".lstrip("."), child))
+            inner = [(name, child) for name, child in module.named_children() if not wraps or name in _WRAPPED]
+            waiting += [(path if wraps or name == "_orig_mod" else f"{path}.{name}".lstrip("."), child) for name, child in reversed(inner)]
         self.tensors = [tensor for path, module in self.modules.items() for tensor in _tensors_of(path, module)]
-        active, merged, settings = dict[str, None](), dict[str, None](), dict[str, Any]()
+        active, merged, settings = list[str](), list[str](), dict[str, Any]()
         for path, wrapper in wrappers.items():
             inside = [(kind, *item) for kind, child in wrapper.named_children() if kind not in _WRAPPED for item in child.named_modules()]
-            tensors = [(kind, *tensor) for kind, inner, module in inside for tensor in _tensors_of(inner, module)]
+            tensors = [(kind, *tensor) for kind, name, module in inside for tensor in _tensors_of(name, module)]
             known = {name.partition(".")[0] for _, name, _, _ in tensors}
             gone = [name for name in getattr(wrapper, "merged_adapters", ()) if name in known]
             # Once an adapter is merged the layer computes with its base alone.
             used = [] if wrapper.disable_adapters or gone else [name for name in wrapper.active_adapters if name in known]
-            for kind, name, *value in tensors:
-                adapter, _, rest = name.partition(".")
-                self.tensors += [(f"{adapter!r} {path}.{kind}.{rest}", *value)] if adapter in used else []
-            if used or gone:
-                settings[path] = [type(wrapper).__name__, used, gone, [_attributes_of(wrapper, name) for name in used]]
-            active, merged = active | dict.fromkeys(used), merged | dict.fromkeys(gone)
-        self.adapters = {"active": list(active), "merged": list(merged), "settings": hash_of(settings)}
-        self.hidden = next((name for name, value, fetch in self.tensors if fetch is None and _is_hidden(value)), "")
+            own = {name: vars(wrapper)[name] for name in counted(wrapper) if name not in (*_CHOICE, "merged_adapters")}
+            for adapter in used:
+                chosen = {name: value.get(adapter, value) if isinstance(value, dict) else value for name, value in own.items()}
+                settings[f"{adapter!r} {path}"] = [type(wrapper).__name__, used, plain(chosen)]
+                mine = [(f"{kind}.{name}", value, fetch) for kind, name, value, fetch in tensors if name.partition(".")[0] == adapter]
+                self.tensors += [(f"{adapter!r} {path}.{name}", value, fetch) for name, value, fetch in mine]
+            settings |= {path: gone} if gone else {}
+            active, merged = active + used, merged + gone
+        self.adapters = {"active": [*dict.fromkeys(active)], "merged": [*dict.fromkeys(merged)], "settings": hash_of(settings)}
+        hidden = (name for name, value, fetch in self.tensors if fetch is None and isinstance(value, Tensor) and not is_readable(value))
+        self.hidden = next(hidden, "")
 
-    def require_readable(self, given: ModelFingerprint | None) -> None:
-        """Refuse tensors that can't be read, unless a given fingerprint is of the same ones as far as dtypes, shapes and adapters tell."""
-        if self.hidden and given is None:
-            raise UnsupportedError(
+    def why_unreadable(self, given: ModelFingerprint | None) -> str:
+        """Why these tensors can't be read, and a given fingerprint is not of them as far as dtypes, shapes and adapters tell; else ""."""
+        if not self.hidden or given is None:
+            return self.hidden and (
                 f"{self.hidden}: expected a dense tensor with all of its data, got one on the meta device, or a shard. Give what "
                 "ModelFingerprint.of(model) is where the weights are whole, or ModelFingerprint.gathered(model), to set_fingerprint."
             )
         here = self.adapters | {name: type_and_shape(value) for name, value, _ in self.tensors}
-        there = {} if given is None else {**given.adapters, **{name: value[:2] for name, value in given.tensors.items()}}
-        if self.hidden and (other := [name for name in {**there, **here} if name != "weights" and here.get(name) != there.get(name)]):
-            raise UnsupportedError(
-                f"{other[0]}: expected for set_fingerprint a fingerprint of the model as it is now, in the same precision, with "
-                f"{here.get(other[0])}, got {there.get(other[0])}."
-            )
+        there = {**given.adapters, **{name: value[:2] for name, value in given.tensors.items()}}
+        other = next((name for name in {**there, **here} if name != "weights" and here.get(name) != there.get(name)), "")
+        return other and (
+            f"{other}: expected for set_fingerprint a fingerprint of the model as it is now, in the same precision, with {here.get(other)}, "
+            f"got {there.get(other)}."
+        )
 
 
 def _read(root: PreTrainedModel, tokenizer: Any, gather: bool = False) -> ModelFingerprint:
     parts, given, shard = _Parts(root), None if gather else supplied.get(root), None if gather else shard_of(root)
-    if not gather:
-        parts.require_readable(given)
-    if given is None or not parts.hidden:
+    if not gather and (reason := parts.why_unreadable(given)):
+        raise UnsupportedError(reason)
+    if given is not None and parts.hidden:
+        weights, of_adapters, tensors = given.weights, given.adapters["weights"], given.tensors
+    else:
         known = dict[int, tuple[str, list[Any]]]()  # tied weights are read once
         for name, value, fetch in parts.tensors:
             if id(value) not in known:
                 known[id(value)] = _content(name, fetch() if fetch else value.full_tensor() if hasattr(value, "full_tensor") else value)
-        texts = {name: known[id(value)] for name, value, _ in parts.tensors}
-        tensors = {name: shown for name, (_, shown) in texts.items()}
-        weights, adapters = (hash_of([(name, texts[name][0]) for name in texts if (name[0] == "'") == of]) for of in (False, True))
-    else:
-        weights, adapters, tensors = given.weights, given.adapters["weights"], given.tensors
-    modules = {path: [_name_of(type(module)), _attributes_of(module)] for path, module in parts.modules.items()}
-    settings = {f"config.{name}": value for name, value in _plain(root.config.to_dict()).items()} | {"modules": hash_of(modules)}
+        texts = [(name, known[id(value)][0]) for name, value, _ in parts.tensors]
+        weights, of_adapters = (hash_of([pair for pair in texts if (pair[0][0] == "'") == quoted]) for quoted in (False, True))
+        tensors = {name: known[id(value)][1] for name, value, _ in parts.tensors}
+    own = {path: {name: vars(module)[name] for name in counted(module)} for path, module in parts.modules.items()}
+    modules = {path: [name_of(type(module)), plain(own[path])] for path, module in parts.modules.items()}
+    settings = {f"config.{name}": value for name, value in plain(root.config.to_dict()).items()} | {"modules": hash_of(modules)}
     settings |= {} if shard is None else {_SHARD: f"span {shard.rank + 1} of {shard.size}"}
     # Of a path only the last part: the others say something about the machine.
     name, dtype = PurePath(str(getattr(root.config, "name_or_path", ""))).name, str(root.dtype).removeprefix("torch.")
     facts = {"class": type(root).__name__, "name": name, "dtype": dtype}
     words = None if tokenizer is None else digest_of_tokenizer(tokenizer)
-    return ModelFingerprint(weights, {**parts.adapters, "weights": adapters}, settings, words, facts, tensors)
+    return ModelFingerprint(weights, {**parts.adapters, "weights": of_adapters}, settings, words, facts, tensors)
 
 
 def _tensors_of(path: str, module: nn.Module) -> Iterator[tuple[str, Any, Callable[[], Any] | None]]:
     home = compat.offloaded_weights(module)
     for name, value in compat.state_of(module).items():
-        offloaded = home is not None and isinstance(value, Tensor) and value.is_meta
+        fetch = functools.partial(home.__getitem__, name) if home is not None and getattr(value, "is_meta", False) else None
         if not changes_with_length(module, name):
-            yield f"{path}.{name}".lstrip("."), value, functools.partial(home.__getitem__, name) if home and offloaded else None
-
-
-def _is_hidden(value: Any) -> bool:
-    return isinstance(value, Tensor) and (value.is_meta or hasattr(value, "full_tensor") or value.layout != torch.strided)
+            yield f"{path}.{name}".lstrip("."), value, fetch
 
 
 def _content(name: str, value: Any) -> tuple[str, list[Any]]:
-    """A text that is equal for equal tensors; and what of it stays in a cast, after its dtype: shape and a few numbers, or all of it."""
-    text = describe(value, name)
-    if not isinstance(value, Tensor) or value.is_quantized or hasattr(value, "__tensor_flatten__"):
-        return text, [*type_and_shape(value), text]
-    if name.endswith("inv_freq"):  # rounded to 0.07%, as devices compute powers differently
-        text = f"{value.dtype} {describe((value.detach().cpu().double().log2() * 1024 + 0.23).round())}"
+    """A text that is equal for equal tensors; and dtype, shape, and what stays in a cast: a few numbers of a dense tensor, or the text."""
+    if not isinstance(value, Tensor) or value.is_quantized or value.is_complex() or hasattr(value, "__tensor_flatten__"):
+        return (text := describe(value, name)), [*type_and_shape(value), text]
     flat = value.detach().reshape(-1)
-    return text, [*type_and_shape(value), *flat[:: max(1, len(flat) // _NUMBERS) | 1][:_NUMBERS].tolist()]
+    # Frequencies are rounded to 0.07%, as devices compute powers differently.
+    exact = (value.detach().cpu().double().log2() * 1024 + 0.23).round() if name.endswith("inv_freq") else value
+    return f"{value.dtype} {describe(exact, name)}", [*type_and_shape(value), *flat[:: max(1, len(flat) // 4) | 1][:4].tolist()]
 
 
 def _is_cast(tensors: Mapping[str, list[Any]], others: Mapping[str, list[Any]]) -> bool:
     """Whether two models have the same tensors but for the dtypes of some, as far as a few numbers of each tell."""
-    pairs = [(tensors[name], others.get(name, [""])) for name in tensors]
-    return len(tensors) == len(others) and any(a[0] != b[0] for a, b in pairs) and all(_is_close(a, b) for a, b in pairs)
+    if tensors.keys() != others.keys() or all(others[name][0] == dtype for name, (dtype, *_) in tensors.items()):
+        return False
+    return all(_is_close(tensor, others[name]) for name, tensor in tensors.items())
 
 
-def _is_close(a: list[Any], b: list[Any]) -> bool:
-    if not {a[0], b[0]} <= _ROUNDING.keys() or type(a[-1]) is str:
-        return a == b
-    # With what devices compute differently.
-    tolerance = _ROUNDING.get(a[0], 0) + _ROUNDING.get(b[0], 0) + 2.0**-16
-    return a[1] == b[1] and all(math.isclose(x, y, rel_tol=tolerance, abs_tol=2.0**-25) for x, y in zip(a[2:], b[2:], strict=True))
+def _is_close(here: list[Any], there: list[Any]) -> bool:
+    if here[1] != there[1] or not {here[0], there[0]} <= _ROUNDING.keys() or type(here[-1]) is str:
+        return here == there
+    tolerance = _ROUNDING[here[0]] + _ROUNDING[there[0]] + 2.0**-16  # with what devices compute differently
+    return all(math.isclose(a, b, rel_tol=tolerance, abs_tol=2.0**-25) for a, b in zip(here[2:], there[2:], strict=True))
 
 
 def changes_with_length(module: nn.Module, name: str) -> bool:
@@ -313,9 +307,8 @@ def changes_with_length(module: nn.Module, name: str) -> bool:
 
 def counted(owner: Any) -> list[str]:
     """The names of a module's or a configuration's attributes that may have an effect on what a model computes."""
-    return [
-        name for name, value in vars(owner).items() if _counts(name) and (name[0] != "_" or type(value) in (int, float) or name in _CHOICE)
-    ]
+    own = [(name, value) for name, value in vars(owner).items() if _counts(name) and not isinstance(value, PreTrainedConfig)]
+    return [name for name, value in own if name[0] != "_" or type(value) in (int, float) or name in _CHOICE]
 
 
 @functools.cache
@@ -323,42 +316,36 @@ def _counts(name: str) -> bool:
     return name not in _WITHOUT_EFFECT and not FOR_TRAINING.search(name)
 
 
-def _attributes_of(module: nn.Module, adapter: str | None = None) -> dict[str, Any]:
-    """The attributes of a module as JSON; those of a PEFT wrapper as they are for one of its adapters."""
-    names = [name for name in counted(module) if adapter is None or (name[0] != "_" and name != "merged_adapters")]
-    values = {name: vars(module)[name] for name in names}
-    return {name: _plain(value.get(adapter, value) if isinstance(value, dict) else value) for name, value in values.items()}
-
-
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """A value as JSON, equal in every process. What can't be looked into counts as its type alone."""
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else repr(value)
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items() if str(key)[:1] != "_" and _counts(str(key))}
+        return {str(key): plain(item) for key, item in value.items() if str(key)[:1] != "_" and _counts(str(key))}
     if isinstance(value, list | tuple | set | frozenset):
-        items = [_plain(item) for item in value]
+        items = [plain(item) for item in value]
         return items if isinstance(value, list | tuple) else sorted(items, key=str)
-    if isinstance(value, Tensor):
-        return digest_of(value)
-    if hasattr(value, "to_dict"):
-        return _plain(value.to_dict())
-    return str(value) if isinstance(value, torch.dtype) else _name_of(value)
+    if isinstance(value, torch.dtype) or (isinstance(value, float) and not math.isfinite(value)):
+        return str(value)
+    if isinstance(value, Tensor) or hasattr(value, "to_dict"):
+        return digest_of(value) if isinstance(value, Tensor) else plain(value.to_dict())
+    return value if value is None or isinstance(value, bool | int | float | str) else name_of(value)
 
 
-def _name_of(value: Any) -> str:
-    """The full name of a function or class, or of a value's class. A class that FSDP puts in the place of another has the name of that."""
+def name_of(value: Any) -> str:
+    """The full name of a function or class, or of a value's class; of a class that FSDP puts in the place of another, that of the other."""
     value = getattr(value, "__func__", value)
     value = value if hasattr(value, "__qualname__") else type(value)
-    bases = [base for base in getattr(value, "__mro__", ()) if not base.__module__.startswith("torch.distributed.fsdp")]
-    return f"{(bases or [value])[0].__module__}.{(bases or [value])[0].__qualname__}"
+    value = next((base for base in getattr(value, "__mro__", ()) if not base.__module__.startswith("torch.distributed.fsdp")), value)
+    # Wrappers carry the name of what they wrap, but not its globals.
+    return f"{getattr(value, '__globals__', {}).get('__name__') or value.__module__}.{value.__qualname__}"
 
 
 def tokenizer_parts(tokenizer: Any) -> dict[str, str]:
     """Return the digests of what decides which token ids stand for which words: vocabulary, special tokens and chat template."""
-    inner = _inner_tokenizer(tokenizer)
+    require_tokenizer(tokenizer)
+    inner = getattr(tokenizer, "tokenizer", tokenizer)
+    if not hasattr(inner, "get_vocab"):
+        hint = "Pass what AutoTokenizer.from_pretrained returned."
+        raise ConfigError.of("tokenizer", "a transformers tokenizer or processor", tokenizer, hint)
     special = {key: str(value) for key, value in inner.special_tokens_map.items()}
     parts = {"vocabulary": sorted(inner.get_vocab().items()), "special tokens": special, "chat template": inner.chat_template}
     return {name: hash_of(part) for name, part in parts.items()}
@@ -369,17 +356,8 @@ def digest_of_tokenizer(tokenizer: Any) -> str:
 
     How a text is cut into tokens (normalizer, merges) is left out: keys and values are stored by token id, and another cut looks up others.
     """
-    inner = _inner_tokenizer(tokenizer)
+    inner = getattr(tokenizer, "tokenizer", tokenizer)
     state = [str(getattr(inner, name, None)) for name in ("vocab_size", "added_tokens_decoder", "special_tokens_map", "chat_template")]
     if inner not in _tokenizers or _tokenizers[inner][0] != state:
-        _tokenizers[inner] = state, hash_of(tokenizer_parts(inner))
+        _tokenizers[inner] = state, hash_of(tokenizer_parts(tokenizer))
     return _tokenizers[inner][1]
-
-
-def _inner_tokenizer(tokenizer: Any) -> Any:
-    require_tokenizer(tokenizer)
-    inner = getattr(tokenizer, "tokenizer", tokenizer)
-    if not hasattr(inner, "get_vocab"):
-        hint = "Pass what AutoTokenizer.from_pretrained returned."
-        raise ConfigError.of("tokenizer", "a transformers tokenizer or processor", tokenizer, hint)
-    return inner

@@ -60,7 +60,7 @@ def describe(value: Any, name: str = "value") -> str:
     """
     if isinstance(value, Tensor):
         head = " ".join([*type_and_shape(value), ""])
-        if value.is_meta or value.layout != torch.strided or hasattr(value, "full_tensor"):
+        if not is_readable(value):
             raise UnsupportedError(f"{name}: expected a dense tensor with all of its data, got {value.layout} on {value.device}.")
         if hasattr(value, "__tensor_flatten__"):
             inner, context = value.__tensor_flatten__()
@@ -86,6 +86,11 @@ def describe(value: Any, name: str = "value") -> str:
 def digest_of(value: Any, name: str = "value") -> str:
     """Return 128 bits of a hash of what `describe` says, in hex."""
     return hashlib.sha256(describe(value, name).encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def is_readable(value: Tensor) -> bool:
+    """Whether a tensor is dense, and all of its data is here."""
+    return not value.is_meta and value.layout == torch.strided and not hasattr(value, "full_tensor")
 
 
 def type_and_shape(value: Any) -> list[str]:
