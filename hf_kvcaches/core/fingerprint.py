@@ -26,15 +26,17 @@ _FIELDS = ("weights", "adapters", "settings", "tokenizer", "facts", "tensors")
 _SHARD = "heads of this process"
 # By how much a cast changes a number at most, as a share of it.
 _ROUNDING = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-# What PEFT's wrappers call the module that they wrap, and by which private attributes they choose adapters.
+# What PEFT's wrappers call the module that they wrap, and by which attributes they choose adapters.
 _WRAPPED = ("base_layer", "original_module", "token_adapter")
-_CHOICE = ("_active_adapter", "_disable_adapters")
+_CHOICE = ("_active_adapter", "_disable_adapters", "merged_adapters")
 # Has an effect in training mode alone.
 FOR_TRAINING = re.compile(r"drop|jitter|noise")
 _WITHOUT_EFFECT = frozenset(vars(nn.Module())) | compat.without_effect()
 # Of models whose weights can't be read where they run, as callers gave them.
 supplied: weakref.WeakKeyDictionary[nn.Module, ModelFingerprint] = weakref.WeakKeyDictionary()
 _tokenizers: weakref.WeakKeyDictionary[Any, tuple[list[str], str]] = weakref.WeakKeyDictionary()
+# The name of a tensor, its value, and what fetches it from where accelerate keeps it.
+_Tensor = tuple[str, Any, Callable[[], Any] | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,15 +151,14 @@ class ModelFingerprint:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ModelFingerprint:
         """Read what `to_dict` wrote; anything else is an `ArtifactError`."""
-        hint = "Make it anew with ModelFingerprint.of(model, tokenizer)."
+        advice = "Make it anew with ModelFingerprint.of(model, tokenizer)"
         version = data.get("format_version") if isinstance(data, Mapping) else None
         if version != _FORMAT_VERSION:
-            newer = isinstance(version, int) and version > _FORMAT_VERSION
-            advice = "Upgrade hf-kvcaches." if newer else f"Others describe weights otherwise and can't be compared. {hint}"
-            raise ArtifactError(f"fingerprint: expected format version {_FORMAT_VERSION}, got {version!r}. {advice}")
-        content = {name: data.get(name) for name in _FIELDS}
+            expected = f"fingerprint: expected format version {_FORMAT_VERSION}, got {version!r}"
+            raise ArtifactError(f"{expected}. Others describe weights otherwise. {advice}, or upgrade hf-kvcaches.")
+        content: dict[str, Any] = {name: data.get(name) for name in _FIELDS}
         if data.get("checksum") != hash_of(content):
-            raise ArtifactError(f"fingerprint: its checksum does not follow from its content, so it is damaged. {hint}")
+            raise ArtifactError(f"fingerprint: its checksum does not follow from its content, so it is damaged. {advice}.")
         return cls(**content)
 
 
@@ -188,57 +189,60 @@ def why_unreadable(root: PreTrainedModel) -> str:
 
 
 class _Parts:
-    """What a model consists of.
+    """What a model consists of, by the names that modules had before any adapter was added; what belongs to adapters has a quote in front.
 
     Attributes:
-        modules: All but PEFT's, by their names before any adapter was added.
-        tensors: Name and value of each, and what fetches it from where accelerate keeps it. Names of adapters' tensors are in quotes.
-        adapters: Names of active and of merged ones, and the digest of their settings in each layer.
+        settings: Class and attributes of each module.
+        tensors: Name and value of each, and what fetches it from where accelerate keeps it.
+        adapters: Names of active and of merged ones.
         hidden: The name of the first tensor that can't be read here; "" for none.
     """
 
     def __init__(self, root: PreTrainedModel) -> None:
-        self.modules, wrappers, waiting = dict[str, nn.Module](), dict[str, Any](), list[tuple[str, nn.Module]]([("", root)])
+        self.settings, self.tensors, self.adapters = dict[str, Any](), list[_Tensor](), {"active": list[str](), "merged": list[str]()}
+        waiting: list[tuple[str, nn.Module]] = [("", root)]
         while waiting:
             path, module = waiting.pop()
-            wraps = isinstance(module, compat.adapter_wrappers())
-            (wrappers if wraps else self.modules)[path] = module
-            inner = [(name, child) for name, child in module.named_children() if not wraps or name in _WRAPPED]
-            waiting += [(path if wraps or name == "_orig_mod" else f"{path}.{name}".lstrip("."), child) for name, child in reversed(inner)]
-        self.tensors = [tensor for path, module in self.modules.items() for tensor in _tensors_of(path, module)]
-        active, merged, settings = list[str](), list[str](), dict[str, Any]()
-        for path, wrapper in wrappers.items():
-            inside = [(kind, *item) for kind, child in wrapper.named_children() if kind not in _WRAPPED for item in child.named_modules()]
-            tensors = [(kind, *tensor) for kind, name, module in inside for tensor in _tensors_of(name, module)]
-            known = {name.partition(".")[0] for _, name, _, _ in tensors}
-            gone = [name for name in getattr(wrapper, "merged_adapters", ()) if name in known]
-            # Once an adapter is merged the layer computes with its base alone.
-            used = [] if wrapper.disable_adapters or gone else [name for name in wrapper.active_adapters if name in known]
-            own = {name: vars(wrapper)[name] for name in counted(wrapper) if name not in (*_CHOICE, "merged_adapters")}
-            for adapter in used:
-                chosen = {name: value.get(adapter, value) if isinstance(value, dict) else value for name, value in own.items()}
-                settings[f"{adapter!r} {path}"] = [type(wrapper).__name__, used, plain(chosen)]
-                mine = [(f"{kind}.{name}", value, fetch) for kind, name, value, fetch in tensors if name.partition(".")[0] == adapter]
-                self.tensors += [(f"{adapter!r} {path}.{name}", value, fetch) for name, value, fetch in mine]
-            settings |= {path: gone} if gone else {}
-            active, merged = active + used, merged + gone
-        self.adapters = {"active": [*dict.fromkeys(active)], "merged": [*dict.fromkeys(merged)], "settings": hash_of(settings)}
+            children = [*module.named_children()][::-1]
+            if isinstance(module, compat.adapter_wrappers()):
+                waiting += [(path, child) for name, child in children if name in _WRAPPED] + self._adapters_of(module, path)
+                continue
+            self.settings[path] = [name_of(type(module)), plain({name: vars(module)[name] for name in counted(module)})]
+            self.tensors += _tensors_of(path, module)
+            waiting += [(path if name == "_orig_mod" else f"{path}.{name}".lstrip("."), child) for name, child in children]
+        self.adapters = {kind: [*dict.fromkeys(names)] for kind, names in self.adapters.items()}
         hidden = (name for name, value, fetch in self.tensors if fetch is None and isinstance(value, Tensor) and not is_readable(value))
         self.hidden = next(hidden, "")
 
+    def _adapters_of(self, wrapper: Any, path: str) -> list[tuple[str, nn.Module]]:
+        """Add the adapters in use of a PEFT wrapper, and return the modules of these."""
+        containers: Any = [(kind, child) for kind, child in wrapper.named_children() if kind not in _WRAPPED]
+        known = {adapter for _, container in containers for adapter in container}
+        merged = [adapter for adapter in getattr(wrapper, "merged_adapters", ()) if adapter in known]
+        # Once an adapter is merged the layer computes with its base alone.
+        active = [] if wrapper.disable_adapters or merged else [adapter for adapter in wrapper.active_adapters if adapter in known]
+        self.adapters["active"] += active
+        self.adapters["merged"] += merged
+        own = {name: vars(wrapper)[name] for name in counted(wrapper) if name not in _CHOICE}
+        for adapter in active:
+            chosen = {name: value.get(adapter, value) if isinstance(value, dict) else value for name, value in own.items()}
+            self.settings[f"{adapter!r} {path}"] = [type(wrapper).__name__, active, plain(chosen)]
+        if merged:
+            self.settings[f"'' {path}"] = merged
+        parts = [(f"{each!r} {path}.{kind}", child[each]) for kind, child in containers for each in active if each in child]
+        self.tensors += [(name, part, None) for name, part in parts if isinstance(part, Tensor)]
+        return [(name, part) for name, part in parts if not isinstance(part, Tensor)]
+
     def why_unreadable(self, given: ModelFingerprint | None) -> str:
         """Why these tensors can't be read, and a given fingerprint is not of them as far as dtypes, shapes and adapters tell; else ""."""
-        if not self.hidden or given is None:
-            return self.hidden and (
-                f"{self.hidden}: expected a dense tensor with all of its data, got one on the meta device, or a shard. Give what "
-                "ModelFingerprint.of(model) is where the weights are whole, or ModelFingerprint.gathered(model), to set_fingerprint."
-            )
-        here = self.adapters | {name: type_and_shape(value) for name, value, _ in self.tensors}
-        there = {**given.adapters, **{name: value[:2] for name, value in given.tensors.items()}}
-        other = next((name for name in {**there, **here} if name != "weights" and here.get(name) != there.get(name)), "")
-        return other and (
-            f"{other}: expected for set_fingerprint a fingerprint of the model as it is now, in the same precision, with {here.get(other)}, "
-            f"got {there.get(other)}."
+        here = {name: type_and_shape(value) for name, value, _ in self.tensors}
+        there = {} if given is None else {name: value[:2] for name, value in given.tensors.items()}
+        if not self.hidden or (given is not None and here == there and self.adapters.items() <= given.adapters.items()):
+            return ""
+        return (
+            f"{self.hidden}: expected a dense tensor with all of its data, got one on the meta device, or a shard. Take "
+            "ModelFingerprint.of(model) where the weights are whole, or ModelFingerprint.gathered(model) in all processes, of the model as "
+            "it is now and in the same precision, and give it to set_fingerprint(model, fingerprint) here."
         )
 
 
@@ -246,28 +250,31 @@ def _read(root: PreTrainedModel, tokenizer: Any, gather: bool = False) -> ModelF
     parts, given, shard = _Parts(root), None if gather else supplied.get(root), None if gather else shard_of(root)
     if not gather and (reason := parts.why_unreadable(given)):
         raise UnsupportedError(reason)
+    modules, adapter_settings = _digests(parts.settings)
     if given is not None and parts.hidden:
-        weights, of_adapters, tensors = given.weights, given.adapters["weights"], given.tensors
+        weights, adapter_weights, tensors = given.weights, given.adapters["weights"], given.tensors
     else:
-        known = dict[int, tuple[str, list[Any]]]()  # tied weights are read once
-        for name, value, fetch in parts.tensors:
-            if id(value) not in known:
-                known[id(value)] = _content(name, fetch() if fetch else value.full_tensor() if hasattr(value, "full_tensor") else value)
-        texts = [(name, known[id(value)][0]) for name, value, _ in parts.tensors]
-        weights, of_adapters = (hash_of([pair for pair in texts if (pair[0][0] == "'") == quoted]) for quoted in (False, True))
-        tensors = {name: known[id(value)][1] for name, value, _ in parts.tensors}
-    own = {path: {name: vars(module)[name] for name in counted(module)} for path, module in parts.modules.items()}
-    modules = {path: [name_of(type(module)), plain(own[path])] for path, module in parts.modules.items()}
-    settings = {f"config.{name}": value for name, value in plain(root.config.to_dict()).items()} | {"modules": hash_of(modules)}
+        unique = {id(value): tensor for tensor in parts.tensors for value in tensor[1:2]}  # tied weights are read once
+        contents = {key: _content(*tensor) for key, tensor in unique.items()}
+        weights, adapter_weights = _digests({name: contents[id(value)][0] for name, value, _ in parts.tensors})
+        tensors = {name: contents[id(value)][1] for name, value, _ in parts.tensors}
+    settings = {f"config.{name}": value for name, value in plain(root.config.to_dict()).items()} | {"modules": modules}
     settings |= {} if shard is None else {_SHARD: f"span {shard.rank + 1} of {shard.size}"}
     # Of a path only the last part: the others say something about the machine.
     name, dtype = PurePath(str(getattr(root.config, "name_or_path", ""))).name, str(root.dtype).removeprefix("torch.")
     facts = {"class": type(root).__name__, "name": name, "dtype": dtype}
     words = None if tokenizer is None else digest_of_tokenizer(tokenizer)
-    return ModelFingerprint(weights, {**parts.adapters, "weights": of_adapters}, settings, words, facts, tensors)
+    adapters = {**parts.adapters, "settings": adapter_settings, "weights": adapter_weights}
+    return ModelFingerprint(weights, adapters, settings, words, facts, tensors)
 
 
-def _tensors_of(path: str, module: nn.Module) -> Iterator[tuple[str, Any, Callable[[], Any] | None]]:
+def _digests(parts: Mapping[str, Any]) -> tuple[str, str]:
+    """The digests of what belongs to the model, and of what belongs to adapters."""
+    of_adapters = {name: part for name, part in parts.items() if name.startswith("'")}
+    return hash_of({name: part for name, part in parts.items() if name not in of_adapters}), hash_of(of_adapters)
+
+
+def _tensors_of(path: str, module: nn.Module) -> Iterator[_Tensor]:
     home = compat.offloaded_weights(module)
     for name, value in compat.state_of(module).items():
         fetch = functools.partial(home.__getitem__, name) if home is not None and getattr(value, "is_meta", False) else None
@@ -275,28 +282,32 @@ def _tensors_of(path: str, module: nn.Module) -> Iterator[tuple[str, Any, Callab
             yield f"{path}.{name}".lstrip("."), value, fetch
 
 
-def _content(name: str, value: Any) -> tuple[str, list[Any]]:
-    """A text that is equal for equal tensors; and dtype, shape, and what stays in a cast: a few numbers of a dense tensor, or the text."""
-    if not isinstance(value, Tensor) or value.is_quantized or value.is_complex() or hasattr(value, "__tensor_flatten__"):
-        return (text := describe(value, name)), [*type_and_shape(value), text]
+def _content(name: str, value: Any, fetch: Callable[[], Any] | None) -> tuple[str, list[Any]]:
+    """A text that is equal for equal tensors; and dtype, shape, and what stays in a cast: a few numbers of a plain tensor, or the text."""
+    value = fetch() if fetch else value.full_tensor() if hasattr(value, "full_tensor") else value
+    text, kind = describe(value, name), type_and_shape(value)
+    if kind[0] not in _ROUNDING:
+        return text, [*kind, text]
+    if name.endswith("inv_freq"):  # rounded to 0.07%, as devices compute powers differently
+        text = f"{kind} {describe((value.detach().cpu().double().log2() * 1024 + 0.23).round())}"
     flat = value.detach().reshape(-1)
-    # Frequencies are rounded to 0.07%, as devices compute powers differently.
-    exact = (value.detach().cpu().double().log2() * 1024 + 0.23).round() if name.endswith("inv_freq") else value
-    return f"{value.dtype} {describe(exact, name)}", [*type_and_shape(value), *flat[:: max(1, len(flat) // 4) | 1][:4].tolist()]
+    return text, [*kind, *flat[:: max(1, len(flat) // 4) | 1][:4].tolist()]
 
 
 def _is_cast(tensors: Mapping[str, list[Any]], others: Mapping[str, list[Any]]) -> bool:
     """Whether two models have the same tensors but for the dtypes of some, as far as a few numbers of each tell."""
     if tensors.keys() != others.keys() or all(others[name][0] == dtype for name, (dtype, *_) in tensors.items()):
         return False
-    return all(_is_close(tensor, others[name]) for name, tensor in tensors.items())
-
-
-def _is_close(here: list[Any], there: list[Any]) -> bool:
-    if here[1] != there[1] or not {here[0], there[0]} <= _ROUNDING.keys() or type(here[-1]) is str:
-        return here == there
-    tolerance = _ROUNDING[here[0]] + _ROUNDING[there[0]] + 2.0**-16  # with what devices compute differently
-    return all(math.isclose(a, b, rel_tol=tolerance, abs_tol=2.0**-25) for a, b in zip(here[2:], there[2:], strict=True))
+    for name, (dtype, shape, *numbers) in tensors.items():
+        other_dtype, other_shape, *other_numbers = others[name]
+        if dtype in _ROUNDING and other_dtype in _ROUNDING and shape == other_shape:
+            tolerance = _ROUNDING[dtype] + _ROUNDING[other_dtype] + 2.0**-16  # with what devices compute differently
+            pairs = zip(numbers, other_numbers, strict=True)
+            if not all(math.isclose(one, other, rel_tol=tolerance, abs_tol=2.0**-25) for one, other in pairs):
+                return False
+        elif tensors[name] != others[name]:
+            return False
+    return True
 
 
 def changes_with_length(module: nn.Module, name: str) -> bool:

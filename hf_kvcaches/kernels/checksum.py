@@ -94,8 +94,9 @@ def is_readable(value: Tensor) -> bool:
 
 
 def type_and_shape(value: Any) -> list[str]:
-    """Return dtype and whole shape of a tensor; of what is no tensor, its class."""
-    return [str(value.dtype).removeprefix("torch."), str(list(value.shape))] if isinstance(value, Tensor) else [type(value).__name__, ""]
+    """Return the dtype of a plain or sharded tensor, the class of everything else; and the whole shape of a tensor."""
+    is_plain = isinstance(value, Tensor) and (hasattr(value, "full_tensor") or not hasattr(value, "__tensor_flatten__"))
+    return [str(value.dtype).removeprefix("torch.") if is_plain else type(value).__name__, str([*getattr(value, "shape", ())])]
 
 
 def hash_of(value: Any) -> str:
