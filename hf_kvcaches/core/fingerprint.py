@@ -19,10 +19,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_kvcaches import compat
 from hf_kvcaches.core.parallel import shard_of
 from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch, UnsupportedError, require_instance, require_tokenizer
-from hf_kvcaches.kernels.checksum import describe, digest_of, hash_of, is_readable, type_and_shape
+from hf_kvcaches.kernels.checksum import describe, digest_of, hash_of, is_readable
 
 _FORMAT_VERSION = 5
-_FIELDS = ("weights", "adapters", "settings", "tokenizer", "facts", "tensors")
+_FIELDS = ("weights", "adapters", "settings", "tokenizer", "facts", "structure", "samples")
 _SHARD = "heads of this process"
 # By how much a cast changes a number at most, as a share of it.
 _ROUNDING = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
@@ -43,15 +43,16 @@ _Tensor = tuple[str, Any, Callable[[], Any] | None]
 class ModelFingerprint:
     """The identity of what produced a KV cache. Make it with `ModelFingerprint.of(model, tokenizer)`.
 
-    Two are equal if all but `facts` and `tensors` is. `differs_from` and `require_same` compare tokenizers only where both have one.
+    Two are equal if weights, adapters, settings and tokenizer are. `differs_from` compares tokenizers only where both have one.
 
     Args:
         weights: The digest of all parameters and buffers, by their names before any adapter was added.
         adapters: The PEFT adapters that take part in the forward: their names in order, those of merged ones, digests of all else.
         settings: The configuration, and the digest of the classes and plain attributes (numbers, strings, functions) of all modules.
         tokenizer: The digest of vocabulary, special tokens and chat template; None where it was made without a tokenizer.
-        facts: For people: class, name, dtype.
-        tensors: Of each tensor dtype, shape and a few numbers, by which `require_model` knows the model in another precision.
+        facts: Class, name, dtype.
+        structure: The digest of the dtypes and shapes of all tensors.
+        samples: A few numbers of each tensor, by which `require_model` knows the model in another precision.
     """
 
     weights: str
@@ -59,7 +60,8 @@ class ModelFingerprint:
     settings: Mapping[str, Any]
     tokenizer: str | None = None
     facts: Mapping[str, str] = field(default_factory=dict, repr=False)
-    tensors: Mapping[str, list[Any]] = field(default_factory=dict, repr=False)
+    structure: str = field(default="", repr=False)
+    samples: list[float] = field(default_factory=list, repr=False)
 
     @classmethod
     def of(cls, model: nn.Module, tokenizer: Any = None) -> ModelFingerprint:
@@ -138,10 +140,18 @@ class ModelFingerprint:
         here = here if tokenizer is None else replace(here, tokenizer=digest_of_tokenizer(tokenizer))
         if _SHARD not in self.settings:  # what was made for the whole model is good for a part of its heads
             here = here.of_all_heads
-        if _is_cast(self.tensors, here.tensors):
-            adapters = {**self.adapters, "weights": here.adapters["weights"]}
-            expected = replace(self, weights=here.weights, adapters=adapters)
+        if self._is_cast_of(here):
+            expected = replace(self, weights=here.weights, adapters={**self.adapters, "weights": here.adapters["weights"]})
         here.require_same(expected, what)
+
+    def _is_cast_of(self, other: ModelFingerprint) -> bool:
+        """Whether models with the same settings differ in the dtypes of tensors alone, as far as a few numbers of each tell."""
+        here, there = _ROUNDING.get(self.facts["dtype"]), _ROUNDING.get(other.facts["dtype"])
+        if self.structure == other.structure or here is None or there is None or not len(self.samples) == len(other.samples) > 0:
+            return False
+        tolerance = here + there + 2.0**-16  # the last for what devices compute differently
+        pairs = zip(self.samples, other.samples, strict=True)
+        return all(math.isclose(one, another, rel_tol=tolerance, abs_tol=2.0**-25) for one, another in pairs)
 
     def to_dict(self) -> dict[str, Any]:
         """The fingerprint as JSON values, for `from_dict`."""
@@ -195,6 +205,7 @@ class _Parts:
         settings: Class and attributes of each module.
         tensors: Name and value of each, and what fetches it from where accelerate keeps it.
         adapters: Names of active and of merged ones.
+        structure: The digest of dtypes and shapes.
         hidden: The name of the first tensor that can't be read here; "" for none.
     """
 
@@ -210,6 +221,7 @@ class _Parts:
             self.settings[path] = [name_of(type(module)), plain({name: vars(module)[name] for name in counted(module)})]
             self.tensors += _tensors_of(path, module)
             waiting += [(path if name == "_orig_mod" else f"{path}.{name}".lstrip("."), child) for name, child in children]
+        self.structure = hash_of([(name, str(getattr(each, "dtype", "")), [*getattr(each, "shape", ())]) for name, each, _ in self.tensors])
         self.adapters = {kind: [*dict.fromkeys(names)] for kind, names in self.adapters.items()}
         hidden = (name for name, value, fetch in self.tensors if fetch is None and isinstance(value, Tensor) and not is_readable(value))
         self.hidden = next(hidden, "")
@@ -235,9 +247,7 @@ class _Parts:
 
     def why_unreadable(self, given: ModelFingerprint | None) -> str:
         """Why these tensors can't be read, and a given fingerprint is not of them as far as dtypes, shapes and adapters tell; else ""."""
-        here = {name: type_and_shape(value) for name, value, _ in self.tensors}
-        there = {} if given is None else {name: value[:2] for name, value in given.tensors.items()}
-        if not self.hidden or (given is not None and here == there and self.adapters.items() <= given.adapters.items()):
+        if not self.hidden or (given and given.structure == self.structure and self.adapters.items() <= given.adapters.items()):
             return ""
         return (
             f"{self.hidden}: expected a dense tensor with all of its data, got one on the meta device, or a shard. Take "
@@ -252,12 +262,13 @@ def _read(root: PreTrainedModel, tokenizer: Any, gather: bool = False) -> ModelF
         raise UnsupportedError(reason)
     modules, adapter_settings = _digests(parts.settings)
     if given is not None and parts.hidden:
-        weights, adapter_weights, tensors = given.weights, given.adapters["weights"], given.tensors
+        weights, adapter_weights, samples = given.weights, given.adapters["weights"], given.samples
     else:
-        unique = {id(value): tensor for tensor in parts.tensors for value in tensor[1:2]}  # tied weights are read once
+        unique = {id(value): (name, value, fetch) for name, value, fetch in parts.tensors}  # tied weights are read once
         contents = {key: _content(*tensor) for key, tensor in unique.items()}
         weights, adapter_weights = _digests({name: contents[id(value)][0] for name, value, _ in parts.tensors})
-        tensors = {name: contents[id(value)][1] for name, value, _ in parts.tensors}
+        samples = [number for _, value, _ in parts.tensors for number in contents[id(value)][1]]
+        samples = [] if math.nan in samples else samples
     settings = {f"config.{name}": value for name, value in plain(root.config.to_dict()).items()} | {"modules": modules}
     settings |= {} if shard is None else {_SHARD: f"span {shard.rank + 1} of {shard.size}"}
     # Of a path only the last part: the others say something about the machine.
@@ -265,7 +276,7 @@ def _read(root: PreTrainedModel, tokenizer: Any, gather: bool = False) -> ModelF
     facts = {"class": type(root).__name__, "name": name, "dtype": dtype}
     words = None if tokenizer is None else digest_of_tokenizer(tokenizer)
     adapters = {**parts.adapters, "settings": adapter_settings, "weights": adapter_weights}
-    return ModelFingerprint(weights, adapters, settings, words, facts, tensors)
+    return ModelFingerprint(weights, adapters, settings, words, facts, parts.structure, samples)
 
 
 def _digests(parts: Mapping[str, Any]) -> tuple[str, str]:
@@ -282,32 +293,16 @@ def _tensors_of(path: str, module: nn.Module) -> Iterator[_Tensor]:
             yield f"{path}.{name}".lstrip("."), value, fetch
 
 
-def _content(name: str, value: Any, fetch: Callable[[], Any] | None) -> tuple[str, list[Any]]:
-    """A text that is equal for equal tensors; and dtype, shape, and what stays in a cast: a few numbers of a plain tensor, or the text."""
+def _content(name: str, value: Any, fetch: Callable[[], Any] | None) -> tuple[str, list[float]]:
+    """A text that is equal for equal tensors, and a few numbers of it, by which a cast is told; NaN where it can't be."""
     value = fetch() if fetch else value.full_tensor() if hasattr(value, "full_tensor") else value
-    text, kind = describe(value, name), type_and_shape(value)
-    if kind[0] not in _ROUNDING:
-        return text, [*kind, text]
+    text = describe(value, name)
+    if not isinstance(value, Tensor) or value.is_quantized or value.is_complex() or hasattr(value, "__tensor_flatten__"):
+        return text, [math.nan]
     if name.endswith("inv_freq"):  # rounded to 0.07%, as devices compute powers differently
-        text = f"{kind} {describe((value.detach().cpu().double().log2() * 1024 + 0.23).round())}"
+        text = f"{value.dtype} {describe((value.detach().cpu().double().log2() * 1024 + 0.23).round())}"
     flat = value.detach().reshape(-1)
-    return text, [*kind, *flat[:: max(1, len(flat) // 4) | 1][:4].tolist()]
-
-
-def _is_cast(tensors: Mapping[str, list[Any]], others: Mapping[str, list[Any]]) -> bool:
-    """Whether two models have the same tensors but for the dtypes of some, as far as a few numbers of each tell."""
-    if tensors.keys() != others.keys() or all(others[name][0] == dtype for name, (dtype, *_) in tensors.items()):
-        return False
-    for name, (dtype, shape, *numbers) in tensors.items():
-        other_dtype, other_shape, *other_numbers = others[name]
-        if dtype in _ROUNDING and other_dtype in _ROUNDING and shape == other_shape:
-            tolerance = _ROUNDING[dtype] + _ROUNDING[other_dtype] + 2.0**-16  # with what devices compute differently
-            pairs = zip(numbers, other_numbers, strict=True)
-            if not all(math.isclose(one, other, rel_tol=tolerance, abs_tol=2.0**-25) for one, other in pairs):
-                return False
-        elif tensors[name] != others[name]:
-            return False
-    return True
+    return text, flat[:: max(1, len(flat) // 4) | 1][:4].double().tolist()
 
 
 def changes_with_length(module: nn.Module, name: str) -> bool:

@@ -1,13 +1,9 @@
 """The identity of what computes keys and values, and under which identity the tokens of a cache were computed.
 
-An identity is a state in which the model was seen. To look whether the model still is in it takes less than a millisecond and reads no
-weights; its fingerprint is read when it is first needed. What takes part in a forward and is in no fingerprint (hooks, replaced forwards,
-autocast, dropout, foreign attention) is a reason to share nothing.
-
-A silent write (through `.data`, NumPy or a fused optimizer) moves no pointer and no version counter. So each look compares one in 64 of the
-tensors with a copy: all of a tensor of up to 16 KiB, and 32 runs of 512 bytes of a larger one. A write of a whole tensor, or of any element
-of a small one, is found within 64 looks; a write of few elements of a large tensor may never be found. On CUDA the outcome is read at a
-later look, so that none waits for the device. Weights that accelerate has offloaded are not looked at.
+An identity is a state in which the model was seen. A silent write (through `.data`, NumPy or a fused optimizer) moves no pointer and no
+version counter. So each look at the model compares one in 64 of the tensors with a copy: all of a tensor of up to 16 KiB, 32 runs of 512
+bytes of a larger one. A write of a whole tensor, or of any element of a small one, is found within 64 looks; a write of few elements of a
+large tensor may never be found. On CUDA the outcome is read at a later look, so that none waits for the device.
 """
 
 from __future__ import annotations
@@ -298,14 +294,13 @@ def _unseen(model: PreTrainedModel, modules: list[nn.Module]) -> str:
     if name := next(filter(None, map(_patched_forward, {*map(type, modules)})), ""):
         return f"The forward of a class is replaced by {name}. Put the original back."
     for module in compat.unusual(modules):
-        name, rate = _foreign_name(*compat.forward_hooks(module)), _for_training(module) if module.training else ""
-        forward = compat.replaced_forward(module)
-        if name or rate or forward is not None:
-            place = next(place for place, other in model.named_modules() if other is module) or "the model"
-            if rate:
-                return f"{place} is in training mode and has {rate}. Call model.eval()."
-            how = f"A hook on {place} ({name})" if name else f"The forward of {place} is replaced by {name_of(forward)}, which"
-            return f"{how} may change what it computes. {_ADVICE}"
+        name, forward = _foreign_name(*compat.forward_hooks(module)), compat.replaced_forward(module)
+        reason = f"has a hook ({name}) that may change what it computes. {_ADVICE}" if name else ""
+        reason = f"has a forward that is replaced by {name_of(forward)}. Put the original back." if forward is not None else reason
+        if module.training and (rate := _for_training(module)):
+            reason = f"is in training mode and has {rate}. Call model.eval()."
+        if reason:
+            return f"{next(name for name, other in model.named_modules() if other is module) or 'The model'} {reason}"
     return ""
 
 

@@ -59,7 +59,7 @@ def describe(value: Any, name: str = "value") -> str:
         name: What errors call it.
     """
     if isinstance(value, Tensor):
-        head = " ".join([*type_and_shape(value), ""])
+        head = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} "
         if not is_readable(value):
             raise UnsupportedError(f"{name}: expected a dense tensor with all of its data, got {value.layout} on {value.device}.")
         if hasattr(value, "__tensor_flatten__"):
@@ -91,12 +91,6 @@ def digest_of(value: Any, name: str = "value") -> str:
 def is_readable(value: Tensor) -> bool:
     """Whether a tensor is dense, and all of its data is here."""
     return not value.is_meta and value.layout == torch.strided and not hasattr(value, "full_tensor")
-
-
-def type_and_shape(value: Any) -> list[str]:
-    """Return the dtype of a plain or sharded tensor, the class of everything else; and the whole shape of a tensor."""
-    is_plain = isinstance(value, Tensor) and (hasattr(value, "full_tensor") or not hasattr(value, "__tensor_flatten__"))
-    return [str(value.dtype).removeprefix("torch.") if is_plain else type(value).__name__, str([*getattr(value, "shape", ())])]
 
 
 def hash_of(value: Any) -> str:

@@ -364,8 +364,8 @@ class WarmStartLibrary:
         settings: dict[str, Any] = {"slots": self.slots, "layout": self.layout, "tail": self.tail, "full": self.full}
         settings |= {"quantization": blob_layout.name_of(self.quantization), "correct_positions": self.correction is not None}
         packed = PackedLibrary(tuple(filter(None, entries)), settings, self.encoder.name, self._adapter_tensors())
-        # Without tensors: keys and values are of one precision.
-        packed.fingerprint = replace(ModelFingerprint.of(self.model, self.tokenizer), tensors={})
+        # Without samples: keys and values are of one precision.
+        packed.fingerprint = replace(ModelFingerprint.of(self.model, self.tokenizer), samples=[])
         return packed
 
     def why_not(self, identity: Identity) -> str:

@@ -306,7 +306,7 @@ def broken(change: Callable[[dict], object]) -> object:
         broken(lambda d: d["adapters"].pop("active")),
         broken(lambda d: d["settings"].update({"config.max_position_embeddings": 5})),
         broken(lambda d: d.update(weights="00")),
-        broken(lambda d: d.update(tensors={"model.norm.weight": 3})),
+        broken(lambda d: d.update(samples=3)),
         broken(lambda d: d["facts"].update(name="other")),
     ],
 )
