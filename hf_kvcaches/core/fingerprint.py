@@ -7,7 +7,7 @@ import json
 import math
 import re
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any
@@ -31,7 +31,7 @@ _WRAPPED = ("base_layer", "original_module", "token_adapter")
 _CHOICE = ("_active_adapter", "_disable_adapters", "merged_adapters")
 # Has an effect in training mode alone.
 FOR_TRAINING = re.compile(r"drop|jitter|noise")
-_WITHOUT_EFFECT = frozenset(vars(nn.Module())) | compat.without_effect()
+_WITHOUT_EFFECT = frozenset(vars(nn.Module())) | compat.WITHOUT_EFFECT
 # Of models whose weights can't be read where they run, as callers gave them.
 supplied: weakref.WeakKeyDictionary[nn.Module, ModelFingerprint] = weakref.WeakKeyDictionary()
 _tokenizers: weakref.WeakKeyDictionary[Any, tuple[list[str], str]] = weakref.WeakKeyDictionary()
@@ -102,8 +102,8 @@ class ModelFingerprint:
 
     def describe(self) -> str:
         """The model in one line, for people."""
-        adapters = [*self.adapters["active"], *(f"{name} (merged)" for name in self.adapters["merged"])]
-        return f"{self!s}: {' '.join(self.facts.values())}" + (f", adapters {', '.join(adapters)}" if adapters else "")
+        adapters = [f"with {name}" for name in self.adapters["active"]] + [f"with {name} (merged)" for name in self.adapters["merged"]]
+        return " ".join([f"{self}:", *self.facts.values(), *adapters])
 
     def differs_from(self, other: ModelFingerprint) -> list[str]:
         """Return the reasons why state of the other model can't be used with this one; empty if it can."""
@@ -201,12 +201,8 @@ def why_unreadable(root: PreTrainedModel) -> str:
 class _Parts:
     """What a model consists of, by the names that modules had before any adapter was added; what belongs to adapters has a quote in front.
 
-    Attributes:
-        settings: Class and attributes of each module.
-        tensors: Name and value of each, and what fetches it from where accelerate keeps it.
-        adapters: Names of active and of merged ones.
-        structure: The digest of dtypes and shapes.
-        hidden: The name of the first tensor that can't be read here; "" for none.
+    Of each module class and attributes, of each tensor name, value and what fetches it from where accelerate keeps it; the names of active
+    and of merged adapters, the digest of dtypes and shapes, and the name of the first tensor that can't be read here, or "".
     """
 
     def __init__(self, root: PreTrainedModel) -> None:
@@ -215,11 +211,14 @@ class _Parts:
         while waiting:
             path, module = waiting.pop()
             children = [*module.named_children()][::-1]
-            if isinstance(module, compat.adapter_wrappers()):
+            if isinstance(getattr(type(module), "disable_adapters", None), property):  # a wrapper of PEFT's
                 waiting += [(path, child) for name, child in children if name in _WRAPPED] + self._adapters_of(module, path)
                 continue
             self.settings[path] = [name_of(type(module)), plain({name: vars(module)[name] for name in counted(module)})]
-            self.tensors += _tensors_of(path, module)
+            home = compat.offloaded_weights(module)
+            for name, value in compat.state_of(module).items():
+                fetch = functools.partial(home.__getitem__, name) if home is not None and getattr(value, "is_meta", False) else None
+                self.tensors.append((f"{path}.{name}".lstrip("."), value, fetch))
             waiting += [(path if name == "_orig_mod" else f"{path}.{name}".lstrip("."), child) for name, child in children]
         self.structure = hash_of([(name, str(getattr(each, "dtype", "")), [*getattr(each, "shape", ())]) for name, each, _ in self.tensors])
         self.adapters = {kind: [*dict.fromkeys(names)] for kind, names in self.adapters.items()}
@@ -264,8 +263,8 @@ def _read(root: PreTrainedModel, tokenizer: Any, gather: bool = False) -> ModelF
     if given is not None and parts.hidden:
         weights, adapter_weights, samples = given.weights, given.adapters["weights"], given.samples
     else:
-        unique = {id(value): (name, value, fetch) for name, value, fetch in parts.tensors}  # tied weights are read once
-        contents = {key: _content(*tensor) for key, tensor in unique.items()}
+        tied = {id(value): (name, value, fetch) for name, value, fetch in parts.tensors}  # is read once
+        contents = {key: _content(*tensor) for key, tensor in tied.items()}
         weights, adapter_weights = _digests({name: contents[id(value)][0] for name, value, _ in parts.tensors})
         samples = [number for _, value, _ in parts.tensors for number in contents[id(value)][1]]
         samples = [] if math.nan in samples else samples
@@ -285,14 +284,6 @@ def _digests(parts: Mapping[str, Any]) -> tuple[str, str]:
     return hash_of({name: part for name, part in parts.items() if name not in of_adapters}), hash_of(of_adapters)
 
 
-def _tensors_of(path: str, module: nn.Module) -> Iterator[_Tensor]:
-    home = compat.offloaded_weights(module)
-    for name, value in compat.state_of(module).items():
-        fetch = functools.partial(home.__getitem__, name) if home is not None and getattr(value, "is_meta", False) else None
-        if not changes_with_length(module, name):
-            yield f"{path}.{name}".lstrip("."), value, fetch
-
-
 def _content(name: str, value: Any, fetch: Callable[[], Any] | None) -> tuple[str, list[float]]:
     """A text that is equal for equal tensors, and a few numbers of it, by which a cast is told; NaN where it can't be."""
     value = fetch() if fetch else value.full_tensor() if hasattr(value, "full_tensor") else value
@@ -302,13 +293,7 @@ def _content(name: str, value: Any, fetch: Callable[[], Any] | None) -> tuple[st
     if name.endswith("inv_freq"):  # rounded to 0.07%, as devices compute powers differently
         text = f"{value.dtype} {describe((value.detach().cpu().double().log2() * 1024 + 0.23).round())}"
     flat = value.detach().reshape(-1)
-    return text, flat[:: max(1, len(flat) // 4) | 1][:4].double().tolist()
-
-
-def changes_with_length(module: nn.Module, name: str) -> bool:
-    """Whether a buffer holds rotary frequencies that the forward changes with the length of the text."""
-    rope = str(vars(module).get("rope_type"))
-    return name.endswith("inv_freq") and "original" not in name and ("dynamic" in rope or "longrope" in rope)
+    return text, flat[:: max(1, len(flat) // 4) | 1][:4].double().nan_to_num().tolist()
 
 
 def counted(owner: Any) -> list[str]:
@@ -342,7 +327,7 @@ def name_of(value: Any) -> str:
     value = value if hasattr(value, "__qualname__") else type(value)
     value = next((base for base in getattr(value, "__mro__", ()) if not base.__module__.startswith("torch.distributed.fsdp")), value)
     # Wrappers carry the name of what they wrap, but not its globals.
-    return f"{getattr(value, '__globals__', {}).get('__name__') or value.__module__}.{value.__qualname__}"
+    return f"{getattr(value, '__globals__', {}).get('__name__') or getattr(value, '__module__', '')}.{value.__qualname__}"
 
 
 def tokenizer_parts(tokenizer: Any) -> dict[str, str]:

@@ -23,7 +23,6 @@ from hf_kvcaches import compat
 from hf_kvcaches.core.fingerprint import (
     FOR_TRAINING,
     ModelFingerprint,
-    changes_with_length,
     counted,
     name_of,
     plain,
@@ -173,7 +172,7 @@ class _State(Identity):
         attributes = [(index, name, vars(owners[index])[name]) for index, names in enumerate(self._names) for name in names]
         self._places = [(index, name) for index, name, value in attributes if not isinstance(value, Tensor)]
         self._values = [plain(vars(owners[index])[name]) for index, name in self._places]
-        members, tensors = [*chain.from_iterable(map(_members, modules))], dict[int, Tensor]()
+        members, tensors = [*chain.from_iterable(map(compat.members_of, modules))], dict[int, Tensor]()
         self._members = [*map(id, members)]
         for value in members:
             if hasattr(value, "__tensor_flatten__"):
@@ -207,7 +206,8 @@ class _State(Identity):
 
     def _is_unmoved(self) -> bool:
         """Compare lists of everything, which is several times faster than to compare module by module."""
-        owners, model = [reference() for reference in self._owners], self._model()
+        model = self._model()
+        owners: list[Any] = [reference() for reference in self._owners]
         if [*map(type, owners)] != self._kinds or model is None or supplied.get(model) is not self._supplied:
             return False
         attributes = [*map(vars, owners)]
@@ -220,7 +220,7 @@ class _State(Identity):
             tensors: list[Any] = [reference() for reference in self._tensors]
             values = [attributes[index][name] for index, name in self._places]
             return (
-                [*map(id, chain.from_iterable(map(_members, owners[: len(self.modules)])))] == self._members
+                [*map(id, chain.from_iterable(map(compat.members_of, owners[: len(self.modules)])))] == self._members
                 and all(now == value or plain(now) == value for now, value in zip(values, self._values, strict=True))
                 and [*map(Tensor.data_ptr, tensors)] == self._pointers
                 and [*map(compat.version_of, tensors)] == self._versions
@@ -267,13 +267,6 @@ def _state_of(model: PreTrainedModel, looks: int = 1) -> _State:
         state = next((state for state in states if state.holds(looks)), None) or _State(model)
         _states[model] = [state, *(other for other in states if other is not state and not other.lost)][:_STATES]
         return state
-
-
-def _members(module: Any) -> list[Any]:
-    """The configuration, children, parameters and buffers of a module."""
-    children, parameters, buffers, config = compat.members_of(module)
-    fixed = [value for name, value in buffers.items() if not changes_with_length(module, name)] if buffers else ()
-    return [config, *children.values(), *parameters.values(), *fixed]
 
 
 def _sample(tensor: Any) -> Tensor:
