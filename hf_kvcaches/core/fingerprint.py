@@ -35,8 +35,6 @@ _WITHOUT_EFFECT = frozenset(vars(nn.Module())) | compat.WITHOUT_EFFECT
 # Of models whose weights can't be read where they run, as callers gave them.
 supplied: weakref.WeakKeyDictionary[nn.Module, ModelFingerprint] = weakref.WeakKeyDictionary()
 _tokenizers: weakref.WeakKeyDictionary[Any, tuple[list[str], str]] = weakref.WeakKeyDictionary()
-# The name of a tensor, its value, and what fetches it from where accelerate keeps it.
-_Tensor = tuple[str, Any, Callable[[], Any] | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,9 +173,8 @@ class ModelFingerprint:
 def set_fingerprint(model: nn.Module, fingerprint: ModelFingerprint | None) -> None:
     """Say which weights a model has that can't be read where it runs: shards of distributed tensors, or weights on the meta device.
 
-    Every cache and artifact takes the weights and adapters of such a model from it; a model that can be read is read as ever. Make it with
-    `ModelFingerprint.of` where the weights are whole, or with `gathered`, and bring it along as JSON (`to_dict`, `from_dict`). The weights
-    must be those, and stay so: nobody can tell. Forgotten with the model.
+    All weights and adapters of such a model are taken from it; others are read as ever. Make it with `ModelFingerprint.of` where they are
+    whole, or with `gathered`, and bring it along as JSON. The weights must be those, and stay so: nobody can tell.
 
     Args:
         model: The model, also inside a wrapper.
@@ -201,12 +198,12 @@ def why_unreadable(root: PreTrainedModel) -> str:
 class _Parts:
     """What a model consists of, by the names that modules had before any adapter was added; what belongs to adapters has a quote in front.
 
-    Of each module class and attributes, of each tensor name, value and what fetches it from where accelerate keeps it; the names of active
-    and of merged adapters, the digest of dtypes and shapes, and the name of the first tensor that can't be read here, or "".
+    Of each tensor name, value, and what fetches it from where accelerate keeps it; `hidden` is the first that can't be read here, or "".
     """
 
     def __init__(self, root: PreTrainedModel) -> None:
-        self.settings, self.tensors, self.adapters = dict[str, Any](), list[_Tensor](), {"active": list[str](), "merged": list[str]()}
+        self.settings, self.tensors = dict[str, Any](), list[tuple[str, Any, Callable[[], Any] | None]]()
+        self.adapters: dict[str, list[str]] = {"active": [], "merged": []}
         waiting: list[tuple[str, nn.Module]] = [("", root)]
         while waiting:
             path, module = waiting.pop()
@@ -227,7 +224,7 @@ class _Parts:
 
     def _adapters_of(self, wrapper: Any, path: str) -> list[tuple[str, nn.Module]]:
         """Add the adapters in use of a PEFT wrapper, and return the modules of these."""
-        containers: Any = [(kind, child) for kind, child in wrapper.named_children() if kind not in _WRAPPED]
+        containers: Any = [(kind, child) for kind, child in wrapper.named_children() if kind not in _WRAPPED and hasattr(child, "keys")]
         known = {adapter for _, container in containers for adapter in container}
         merged = [adapter for adapter in getattr(wrapper, "merged_adapters", ()) if adapter in known]
         # Once an adapter is merged the layer computes with its base alone.
@@ -242,7 +239,7 @@ class _Parts:
             self.settings[f"'' {path}"] = merged
         parts = [(f"{each!r} {path}.{kind}", child[each]) for kind, child in containers for each in active if each in child]
         self.tensors += [(name, part, None) for name, part in parts if isinstance(part, Tensor)]
-        return [(name, part) for name, part in parts if not isinstance(part, Tensor)]
+        return [(name, part) for name, part in parts if isinstance(part, nn.Module)]
 
     def why_unreadable(self, given: ModelFingerprint | None) -> str:
         """Why these tensors can't be read, and a given fingerprint is not of them as far as dtypes, shapes and adapters tell; else ""."""
@@ -273,8 +270,8 @@ def _read(root: PreTrainedModel, tokenizer: Any, gather: bool = False) -> ModelF
     # Of a path only the last part: the others say something about the machine.
     name, dtype = PurePath(str(getattr(root.config, "name_or_path", ""))).name, str(root.dtype).removeprefix("torch.")
     facts = {"class": type(root).__name__, "name": name, "dtype": dtype}
-    words = None if tokenizer is None else digest_of_tokenizer(tokenizer)
     adapters = {**parts.adapters, "settings": adapter_settings, "weights": adapter_weights}
+    words = None if tokenizer is None else digest_of_tokenizer(tokenizer)
     return ModelFingerprint(weights, adapters, settings, words, facts, parts.structure, samples)
 
 
@@ -331,7 +328,7 @@ def name_of(value: Any) -> str:
 
 
 def tokenizer_parts(tokenizer: Any) -> dict[str, str]:
-    """Return the digests of what decides which token ids stand for which words: vocabulary, special tokens and chat template."""
+    """Return the digests of vocabulary, special tokens and chat template. How a text is cut is left out: all is stored by token id."""
     require_tokenizer(tokenizer)
     inner = getattr(tokenizer, "tokenizer", tokenizer)
     if not hasattr(inner, "get_vocab"):
@@ -343,10 +340,7 @@ def tokenizer_parts(tokenizer: Any) -> dict[str, str]:
 
 
 def digest_of_tokenizer(tokenizer: Any) -> str:
-    """Return the digest of a tokenizer or processor, computed once, and again when tokens, special tokens or the template have changed.
-
-    How a text is cut into tokens (normalizer, merges) is left out: keys and values are stored by token id, and another cut looks up others.
-    """
+    """Return the digest of a tokenizer or processor, which is computed anew when tokens, special tokens or the template have changed."""
     inner = getattr(tokenizer, "tokenizer", tokenizer)
     state = [str(getattr(inner, name, None)) for name in ("vocab_size", "added_tokens_decoder", "special_tokens_map", "chat_template")]
     if inner not in _tokenizers or _tokenizers[inner][0] != state:

@@ -20,15 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.fingerprint import (
-    FOR_TRAINING,
-    ModelFingerprint,
-    counted,
-    name_of,
-    plain,
-    supplied,
-    why_unreadable,
-)
+from hf_kvcaches.core.fingerprint import FOR_TRAINING, ModelFingerprint, counted, name_of, plain, supplied, why_unreadable
 from hf_kvcaches.core.parallel import is_tensor_parallel
 from hf_kvcaches.errors import FingerprintMismatch
 
@@ -169,8 +161,8 @@ class _State(Identity):
         owners = [*modules, *configs.values()]
         self.modules, self._owners, self._kinds = [*map(weakref.ref, modules)], [*map(weakref.ref, owners)], [*map(type, owners)]
         self._names, self._sizes = [*map(counted, owners)], [len(vars(owner)) for owner in owners]
-        attributes = [(index, name, vars(owners[index])[name]) for index, names in enumerate(self._names) for name in names]
-        self._places = [(index, name) for index, name, value in attributes if not isinstance(value, Tensor)]
+        places = [(index, name) for index, names in enumerate(self._names) for name in names]
+        self._places = [(index, name) for index, name in places if not isinstance(vars(owners[index])[name], Tensor)]
         self._values = [plain(vars(owners[index])[name]) for index, name in self._places]
         members, tensors = [*chain.from_iterable(map(compat.members_of, modules))], dict[int, Tensor]()
         self._members = [*map(id, members)]
@@ -323,7 +315,5 @@ def _patched_forward(kind: type[nn.Module]) -> str:
 def _for_training(module: nn.Module) -> str:
     """What a module does in training mode alone, by name."""
     attributes = vars(module) | (vars(module.config) if isinstance(module, PreTrainedModel) else {})
-    if attributes.get("track_running_stats"):
-        return "batch statistics"
-    rates = {name: value for name, value in attributes.items() if FOR_TRAINING.search(name) or name == "p"}
+    rates = {name: value for name, value in attributes.items() if FOR_TRAINING.search(name) or name in ("p", "track_running_stats")}
     return next((f"{name}={value}" for name, value in rates.items() if isinstance(value, int | float) and value > 0), "")
