@@ -238,7 +238,7 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def state_of(module: nn.Module) -> dict[str, Any]:
-    """What a module itself contributes to the state dict, which for quantized ones is more than parameters, and its other buffers."""
+    """What a module itself contributes to the state dict, more than parameters for quantized ones, and other buffers that don't change."""
     entries: dict[str, Any] = {}
     module._save_to_state_dict(entries, "", True)
     entries |= dict(module.named_buffers(recurse=False))
