@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.fingerprint import FOR_TRAINING, ModelFingerprint, counted, name_of, plain, supplied, why_unreadable
@@ -157,7 +157,7 @@ class _State(Identity):
         super().__init__(why_unreadable(model))
         self._model, self._supplied, self.lost = weakref.ref(model), supplied.get(model), False
         modules = compat.modules_of(model)
-        configs = {id(config): config for module in modules if (config := vars(module).get("config")) is not None}
+        configs = {id(config): config for each in modules if isinstance(config := vars(each).get("config"), PreTrainedConfig)}
         owners = [*modules, *configs.values()]
         self.modules, self._owners, self._kinds = [*map(weakref.ref, modules)], [*map(weakref.ref, owners)], [*map(type, owners)]
         self._names, self._sizes = [*map(counted, owners)], [len(vars(owner)) for owner in owners]
