@@ -172,6 +172,10 @@ def _families() -> dict[str, frozenset[str]]:
     return {fact: frozenset(names.split()) for fact, names in facts.items()}
 
 
+# Names of attributes of modules, and of keys of configs, that say nothing about what a model computes.
+WITHOUT_EFFECT = _families()["attributes_without_effect"]
+
+
 def is_family(config: PreTrainedConfig, fact: str) -> bool:
     """Whether a config is of a family of which a fact is known.
 
@@ -207,12 +211,19 @@ def modules_of(module: nn.Module) -> list[nn.Module]:
     return list(found.values())
 
 
-def members_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], Any]:
-    """A module's own children, parameters and buffers by name, without those that accelerate moves in each pass, and its config."""
+def members_of(module: nn.Module) -> list[Any]:
+    """A module's config, children, parameters and buffers, without those that accelerate or the forward itself exchanges."""
     own = module.__dict__
     if "_hf_hook" in own and offloaded_weights(module) is not None:
-        return own["_modules"], {}, {}, own.get("config")
-    return own["_modules"], own["_parameters"], own["_buffers"], own.get("config")
+        return [own.get("config"), *own["_modules"].values()]
+    fixed = [value for name, value in own["_buffers"].items() if not _changes_with_length(module, name)] if own["_buffers"] else ()
+    return [own.get("config"), *own["_modules"].values(), *own["_parameters"].values(), *fixed]
+
+
+def _changes_with_length(module: nn.Module, name: str) -> bool:
+    """Whether a buffer holds rotary frequencies that the forward changes with the length of the text."""
+    rope = str(getattr(module, "rope_type", "")) if name.endswith("inv_freq") and "original" not in name else ""
+    return "dynamic" in rope or "longrope" in rope
 
 
 def unusual(modules: list[nn.Module]) -> list[nn.Module]:
@@ -227,10 +238,11 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def state_of(module: nn.Module) -> dict[str, Any]:
-    """What a module itself contributes to the state dict, which for quantized ones is more than parameters, and its other buffers."""
+    """What a module itself contributes to the state dict, more than parameters for quantized ones, and other buffers that don't change."""
     entries: dict[str, Any] = {}
     module._save_to_state_dict(entries, "", True)
-    return entries | dict(module.named_buffers(recurse=False))
+    entries |= dict(module.named_buffers(recurse=False))
+    return {name: value for name, value in entries.items() if not _changes_with_length(module, name)}
 
 
 def offloaded_weights(module: nn.Module) -> Mapping[str, Any] | None:
@@ -238,16 +250,6 @@ def offloaded_weights(module: nn.Module) -> Mapping[str, Any] | None:
     hook = vars(module).get("_hf_hook")
     maps = (getattr(part, "weights_map", None) for part in getattr(hook, "hooks", (hook,)))
     return next((weights for weights in maps if weights is not None), None)
-
-
-def adapter_wrappers() -> tuple[type[nn.Module], ...]:
-    """PEFT's classes that wrap a module of a model; none where nobody has imported PEFT."""
-    if "peft" not in sys.modules:
-        return ()
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import AuxiliaryTrainingWrapper
-
-    return (BaseTunerLayer, AuxiliaryTrainingWrapper)
 
 
 def forward_hooks(module: nn.Module | None) -> list[Any]:

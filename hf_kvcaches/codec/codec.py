@@ -21,6 +21,7 @@ from hf_kvcaches.codec.wire import codes as wire
 from hf_kvcaches.core.files import checked_layers
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.hub import Artifact
+from hf_kvcaches.core.identity import fingerprint_of
 from hf_kvcaches.core.parallel import HeadShard
 from hf_kvcaches.core.rope import RotaryGeometry, undoable_rotation
 from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError, require_choice
@@ -334,7 +335,7 @@ class KVCodec(Artifact):
             tokenizer: Its tokenizer, compared as well where the codec was made with one.
         """
         if self.fingerprint is not None:
-            self.fingerprint.require_model(model, "KVCodec", tokenizer)
+            self.fingerprint.require_model(fingerprint_of(model), "KVCodec", tokenizer)
 
     def geometry(self, config: PreTrainedConfig, layer_idx: int) -> RotaryGeometry | None:
         """How a layer rotates keys, which the codec takes before that; None where it takes them as they are cached."""

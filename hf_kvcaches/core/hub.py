@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hf_kvcaches.core.files import Content, artifact_errors, container, read_file
 from hf_kvcaches.core.fingerprint import ModelFingerprint
+from hf_kvcaches.core.identity import fingerprint_of
 from hf_kvcaches.errors import ArtifactError, ConfigError
 from hf_kvcaches.stores.blobs_format import not_finite
 from hf_kvcaches.stores.files import write_atomically
@@ -121,7 +122,7 @@ class Artifact(ABC):
             fingerprint = None if header["fingerprint"] is None else ModelFingerprint.from_dict(header["fingerprint"])
             artifact = cls.restore(tensors, header["metadata"])
         if model is not None and fingerprint is not None:
-            fingerprint.require_model(model, where, tokenizer)
+            fingerprint.require_model(fingerprint_of(model), where, tokenizer)
         object.__setattr__(artifact, "fingerprint", fingerprint)
         return artifact
 

@@ -13,9 +13,8 @@ from hf_kvcaches import compat
 from hf_kvcaches.core.files import Content, artifact_errors, container, read_file, read_message
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.hub import local_file, make_folder
-from hf_kvcaches.core.identity import Provenance, identity_of, require_identity
+from hf_kvcaches.core.identity import LOOKS, Provenance, identity_of, require_identity
 from hf_kvcaches.core.layers import KVLayer
-from hf_kvcaches.core.model_state import LOOKS
 from hf_kvcaches.core.parallel import require_all_heads
 from hf_kvcaches.core.step import padding_of
 from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch, UnsupportedError, with_article
@@ -23,7 +22,7 @@ from hf_kvcaches.stores.files import write_atomically
 from hf_kvcaches.stores.streams import Source
 
 FILE_NAME = "kvcache.safetensors"  # in the folder that `save_pretrained` makes
-_TYPE, _VERSION = "cache", 4
+_TYPE, _VERSION = "cache", 5
 _FIELDS = {"class": str, "settings": dict, "layers": list, "fingerprint": dict, "codec": dict | None}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import io
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,8 +28,7 @@ def checksum(value: Tensor) -> int:
     """
     value = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
     data = value.detach().resolve_neg().contiguous().view(-1).view(torch.uint8)
-    if len(data) % 8:
-        data = torch.nn.functional.pad(data, (0, -len(data) % 8))
+    data = torch.nn.functional.pad(data, (0, -len(data) % 8)) if len(data) % 8 else data
     words = (data if data.storage_offset() % 8 == 0 else data.clone()).view(torch.int64)
     rows = -(-len(words) // _ROW)
     factors, row_factors = _factors(_ROW, words.device), _factors(1 << rows.bit_length(), words.device)
@@ -55,48 +55,44 @@ def describe(value: Any, name: str = "value") -> str:
     """Return a text that is equal only for equal values: dtype, shape and checksum of a tensor, the value itself of the rest.
 
     Args:
-        value: A tensor of any dtype and device, contiguous or not, quantized or a wrapper around others; or a tuple, list, dict, number,
-            string, bytes, dtype or `None`.
+        value: A tensor, also a quantized one or a wrapper around others; or a tuple, list, dict, number, string, bytes, dtype or None.
         name: What errors call it.
     """
     if isinstance(value, Tensor):
-        return _describe_tensor(value, name)
+        head = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} "
+        if not is_readable(value):
+            raise UnsupportedError(f"{name}: expected a dense tensor with all of its data, got {value.layout} on {value.device}.")
+        if hasattr(value, "__tensor_flatten__"):
+            inner, context = value.__tensor_flatten__()
+            return head + describe([type(value).__qualname__, repr(context), *(getattr(value, attribute) for attribute in inner)], name)
+        if value.is_quantized:
+            by_channel = value.qscheme() not in (torch.per_tensor_affine, torch.per_tensor_symmetric)
+            names = (
+                ("q_per_channel_scales", "q_per_channel_zero_points", "q_per_channel_axis") if by_channel else ("q_scale", "q_zero_point")
+            )
+            return head + describe([str(value.qscheme()), *(getattr(value, scale)() for scale in names), value.int_repr()], name)
+        return f"{head}{checksum(value) % (1 << 64):016x}"
     if isinstance(value, Mapping):
         return "{" + "".join(f"{key!r}:{describe(value[key], name)}," for key in sorted(value, key=repr)) + "}"
     if isinstance(value, tuple | list):
         return "[" + "".join(f"{describe(item, name)}," for item in value) + "]"
     if isinstance(value, bytes | bytearray | io.BytesIO):
-        content = value.getvalue() if isinstance(value, io.BytesIO) else value
-        return f"bytes {hashlib.sha256(content).hexdigest()}"
+        return f"bytes {hashlib.sha256(value.getvalue() if isinstance(value, io.BytesIO) else value).hexdigest()}"
     if value is None or isinstance(value, bool | int | float | str | torch.dtype):
         return repr(value)
     raise UnsupportedError(f"{name}: expected tensors, numbers, strings or bytes, got {type(value).__name__}, whose content can't be read.")
 
 
-def _describe_tensor(value: Tensor, name: str) -> str:
-    head = head_of(value)
-    if hasattr(value, "full_tensor") or value.is_meta:
-        got = "one on the meta device" if value.is_meta else "one shard of a distributed one"
-        raise UnsupportedError(f"{name}: expected a tensor with all of its data, got {got}.")
-    if hasattr(value, "__tensor_flatten__"):
-        inner, context = value.__tensor_flatten__()
-        return f"{head}{type(value).__qualname__} {context!r} " + describe([getattr(value, attribute) for attribute in inner], name)
-    if value.is_quantized:
-        if value.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
-            scales: tuple[Any, ...] = (value.q_scale(), value.q_zero_point())
-        else:
-            scales = (value.q_per_channel_scales(), value.q_per_channel_zero_points(), value.q_per_channel_axis())
-        return f"{head}{value.qscheme()} " + describe([*scales, value.int_repr()], name)
-    if value.layout != torch.strided:
-        raise UnsupportedError(f"{name}: expected a dense tensor, got layout {value.layout}. Convert it with to_dense() first.")
-    return f"{head}{checksum(value) % (1 << 64):016x}"
-
-
-def head_of(value: Tensor) -> str:
-    """Return what the description of a tensor begins with: its dtype and its whole shape."""
-    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} "
-
-
 def digest_of(value: Any, name: str = "value") -> str:
     """Return 128 bits of a hash of what `describe` says, in hex."""
     return hashlib.sha256(describe(value, name).encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def is_readable(value: Tensor) -> bool:
+    """Whether a tensor is dense, and all of its data is here."""
+    return not value.is_meta and value.layout == torch.strided and not hasattr(value, "full_tensor")
+
+
+def hash_of(value: Any) -> str:
+    """Return the SHA-256 of JSON values, the same in every process and after a round trip through JSON."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -8,8 +8,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from hf_kvcaches.core.fingerprint import digest_of_tokenizer
 from hf_kvcaches.core.identity import Identity, require_identity
-from hf_kvcaches.core.model_parts import digest_of_tokenizer
 from hf_kvcaches.reuse.layout import Quantization, name_of
 from hf_kvcaches.segments.discovery import Discovery
 from hf_kvcaches.segments.policy import SegmentPolicy
@@ -23,8 +23,8 @@ FORMAT = 3
 def check_policy(model: PreTrainedModel, policy: SegmentPolicy) -> None:
     """Refuse a policy that was calibrated for another model. A policy without a fingerprint fits all models."""
     if policy.fingerprint is not None:
-        require_identity(model, "The policy")
-        policy.fingerprint.require_model(model, "The policy")
+        identity = require_identity(model, "The policy")
+        policy.fingerprint.require_model(identity.fingerprint, "The policy")
 
 
 _discoveries: weakref.WeakKeyDictionary[Any, dict[tuple[str, ...], Discovery]] = weakref.WeakKeyDictionary()

@@ -162,7 +162,7 @@ class CacheTranslator(Artifact):
             roles = {self.producer.digest: "producer", self.consumer.digest: "consumer"}
             swapped = f"It is the {roles[identity.digest]} that the translator was fitted for." if identity.digest in roles else ""
             try:
-                expected.require_model(base, f"The translator's {role}")
+                expected.require_model(identity.fingerprint, f"The translator's {role}")
             except FingerprintMismatch as error:
                 raise FingerprintMismatch(f"{error} {swapped}".rstrip()) from None
         return base

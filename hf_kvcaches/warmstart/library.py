@@ -15,9 +15,8 @@ from transformers import Cache, PreTrainedModel
 
 from hf_kvcaches import compat
 from hf_kvcaches.codec.codec import KVCodec
-from hf_kvcaches.core.fingerprint import ModelFingerprint
+from hf_kvcaches.core.fingerprint import ModelFingerprint, digest_of_tokenizer
 from hf_kvcaches.core.identity import Identity, identity_of, require_identity
-from hf_kvcaches.core.model_parts import digest_of_tokenizer
 from hf_kvcaches.core.parallel import require_all_heads, shard_of
 from hf_kvcaches.core.rope import Rotation, rotation_of
 from hf_kvcaches.core.save import named_codec
@@ -366,7 +365,7 @@ class WarmStartLibrary:
         settings |= {"quantization": blob_layout.name_of(self.quantization), "correct_positions": self.correction is not None}
         packed = PackedLibrary(tuple(filter(None, entries)), settings, self.encoder.name, self._adapter_tensors())
         # Without samples: keys and values are of one precision.
-        packed.fingerprint = replace(ModelFingerprint.of(self.model, self.tokenizer), samples={})
+        packed.fingerprint = replace(ModelFingerprint.of(self.model, self.tokenizer), samples=[])
         return packed
 
     def why_not(self, identity: Identity) -> str:

@@ -209,7 +209,7 @@ def test_a_flipped_bit_is_never_read_as_another_cache(saved, place, bit):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda header: header.update(version=99), "has format 99, this hf-kvcaches reads 4. Upgrade"),
+        (lambda header: header.update(version=99), "has format 99, this hf-kvcaches reads 5. Upgrade"),
         (lambda header: header.update(version="new"), "has format new"),
         (lambda header: header.update(type="kv-codec"), "is not a saved cache"),
         (lambda header: header.pop("layers"), "fields are missing"),

@@ -83,24 +83,24 @@ def test_what_can_be_read_is_read() -> None:
     fingerprint = ModelFingerprint.of(model)
     set_fingerprint(model, fingerprint)
     model.model.norm.weight.data[0] += 1
-    assert "1 of 41 tensors, first model.norm.weight" in ModelFingerprint.of(model).differs_from(fingerprint)[0]
+    assert ModelFingerprint.of(model).differs_from(fingerprint) == ["weights differ"]
     model.model.layers[0].self_attn.scaling = 1.0
     assert "settings differ" in ModelFingerprint.of(without_data(model)).differs_from(fingerprint)[0]
 
 
 @pytest.mark.parametrize(
-    ("other", "reason"),
+    "other",
     [
-        (lambda: tiny.llama(hidden_size=48, num_attention_heads=6), r"embed_tokens.weight.*\[96, 32\] here"),
-        (lambda: tiny.llama(num_hidden_layers=2), r"layers\.2\..*no such tensor"),
-        (lambda: tiny.llama().to(torch.bfloat16), "float32.*here"),
+        lambda: tiny.llama(hidden_size=48, num_attention_heads=6),
+        lambda: tiny.llama(num_hidden_layers=2),
+        lambda: tiny.llama().to(torch.bfloat16),
     ],
     ids=["shape", "layers", "dtype"],
 )
-def test_a_fingerprint_of_another_model_is_refused_and_the_one_before_stays(other, reason) -> None:
+def test_a_fingerprint_of_another_model_is_refused_and_the_one_before_stays(other) -> None:
     model, fingerprint = without_data(tiny.llama()), ModelFingerprint.of(tiny.llama())
     set_fingerprint(model, fingerprint)
-    with pytest.raises(UnsupportedError, match=reason):
+    with pytest.raises(UnsupportedError, match="set_fingerprint"):
         set_fingerprint(model, ModelFingerprint.of(other()))
     assert ModelFingerprint.of(model) == fingerprint
 
@@ -123,7 +123,7 @@ def test_adapters_that_cannot_be_read_are_known_too_and_merged_ones_are_refused(
     set_fingerprint(readable, fingerprint)
     readable.merge_adapter()
     without_data(readable.get_base_model())
-    with pytest.raises(UnsupportedError, match="merged adapters"):
+    with pytest.raises(UnsupportedError, match="set_fingerprint"):
         ModelFingerprint.of(readable)
 
 

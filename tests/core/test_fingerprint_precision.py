@@ -91,11 +91,11 @@ def slower(model: PreTrainedModel) -> None:
 
 CHANGES: dict[str, tuple[Callable[[PreTrainedModel], object], str]] = {
     "another seed": (lambda model: model.load_state_dict(llama(seed=1).state_dict()), "weights differ"),
-    "one layer scaled": (scaled_layer, "weights differ: 9 of"),
-    "one matrix scaled": (scaled_matrix, "weights differ: 1 of"),
+    "one layer scaled": (scaled_layer, "weights differ"),
+    "one matrix scaled": (scaled_matrix, "weights differ"),
     "one layer with noise": (noisy_layer, "weights differ"),
-    "rows exchanged": (exchanged, "weights differ: 1 of"),
-    "frequencies": (slower, "weights differ: 1 of"),
+    "rows exchanged": (exchanged, "weights differ"),
+    "frequencies": (slower, "weights differ"),
     "a setting": (lambda model: setattr(model.model.layers[0].self_attn, "scaling", 1.0), "settings differ"),
 }
 
@@ -109,7 +109,7 @@ def test_another_model_is_refused_in_every_precision(name: str, dtype: torch.dty
     change(model)
     with pytest.raises(FingerprintMismatch, match=reason):
         expected.require_model(cast(model, dtype), "it")
-    with pytest.raises(FingerprintMismatch, match=reason.partition(":")[0]):
+    with pytest.raises(FingerprintMismatch, match=reason):
         fingerprint(cast(model, dtype)).require_model(llama(), "it")
 
 
@@ -131,7 +131,7 @@ def test_adapters_are_known_in_every_precision_and_merged_or_other_ones_are_refu
 def test_a_merged_adapter_is_refused_in_every_precision(dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     merged = get_peft_model(llama(), lora()).merge_and_unload()
-    with pytest.raises(FingerprintMismatch, match="weights differ: 4 of"):
+    with pytest.raises(FingerprintMismatch, match="weights differ"):
         fingerprint(llama()).require_model(cast(merged, dtype), "it")
 
 
@@ -139,7 +139,7 @@ def test_a_small_change_without_a_cast_is_refused() -> None:
     model = llama()
     expected = fingerprint(model)
     model.model.norm.weight.data[3] += 1e-6
-    with pytest.raises(FingerprintMismatch, match="weights differ: 1 of"):
+    with pytest.raises(FingerprintMismatch, match="weights differ"):
         expected.require_model(model, "it")
 
 

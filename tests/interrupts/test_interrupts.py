@@ -50,7 +50,7 @@ def traces() -> Any:
     return list(model().state_dict()), [id(module) for module in model().modules()], hooks, model().config._attn_implementation
 
 
-OF_IDENTITY = ("checksum.py", "model_state.py", "model_parts.py", "fingerprint.py")
+OF_IDENTITY = ("checksum.py", "identity.py", "fingerprint.py")
 
 
 class _Functions(TorchFunctionMode):

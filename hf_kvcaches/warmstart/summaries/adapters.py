@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_kvcaches.core.hub import Artifact, markdown_table
+from hf_kvcaches.core.identity import fingerprint_of
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ArtifactError, ConfigError
 from hf_kvcaches.warmstart.summaries.slots import LayerSlots, Slots, rotated
@@ -99,5 +100,5 @@ class TrainedAdapters(Artifact):
         if settings != expected:
             raise ConfigError.of("adapters", f"those for slots, layout and tail {expected}", settings, "Train others: train_compressor.py.")
         if self.fingerprint is not None:
-            self.fingerprint.require_model(model, "The adapters")
+            self.fingerprint.require_model(fingerprint_of(model), "The adapters")
         return self.adapters
