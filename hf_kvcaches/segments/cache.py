@@ -265,7 +265,7 @@ class _SegmentPipeline(Pipeline[SegmentReuseCache]):
         form = SegmentForm(self.scope, cache.discovery, store.depth, store.near_identical, cache.rotation.layers)
 
         def put(buffers: Buffers) -> None:
-            if identity.is_current():
+            if identity.known_digest():
                 store.put([segment for new in rows for segment in new_segments(new, buffers, form)])
 
         if cache.remembering is not None:
