@@ -15,7 +15,7 @@ from hf_kvcaches import KVCodec
 from tests import tiny
 from tests.codec.measured import energies
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 _WORKER = """
 import sys
 from accelerate import PartialState
