@@ -246,6 +246,7 @@ class _State(Identity):
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
+        self.known_digest()  # reads the weights while the model is at hand
         return Identity, (self.reason, self.known)
 
 
