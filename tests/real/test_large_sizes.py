@@ -20,7 +20,7 @@ gemma = pytest.mark.parametrize("real", ["gemma3"], indirect=True)
 def test_a_large_vocabulary_is_read_in_a_fraction_of_a_second(real):
     """As the first cache of a segment store or a warm-start library has to: .2 s on an idle core, 4 s entry by entry."""
     unread = copy.deepcopy(real.tokenizer)
-    assert seconds(lambda: digest_of_tokenizer(unread), times=1, clock=time.process_time) <= 0.6
+    assert seconds(lambda: digest_of_tokenizer(unread), times=1, clock=time.process_time) <= 1.2
 
 
 @gemma
