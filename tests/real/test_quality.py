@@ -39,7 +39,7 @@ MEASURED: dict[str, dict[str, dict[str, float]]] = {
         # 2 of 4 and 1 of 4 needles.
         "half": {"recalled": 2, "answer_loss": 0.352, "continuation_loss": -0.007},
         "quarter": {"recalled": 1, "answer_loss": 1.087, "continuation_loss": 0.004},
-        "0.125": {"kl": 0.0377, "change": 0.0208},
+        "0.125": {"kl": 0.0377, "change": 0.0272},
         "0.1875": {"kl": 0.0155, "change": 0.0070},
         "0.25": {"kl": 0.0073, "change": 0.0005},
         "0.125, 64 recent": {"kl": 0.0074, "change": 0.0063},
