@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_kvcaches import compat
+from hf_kvcaches.core.decoder import decoder_layers
 from hf_kvcaches.core.files import Content, artifact_errors, container, read_file, read_message
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.hub import local_file, make_folder
@@ -108,9 +109,9 @@ def _rebuilt(cls: type[Any], model: Any, content: Content, codec: Any) -> Any:
     kinds, expected = [type(layer).__name__ for layer in cache.layers], [layer["class"] for layer in header["layers"]]
     if kinds != expected:
         raise ArtifactError(f"it has the layers {expected}, and this model's cache has {kinds}")
-    _, _, decoder_layers = compat.decoder_layers(cache.model)
+    _, _, modules = decoder_layers(cache.model)
     for index, (layer, description) in enumerate(zip(cache.layers, header["layers"], strict=True)):
-        device = compat.layer_device(decoder_layers[index])
+        device = compat.layer_device(modules[index])
         state = {name: tensor.to(device) for name, tensor in _under(f"{index}.", content.tensors).items()}
         if padding is not None and (coded := _under("coded.", state)):
             exact = codec.decode_layer(cache.config, index, coded, padding)

@@ -186,7 +186,7 @@ class EquipCache(AnsweringCache):
         geometry = RotaryGeometry.from_config(self.config, layer_idx=layer_idx, latents=self._latents)
         rotation = self._make_rotation(geometry)
         compared = self._shard is not None or settings.policy.asks_all_heads or settings.head_budgets is not None
-        config = compat.layer_configs(self.config)[layer_idx]
+        config = self.config.per_layer_config[layer_idx]
         heads = getattr(config, "num_key_value_heads", None) if compared and not self._latents else None
         store = self._make_store(rotation, settings, layer_idx)
         return EquipLayer(settings, geometry, rotation, self.passes, store, self._shard, heads)
@@ -199,7 +199,7 @@ class EquipCache(AnsweringCache):
         if book is not None:
             return PagedStore(rotation, backend, book, settings.budget)
         if self._latents:
-            sizes: Any = compat.layer_configs(self.config)[layer_idx]
+            sizes: Any = self.config.per_layer_config[layer_idx]
             return LatentStore(rotation, backend, sizes.qk_rope_head_dim, sizes.kv_lora_rank)
         if settings.storage is not None:
             return QuantizedStore(rotation, backend, settings.storage)
