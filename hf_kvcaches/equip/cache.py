@@ -217,9 +217,8 @@ class EquipCache(AnsweringCache):
                 "positions='compact': this model gives image tokens a position for each axis, which a cache that is built with a config "
                 "can't tell from text. Build the cache with the model, or pass positions='original'."
             )
-        if geometry.kind != "rope" or geometry.refusal is not None:
-            why = geometry.refusal or f"its config does not say how its keys carry positions (kind {geometry.kind!r})"
-            raise UnsupportedError(f"positions='compact': {why}. Pass positions='original'.")
+        if geometry.refusal is not None:
+            raise UnsupportedError(f"positions='compact': {geometry.refusal}. Pass positions='original'.")
         scheme: Scheme = self._settings.rope
         if self._settings.rope == "auto":
             # A policy that evicts anywhere has kept keys rotated again and again, and in half precision each time rounds them. On an
