@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.decoder import decoder_layers
-from hf_kvcaches.core.files import Content, artifact_errors, container, read_file, read_message
+from hf_kvcaches.core.files import Content, artifact_errors, container, read_file, read_message, require_header
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.hub import local_file, make_folder
 from hf_kvcaches.core.identity import LOOKS, Provenance, identity_of, require_identity
@@ -23,7 +23,7 @@ from hf_kvcaches.stores.files import write_atomically
 from hf_kvcaches.stores.streams import Source
 
 FILE_NAME = "kvcache.safetensors"  # in the folder that `save_pretrained` makes
-_TYPE, _VERSION = "cache", 5
+_TYPE, _VERSION = "cache", 6
 _FIELDS = {"class": str, "settings": dict, "layers": list, "fingerprint": dict, "codec": dict | None}
 
 
@@ -55,7 +55,7 @@ def named_codec(codec: Any, digest: str, where: str) -> Any:
 
 def content_of(cache: Any, codec: CacheCodec | None, attention_mask: Tensor | None) -> Content:
     """Return all of a `KVCache` that was built with its model, which is still as it was when it filled the cache; see `KVCache.save`."""
-    header: dict[str, Any] = {"type": _TYPE, "version": _VERSION, "class": type(cache).__name__, "settings": cache.settings()}
+    header: dict[str, Any] = {"type": _TYPE, "format_version": _VERSION, "class": type(cache).__name__, "settings": cache.settings()}
     header |= {"fingerprint": _fingerprint(cache).to_dict(), "codec": None, "layers": []}
     tensors: dict[str, Tensor] = {}
     padding = None if codec is None else _row_padding(cache, codec, attention_mask)
@@ -78,12 +78,7 @@ def content_of(cache: Any, codec: CacheCodec | None, attention_mask: Tensor | No
 def cache_of(cls: type[Any], content: Content, model: Any, codec: CacheCodec | None, where: str) -> Any:
     """Build a cache of a class again; see `KVCache.load`. Errors name `where` its content is from."""
     header = content.header
-    if header.get("type") != _TYPE:
-        raise ArtifactError(f"{where} is not a saved cache. Write one with cache.save(path).")
-    if (got := header.get("version")) != _VERSION:
-        raise ArtifactError(f"{where} has format {got}, this hf-kvcaches reads {_VERSION}. Upgrade it, or save the cache anew.")
-    if not all(name in header and isinstance(header[name], kind) for name, kind in _FIELDS.items()):
-        raise ArtifactError(f"{where}: fields are missing or of the wrong kind. Save the cache again.")
+    require_header(header, _TYPE, _VERSION, _FIELDS, where)
     if (got := header["class"]) != cls.__name__:
         raise ArtifactError(f"{where} holds {with_article(got)}, not {with_article(cls.__name__)}. Load it with {got}.load.")
     identity = require_identity(compat.base_model(model), f"The cache in {where}")
@@ -120,10 +115,7 @@ def _rebuilt(cls: type[Any], model: Any, content: Content, codec: Any) -> Any:
         if isinstance(layer, KVLayer):
             layer.import_state(state, description["values"])
         elif state:
-            layer.lazy_initialization(state["keys"], state["values"])
-            layer.keys, layer.values = state["keys"], state["values"]
-            if isinstance(layer, DynamicSlidingWindowLayer):
-                layer.cumulative_length = description["values"]["seen"]
+            _import(layer, state, description["values"])
     return cache
 
 
@@ -138,6 +130,14 @@ def _export(layer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if not layer.is_initialized:
         return {}, {"seen": 0}
     return {"keys": layer.keys, "values": layer.values}, {"seen": layer.get_seq_length()}
+
+
+def _import(layer: Any, state: dict[str, Tensor], counters: dict[str, Any]) -> None:
+    """Give a layer of transformers' own what `_export` returned."""
+    layer.lazy_initialization(state["keys"], state["values"])
+    layer.keys, layer.values = state["keys"], state["values"]
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        layer.cumulative_length = counters["seen"]
 
 
 def _row_padding(cache: Any, codec: CacheCodec, attention_mask: Tensor | None) -> list[int] | None:
@@ -172,11 +172,10 @@ def _fingerprint(cache: Any) -> ModelFingerprint:
         if identity.reason:
             raise FingerprintMismatch(f"The cache can't be saved with a fingerprint. {identity.reason} Fill it anew, and save it then.")
     if not filled.matches(here):
-        try:
-            differences = "; ".join(here.fingerprint.differs_from(filled.fingerprint))
-            differences += " (here: the model now, there: when it filled it)"
-        except FingerprintMismatch:  # it was not read then
-            differences = "its weights, settings or adapters are others"
+        differences = "its weights, settings or adapters are others"
+        if filled.known is not None:
+            now_and_then = "(here: the model now, there: when it filled it)"
+            differences = f"{'; '.join(here.fingerprint.differs_from(filled.known))} {now_and_then}"
         raise FingerprintMismatch(
             f"The model has changed since it filled the cache: {differences}. Bring back what it had then (adapters, weights, settings), "
             "or fill the cache anew, and save it then."
