@@ -75,7 +75,7 @@ def content_of(cache: Any, codec: CacheCodec | None, attention_mask: Tensor | No
     return Content(header, tensors)
 
 
-def cache_of(cls: type[Any], content: Content, model: Any, codec: CacheCodec | None, where: str) -> Any:
+def rebuilt_cache(cls: type[Any], content: Content, model: Any, codec: CacheCodec | None, where: str) -> Any:
     """Build a cache of a class again; see `KVCache.load`. Errors name `where` its content is from."""
     header = content.header
     require_header(header, _TYPE, _VERSION, _FIELDS, where)
@@ -247,7 +247,7 @@ class SavedCache:
                 connected socket's `recv`.
             model: As for `load`, and `codec`.
         """
-        return cache_of(cls, read_message(data), model, codec, "this message")
+        return rebuilt_cache(cls, read_message(data), model, codec, "this message")
 
     def content(self, codec: CacheCodec | None, attention_mask: torch.Tensor | None) -> Content:
         """What is saved or sent.
@@ -268,7 +268,7 @@ class SavedCache:
             model: The model to go on with; another one than the cache was filled by is a `FingerprintMismatch`.
             codec: The one that it was saved with, if it was with one.
         """
-        return cache_of(cls, read_file(path), model, codec, str(path))
+        return rebuilt_cache(cls, read_file(path), model, codec, str(path))
 
     def save_pretrained(self, folder: str | Path, codec: CacheCodec | None = None, attention_mask: torch.Tensor | None = None) -> None:
         """Write the cache into a folder, made if need be, as `save` does into a file.
