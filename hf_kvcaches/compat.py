@@ -6,7 +6,7 @@ import inspect
 import sys
 import tomllib
 from abc import ABCMeta
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from types import FrameType
@@ -15,12 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
-from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types_and_kwargs
+from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import get_layer_types_and_kwargs
 from transformers.generation.utils import GENERATION_MODES_MAPPING
-from transformers.masking_utils import AttentionMaskInterface as AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import AttentionInterface as AttentionInterface
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 from transformers.utils import output_capturing
 
@@ -56,13 +54,8 @@ class MarkedCache(metaclass=_MarkedType):
         """Called when `generate` begins with this cache, before it runs anything."""
 
 
-def _locals_of_generate() -> Mapping[str, Any] | None:
-    """The local variables of the `generate` that called the caller's caller, directly or not; None where there is none."""
-    frame: FrameType | None = sys._getframe(3)
-    for _ in range(_MOST_FRAMES):
-        if frame is not None and frame.f_code is not _GENERATE:
-            frame = frame.f_back
-    return None if frame is None or frame.f_code is not _GENERATE else frame.f_locals
+# Behind the decorator that turns gradients off.
+_GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 
 
 def begin_decoding(model: PreTrainedModel, cache: MarkedCache) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -70,15 +63,18 @@ def begin_decoding(model: PreTrainedModel, cache: MarkedCache) -> tuple[Callable
 
     For a callable `custom_generate`, to which `generate` hands neither streamer nor assistant, and no tokenizers.
     """
-    given = _locals_of_generate()
-    if given is None:
+    frame: FrameType | None = sys._getframe(2)  # calls the callable
+    while frame is not None and frame.f_code is not _GENERATE:  # a wrapper of the caller's may be between
+        frame = frame.f_back
+    if frame is None:
         raise ConfigError("custom_generate: expected to be called by generate. Pass it: model.generate(..., custom_generate=...).")
+    given = frame.f_locals
     mode, config, assistant = given["generation_mode"], given["generation_config"], given["assistant_model"]
     method = GENERATION_MODES_MAPPING[mode]
     if "/" in method:
         raise UnsupportedError(f"custom_generate: {mode.value} needs {method!r} as custom_generate. Pass that, and a new past_key_values.")
     other = assistant is not None and decoder_config(assistant.config).vocab_size != decoder_config(model.config).vocab_size
-    if other and getattr(config, "speculation_type", None) != "dflash":
+    if other and config.speculation_type != "dflash":
         raise UnsupportedError(
             "assistant_model: expected one with the model's vocabulary, because generate hands no tokenizers to a callable "
             "custom_generate. Leave custom_generate out, and pass a new cache as past_key_values."
@@ -90,12 +86,6 @@ def begin_decoding(model: PreTrainedModel, cache: MarkedCache) -> tuple[Callable
         arguments["inputs_tensor"] = given["inputs_tensor"]
     cache._is_user_defined = True
     return decode.__get__(model), arguments
-
-
-# Some models wrap the method in which caches are marked.
-_MOST_FRAMES = 4
-# Behind the decorator that turns gradients off.
-_GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 
 
 def is_callers_cache(cache: object) -> bool:
@@ -139,31 +129,13 @@ def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
     return config.get_text_config(decoder=True)
 
 
-def layer_plan(config: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
-    """For every cache layer its type, and the arguments of transformers' own layer of that type."""
-    types, arguments = get_layer_types_and_kwargs(config)
-    # In 5.17 there is one dict for all layers.
-    each = [arguments] * len(types) if isinstance(arguments, dict) else arguments
-    return list(zip(types, each, strict=True))
-
-
-# With which attention modules make keys and values of the latents that a cache returns.
-EXPANSION = "expand_kv"
-
-
-def has_latents(model: PreTrainedModel) -> bool:
-    """Whether a model keeps latents, of which its attention makes keys and values (multi-head latent attention)."""
-    return any(hasattr(module, EXPANSION) for module in modules_of(model.get_decoder()))
-
-
-def runs_layers_in_loops(config: PreTrainedConfig) -> bool:
-    """Whether a model runs some layers several times in a pass."""
-    return bool(getattr(decoder_config(config), "n_recurrent_loops", 1) > 1)
-
-
-def shares_keys_between_layers(config: PreTrainedConfig) -> bool:
-    """Whether some layers attend to the keys of others."""
-    return bool(getattr(config, "num_kv_shared_layers", 0)) or "reuse" in (getattr(config, "kv_sharing_modes", None) or ())
+def layer_plan(config: PreTrainedConfig) -> list[tuple[str, Any]]:
+    """For every cache layer of a decoder its type, and an empty layer of transformers' own of that type."""
+    types, _ = get_layer_types_and_kwargs(config)
+    try:
+        return list(zip(types, DynamicCache(config=config).layers, strict=True))
+    except KeyError as error:
+        raise UnsupportedError(f"The model has a layer of the type {error}, for which transformers has no cache layer.") from None
 
 
 @cache
@@ -183,21 +155,6 @@ def is_family(config: PreTrainedConfig, fact: str) -> bool:
         fact: A name in `families.toml`.
     """
     return config.model_type in _families()[fact]
-
-
-def layer_configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
-    """The config of each layer, which differ in models whose layers have different head sizes."""
-    count: int = config.num_hidden_layers
-    if not getattr(config, "is_heterogeneous", False):
-        return [config] * count
-    return [config.per_layer_config[index] for index in range(count)]
-
-
-def transformers_layer(layer_type: str, arguments: dict[str, Any]) -> Any:
-    """Transformers' own growing layer of a type that a method leaves alone (sliding, linear, shared)."""
-    if layer_type not in DYNAMIC_LAYER_TYPE_MAPPING:
-        raise UnsupportedError(f"The model has a layer of the type {layer_type!r}, for which transformers names no cache layer.")
-    return DYNAMIC_LAYER_TYPE_MAPPING[layer_type](**arguments)
 
 
 def modules_of(module: nn.Module) -> list[nn.Module]:
@@ -247,9 +204,13 @@ def state_of(module: nn.Module) -> dict[str, Any]:
 
 def offloaded_weights(module: nn.Module) -> Mapping[str, Any] | None:
     """Where accelerate keeps the weights of a module that are not in it, by their names there."""
-    hook = vars(module).get("_hf_hook")
-    maps = (getattr(part, "weights_map", None) for part in getattr(hook, "hooks", (hook,)))
+    maps = (getattr(hook, "weights_map", None) for hook in _accelerate_hooks(module))
     return next((weights for weights in maps if weights is not None), None)
+
+
+def _accelerate_hooks(module: nn.Module) -> Sequence[Any]:
+    hook = vars(module).get("_hf_hook")
+    return () if hook is None else getattr(hook, "hooks", (hook,))
 
 
 def forward_hooks(module: nn.Module | None) -> list[Any]:
@@ -262,11 +223,8 @@ def forward_hooks(module: nn.Module | None) -> list[Any]:
 def replaced_forward(module: nn.Module) -> Any:
     """What a module calls in the place of its class's forward; None where it calls that, perhaps compiled, or with weights moved."""
     forward = vars(module).get("forward")
-    hook = vars(module).get("_hf_hook")
-    parts = (hook, *getattr(hook, "hooks", ()))
-    if getattr(getattr(forward, "func", None), "__module__", None) == "accelerate.hooks" and all(
-        type(part).__name__ in _MOVING and type(part).__module__ == "accelerate.hooks" for part in parts
-    ):
+    moves = all(type(hook).__name__ in _MOVING and type(hook).__module__ == "accelerate.hooks" for hook in _accelerate_hooks(module))
+    if moves and getattr(getattr(forward, "func", None), "__module__", None) == "accelerate.hooks":
         forward = vars(module).get("_old_forward", forward)
     forward = getattr(forward, "_torchdynamo_orig_callable", forward)
     if getattr(forward, "__module__", "") == "transformers.distributed.tensor_parallel":  # it calls what was there before
@@ -277,28 +235,11 @@ def replaced_forward(module: nn.Module) -> Any:
 
 
 # Accelerate's hooks that move weights and inputs, and do nothing else.
-_MOVING = frozenset(("AlignDevicesHook", "CpuOffload", "UserCpuOffloadHook", "SequentialHook"))
-
-
-def attention_in_use(config: PreTrainedConfig) -> Callable[..., Any] | None:
-    """The function by which transformers computes a config's attention; None for one in the modeling file."""
-    name = config._attn_implementation
-    return ALL_ATTENTION_FUNCTIONS.get(getattr(name, "previous", name))
+_MOVING = frozenset(("AlignDevicesHook", "CpuOffload", "UserCpuOffloadHook"))
 
 
 # Where a config has the name of its attention implementation, which is read in every layer of every step: its property is slow.
 ATTENTION_NAME = "_attn_implementation_internal"
-
-
-def attention_configs(model: PreTrainedModel) -> tuple[PreTrainedConfig, ...]:
-    """The configs in which the attention modules of a model's decoder look up their implementation, each once."""
-    decoder = modules_of(model.get_decoder())
-    configs = [
-        module.config
-        for module in decoder
-        if hasattr(module, "layer_idx") and isinstance(getattr(module, "config", None), PreTrainedConfig)
-    ]
-    return tuple({id(config): config for config in configs}.values())
 
 
 def can_switch_attention(model: PreTrainedModel) -> bool:
@@ -322,11 +263,9 @@ def cache_kwargs(model: object, cache: Any) -> dict[str, Any]:
     """The arguments that make a forward pass use a cache, by the name that the installed transformers does not warn about.
 
     Args:
-        model: Whose forward is called: a model, one of its modules, or a wrapper such as PEFT's.
         cache: None for a pass without one.
     """
-    module = model if isinstance(model, nn.Module) and "input_ids" in parameter_names(type(model)) else base_model(model)
-    name = "cache" if "cache" in parameter_names(type(module)) else "past_key_values"
+    name = "cache" if "cache" in parameter_names(type(base_model(model))) else "past_key_values"
     return {name: cache, "use_cache": cache is not None}
 
 
@@ -359,35 +298,6 @@ def attention_function(name: str, module: nn.Module) -> Callable[..., Any]:
     )
 
 
-def mask_function(name: str) -> Callable[..., Any] | None:
-    """The function that makes masks for that attention, or None where it wants none."""
-    return AttentionMaskInterface._global_mapping.get(name)
-
-
-def decoder_layers(model: PreTrainedModel) -> tuple[nn.Module, str, nn.ModuleList]:
-    """The module that runs the decoder layers, the name of its list of layers, and the list, which is as long as the config says."""
-    count = decoder_config(model.config).num_hidden_layers
-    # The encoder of an image or a text may have as many layers, and comes first.
-    for module in model.get_decoder().modules():
-        for name, child in module.named_children():
-            if isinstance(child, nn.ModuleList) and name in ("layers", "h", "blocks") and len(child) == count and _have_cache(child):
-                return module, name, child
-    raise UnsupportedError(f"Found no list of {count} decoder layers in {type(model).__name__}. Use GrowingCache.")
-
-
-def _have_cache(layers: nn.ModuleList) -> bool:
-    """Whether any layer knows its index, as those do that have keys and values in a cache; layers of an encoder of images don't."""
-    return any(hasattr(module, "layer_idx") for layer in layers for module in layer.modules())
-
-
-def attention_module(layer: nn.Module) -> nn.Module:
-    """The part of a decoder layer that makes keys and values."""
-    for module in layer.modules():
-        if module is not layer and hasattr(module, "layer_idx") and hasattr(module, "is_causal"):
-            return module
-    raise UnsupportedError(f"Found no attention in a layer of the kind {type(layer).__name__}.")
-
-
 def input_device(model: PreTrainedModel) -> torch.device:
     """Where a model wants its token ids."""
     return layer_device(model.get_input_embeddings())
@@ -396,10 +306,8 @@ def input_device(model: PreTrainedModel) -> torch.device:
 def layer_device(layer: nn.Module) -> torch.device:
     """Where a part of a model computes; its weights may be elsewhere between its turns, offloaded by accelerate."""
     for module in modules_of(layer):
-        hook = module.__dict__.get("_hf_hook")
-        for part in () if hook is None else getattr(hook, "hooks", (hook,)):
-            device = getattr(part, "execution_device", None)
-            if device is not None:
+        for hook in _accelerate_hooks(module):
+            if (device := getattr(hook, "execution_device", None)) is not None:
                 return torch.device(device)
     return next(layer.parameters()).device
 

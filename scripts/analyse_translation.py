@@ -27,6 +27,7 @@ from transformers import DynamicCache
 from hf_kvcaches import compat
 from hf_kvcaches.cli.calibrate_translator import layers_of
 from hf_kvcaches.cli.texts import spaced
+from hf_kvcaches.core.decoder import attention_module, decoder_layers
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.translate.cache import TranslatedCache
 from hf_kvcaches.translate.config import TranslatorConfig
@@ -45,7 +46,7 @@ def attention_inputs(model: Any, ids: Tensor, cache: Any) -> list[Tensor]:
     def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs.append((args[0] if args else kwargs["hidden_states"])[0])
 
-    modules: list[Any] = [compat.attention_module(layer) for layer in compat.decoder_layers(model)[2]]
+    modules: list[Any] = [attention_module(layer) for layer in decoder_layers(model)[2]]
     handles = [module.register_forward_pre_hook(keep, with_kwargs=True) for module in modules]
     try:
         model(input_ids=ids, past_key_values=cache)

@@ -8,17 +8,12 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from transformers.cache_utils import DynamicSlidingWindowLayer, get_layer_types_and_kwargs
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.versions import OLDEST_TESTED
-from tests import tiny
 
 pytestmark = pytest.mark.skipif(transformers.__version__ != OLDEST_TESTED, reason="not the oldest supported transformers")
-
-
-def test_there_is_one_dict_of_arguments_for_all_layers() -> None:
-    assert isinstance(get_layer_types_and_kwargs(tiny.llama().config)[1], dict)
 
 
 def test_generate_calls_its_cache_past_key_values() -> None:

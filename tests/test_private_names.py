@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "hf_kvcaches"
 # The one file that may.
 COMPAT = "compat.py"
 # Names without an underscore that no documentation promises.
-UNOFFICIAL = {"DYNAMIC_LAYER_TYPE_MAPPING", "get_layer_types_and_kwargs", "output_capturing", "weights_map", "execution_device"}
+UNOFFICIAL = {"get_layer_types_and_kwargs", "output_capturing", "weights_map", "execution_device"}
 # What named tuples promise.
 PROMISED = {"_asdict", "_fields", "_replace"}
 # Private names of others that some class of the package has, too.

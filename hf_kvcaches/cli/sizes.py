@@ -174,10 +174,10 @@ def _from_config(config: PreTrainedConfig) -> tuple[LayerSize, ...]:
     text = compat.decoder_config(config)
     heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None)
     layers = []
-    for index, (layer_type, arguments) in enumerate(compat.layer_plan(text)):
+    for index, (layer_type, layer) in enumerate(compat.layer_plan(text)):
         sizes = head_sizes(text, index)
         if layer_type not in _PLAIN or sizes is None or heads is None or getattr(text, "kv_lora_rank", None):
             raise UnsupportedError(f"recommend: the sizes of {type(text).__name__} can't be told without weights. Use hf-kvcaches bench.")
-        window = arguments.get("sliding_window")
+        window = getattr(layer, "sliding_window", None)
         layers.append(LayerSize(heads * sum(sizes), heads, None if window is None else window - 1))
     return tuple(layers)

@@ -15,6 +15,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from hf_kvcaches import compat
 from hf_kvcaches.core import continuation, view
+from hf_kvcaches.core.decoder import attention_configs
 from hf_kvcaches.core.identity import Provenance
 from hf_kvcaches.core.layers import KVLayer, row_picker
 from hf_kvcaches.core.report import CacheReport, foreign_kept, foreign_kind, foreign_tensors, measured_bytes, summarise
@@ -60,10 +61,10 @@ class KVCache(continuation.CacheArgument, SavedCache, Cache, ABC):
         if base is not None and self.needs_attention:
             view.require_answering(base, type(self).__name__, latents=self.takes_latents)
         # In which configs the attention modules look up their implementation; the cache holds on to them and not to the model.
-        self._attention_configs = (None if base is None else compat.attention_configs(base)) or (self.config,)
+        self._attention_configs = (None if base is None else attention_configs(base)) or (self.config,)
         layers = [
-            self.make_layer(index) if layer_type in self.own_layer_types else compat.transformers_layer(layer_type, arguments)
-            for index, (layer_type, arguments) in enumerate(compat.layer_plan(self.config))
+            self.make_layer(index) if layer_type in self.own_layer_types else layer
+            for index, (layer_type, layer) in enumerate(compat.layer_plan(self.config))
         ]
         super().__init__(layers=layers, **({"offloading": True} if offloading else {}))
         # Layers of linear attention are not told of tokens.
@@ -145,9 +146,9 @@ class KVCache(continuation.CacheArgument, SavedCache, Cache, ABC):
             if isinstance(layer, KVLayer):
                 layer.reset()
                 layer.record_past = False
-        for index, (layer_type, arguments) in enumerate(compat.layer_plan(self.config)):
+        for index, (_, layer) in enumerate(compat.layer_plan(self.config)):
             if not isinstance(self.layers[index], KVLayer):
-                self.layers[index] = compat.transformers_layer(layer_type, arguments)  # their reset keeps zeros in transformers 5.17
+                self.layers[index] = layer  # their reset keeps zeros in transformers 5.17
         self.provenance, self.generate_began = Provenance(), False
         self.log.reset()
 
@@ -223,7 +224,7 @@ class KVCache(continuation.CacheArgument, SavedCache, Cache, ABC):
         model = _named.get(state["_model"])
         self._model = None if model is None else weakref.ref(model)
         if model is not None:
-            self.config, self._attention_configs = compat.decoder_config(model.config), compat.attention_configs(model)
+            self.config, self._attention_configs = compat.decoder_config(model.config), attention_configs(model)
 
     def __repr__(self) -> str:
         report = self.report()

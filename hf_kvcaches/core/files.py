@@ -93,6 +93,19 @@ def _has_string_keys(value: Any) -> bool:
     return not isinstance(value, list | tuple) or all(map(_has_string_keys, value))
 
 
+def require_header(header: Mapping[str, Any], kind: str, version: int, fields: Mapping[str, Any], where: str) -> None:
+    """Raise an `ArtifactError` unless a header is of a kind and a format version, and has fields of some types."""
+    if (got := header.get("type")) != kind:
+        raise ArtifactError(f"{where}: expected a {kind!r}, got a {got!r}. Load it with the class for that kind.")
+    got = header.get("format_version")
+    if type(got) is int and got != version:
+        hint = "Upgrade hf-kvcaches." if got > version else "That is no longer read. Make it anew."
+        raise ArtifactError(f"{where}: expected format version {version}, got {got}. {hint}")
+    wrong = [name for name, types in {"format_version": int, **fields}.items() if not isinstance(header.get(name, ...), types)]
+    if wrong:
+        raise ArtifactError(f"{where}: fields are missing or of the wrong kind ({', '.join(wrong)}). {_AGAIN}")
+
+
 @contextlib.contextmanager
 def artifact_errors(what: str, hint: str) -> Iterator[None]:
     """Raise an `ArtifactError` that begins with `what` in place of the errors that senseless content leads to."""

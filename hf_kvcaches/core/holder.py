@@ -219,7 +219,7 @@ def exact_states(
 
 def _require_heads(cache: KVCache, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
     """Refuse keys and values of another model, (batch, kv_heads, tokens, head_dim), as far as the config tells."""
-    config, sizes = compat.layer_configs(cache.config)[layer_idx], head_sizes(cache.config, layer_idx)
+    config, sizes = cache.config.per_layer_config[layer_idx], head_sizes(cache.config, layer_idx)
     heads, sharded = getattr(config, "num_key_value_heads", None), cache._model is not None and is_tensor_parallel(cache.model)
     # The latent attention of DeepSeek and others has heads that the config does not name.
     if sizes is None or heads is None or getattr(config, "kv_lora_rank", None) or sharded:

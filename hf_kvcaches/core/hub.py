@@ -14,7 +14,7 @@ from huggingface_hub import HfApi, ModelCardData, hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
 from torch import Tensor, nn
 
-from hf_kvcaches.core.files import Content, artifact_errors, container, read_file
+from hf_kvcaches.core.files import Content, artifact_errors, container, read_file, require_header
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.identity import fingerprint_of
 from hf_kvcaches.errors import ArtifactError, ConfigError
@@ -23,7 +23,7 @@ from hf_kvcaches.stores.files import write_atomically
 from hf_kvcaches.version import __version__
 
 FILE_NAME, _CARD_NAME = "artifact.safetensors", "README.md"
-_AGAIN = "Copy or download it again, or make it anew."
+_AGAIN, _OLD = "Copy or download it again, or make it anew.", "What hf-kvcaches 0.2 or older made has to be made anew."
 _BEGIN = "<!-- hf_kvcaches: begin of the generated part, which saving replaces -->"
 _END = "<!-- hf_kvcaches: end of the generated part -->"
 
@@ -117,7 +117,9 @@ class Artifact(ABC):
         where = f"{cls.artifact_type} from {folder_or_hub_id}"
         options = {"revision": revision, "token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
         header, tensors = read_file(local_file(folder_or_hub_id, FILE_NAME, **options))
-        _check(cls, header, tensors, where)
+        require_header(header, cls.artifact_type, cls.format_version, {"metadata": dict, "fingerprint": dict | None}, where)
+        if name := not_finite(tensors, cls.may_be_infinite):
+            raise ArtifactError(f"{where}: the tensor {name!r} has infinities or NaN. {_AGAIN}")
         with artifact_errors(f"{where}: its content doesn't make a {cls.artifact_type}", _AGAIN):
             fingerprint = None if header["fingerprint"] is None else ModelFingerprint.from_dict(header["fingerprint"])
             artifact = cls.restore(tensors, header["metadata"])
@@ -165,20 +167,6 @@ def _card(artifact: Artifact, existing: str | None, load_from: str) -> str | Non
     return "\n".join([before + begin, "\n\n".join(parts), end + after]) if begin and end else None
 
 
-def _check(kind: type[Artifact], header: dict[str, Any], tensors: Mapping[str, Tensor], where: str) -> None:
-    """Refuse an artifact of another kind or version, or with values that are not finite."""
-    if (got := header.get("type")) != kind.artifact_type:
-        raise ArtifactError(f"{where}: expected a {kind.artifact_type!r}, got a {got!r}. Load it with the class for that kind.")
-    version = header.get("format_version")
-    if type(version) is not int or not isinstance(header.get("metadata"), dict) or "fingerprint" not in header:
-        raise ArtifactError(f"{where}: fields are missing or of the wrong kind. {_AGAIN}")
-    if version != kind.format_version:
-        hint = "Upgrade hf-kvcaches." if version > kind.format_version else "That is no longer read. Make it anew."
-        raise ArtifactError(f"{where}: expected format version {kind.format_version}, got {version}. {hint}")
-    if name := not_finite(tensors, kind.may_be_infinite):
-        raise ArtifactError(f"{where}: the tensor {name!r} has infinities or NaN. {_AGAIN}")
-
-
 def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return rows with the same names as a Markdown table; "" for none."""
     if not rows:
@@ -207,12 +195,10 @@ def local_file(folder_or_hub_id: str | os.PathLike[str], name: str, **options: A
     folder = Path(folder_or_hub_id)
     if folder.is_dir():
         if not (folder / name).exists():
-            old = "an artifact of hf-kvcaches 0.2 or older. Make it anew." if (folder / "kvcache_artifact.json").exists() else ""
-            raise ArtifactError(f"{folder}: expected {name}, got {old or 'none. Pass the folder that was given to save_pretrained.'}")
+            raise ArtifactError(f"{folder}: expected {name}, got none. Pass the folder that was given to save_pretrained. {_OLD}")
         return folder / name
     try:
         return Path(hf_hub_download(str(folder_or_hub_id), name, **options))
-    except (HFValidationError, HfHubHTTPError, EntryNotFoundError, OSError) as error:
-        hint = "Check the path, or the id, the revision, the token and the network; what hf-kvcaches 0.2 or older made has to be made anew."
+    except (HFValidationError, HfHubHTTPError, OSError) as error:
         got = f"{folder_or_hub_id}: there is no such folder, and the Hub gave no {name} for this id: {error}"
-        raise ArtifactError(f"{got} {hint}") from error
+        raise ArtifactError(f"{got} Check the path, or the id, the revision, the token and the network. {_OLD}") from error

@@ -18,10 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.fingerprint import FOR_TRAINING, ModelFingerprint, counted, name_of, plain, supplied, why_unreadable
 from hf_kvcaches.core.parallel import is_tensor_parallel
+from hf_kvcaches.core.view import previous_implementation
 from hf_kvcaches.errors import FingerprintMismatch
 
 # Looks within which every tensor is compared, and what of a large one: runs of so many bytes.
@@ -275,7 +277,7 @@ def _unseen(model: PreTrainedModel, modules: list[nn.Module]) -> str:
         return "torch.autocast is on, which computes in other types than the weights have. Load the model in that type."
     if name := _foreign_name(*compat.forward_hooks(None)):
         return f"A hook on all modules ({name}) may change what they compute. {_ADVICE}"
-    if name := _foreign_name(compat.attention_in_use(model.config)):
+    if name := _foreign_name(ALL_ATTENTION_FUNCTIONS.get(previous_implementation(model.config))):
         return f"Attention is computed by {name}, which transformers knows by its name alone. Use one of its own implementations."
     if name := next(filter(None, map(_patched_forward, {*map(type, modules)})), ""):
         return f"The forward of a class is replaced by {name}. Put the original back."

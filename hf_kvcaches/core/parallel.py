@@ -46,16 +46,12 @@ class HeadShard:
         """Return those of this process's heads, of one item for each head, or of a tensor with all heads first."""
         return items[self.span(len(items))]
 
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of all heads, (batch, heads, ...). All processes call it with tensors of one shape and dtype."""
+    def gather(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """Return a tensor of all heads, which are in dimension `dim`. All processes call it with tensors of one shape and dtype."""
         tensor = tensor.detach().contiguous()
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
         distributed.all_gather(parts, tensor, group=self.group)
-        return torch.cat(parts, 1)
-
-    def gather_heads(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of all heads, (heads, ...), as `gather` does."""
-        return self.gather(tensor[None])[0]
+        return torch.cat(parts, dim)
 
     def decisions(self, decision: str) -> set[str]:
         """Return what the processes have decided: one text where they agree."""
@@ -81,18 +77,16 @@ def shard_of(model: Any) -> HeadShard | None:
     base, _ = compat.split_model(model)
     if base is None or not is_tensor_parallel(base) or not _shards_heads(base):
         return None
-    size = base.tp_size
-    for parameter in base.parameters():
-        mesh: Any = getattr(parameter, "device_mesh", None)
-        names = () if mesh is None else mesh.mesh_dim_names or ()
-        if mesh is not None and ("tp" in names or mesh.ndim == 1):
+    for mesh in filter(None, (getattr(parameter, "device_mesh", None) for parameter in base.parameters())):
+        names = mesh.mesh_dim_names or ()
+        if "tp" in names or mesh.ndim == 1:
             axis = names.index("tp") if "tp" in names else 0
             return HeadShard(mesh.get_local_rank(axis), mesh.size(axis), mesh.get_group(axis))
-    if _processes() == size:
-        return HeadShard(distributed.get_rank(), size)
+    if _processes() == base.tp_size:
+        return HeadShard(distributed.get_rank(), base.tp_size)
     raise UnsupportedError(
-        f"model: expected tensor parallelism over a DeviceMesh with the dimension 'tp', or over all processes, got tp_size={size} and "
-        "neither. Use a model that from_pretrained has loaded with a tp_plan."
+        "model: expected tensor parallelism over a DeviceMesh with the dimension 'tp', or over all processes, got "
+        f"tp_size={base.tp_size} and neither. Use a model that from_pretrained has loaded with a tp_plan."
     )
 
 

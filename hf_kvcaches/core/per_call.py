@@ -71,11 +71,13 @@ def per_call(cache_class: type[KVCache], /, *args: Any, **options: Any) -> PerCa
         *args: What its constructor takes behind the model. Stores, libraries, codecs and policies are shared by all calls.
         **options: Its keyword arguments. What is a `per_call(...)` itself, as `decode_with` may be, is made anew for each call.
     """
-    kind = getattr(cache_class, "__name__", type(cache_class).__name__)
     if not (isinstance(cache_class, type) and issubclass(cache_class, KVCache)):
-        call = f"per_call({kind if isinstance(cache_class, KVCache) else 'EquipCache'}, ...)"
-        got = f"cache_class: expected a class of this package's caches, got {with_article(kind)}"
-        raise ConfigError(f"{got}. Pass the class and its options: {call}.")
+        got = repr(cache_class) if isinstance(cache_class, type) else with_article(type(cache_class).__name__)
+        example = type(cache_class).__name__ if isinstance(cache_class, KVCache) else "EquipCache"
+        raise ConfigError(
+            f"cache_class: expected a class of this package's caches, got {got}. Pass the class and its options: per_call({example}, ...)."
+        )
+    kind = cache_class.__name__
     signature = inspect.signature(cache_class)
     try:
         named = signature.bind(None, *args, **options).arguments

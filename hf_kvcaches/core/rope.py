@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -46,8 +45,8 @@ class RotaryGeometry:
         layout: Which dimensions form a pair: `"half"`: i and i + rotary_dim / 2; `"interleaved"`: 2i and 2i + 1.
         rope_type: The config's `rope_type`, or `"none"`.
         kind: `"rope"`; `"none"` for a layer that leaves positions out in a model that rotates elsewhere, whose keys are right anywhere;
-            `"learned"` and `"alibi"`, whose keys carry no rotation and can't be moved; `"unknown"`.
-        refusal: Why keys can't be rotated although the model does; None if they can.
+            `"learned"` and `"alibi"`, whose keys carry no rotation; `"unknown"`, of which at most `inv_freq` is known.
+        refusal: Why keys can't be moved to other positions, as the end of a sentence; None if they can.
         changes_at: Forward passes that reach this position rotate by other frequencies than `inv_freq`; None if none do.
         inv_freq_beyond: By these frequencies; None where they change with every further position.
         axes: Whether the model rotates image tokens by a position for each axis.
@@ -90,16 +89,14 @@ class RotaryGeometry:
         if not hasattr(config, "get_text_config"):
             raise ConfigError.of("config", "a transformers config", type(config).__name__, "Pass model.config.")
         text = compat.decoder_config(config)
-        count = getattr(text, "num_hidden_layers", None)
-        types = [*(getattr(text, "layer_types", None) or ()), *[None] * count][:count] if isinstance(count, int) else [None]
-        layers = {index: own or layer_type for index, own in enumerate(types) if layer_idx in (None, index)}
-        layers = {index: own for index, own in layers.items() if layer_type in (None, own)}
+        types = getattr(text, "layer_types", None) or [layer_type] * text.num_hidden_layers
+        indices = [index for index, own in enumerate(types) if layer_idx in (None, index) and layer_type in (None, own)]
         known = sorted(set(filter(None, types)))
         expected = f"0 to {len(types) - 1}" + (f", or a layer_type of {known}" if known else "")
-        if not layers:
+        if not indices:
             raise ConfigError.of("layer_idx", expected, layer_idx, f"The layer_type was {layer_type!r}.")
         with torch.device("cpu"), torch.no_grad():  # also where the caller builds a model under torch.device("meta")
-            geometries = [cls(**read_rotary_facts(text, own, index, latents)) for index, own in layers.items()]
+            geometries = [cls(**read_rotary_facts(text, types[index], index, latents)) for index in indices]
         if not all(geometries[0].rotates_like(other) for other in geometries):
             raise ConfigError.of("layer_idx", expected, layer_idx, f"{text.model_type} rotates its layers differently.")
         return geometries[0]
@@ -108,13 +105,6 @@ class RotaryGeometry:
     def rotary_dim(self) -> int:
         """How many of the head's dimensions are rotated."""
         return 2 * self.inv_freq.numel()
-
-    @property
-    def _why_not(self) -> str | None:
-        """Why keys can't be moved, as the end of a sentence; None if they can."""
-        if self.refusal is not None or self.kind in ("rope", "none"):
-            return self.refusal
-        return f"its keys can't be moved (positions of the kind {self.kind!r})"
 
     def rotates_like(self, other: RotaryGeometry) -> bool:
         """Whether both rotate keys in the same way."""
@@ -128,28 +118,23 @@ class RotaryGeometry:
 
         Args:
             positions: Of all tokens of the forward pass, padding included, or the largest; anything where `changes_at` is None.
-            held: By which the keys in the cache are rotated; None for an empty cache. One that this pass does not rotate by is refused.
+            held: What this gave for the keys in the cache; None for an empty cache. One that this pass does not rotate by is refused.
         """
         if self.changes_at is None:
             return self
         largest = positions if isinstance(positions, int) else int(positions.max())
-        current = self._below if largest < self.changes_at else self._beyond
-        if current is not None and (held is None or held.rotates_like(current)):
-            return current
+        inv_freq = self.inv_freq if largest < self.changes_at else self.inv_freq_beyond
         reach = f"forward passes that reach position {self.changes_at} rotate by other frequencies (rope_type {self.rope_type!r})"
-        why, hint = "at every position, so keys have no fixed angles", "Pass"
-        if current is not None:
-            why = "than those that don't, and this cache has keys of the other kind"
-            hint = "Call reset() and feed the whole text in one forward pass, or pass"
-        raise UnsupportedError(f"position_ids: {reach} {why}. {hint} positions='original'.")
-
-    @cached_property
-    def _below(self) -> RotaryGeometry:
-        return replace(self, refusal=None, changes_at=None, inv_freq_beyond=None)
-
-    @cached_property
-    def _beyond(self) -> RotaryGeometry | None:
-        return None if self.inv_freq_beyond is None else replace(self._below, inv_freq=self.inv_freq_beyond)
+        if inv_freq is None:
+            raise UnsupportedError(f"position_ids: {reach} at every position, so keys have no fixed angles. Pass positions='original'.")
+        if held is None:
+            return replace(self, inv_freq=inv_freq, refusal=None, changes_at=None, inv_freq_beyond=None)
+        if not torch.equal(held.inv_freq, inv_freq):
+            raise UnsupportedError(
+                f"position_ids: {reach} than those that don't, and this cache has keys of the other kind. Call reset() and feed the whole "
+                "text in one forward pass, or pass positions='original'."
+            )
+        return held
 
     def rotate(self, x: torch.Tensor, positions: int | torch.Tensor) -> torch.Tensor:
         """Do to fresh keys (or queries) what the model does at these positions, `attention_scaling` included."""
@@ -184,14 +169,15 @@ class RotaryGeometry:
         if not x.is_floating_point():
             raise ConfigError.of("x", "a floating-point tensor", x.dtype)
         by = _per_slot(by, "delta" if verb == "shift" else "positions", x.shape)
-        if self.kind != "rope":
-            moves = verb == "shift" and self.kind != "none" and bool(by if isinstance(by, int) else by.any())
-            if moves or (verb != "shift" and self.kind == "unknown"):
+        if self.kind == "rope":
+            exact = torch.promote_types(x.dtype, torch.float32)
+            cos, sin = (table * scaling for table in self.cos_sin(by, exact, x.device))
+            return rotate_(x.to(exact, copy=True), cos, -sin if verb == "unrotate" else sin, self.layout).to(x.dtype)
+        if self.refusal is not None:  # Keys without rotation may stay where they are; of others nothing is known at any position.
+            moves = bool(by if isinstance(by, int) else by.any()) if verb == "shift" else self.kind == "unknown"
+            if moves:
                 self._require_angles(verb)
-            return x
-        exact = torch.promote_types(x.dtype, torch.float32)
-        cos, sin = (table * scaling for table in self.cos_sin(by, exact, x.device))
-        return rotate_(x.to(exact, copy=True), cos, -sin if verb == "unrotate" else sin, self.layout).to(x.dtype)
+        return x
 
     def frequencies_on(self, device: torch.device) -> torch.Tensor:
         """Return `inv_freq` on a device, where a copy stays: to copy it at every decoding step would wait for the device."""
@@ -204,7 +190,7 @@ class RotaryGeometry:
 
     def _require_angles(self, verb: str) -> None:
         if self.kind != "rope" or self.refusal is not None:
-            why = self._why_not or "this layer has no rotation, so there are no angles"
+            why = self.refusal or "this layer has no rotation, so there are no angles"
             raise UnsupportedError(f"{verb}: {why}. Use a cache that leaves keys where they are.")
 
     def __getstate__(self) -> dict[str, Any]:
@@ -221,9 +207,8 @@ def undoable_rotation(config: Any, layer_idx: int, argument: str, hint: str) -> 
     geometry = RotaryGeometry.from_config(config, layer_idx=layer_idx)
     if geometry.kind in ("learned", "none", "alibi"):
         return None
-    if geometry.kind != "rope" or geometry.refusal is not None:
-        why = geometry.refusal or f"the config does not say how keys carry positions (kind {geometry.kind!r})"
-        raise UnsupportedError(f"{argument}: {why}. {hint}")
+    if geometry.refusal is not None:
+        raise UnsupportedError(f"{argument}: {geometry.refusal}. {hint}")
     return geometry
 
 
@@ -261,11 +246,10 @@ def _read(config: PreTrainedConfig) -> Rotation:
         geometry = RotaryGeometry.from_config(config, layer_idx=layer_idx)
         layers.append(next((other for other in layers if other.rotates_like(geometry)), geometry))
     crossing = bool(getattr(config, "cross_attention_layers", None))
-    why = "some of its layers attend to what is no text" if crossing else next(filter(None, (layer._why_not for layer in layers)), "")
-    # Keys of an unknown layout can't be moved, but do not depend on the length of the text, so prefixes can be reused.
-    refused = crossing or any(layer.kind == ("rope" if layer.refusal else "unknown") for layer in layers)
-    positions_matter = any(layer.refusal or layer.kind not in ("none", "alibi") for layer in layers)
-    return Rotation(tuple(layers), refused, why, positions_matter)
+    why = "some of its layers attend to what is no text" if crossing else next(filter(None, (layer.refusal for layer in layers)), "")
+    # A prefix keeps its keys where all frequencies are known and fixed, even if it is not known which dimensions they rotate.
+    opaque = (layer.kind == "rope" or (layer.kind == "unknown" and not layer.rotary_dim) for layer in layers if layer.refusal)
+    return Rotation(tuple(layers), crossing or any(opaque), why, any(layer.kind not in ("none", "alibi") for layer in layers))
 
 
 def _per_slot(by: int | torch.Tensor, argument: str, keys: torch.Size) -> int | torch.Tensor:

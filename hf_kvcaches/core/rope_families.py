@@ -37,73 +37,77 @@ def read_rotary_facts(text: Any, layer_type: str | None, layer_idx: int, latents
         layer_type: The key of the layer's parameters, where `rope_parameters` are nested.
         latents: As in `RotaryGeometry.from_config`.
     """
-    config, parameters = _layer_config(text, layer_idx), getattr(text, "rope_parameters", None) or {}
-    facts: dict[str, Any] = {"inv_freq": torch.zeros(0, dtype=torch.float64), "head_dim": _head_dim(config)}
+    config, parameters = text.per_layer_config[layer_idx], getattr(text, "rope_parameters", None) or {}
     nested = any(isinstance(value, dict) for value in parameters.values())
     parameters = parameters.get(layer_type) if nested else parameters
+    if (head_dim := _head_dim(config)) is None:
+        raise ConfigError.of("config", "head_dim, or hidden_size and num_attention_heads", type(config).__name__)
+    facts: dict[str, Any] = {"inv_freq": torch.zeros(0, dtype=torch.float64), "head_dim": head_dim}
 
     if compat.is_family(text, "alibi") or getattr(text, "alibi", False):
-        return facts | {"kind": "alibi", "rope_type": "none"}
+        return facts | {"kind": "alibi", "rope_type": "none", "refusal": "its keys can't be moved (positions of the kind 'alibi')"}
     if compat.is_family(text, "learned"):
-        return facts | {"kind": "learned", "rope_type": "none"}
+        return facts | {"kind": "learned", "rope_type": "none", "refusal": "its keys can't be moved (positions of the kind 'learned')"}
     facts["layout"], direction = _layout(text) or ("half", 0)
     if compat.is_family(text, "fixed_base"):
-        return facts | {"inv_freq": _default_frequencies(10000.0, text.rotary_dim).double()}
+        return facts | {"inv_freq": _default_frequencies(10000.0, text.rotary_dim)}
     if not latents and (getattr(config, "kv_lora_rank", None) or getattr(config, "qk_rope_head_dim", None)):
         return facts | {"refusal": "multi-head latent attention keeps its rotated dimensions apart from the rest"}
     if compat.is_family(text, "latents_unrotated") or (parameters and not _layer_rotates(text, config, layer_idx)):
         return facts | {"kind": "none", "rope_type": "none"}
-    if not parameters:
-        return facts | {"kind": "none" if nested else "unknown", "rope_type": "none"}
-    return facts | _rotation_facts(text, config, parameters, layer_type if nested else None, direction)
+    if parameters:
+        return facts | _rotation_facts(text, config, parameters, layer_type if nested else None, direction)
+    if nested:
+        return facts | {"kind": "none", "rope_type": "none"}
+    refusal = "its config does not say how its keys carry positions (kind 'unknown')"
+    return facts | {"kind": "unknown", "rope_type": "none", "refusal": refusal}
 
 
 def _rotation_facts(text: Any, config: Any, parameters: dict[str, Any], key: str | None, direction: int) -> dict[str, Any]:
     """Return what is known of a layer that rotates its keys, in a direction of 1 or -1, or 0 if the layout is not known."""
-    rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
-    facts: dict[str, Any] = {"rope_type": rope_type, "axes": compat.is_family(text, "axes")}
+    rope_type = parameters.get("rope_type", "default")
     try:
         inv_freq, scaling = _frequencies(config, parameters, rope_type, key)
     except (KeyError, TypeError) as error:
         expected = f"the keys that rope_type {rope_type!r} needs"
         raise ConfigError.of("config.rope_parameters", expected, parameters, f"Reading it failed on {error!r}.") from error
+    facts: dict[str, Any] = {"rope_type": rope_type, "axes": compat.is_family(text, "axes"), "attention_scaling": float(scaling)}
+    facts |= {"inv_freq": inv_freq * (direction or 1), "refusal": _refusal(text, config, parameters, rope_type, 2 * inv_freq.numel())}
     if latent_dim := getattr(config, "kv_lora_rank", None):
         facts["head_dim"] = config.qk_rope_head_dim + latent_dim
-    refusal = _refusal(text, config, parameters, rope_type, 2 * inv_freq.numel())
-    if refusal is None and not direction:
+    if facts["refusal"] is not None:
+        return facts
+    if not direction:
         whose = f"the rotary function of {text.model_type} was not understood"
         if _modeling_module(text.__class__) is None:
             whose = f"{type(text).__name__} is not transformers' own"
-        why = f"{whose}, so it is not known which dimensions of its keys are rotated together"
-        return facts | {"kind": "unknown", "refusal": why}
-    facts |= {"inv_freq": inv_freq.double() * (direction or 1), "attention_scaling": float(scaling), "refusal": refusal}
-    if refusal is None and rope_type in _LENGTH_DEPENDENT:
-        why = "the frequencies depend on the length of the text, so cached keys have no fixed angles"
-        facts["refusal"] = f"with rope_type {rope_type!r} {why}"
-        if rope_type == "dynamic":
-            # A shorter text than the limit brings the first frequencies back, one of just that length does not.
-            facts["changes_at"] = int(config.max_position_embeddings) - 1
-        elif "short_mscale" not in parameters:  # PhiMoE changes the norm of its keys instead
-            facts["changes_at"] = limit = int(parameters["original_max_position_embeddings"])
-            facts["inv_freq_beyond"] = _frequencies(config, parameters, rope_type, key, limit + 1)[0].double() * direction
+        if rope_type in _LENGTH_DEPENDENT:
+            del facts["inv_freq"]
+        return facts | {"kind": "unknown", "refusal": f"{whose}, so it is not known which dimensions of its keys are rotated together"}
+    if rope_type not in _LENGTH_DEPENDENT:
+        return facts
+    facts["refusal"] = f"with rope_type {rope_type!r} the frequencies depend on the length of the text, so cached keys have no fixed angles"
+    if rope_type == "dynamic":
+        # A shorter text than the limit brings the first frequencies back, one of just that length does not.
+        facts["changes_at"] = int(config.max_position_embeddings) - 1
+    elif "short_mscale" not in parameters:  # PhiMoE changes the norm of its keys instead
+        facts["changes_at"] = limit = int(parameters["original_max_position_embeddings"])
+        facts["inv_freq_beyond"] = _frequencies(config, parameters, rope_type, key, limit + 1)[0] * direction
     return facts
 
 
 def _frequencies(config: Any, parameters: Any, rope_type: str, key: str | None, tokens: int | None = None) -> tuple[torch.Tensor, float]:
-    """Return the frequencies of a layer, in float32, and its attention scaling, for a text of so many tokens."""
+    """Return the frequencies of a layer, exactly the model's in float32, and its attention scaling, for a text of so many tokens."""
     if rope_type in ROPE_INIT_FUNCTIONS:
         inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"), seq_len=tokens, layer_type=key)
-        return inv_freq.float(), scaling
-    base = parameters.get("rope_theta") or getattr(config, "rope_theta", None)
-    if base is None:
-        raise ConfigError.of("config.rope_parameters", "a rope_theta", parameters)
-    partial = parameters.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
-    return _default_frequencies(base, int(_head_dim(config) * partial)), 1.0
+        return inv_freq.float().double(), scaling
+    dim = int((_head_dim(config) or 0) * (parameters.get("partial_rotary_factor") or 1.0))
+    return _default_frequencies(parameters["rope_theta"], dim), 1.0
 
 
 def _default_frequencies(base: float, dim: int) -> torch.Tensor:
     # In float32 and in the models' own order of operations: these are the numbers that the model multiplies its positions by.
-    return 1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim))
+    return (1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim))).double()
 
 
 def _refusal(text: Any, config: Any, parameters: dict[str, Any], rope_type: str, rotary_dim: int) -> str | None:
@@ -115,7 +119,7 @@ def _refusal(text: Any, config: Any, parameters: dict[str, Any], rope_type: str,
     if set(filter(None, getattr(text, "layer_rope_theta", None) or ())) - {parameters.get("rope_theta")}:
         return f"the layers of this {text.model_type} model have a theta each, which is not supported"
     head_dim = config.qk_rope_head_dim if getattr(config, "kv_lora_rank", None) else _head_dim(config)
-    if rotary_dim > head_dim:
+    if rotary_dim > (head_dim or 0):
         return f"{text.model_type} rotates {rotary_dim} dimensions in heads of {head_dim}, in a way that is not known"
     return None
 
@@ -136,27 +140,18 @@ def _layer_rotates(text: Any, config: Any, layer_idx: int) -> bool:
     return True
 
 
-def _layer_config(text: Any, layer_idx: int) -> Any:
-    return text.per_layer_config[layer_idx] if getattr(text, "is_heterogeneous", False) else text
-
-
-def _head_dim(config: Any) -> int:
+def _head_dim(config: Any) -> int | None:
     head_dim, width, heads = (getattr(config, name, None) for name in ("head_dim", "hidden_size", "num_attention_heads"))
     if head_dim is not None:
         return int(head_dim)
-    if not isinstance(width, int) or not isinstance(heads, int):
-        raise ConfigError.of("config", "head_dim, or hidden_size and num_attention_heads", type(config).__name__)
-    return width // heads
+    return width // heads if isinstance(width, int) and isinstance(heads, int) else None
 
 
 def head_sizes(text: Any, layer_idx: int) -> tuple[int, int] | None:
     """Return the sizes of a layer's keys and values; None where the config of the decoder does not tell."""
-    config = _layer_config(text, layer_idx)
-    try:
-        size = _head_dim(config)
-    except ConfigError:
-        return None
-    return size, getattr(config, "v_head_dim", None) or size
+    config = text.per_layer_config[layer_idx]
+    size = _head_dim(config)
+    return None if size is None else (size, getattr(config, "v_head_dim", None) or size)
 
 
 def _layout(text: Any) -> tuple[Layout, int] | None:

@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.files import Content, artifact_errors, container, read_file, read_message
+from hf_kvcaches.core.decoder import decoder_layers
+from hf_kvcaches.core.files import Content, artifact_errors, container, read_file, read_message, require_header
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.hub import local_file, make_folder
 from hf_kvcaches.core.identity import LOOKS, Provenance, identity_of, require_identity
@@ -22,7 +23,7 @@ from hf_kvcaches.stores.files import write_atomically
 from hf_kvcaches.stores.streams import Source
 
 FILE_NAME = "kvcache.safetensors"  # in the folder that `save_pretrained` makes
-_TYPE, _VERSION = "cache", 5
+_TYPE, _VERSION = "cache", 6
 _FIELDS = {"class": str, "settings": dict, "layers": list, "fingerprint": dict, "codec": dict | None}
 
 
@@ -54,7 +55,7 @@ def named_codec(codec: Any, digest: str, where: str) -> Any:
 
 def content_of(cache: Any, codec: CacheCodec | None, attention_mask: Tensor | None) -> Content:
     """Return all of a `KVCache` that was built with its model, which is still as it was when it filled the cache; see `KVCache.save`."""
-    header: dict[str, Any] = {"type": _TYPE, "version": _VERSION, "class": type(cache).__name__, "settings": cache.settings()}
+    header: dict[str, Any] = {"type": _TYPE, "format_version": _VERSION, "class": type(cache).__name__, "settings": cache.settings()}
     header |= {"fingerprint": _fingerprint(cache).to_dict(), "codec": None, "layers": []}
     tensors: dict[str, Tensor] = {}
     padding = None if codec is None else _row_padding(cache, codec, attention_mask)
@@ -74,15 +75,10 @@ def content_of(cache: Any, codec: CacheCodec | None, attention_mask: Tensor | No
     return Content(header, tensors)
 
 
-def cache_of(cls: type[Any], content: Content, model: Any, codec: CacheCodec | None, where: str) -> Any:
+def rebuilt_cache(cls: type[Any], content: Content, model: Any, codec: CacheCodec | None, where: str) -> Any:
     """Build a cache of a class again; see `KVCache.load`. Errors name `where` its content is from."""
     header = content.header
-    if header.get("type") != _TYPE:
-        raise ArtifactError(f"{where} is not a saved cache. Write one with cache.save(path).")
-    if (got := header.get("version")) != _VERSION:
-        raise ArtifactError(f"{where} has format {got}, this hf-kvcaches reads {_VERSION}. Upgrade it, or save the cache anew.")
-    if not all(name in header and isinstance(header[name], kind) for name, kind in _FIELDS.items()):
-        raise ArtifactError(f"{where}: fields are missing or of the wrong kind. Save the cache again.")
+    require_header(header, _TYPE, _VERSION, _FIELDS, where)
     if (got := header["class"]) != cls.__name__:
         raise ArtifactError(f"{where} holds {with_article(got)}, not {with_article(cls.__name__)}. Load it with {got}.load.")
     identity = require_identity(compat.base_model(model), f"The cache in {where}")
@@ -108,9 +104,9 @@ def _rebuilt(cls: type[Any], model: Any, content: Content, codec: Any) -> Any:
     kinds, expected = [type(layer).__name__ for layer in cache.layers], [layer["class"] for layer in header["layers"]]
     if kinds != expected:
         raise ArtifactError(f"it has the layers {expected}, and this model's cache has {kinds}")
-    _, _, decoder_layers = compat.decoder_layers(cache.model)
+    _, _, modules = decoder_layers(cache.model)
     for index, (layer, description) in enumerate(zip(cache.layers, header["layers"], strict=True)):
-        device = compat.layer_device(decoder_layers[index])
+        device = compat.layer_device(modules[index])
         state = {name: tensor.to(device) for name, tensor in _under(f"{index}.", content.tensors).items()}
         if padding is not None and (coded := _under("coded.", state)):
             exact = codec.decode_layer(cache.config, index, coded, padding)
@@ -119,10 +115,7 @@ def _rebuilt(cls: type[Any], model: Any, content: Content, codec: Any) -> Any:
         if isinstance(layer, KVLayer):
             layer.import_state(state, description["values"])
         elif state:
-            layer.lazy_initialization(state["keys"], state["values"])
-            layer.keys, layer.values = state["keys"], state["values"]
-            if isinstance(layer, DynamicSlidingWindowLayer):
-                layer.cumulative_length = description["values"]["seen"]
+            _import(layer, state, description["values"])
     return cache
 
 
@@ -137,6 +130,14 @@ def _export(layer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if not layer.is_initialized:
         return {}, {"seen": 0}
     return {"keys": layer.keys, "values": layer.values}, {"seen": layer.get_seq_length()}
+
+
+def _import(layer: Any, state: dict[str, Tensor], counters: dict[str, Any]) -> None:
+    """Give a layer of transformers' own what `_export` returned."""
+    layer.lazy_initialization(state["keys"], state["values"])
+    layer.keys, layer.values = state["keys"], state["values"]
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        layer.cumulative_length = counters["seen"]
 
 
 def _row_padding(cache: Any, codec: CacheCodec, attention_mask: Tensor | None) -> list[int] | None:
@@ -171,11 +172,10 @@ def _fingerprint(cache: Any) -> ModelFingerprint:
         if identity.reason:
             raise FingerprintMismatch(f"The cache can't be saved with a fingerprint. {identity.reason} Fill it anew, and save it then.")
     if not filled.matches(here):
-        try:
-            differences = "; ".join(here.fingerprint.differs_from(filled.fingerprint))
-            differences += " (here: the model now, there: when it filled it)"
-        except FingerprintMismatch:  # it was not read then
-            differences = "its weights, settings or adapters are others"
+        differences = "its weights, settings or adapters are others"
+        if filled.known is not None:
+            now_and_then = "(here: the model now, there: when it filled it)"
+            differences = f"{'; '.join(here.fingerprint.differs_from(filled.known))} {now_and_then}"
         raise FingerprintMismatch(
             f"The model has changed since it filled the cache: {differences}. Bring back what it had then (adapters, weights, settings), "
             "or fill the cache anew, and save it then."
@@ -247,7 +247,7 @@ class SavedCache:
                 connected socket's `recv`.
             model: As for `load`, and `codec`.
         """
-        return cache_of(cls, read_message(data), model, codec, "this message")
+        return rebuilt_cache(cls, read_message(data), model, codec, "this message")
 
     def content(self, codec: CacheCodec | None, attention_mask: torch.Tensor | None) -> Content:
         """What is saved or sent.
@@ -268,7 +268,7 @@ class SavedCache:
             model: The model to go on with; another one than the cache was filled by is a `FingerprintMismatch`.
             codec: The one that it was saved with, if it was with one.
         """
-        return cache_of(cls, read_file(path), model, codec, str(path))
+        return rebuilt_cache(cls, read_file(path), model, codec, str(path))
 
     def save_pretrained(self, folder: str | Path, codec: CacheCodec | None = None, attention_mask: torch.Tensor | None = None) -> None:
         """Write the cache into a folder, made if need be, as `save` does into a file.

@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from hf_kvcaches import compat
+from hf_kvcaches.core.decoder import has_latents
 from hf_kvcaches.core.refusal import Refusal
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 
@@ -200,7 +202,7 @@ def _make_mask(**arguments: Any) -> Any:
             return None
         columns = torch.arange(tokens, device=padding.device) + start.to(padding.device)
         return padding.index_select(1, columns)[:, None, None].bool()
-    make = compat.mask_function(previous_implementation(arguments["config"]))
+    make = ALL_MASK_ATTENTION_FUNCTIONS.get(previous_implementation(arguments["config"]))
     return None if make is None else make(**arguments)
 
 
@@ -215,7 +217,7 @@ def require_plain_decoder(model: PreTrainedModel, what: str) -> None:
             f"{what} needs a decoder-only model, and {type(model).__name__} is an encoder-decoder, whose cross-attention keeps keys of "
             "another text. Use GrowingCache, or leave past_key_values out."
         )
-    if compat.runs_layers_in_loops(model.config):
+    if getattr(compat.decoder_config(model.config), "n_recurrent_loops", 1) > 1:
         raise UnsupportedError(
             f"{what} needs a model that runs each layer once, and {type(model).__name__} runs some in loops, with keys of each loop. Use "
             "GrowingCache, or leave past_key_values out."
@@ -245,11 +247,11 @@ def why_not_answering(model: PreTrainedModel, *, latents: bool = False) -> Refus
     unbounded = sorted({kind for kind, _ in compat.layer_plan(config)} - _BOUNDED - {"full_attention"})
     if unbounded:
         return Refusal(f"{name} has layers of the types {unbounded}, which keep tokens in a form of their own")
-    if compat.shares_keys_between_layers(config):
+    if getattr(config, "num_kv_shared_layers", None) or "reuse" in (getattr(config, "kv_sharing_modes", None) or ()):
         return Refusal(f"{name} has layers that attend to the keys of other layers")
     if getattr(config, "cross_attention_layers", None):
         return Refusal(f"{name} has layers of cross-attention in its cache")
-    if compat.is_family(config, "computes_with_cached_keys") or (not latents and compat.has_latents(model)):
+    if compat.is_family(config, "computes_with_cached_keys") or (not latents and has_latents(model)):
         return Refusal(f"{name} computes with keys and values after they are in the cache")
     return None
 
@@ -318,5 +320,5 @@ def _models_inside(model: PreTrainedModel) -> list[PreTrainedModel]:
     return [module for module in compat.modules_of(model) if isinstance(module, PreTrainedModel)]
 
 
-compat.AttentionInterface.register(NAME, _attend)
-compat.AttentionMaskInterface.register(NAME, _make_mask)
+AttentionInterface.register(NAME, _attend)
+AttentionMaskInterface.register(NAME, _make_mask)

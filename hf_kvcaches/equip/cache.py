@@ -186,7 +186,7 @@ class EquipCache(AnsweringCache):
         geometry = RotaryGeometry.from_config(self.config, layer_idx=layer_idx, latents=self._latents)
         rotation = self._make_rotation(geometry)
         compared = self._shard is not None or settings.policy.asks_all_heads or settings.head_budgets is not None
-        config = compat.layer_configs(self.config)[layer_idx]
+        config = self.config.per_layer_config[layer_idx]
         heads = getattr(config, "num_key_value_heads", None) if compared and not self._latents else None
         store = self._make_store(rotation, settings, layer_idx)
         return EquipLayer(settings, geometry, rotation, self.passes, store, self._shard, heads)
@@ -199,7 +199,7 @@ class EquipCache(AnsweringCache):
         if book is not None:
             return PagedStore(rotation, backend, book, settings.budget)
         if self._latents:
-            sizes: Any = compat.layer_configs(self.config)[layer_idx]
+            sizes: Any = self.config.per_layer_config[layer_idx]
             return LatentStore(rotation, backend, sizes.qk_rope_head_dim, sizes.kv_lora_rank)
         if settings.storage is not None:
             return QuantizedStore(rotation, backend, settings.storage)
@@ -217,9 +217,8 @@ class EquipCache(AnsweringCache):
                 "positions='compact': this model gives image tokens a position for each axis, which a cache that is built with a config "
                 "can't tell from text. Build the cache with the model, or pass positions='original'."
             )
-        if geometry.kind != "rope" or geometry.refusal is not None:
-            why = geometry.refusal or f"its config does not say how its keys carry positions (kind {geometry.kind!r})"
-            raise UnsupportedError(f"positions='compact': {why}. Pass positions='original'.")
+        if geometry.refusal is not None:
+            raise UnsupportedError(f"positions='compact': {geometry.refusal}. Pass positions='original'.")
         scheme: Scheme = self._settings.rope
         if self._settings.rope == "auto":
             # A policy that evicts anywhere has kept keys rotated again and again, and in half precision each time rounds them. On an

@@ -109,7 +109,7 @@ def _open(layer: EquipLayer, start: int, stop: int, tokens: int) -> None:
     """Drops the span, and moves what follows to make room for so many tokens."""
     positions, geometry, moved = layer.positions, layer.geometry, tokens - (stop - start)
     if moved and stop < layer.seen and not layer.rotation.compact and geometry.kind != "none":
-        if geometry.kind != "rope" or geometry.refusal is not None:
+        if geometry.refusal is not None:
             raise UnsupportedError(
                 "edit: the keys of this model can't be moved, and what follows would have to. Replace the span by as many tokens as it has."
             )

@@ -20,6 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
+from hf_kvcaches.core.decoder import EXPANSION
 from hf_kvcaches.core.view import LayerView, previous_attention
 from hf_kvcaches.equip.rotation import SlotRotation
 from hf_kvcaches.equip.store import FlatStore
@@ -45,21 +46,21 @@ def latent_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
     """The attention modules of a model that keep latents, by the index of their layer in the cache."""
     if model not in _by_model:
         modules = compat.modules_of(model.get_decoder())
-        _by_model[model] = {int(module.layer_idx): module for module in modules if hasattr(module, compat.EXPANSION)}  # type: ignore[arg-type]
+        _by_model[model] = {int(module.layer_idx): module for module in modules if hasattr(module, EXPANSION)}  # type: ignore[arg-type]
     return _by_model[model]
 
 
 def require_absorbable(module: nn.Module) -> None:
     """Refuses a module whose expansion is more than a product with one weight."""
     projection: Any = module.kv_b_proj
-    method: Any = getattr(module, compat.EXPANSION)
+    method: Any = getattr(module, EXPANSION)
     if (
         type(projection) is not nn.Linear
         or projection.bias is not None
         or projection.weight.is_meta
         or compat.forward_hooks(projection)
         or compat.replaced_forward(projection) is not None
-        or getattr(method, "__func__", None) not in (_expand_uncompiled, getattr(type(module), compat.EXPANSION))
+        or getattr(method, "__func__", None) not in (_expand_uncompiled, getattr(type(module), EXPANSION))
     ):
         raise UnsupportedError(
             f"model: EquipCache multiplies queries by the weight of {type(module).__name__}.kv_b_proj, which has to be a plain linear "
@@ -76,7 +77,7 @@ def hand_out_latents(view: LayerView, module: nn.Module) -> tuple[Any, Any]:
     close_expansion()  # left open where an interrupt came between `update` and the expansion
     with _lock:
         _waiting.setdefault(module, set()).add(threading.get_ident())
-        vars(module)[compat.EXPANSION] = MethodType(_expand_uncompiled, module)
+        vars(module)[EXPANSION] = MethodType(_expand_uncompiled, module)
     _pending.module = module
     latents = LatentView(view)
     return latents, latents
@@ -89,13 +90,13 @@ def close_expansion() -> None:
         with _lock:
             _waiting[module].discard(threading.get_ident())
             if not _waiting[module]:
-                vars(module).pop(compat.EXPANSION, None)
+                vars(module).pop(EXPANSION, None)
 
 
 def expand_kv(module: nn.Module, latents: Any, rotated: Any) -> Any:
     """Lets a `LatentView` pass; its name is that of the method, by which a module is pickled."""
     if not isinstance(latents, LatentView):
-        return getattr(type(module), compat.EXPANSION)(module, latents, rotated)
+        return getattr(type(module), EXPANSION)(module, latents, rotated)
     close_expansion()
     return latents, latents
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_kvcaches import compat
+from hf_kvcaches.core.decoder import attention_module, decoder_layers
 from hf_kvcaches.core.holder import LastQueries
 from hf_kvcaches.core.layers import KVLayer
 from hf_kvcaches.core.step import Pass
@@ -121,8 +121,8 @@ def watch_inputs(model: PreTrainedModel, cache: EquipCache) -> None:
             layer.inputs = {**{name: value for name, value in kwargs.items() if value is not watching}, "hidden_states": hidden}
 
     before.only_observes = True  # type: ignore[attr-defined]
-    for layer in compat.decoder_layers(model)[2]:
-        handle = compat.attention_module(layer).register_forward_pre_hook(before, with_kwargs=True)
+    for layer in decoder_layers(model)[2]:
+        handle = attention_module(layer).register_forward_pre_hook(before, with_kwargs=True)
         weakref.finalize(cache, handle.remove)
 
 

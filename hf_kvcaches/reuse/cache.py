@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.cache import KVCache
+from hf_kvcaches.core.decoder import decoder_layers
 from hf_kvcaches.core.layers import GrowingLayer
 from hf_kvcaches.core.parallel import is_tensor_parallel, shard_of
 from hf_kvcaches.core.prompt import PrefillCall, Remaining, Stage
@@ -44,9 +45,9 @@ class SplicingCache(SourceCache):
         super().__init__(model, decode_with=decode_with, offloading=offloading)
         self._check_layers()
         if self.holder is None:  # which takes all tokens of a layer
-            for layer, (kind, arguments) in zip(self.layers, compat.layer_plan(self.config), strict=True):
+            for layer, (kind, plain) in zip(self.layers, compat.layer_plan(self.config), strict=True):
                 if kind == "sliding_attention":
-                    layer.see_window(arguments["sliding_window"])
+                    layer.see_window(plain.sliding_window)
         self.shard = shard_of(model)
         if self.shard is None and self._model is not None and is_tensor_parallel(self.model):
             raise UnsupportedError(
@@ -240,7 +241,7 @@ class SplicingCache(SourceCache):
             for row in plan.rows
         ]
         if make_room:
-            _, _, decoder = compat.decoder_layers(self.model)
+            _, _, decoder = decoder_layers(self.model)
             sample = next(stored[0] for stored in loaded if stored)
             for layer, module, (keys, values) in zip(self.layers, decoder, like_stored(sample, len(self.layers)), strict=True):
                 device = compat.layer_device(module)
@@ -309,7 +310,7 @@ class SplicingCache(SourceCache):
         if self.rotation.refused:
             raise UnsupportedError(f"model: {self.rotation.why}. Use DynamicCache.")
         if self._model is not None:
-            compat.decoder_layers(self.model)  # refuses models without decoder layers
+            decoder_layers(self.model)  # refuses models without decoder layers
         if compat.is_family(self.config, "inserts_tokens"):
             raise UnsupportedError("model: it inserts tokens before every text, which count in the cache. Use DynamicCache.")
         if self.learned_prompt:

@@ -19,6 +19,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.cache import KVCache
+from hf_kvcaches.core.decoder import decoder_layers
 from hf_kvcaches.core.view import LayerView
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 
@@ -71,7 +72,7 @@ def name_of(root: nn.Module, module: nn.Module) -> str:
 
 def with_layers(model: PreTrainedModel, layers: Sequence[nn.Module]) -> nn.Module:
     """A twin of a model without its head, with other decoder layers."""
-    decoder, name, _ = compat.decoder_layers(model)
+    decoder, name, _ = decoder_layers(model)
     path = name_of(model.base_model, decoder)
     return twin_of(model.base_model, {f"{path}.{name}" if path else name: nn.ModuleList(layers)})
 
@@ -257,7 +258,7 @@ def run_layers(
         attention_mask: 1 where a token is real, (batch, tokens that layer `start` has seen + new ones), or None.
         hidden: What entered layer `start`, (batch, tokens, hidden); None for layer 0.
     """
-    layers = compat.decoder_layers(model)[2]
+    layers = decoder_layers(model)[2]
     if not 0 <= start < len(layers) or (hidden is None) != (start == 0):
         raise ConfigError.of("start", f"a decoder layer from 0 to {len(layers) - 1}, and hidden for all but layer 0", start)
     if not start < stop <= len(layers):

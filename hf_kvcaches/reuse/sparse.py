@@ -78,10 +78,11 @@ class SparsePass:
         masks: dict[Any, torch.Tensor] = {}
 
         def mask(index: int, query: torch.Tensor) -> torch.Tensor:
-            kind, arguments = plan[index]
-            key = (kind, arguments.get("sliding_window"), query.device, query.dtype)
+            kind, layer = plan[index]
+            window = getattr(layer, "sliding_window", None)
+            key = (kind, window, query.device, query.dtype)
             if key not in masks:
-                visible = self.visible(kind, arguments.get("sliding_window"), query.device)
+                visible = self.visible(kind, window, query.device)
                 masks[key] = _additive(visible, query.dtype) if _is_eager(model) else visible
             return masks[key]
 

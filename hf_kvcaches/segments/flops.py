@@ -9,6 +9,7 @@ import numpy as np
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_kvcaches import compat
+from hf_kvcaches.core.decoder import decoder_layers
 from hf_kvcaches.reuse.plan import Indices, PlannedRow
 
 
@@ -29,10 +30,10 @@ class Costs:
         """Read the costs from a model's weights and config, once. All experts of a mixture are counted."""
         if model in _COSTS:
             return _COSTS[model]
-        _, _, layers = compat.decoder_layers(model)
+        _, _, layers = decoder_layers(model)
         linear = tuple(float(2 * sum(weight.numel() for weight in layer.parameters() if weight.ndim >= 2)) for layer in layers)
         # A product of queries and keys, and one of weights and values.
-        scores = tuple(4.0 * _query_size(config) for config in compat.layer_configs(compat.decoder_config(model.config)))
+        scores = tuple(4.0 * _query_size(config) for config in compat.decoder_config(model.config).per_layer_config)
         return _COSTS.setdefault(model, cls(linear, scores))
 
     def of_tokens(self, indices: Indices, start: int = 0, stop: int | None = None) -> float:

@@ -51,7 +51,7 @@ def agreement(query: torch.Tensor, cached: torch.Tensor, fresh: torch.Tensor, sh
     grouped = query.float().reshape(cached.shape[0], -1, query.shape[-1])
     first, second = (grouped @ keys.float().mT for keys in (cached, fresh))
     cosines = torch.nn.functional.cosine_similarity(first, second, dim=-1)
-    return float((cosines if shard is None else shard.gather_heads(cosines)).mean())
+    return float((cosines if shard is None else shard.gather(cosines, 0)).mean())
 
 
 class Stages:
@@ -225,7 +225,7 @@ class Stages:
         recompute = span.recompute
         if check.choose:
             deviations = (fresh.float() - cached.float()).norm(dim=-1)
-            deviations = deviations if self.cache.shard is None else self.cache.shard.gather_heads(deviations)
+            deviations = deviations if self.cache.shard is None else self.cache.shard.gather(deviations, 0)
             order = np.argsort(-deviations.norm(dim=0).cpu().numpy(), kind="stable")
             recompute = np.sort(order[: check.choose]) + span.start
         return (replace(span, recompute=recompute, check=None),)

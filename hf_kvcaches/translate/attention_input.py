@@ -8,7 +8,7 @@ from contextlib import suppress
 import torch
 from transformers import Cache, PreTrainedModel
 
-from hf_kvcaches import compat
+from hf_kvcaches.core.decoder import decoder_layers
 from hf_kvcaches.kernels.arguments import RowSpan
 from hf_kvcaches.reuse.cache import SplicingCache
 from hf_kvcaches.reuse.partial import PassEnded, SkippedLayer, StoppingPass, run_module, with_layers
@@ -22,7 +22,7 @@ def feed_attention(model: PreTrainedModel, layer: int, hidden: torch.Tensor, tok
         hidden: Normalised, (batch, tokens, hidden).
         cache: Takes keys and values, and raises `PassEnded` behind them.
     """
-    layers = compat.decoder_layers(model)[2]
+    layers = decoder_layers(model)[2]
     below = [SkippedLayer(skipped, hidden.to(model.dtype) if index == layer - 1 else None) for index, skipped in enumerate(layers[:layer])]
     exchanged = with_exchanged_input(layers[layer], lambda states: hidden.to(states))
     with suppress(PassEnded):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from hf_kvcaches import compat
+from hf_kvcaches.core.decoder import decoder_layers
 from hf_kvcaches.kernels.arguments import RowSpan
 from hf_kvcaches.kernels.rebuild import rebuild
 from hf_kvcaches.reuse.cache import SplicingCache
@@ -85,7 +86,7 @@ class Filling:
         self, cache: SplicingCache, translator: CacheTranslator, head: CodesHead, prompt: CodedPrompt, tokens: PromptTokens
     ) -> None:
         self.cache, self.translator, self.prompt, self.tokens = cache, translator, prompt, tokens
-        self.layers = compat.decoder_layers(cache.model)[2]
+        self.layers = decoder_layers(cache.model)[2]
         self._code_indices = prompt.code_indices(head.tokens)
         self._tables: dict[Any, dict[str, Any]] = {}
         self._side = self._run_lowest()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hf_kvcaches import compat
+from hf_kvcaches.core.decoder import decoder_layers
 from hf_kvcaches.core.fingerprint import tokenizer_parts
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedError
 from hf_kvcaches.evaluate.observer import Attended
@@ -39,7 +40,7 @@ class Pair:
                 raise UnsupportedError(f"{role}: a learned prompt is in no fingerprint. Pass the model without that adapter.")
         self.rotation = require_plain_layers(compat.decoder_config(self.consumer.config))
         require_plain_layers(compat.decoder_config(self.producer.config))
-        producer_layers, self.layers = (len(compat.decoder_layers(model)[2]) for model in (self.producer, self.consumer))
+        producer_layers, self.layers = (len(decoder_layers(model)[2]) for model in (self.producer, self.consumer))
         nearest = (round(layer * (producer_layers - 1) / max(1, self.layers - 1)) for layer in range(self.layers))
         self.sources = tuple(nearest if layer_map is None else layer_map)
         if len(self.sources) != self.layers or not all(layer < producer_layers for layer in self.sources):

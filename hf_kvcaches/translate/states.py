@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.cache import KVCache
+from hf_kvcaches.core.decoder import attention_module, decoder_layers
 from hf_kvcaches.core.layers import KVLayer
 from hf_kvcaches.core.rope import Rotation, rotation_of
 from hf_kvcaches.core.view import require_answering
@@ -172,7 +173,7 @@ def read_states(
         upto: The last layer to read; the pass ends before its attention. None to run the whole pass.
         queries: As in `ReadingCache`.
     """
-    rotation, layers = require_plain_layers(compat.decoder_config(model.config)), compat.decoder_layers(model)[2]
+    rotation, layers = require_plain_layers(compat.decoder_config(model.config)), decoder_layers(model)[2]
     inputs: dict[int, torch.Tensor] = {}
 
     def on_layer(layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -209,5 +210,5 @@ def with_exchanged_input(layer: nn.Module, exchange: Callable[[torch.Tensor], to
     def on_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return ((exchange(args[0]), *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": exchange(kwargs["hidden_states"])})
 
-    attention = compat.attention_module(layer)
+    attention = attention_module(layer)
     return twin_of(layer, {name_of(layer, attention): ToldModule(attention, on_call)})

@@ -12,6 +12,7 @@ import torch
 from hf_kvcaches import compat
 from hf_kvcaches.codec.codec import KVCodec
 from hf_kvcaches.core.cache import KVCache
+from hf_kvcaches.core.decoder import decoder_layers
 from hf_kvcaches.core.identity import Identity, identity_of
 from hf_kvcaches.core.parallel import require_all_heads
 from hf_kvcaches.core.prompt import PrefillCall, Remaining
@@ -162,7 +163,7 @@ class WarmStartCache(SplicingCache):
     def start_from(self, summaries: Slots | Sequence[Slots], covered: int) -> None:
         """Begin with a summary for each row, rotated to its positions, that stand for the first `covered` slots of the prompt."""
         summaries = [summaries] if isinstance(summaries, Slots) else summaries
-        _, _, decoder = compat.decoder_layers(self.model)
+        _, _, decoder = decoder_layers(self.model)
         for index, (layer, module) in enumerate(zip(self.layers, decoder, strict=True)):
             rows = (summary.layers[index] for summary in summaries)
             rows = (row._replace(keys=row.keys.to(self.model.dtype), values=row.values.to(self.model.dtype)) for row in rows)

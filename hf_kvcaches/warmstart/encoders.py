@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
+from hf_kvcaches.core.decoder import decoder_layers
 from hf_kvcaches.errors import ConfigError, UnsupportedError, require
 from hf_kvcaches.kernels.checksum import digest_of
 from hf_kvcaches.reuse.partial import RunningLayer, SkippedLayer, run_module, with_layers
@@ -128,7 +129,7 @@ class HiddenEncoder(Encoder):
     reads_text = False
 
     def __init__(self, model: PreTrainedModel) -> None:
-        layers = len(compat.decoder_layers(model)[2])
+        layers = len(decoder_layers(model)[2])
         self._model, self._depth = model, max(1, layers // 4)
         if self._depth >= layers:
             raise UnsupportedError("encoder: 'hidden' needs a model of two layers or more. Take 'model'.")
@@ -142,7 +143,7 @@ class HiddenEncoder(Encoder):
 
     @torch.no_grad()
     def _mean(self, row: list[int]) -> Tensor:
-        layers = compat.decoder_layers(self._model)[2]
+        layers = decoder_layers(self._model)[2]
         last = RunningLayer(layers[self._depth - 1])
         twin = with_layers(self._model, [*layers[: self._depth - 1], last, *map(SkippedLayer, layers[self._depth :])])
         run_module(twin, None, torch.tensor([row], device=compat.input_device(self._model)))

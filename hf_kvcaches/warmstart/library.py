@@ -15,6 +15,7 @@ from transformers import Cache, PreTrainedModel
 
 from hf_kvcaches import compat
 from hf_kvcaches.codec.codec import KVCodec
+from hf_kvcaches.core.decoder import decoder_layers
 from hf_kvcaches.core.fingerprint import ModelFingerprint, digest_of_tokenizer
 from hf_kvcaches.core.identity import Identity, identity_of, require_identity
 from hf_kvcaches.core.parallel import require_all_heads, shard_of
@@ -116,7 +117,7 @@ class WarmStartLibrary:
         if not slots and not full:
             raise ConfigError("slots=0 and full=False: nothing would be stored. Keep one of them.")
         self.model, self.tokenizer = compat.base_model(model), tokenizer
-        compat.decoder_layers(self.model)  # refuses models without decoder layers, before anything is stored
+        decoder_layers(self.model)  # refuses models without decoder layers, before anything is stored
         self.rotation: Rotation = rotation_of(compat.decoder_config(self.model.config))
         self.correction = PositionCorrection.of_model(self.model) if correct_positions and slots else None
         if slots and self.rotation.why and self.correction is None:

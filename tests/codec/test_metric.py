@@ -11,7 +11,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_kvcaches.codec.metric import before_rotation, output_metric
-from hf_kvcaches.compat import attention_module, base_model
+from hf_kvcaches.compat import base_model
+from hf_kvcaches.core.decoder import attention_module
 from hf_kvcaches.core.rope import RotaryGeometry
 from tests.translate.models import MODELS, layers_of
 

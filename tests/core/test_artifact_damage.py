@@ -69,7 +69,7 @@ def check_damaged(folder: Path, artifact: Basis, copies: Path, name: str, conten
     ("damage", "message"),
     [
         (lambda f: (f / FILE_NAME).unlink(), "expected artifact.safetensors, got none"),
-        (lambda f: (f / FILE_NAME).rename(f / "kvcache_artifact.json"), "an artifact of hf-kvcaches 0.2 or older. Make it anew"),
+        (lambda f: (f / FILE_NAME).rename(f / "kvcache_artifact.json"), "hf-kvcaches 0.2 or older made has to be made anew"),
         (lambda f: (f / FILE_NAME).write_bytes(b"\x80\x04pickle"), "expected a complete file of hf_kvcaches"),
         (lambda f: (f / FILE_NAME).write_bytes(b""), "expected a complete file"),
         (lambda f: save_file({"basis": torch.ones(2)}, f / FILE_NAME), "of version none"),

@@ -20,7 +20,8 @@ from transformers import (
     ZambaConfig,
 )
 
-from hf_kvcaches import GrowingCache, SegmentReuseCache, SegmentStore, compat
+from hf_kvcaches import GrowingCache, SegmentReuseCache, SegmentStore
+from hf_kvcaches.core.decoder import decoder_layers
 from hf_kvcaches.core.identity import identity_of
 from hf_kvcaches.core.layers import GrowingLayer
 from hf_kvcaches.core.source import SourceCache
@@ -203,7 +204,7 @@ def test_spans_run_one_after_the_other_equal_the_whole(model):
 
 def hidden_states(model, **inputs):
     """What enters each layer, and what leaves the last one before the final norm."""
-    layers = compat.decoder_layers(model)[2]
+    layers = decoder_layers(model)[2]
     found = []
     handles = [layer.register_forward_pre_hook(lambda module, args, kwargs: found.append(args[0]), with_kwargs=True) for layer in layers]
     handles.append(layers[-1].register_forward_hook(lambda module, args, out: found.append(out[0] if isinstance(out, tuple) else out)))
@@ -217,7 +218,7 @@ def hidden_states(model, **inputs):
 def test_some_layers_run_from_stored_hidden_states(model):
     batch = left_padded()
     positions = (batch["attention_mask"].cumsum(-1) - 1).clamp(min=0)
-    real, layers = batch["attention_mask"].bool(), len(compat.decoder_layers(model)[2])
+    real, layers = batch["attention_mask"].bool(), len(decoder_layers(model)[2])
     whole = GrowingCache(model)
     hidden = hidden_states(model, **batch, position_ids=positions, past_key_values=whole)
     for start in range(layers):
@@ -236,7 +237,7 @@ def test_some_layers_run_from_stored_hidden_states(model):
 @torch.no_grad()
 def test_upper_layers_catch_up_with_filled_lower_ones(model):
     text = tiny.ids(1, 14)
-    layers = len(compat.decoder_layers(model)[2])
+    layers = len(decoder_layers(model)[2])
     cache = GrowingCache(model)
     hidden = hidden_states(model, input_ids=text, past_key_values=cache)[layers - 1]
     cache.layers[layers - 1] = GrowingCache(model).layers[layers - 1]

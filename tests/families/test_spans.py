@@ -10,6 +10,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_kvcaches import compat
+from hf_kvcaches.core.decoder import decoder_layers
 from hf_kvcaches.core.view import why_not_answering
 from hf_kvcaches.reuse.partial import StandIn, run_module, with_layers
 from hf_kvcaches.reuse.sparse import SparsePass, spans_refused
@@ -45,7 +46,7 @@ def names_in(kind: type[nn.Module]) -> set[str]:
 def runs_spans(model: PreTrainedModel) -> bool:
     """Whether each layer gets the hidden states alone, and the mask that a pass over some tokens would make for them."""
     config, calls = compat.decoder_config(model.config), list[tuple[torch.Tensor, Any]]()
-    layers = compat.decoder_layers(model)[2]
+    layers = decoder_layers(model)[2]
     if len(compat.layer_plan(config)) != len(layers) or any(LENGTHS & names_in(type(module)) for module in layers.modules()):
         return False
     twin = with_layers(model, [RecordingLayer(layer, calls) for layer in layers])

@@ -65,7 +65,7 @@ def test_attention_inputs_are_the_normalised_states_of_the_model(script, make):
     inputs = script.attention_inputs(model, ids, DynamicCache(config=model.config))
     with torch.no_grad():
         expected = model(ids, output_hidden_states=True).hidden_states
-    layers = script.compat.decoder_layers(model)[2]
+    layers = script.decoder_layers(model)[2]
     assert len(inputs) == len(layers)
     for layer, ours, state in zip(layers, inputs, expected, strict=False):
         norm = getattr(layer, "input_layernorm", getattr(layer, "ln_1", None))

@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, Qwen3Config
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from hf_kvcaches import compat
+from hf_kvcaches.core.decoder import decoder_layers
 from hf_kvcaches.translate.config import TranslatorConfig
 from hf_kvcaches.translate.translator import CacheTranslator
 from tests import tiny
@@ -71,7 +71,7 @@ def lossless(model: Any) -> CacheTranslator:
 def last_layer(model: PreTrainedModel) -> Iterator[list[int]]:
     """How many tokens a row enter the model's last layer, pass by pass."""
     seen: list[int] = []
-    last = compat.decoder_layers(model)[2][-1]
+    last = decoder_layers(model)[2][-1]
     handle = last.register_forward_pre_hook(tiny.observing(lambda module, args: seen.append(args[0].shape[1])))
     try:
         yield seen

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig, Qwen3NextConfig
 
-from hf_kvcaches import compat
+from hf_kvcaches.core.decoder import attention_module
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.reuse.partial import PassEnded
 from hf_kvcaches.translate.attention_input import state_of_input
@@ -85,7 +85,7 @@ def test_a_pass_ends_with_the_last_layer_that_is_wanted_before_its_attention(fam
     attended, entered = [], []
     for index, layer in enumerate(layers_of(model)):
         layer.register_forward_pre_hook(lambda *_, index=index: entered.append(index))
-        compat.attention_module(layer).register_forward_hook(lambda *_, index=index: attended.append(index))
+        attention_module(layer).register_forward_hook(lambda *_, index=index: attended.append(index))
     states = read(model, PromptTokens.of(tiny.ids(2, 7)), upto=1, hidden=(0, 1, 2))
     assert [index for index, _ in states] == entered == [0, 1]
     assert attended == [0]

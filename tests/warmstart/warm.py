@@ -16,7 +16,8 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from hf_kvcaches import WarmStartCache, WarmStartGate, WarmStartLibrary, compat
+from hf_kvcaches import WarmStartCache, WarmStartGate, WarmStartLibrary
+from hf_kvcaches.core.decoder import decoder_layers
 from hf_kvcaches.warmstart.summaries.slots import Slots
 from tests import tiny
 
@@ -78,7 +79,7 @@ def taken(cache: WarmStartCache, row: int = 0) -> dict[int, int]:
 def tokens_run(model: PreTrainedModel) -> Iterator[list[int]]:
     """How many tokens a row enter the model's lowest layer, pass by pass."""
     seen: list[int] = []
-    first = compat.decoder_layers(model)[2][0]
+    first = decoder_layers(model)[2][0]
     handle = first.register_forward_pre_hook(tiny.observing(lambda module, args: seen.append(args[0].shape[1])))
     try:
         yield seen

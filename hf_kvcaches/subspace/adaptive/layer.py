@@ -106,7 +106,7 @@ class FollowingLayer(CodedLayer):
             # Errors of keys and of values count by their share.
             energies = energies.clamp_min(0.0).mean(0)
             if self.shard is not None:  # bits are shared out among all heads of the layer
-                energies = self.shard.gather(energies[None])[0]
+                energies = self.shard.gather(energies, 0)
             energies = energies / energies.sum().clamp_min(torch.finfo(torch.float64).tiny)
             side = unmeasured(*energies.shape)
             sides.append(replace(side, distortions=side.distortions * energies[..., None].cpu().float()))
