@@ -18,7 +18,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.parallel import shard_of
-from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch, UnsupportedError, require_instance, require_tokenizer
+from hf_kvcaches.core.tokenizer_digest import digest_of_tokenizer
+from hf_kvcaches.errors import ArtifactError, FingerprintMismatch, UnsupportedError, require_instance
 from hf_kvcaches.kernels.checksum import describe, digest_of, hash_of, is_readable
 
 _FORMAT_VERSION = 5
@@ -34,7 +35,6 @@ FOR_TRAINING = re.compile(r"drop|jitter|noise")
 _WITHOUT_EFFECT = frozenset(vars(nn.Module())) | compat.WITHOUT_EFFECT
 # Of models whose weights can't be read where they run, as callers gave them.
 supplied: weakref.WeakKeyDictionary[nn.Module, ModelFingerprint] = weakref.WeakKeyDictionary()
-_tokenizers: weakref.WeakKeyDictionary[Any, tuple[list[str], str]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -325,24 +325,3 @@ def name_of(value: Any) -> str:
     value = next((base for base in getattr(value, "__mro__", ()) if not base.__module__.startswith("torch.distributed.fsdp")), value)
     # Wrappers carry the name of what they wrap, but not its globals.
     return f"{getattr(value, '__globals__', {}).get('__name__') or getattr(value, '__module__', '')}.{value.__qualname__}"
-
-
-def tokenizer_parts(tokenizer: Any) -> dict[str, str]:
-    """Return the digests of vocabulary, special tokens and chat template. How a text is cut is left out: all is stored by token id."""
-    require_tokenizer(tokenizer)
-    inner = getattr(tokenizer, "tokenizer", tokenizer)
-    if not hasattr(inner, "get_vocab"):
-        hint = "Pass what AutoTokenizer.from_pretrained returned."
-        raise ConfigError.of("tokenizer", "a transformers tokenizer or processor", tokenizer, hint)
-    special = {key: str(value) for key, value in inner.special_tokens_map.items()}
-    parts = {"vocabulary": sorted(inner.get_vocab().items()), "special tokens": special, "chat template": inner.chat_template}
-    return {name: hash_of(part) for name, part in parts.items()}
-
-
-def digest_of_tokenizer(tokenizer: Any) -> str:
-    """Return the digest of a tokenizer or processor, which is computed anew when tokens, special tokens or the template have changed."""
-    inner = getattr(tokenizer, "tokenizer", tokenizer)
-    state = [str(getattr(inner, name, None)) for name in ("vocab_size", "added_tokens_decoder", "special_tokens_map", "chat_template")]
-    if inner not in _tokenizers or _tokenizers[inner][0] != state:
-        _tokenizers[inner] = state, hash_of(tokenizer_parts(tokenizer))
-    return _tokenizers[inner][1]
