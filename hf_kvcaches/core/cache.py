@@ -16,8 +16,8 @@ from transformers.cache_utils import CacheLayerMixin
 from hf_kvcaches import compat
 from hf_kvcaches.core import continuation, view
 from hf_kvcaches.core.decoder import attention_configs
-from hf_kvcaches.core.identity import Provenance
 from hf_kvcaches.core.layers import KVLayer, row_picker
+from hf_kvcaches.core.provenance import Provenance
 from hf_kvcaches.core.report import CacheReport, foreign_kept, foreign_kind, foreign_tensors, measured_bytes, summarise
 from hf_kvcaches.core.save import SavedCache
 from hf_kvcaches.core.token_log import TokenLog

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 import re
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import PurePath
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.parallel import shard_of
-from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch, UnsupportedError, require_instance, require_tokenizer
-from hf_kvcaches.kernels.checksum import describe, digest_of, hash_of, is_readable
+from hf_kvcaches.core.tokenizer_digest import digest_of_tokenizer
+from hf_kvcaches.errors import ArtifactError, FingerprintMismatch, UnsupportedError, require_instance
+from hf_kvcaches.kernels.checksum import describe, hash_of, is_readable, name_of, plain
 
 _FORMAT_VERSION = 5
-_FIELDS = ("weights", "adapters", "settings", "tokenizer", "facts", "structure", "samples")
 _SHARD = "heads of this process"
-# By how much a cast changes a number at most, as a share of it.
+# By which share a cast changes a number at most.
 _ROUNDING = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 # What PEFT's wrappers call the module that they wrap, and by which attributes they choose adapters.
 _WRAPPED = ("base_layer", "original_module", "token_adapter")
@@ -34,12 +32,11 @@ FOR_TRAINING = re.compile(r"drop|jitter|noise")
 _WITHOUT_EFFECT = frozenset(vars(nn.Module())) | compat.WITHOUT_EFFECT
 # Of models whose weights can't be read where they run, as callers gave them.
 supplied: weakref.WeakKeyDictionary[nn.Module, ModelFingerprint] = weakref.WeakKeyDictionary()
-_tokenizers: weakref.WeakKeyDictionary[Any, tuple[list[str], str]] = weakref.WeakKeyDictionary()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class ModelFingerprint:
-    """The identity of what produced a KV cache. Make it with `ModelFingerprint.of(model, tokenizer)`.
+    """The identity of a model as it is stored. Make it with `ModelFingerprint.of(model, tokenizer)`.
 
     Two are equal if weights, adapters, settings and tokenizer are. `differs_from` compares tokenizers only where both have one.
 
@@ -50,16 +47,16 @@ class ModelFingerprint:
         tokenizer: The digest of vocabulary, special tokens and chat template; None where it was made without a tokenizer.
         facts: Class, name, dtype.
         structure: The digest of the dtypes and shapes of all tensors.
-        samples: A few numbers of each tensor, by which `require_model` knows the model in another precision.
+        samples: A few numbers of each tensor, by which `require_model` knows the model in another dtype.
     """
 
     weights: str
     adapters: Mapping[str, Any]
     settings: Mapping[str, Any]
     tokenizer: str | None = None
-    facts: Mapping[str, str] = field(default_factory=dict, repr=False)
-    structure: str = field(default="", repr=False)
-    samples: list[float] = field(default_factory=list, repr=False)
+    facts: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+    structure: str = field(default="", repr=False, compare=False)
+    samples: list[float] = field(default_factory=list, repr=False, compare=False)
 
     @classmethod
     def of(cls, model: nn.Module, tokenizer: Any = None) -> ModelFingerprint:
@@ -84,19 +81,16 @@ class ModelFingerprint:
         """One SHA-256 over all parts, in hex."""
         return hash_of([self.weights, self.adapters, self.settings, self.tokenizer])
 
-    @property
-    def of_all_heads(self) -> ModelFingerprint:
-        """The same without the part of the heads that a process has under tensor parallelism."""
-        return replace(self, settings={name: value for name, value in self.settings.items() if name != _SHARD})
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ModelFingerprint) and self.digest == other.digest
-
     def __hash__(self) -> int:
         return hash(self.digest)
 
     def __str__(self) -> str:
         return self.digest[:12]
+
+    @property
+    def of_all_heads(self) -> ModelFingerprint:
+        """The same without the part of the heads that a process has under tensor parallelism."""
+        return replace(self, settings={name: value for name, value in self.settings.items() if name != _SHARD})
 
     def describe(self) -> str:
         """The model in one line, for people."""
@@ -107,17 +101,16 @@ class ModelFingerprint:
         """Return the reasons why state of the other model can't be used with this one; empty if it can."""
         reasons = [] if self.weights == other.weights else ["weights differ"]
         for name, here, there in (("adapters", self.adapters, other.adapters), ("settings", self.settings, other.settings)):
-            fields = [key for key in {**here, **there} if here.get(key) != there.get(key)]
-            shown = ", ".join(f"{key} {str(here.get(key))[:60]} here, {str(there.get(key))[:60]} there" for key in fields[:3])
-            reasons += [f"{name} differ: {shown}{f' and {len(fields) - 3} more' if fields[3:] else ''}"] if fields else []
+            different = [key for key in {**here, **there} if here.get(key) != there.get(key)]
+            shown = ", ".join(f"{key} {str(here.get(key))[:60]} here, {str(there.get(key))[:60]} there" for key in different[:3])
+            reasons += [f"{name} differ: {shown}{f' and {len(different) - 3} more' if different[3:] else ''}"] if different else []
         same_words = None in (self.tokenizer, other.tokenizer) or self.tokenizer == other.tokenizer
         return reasons if same_words else [*reasons, "tokenizer differs: vocabulary, special tokens or chat template"]
 
     def require_same(self, other: ModelFingerprint, what: str) -> None:
-        """Raise `FingerprintMismatch` unless state of the other model can be used with this one.
+        """Raise `FingerprintMismatch` unless state of the other model, bit by bit, can be used with this one.
 
         Args:
-            other: The fingerprint that is stored with the state.
             what: The stored thing, as the subject of the message.
         """
         if reasons := self.differs_from(other):
@@ -127,34 +120,28 @@ class ModelFingerprint:
             )
 
     def require_model(self, model: nn.Module | ModelFingerprint, what: str, tokenizer: Any = None) -> None:
-        """Raise `FingerprintMismatch` unless a model is the one of this fingerprint, perhaps in another precision.
+        """Raise `FingerprintMismatch` unless a model is the one of this fingerprint, perhaps in another dtype.
 
         Args:
             model: With the adapters that are active now. All of its weights are read; or its fingerprint, if there is one.
             what: What is bound to the model, as the subject of the message.
             tokenizer: Compared where this fingerprint has one.
         """
-        here, expected = model if isinstance(model, ModelFingerprint) else ModelFingerprint.of(model), self
+        here = model if isinstance(model, ModelFingerprint) else ModelFingerprint.of(model)
         here = here if tokenizer is None else replace(here, tokenizer=digest_of_tokenizer(tokenizer))
         if _SHARD not in self.settings:  # what was made for the whole model is good for a part of its heads
             here = here.of_all_heads
-        if self._is_cast_of(here):
-            expected = replace(self, weights=here.weights, adapters={**self.adapters, "weights": here.adapters["weights"]})
-        here.require_same(expected, what)
-
-    def _is_cast_of(self, other: ModelFingerprint) -> bool:
-        """Whether models with the same settings differ in the dtypes of tensors alone, as far as a few numbers of each tell."""
-        here, there = _ROUNDING.get(self.facts["dtype"]), _ROUNDING.get(other.facts["dtype"])
-        if self.structure == other.structure or here is None or there is None or not len(self.samples) == len(other.samples) > 0:
-            return False
-        tolerance = here + there + 2.0**-16  # the last for what devices compute differently
-        pairs = zip(self.samples, other.samples, strict=True)
-        return all(math.isclose(one, another, rel_tol=tolerance, abs_tol=2.0**-25) for one, another in pairs)
+        if self.structure != here.structure and 0 < len(self.samples) == len(here.samples):
+            tolerance = _ROUNDING.get(self.facts["dtype"], 0.0) + _ROUNDING.get(here.facts["dtype"], 0.0) + 2.0**-16  # for inv_freq
+            pairs = zip(self.samples, here.samples, strict=True)
+            if all(math.isclose(*pair, rel_tol=tolerance, abs_tol=2.0**-25) for pair in pairs):  # a cast
+                here = replace(here, weights=self.weights, adapters={**here.adapters, "weights": self.adapters["weights"]})
+        here.require_same(self, what)
 
     def to_dict(self) -> dict[str, Any]:
         """The fingerprint as JSON values, for `from_dict`."""
-        content = {name: getattr(self, name) for name in _FIELDS}
-        return {"format_version": _FORMAT_VERSION, **json.loads(json.dumps(content)), "checksum": hash_of(content)}
+        content = asdict(self)
+        return {"format_version": _FORMAT_VERSION, **content, "checksum": hash_of(content)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ModelFingerprint:
@@ -164,7 +151,7 @@ class ModelFingerprint:
         if version != _FORMAT_VERSION:
             expected = f"fingerprint: expected format version {_FORMAT_VERSION}, got {version!r}"
             raise ArtifactError(f"{expected}. Others describe weights otherwise. {advice}, or upgrade hf-kvcaches.")
-        content: dict[str, Any] = {name: data.get(name) for name in _FIELDS}
+        content: dict[str, Any] = {part.name: data.get(part.name) for part in fields(cls)}
         if data.get("checksum") != hash_of(content):
             raise ArtifactError(f"fingerprint: its checksum does not follow from its content, so it is damaged. {advice}.")
         return cls(**content)
@@ -178,7 +165,7 @@ def set_fingerprint(model: nn.Module, fingerprint: ModelFingerprint | None) -> N
 
     Args:
         model: The model, also inside a wrapper.
-        fingerprint: Of the same model in the same precision; None takes back what was given.
+        fingerprint: Of the same model in the same dtype; None takes back what was given.
     """
     root = compat.base_model(model)
     if fingerprint is None:
@@ -196,59 +183,62 @@ def why_unreadable(root: PreTrainedModel) -> str:
 
 
 class _Parts:
-    """What a model consists of, by the names that modules had before any adapter was added; what belongs to adapters has a quote in front.
+    """What a model computes with, by the names that modules had before any adapter was added; an adapter's begin with its name in quotes.
 
-    Of each tensor name, value, and what fetches it from where accelerate keeps it; `hidden` is the first that can't be read here, or "".
+    Of each tensor there is its name, itself, and what fetches it from where accelerate keeps it.
     """
 
     def __init__(self, root: PreTrainedModel) -> None:
         self.settings, self.tensors = dict[str, Any](), list[tuple[str, Any, Callable[[], Any] | None]]()
         self.adapters: dict[str, list[str]] = {"active": [], "merged": []}
-        waiting: list[tuple[str, nn.Module]] = [("", root)]
-        while waiting:
-            path, module = waiting.pop()
-            children = [*module.named_children()][::-1]
-            if isinstance(getattr(type(module), "disable_adapters", None), property):  # a wrapper of PEFT's
-                waiting += [(path, child) for name, child in children if name in _WRAPPED] + self._adapters_of(module, path)
-                continue
-            self.settings[path] = [name_of(type(module)), plain({name: vars(module)[name] for name in counted(module)})]
-            home = compat.offloaded_weights(module)
-            for name, value in compat.state_of(module).items():
+        self._add("", root)
+        self.structure = hash_of([(name, str(getattr(each, "dtype", "")), [*getattr(each, "shape", ())]) for name, each, _ in self.tensors])
+        hidden = (name for name, value, fetch in self.tensors if fetch is None and isinstance(value, Tensor) and not is_readable(value))
+        self.hidden = next(hidden, "")  # the first that can't be read here
+
+    def _add(self, path: str, part: Any) -> None:
+        if isinstance(part, Tensor):
+            self.tensors.append((path, part, None))
+        elif isinstance(getattr(type(part), "disable_adapters", None), property):
+            self._add_wrapper(path, part)
+        else:
+            self.settings[path] = [name_of(type(part)), settings_of(vars(part))]
+            home = compat.offloaded_weights(part)
+            others = {name: value for name, value in vars(part).items() if isinstance(value, Tensor) and _counts(name, value)}
+            for name, value in (others | compat.state_of(part)).items():
                 fetch = functools.partial(home.__getitem__, name) if home is not None and getattr(value, "is_meta", False) else None
                 self.tensors.append((f"{path}.{name}".lstrip("."), value, fetch))
-            waiting += [(path if name == "_orig_mod" else f"{path}.{name}".lstrip("."), child) for name, child in children]
-        self.structure = hash_of([(name, str(getattr(each, "dtype", "")), [*getattr(each, "shape", ())]) for name, each, _ in self.tensors])
-        self.adapters = {kind: [*dict.fromkeys(names)] for kind, names in self.adapters.items()}
-        hidden = (name for name, value, fetch in self.tensors if fetch is None and isinstance(value, Tensor) and not is_readable(value))
-        self.hidden = next(hidden, "")
+            for name, child in part.named_children():
+                self._add(path if name == "_orig_mod" else f"{path}.{name}".lstrip("."), child)
 
-    def _adapters_of(self, wrapper: Any, path: str) -> list[tuple[str, nn.Module]]:
-        """Add the adapters in use of a PEFT wrapper, and return the modules of these."""
-        containers: Any = [(kind, child) for kind, child in wrapper.named_children() if kind not in _WRAPPED and hasattr(child, "keys")]
-        known = {adapter for _, container in containers for adapter in container}
+    def _add_wrapper(self, path: str, wrapper: Any) -> None:
+        """Add what a wrapper of PEFT's computes with: what it wraps, and its active adapters unless some are merged into that."""
+        for child in [child for name, child in wrapper.named_children() if name in _WRAPPED]:
+            self._add(path, child)
+        containers: dict[str, Any] = {
+            name: child for name, child in wrapper.named_children() if name not in _WRAPPED and hasattr(child, "keys")
+        }
+        known = {adapter for container in containers.values() for adapter in container}
         merged = [adapter for adapter in getattr(wrapper, "merged_adapters", ()) if adapter in known]
-        # Once an adapter is merged the layer computes with its base alone.
         active = [] if wrapper.disable_adapters or merged else [adapter for adapter in wrapper.active_adapters if adapter in known]
-        self.adapters["active"] += active
-        self.adapters["merged"] += merged
-        own = {name: vars(wrapper)[name] for name in counted(wrapper) if name not in _CHOICE}
+        for kind, names in (("active", active), ("merged", merged)):
+            self.adapters[kind] += [name for name in names if name not in self.adapters[kind]]
+        settings = {name: value for name, value in settings_of(vars(wrapper)).items() if name not in _CHOICE}
         for adapter in active:
-            chosen = {name: value.get(adapter, value) if isinstance(value, dict) else value for name, value in own.items()}
-            self.settings[f"{adapter!r} {path}"] = [type(wrapper).__name__, active, plain(chosen)]
-        if merged:
-            self.settings[f"'' {path}"] = merged
-        parts = [(f"{each!r} {path}.{kind}", child[each]) for kind, child in containers for each in active if each in child]
-        self.tensors += [(name, part, None) for name, part in parts if isinstance(part, Tensor)]
-        return [(name, part) for name, part in parts if isinstance(part, nn.Module)]
+            chosen = {name: value.get(adapter, value) if isinstance(value, dict) else value for name, value in settings.items()}
+            self.settings[f"{adapter!r} {path}"] = [type(wrapper).__name__, active, chosen]
+            for kind, container in containers.items():
+                if adapter in container:
+                    self._add(f"{adapter!r} {path}.{kind}", container[adapter])
 
     def why_unreadable(self, given: ModelFingerprint | None) -> str:
-        """Why these tensors can't be read, and a given fingerprint is not of them as far as dtypes, shapes and adapters tell; else ""."""
+        """Why the tensors can't be read, and a given fingerprint is not of them as far as dtypes, shapes and adapters tell; else ""."""
         if not self.hidden or (given and given.structure == self.structure and self.adapters.items() <= given.adapters.items()):
             return ""
         return (
             f"{self.hidden}: expected a dense tensor with all of its data, got one on the meta device, or a shard. Take "
             "ModelFingerprint.of(model) where the weights are whole, or ModelFingerprint.gathered(model) in all processes, of the model as "
-            "it is now and in the same precision, and give it to set_fingerprint(model, fingerprint) here."
+            "it is now and in the same dtype, and give it to set_fingerprint(model, fingerprint) here."
         )
 
 
@@ -256,7 +246,6 @@ def _read(root: PreTrainedModel, tokenizer: Any, gather: bool = False) -> ModelF
     parts, given, shard = _Parts(root), None if gather else supplied.get(root), None if gather else shard_of(root)
     if not gather and (reason := parts.why_unreadable(given)):
         raise UnsupportedError(reason)
-    modules, adapter_settings = _digests(parts.settings)
     if given is not None and parts.hidden:
         weights, adapter_weights, samples = given.weights, given.adapters["weights"], given.samples
     else:
@@ -265,7 +254,8 @@ def _read(root: PreTrainedModel, tokenizer: Any, gather: bool = False) -> ModelF
         weights, adapter_weights = _digests({name: contents[id(value)][0] for name, value, _ in parts.tensors})
         samples = [number for _, value, _ in parts.tensors for number in contents[id(value)][1]]
         samples = [] if math.nan in samples else samples
-    settings = {f"config.{name}": value for name, value in plain(root.config.to_dict()).items()} | {"modules": modules}
+    modules, adapter_settings = _digests(parts.settings)
+    settings = {f"config.{name}": value for name, value in plain(root.config.to_dict(), _counts).items()} | {"modules": modules}
     settings |= {} if shard is None else {_SHARD: f"span {shard.rank + 1} of {shard.size}"}
     # Of a path only the last part: the others say something about the machine.
     name, dtype = PurePath(str(getattr(root.config, "name_or_path", ""))).name, str(root.dtype).removeprefix("torch.")
@@ -293,56 +283,13 @@ def _content(name: str, value: Any, fetch: Callable[[], Any] | None) -> tuple[st
     return text, flat[:: max(1, len(flat) // 4) | 1][:4].double().nan_to_num().tolist()
 
 
-def counted(owner: Any) -> list[str]:
-    """The names of a module's or a configuration's attributes that may have an effect on what a model computes."""
-    own = [(name, value) for name, value in vars(owner).items() if _counts(name) and not isinstance(value, PreTrainedConfig)]
-    return [name for name, value in own if name[0] != "_" or type(value) in (int, float) or name in _CHOICE]
+def settings_of(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Those attributes of a module or a configuration that may have an effect on what a model computes, as JSON."""
+    counted = {name: value for name, value in attributes.items() if _counts(name, value)}
+    return {name: plain(value) for name, value in counted.items() if not isinstance(value, PreTrainedConfig | Tensor)}
 
 
-@functools.cache
-def _counts(name: str) -> bool:
-    return name not in _WITHOUT_EFFECT and not FOR_TRAINING.search(name)
-
-
-def plain(value: Any) -> Any:
-    """A value as JSON, equal in every process. What can't be looked into counts as its type alone."""
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items() if str(key)[:1] != "_" and _counts(str(key))}
-    if isinstance(value, list | tuple | set | frozenset):
-        items = [plain(item) for item in value]
-        return items if isinstance(value, list | tuple) else sorted(items, key=str)
-    if isinstance(value, torch.dtype) or (isinstance(value, float) and not math.isfinite(value)):
-        return str(value)
-    if isinstance(value, Tensor) or hasattr(value, "to_dict"):
-        return digest_of(value) if isinstance(value, Tensor) else plain(value.to_dict())
-    return value if value is None or isinstance(value, bool | int | float | str) else name_of(value)
-
-
-def name_of(value: Any) -> str:
-    """The full name of a function or class, or of a value's class; of a class that FSDP puts in the place of another, that of the other."""
-    value = getattr(value, "__func__", value)
-    value = value if hasattr(value, "__qualname__") else type(value)
-    value = next((base for base in getattr(value, "__mro__", ()) if not base.__module__.startswith("torch.distributed.fsdp")), value)
-    # Wrappers carry the name of what they wrap, but not its globals.
-    return f"{getattr(value, '__globals__', {}).get('__name__') or getattr(value, '__module__', '')}.{value.__qualname__}"
-
-
-def tokenizer_parts(tokenizer: Any) -> dict[str, str]:
-    """Return the digests of vocabulary, special tokens and chat template. How a text is cut is left out: all is stored by token id."""
-    require_tokenizer(tokenizer)
-    inner = getattr(tokenizer, "tokenizer", tokenizer)
-    if not hasattr(inner, "get_vocab"):
-        hint = "Pass what AutoTokenizer.from_pretrained returned."
-        raise ConfigError.of("tokenizer", "a transformers tokenizer or processor", tokenizer, hint)
-    special = {key: str(value) for key, value in inner.special_tokens_map.items()}
-    parts = {"vocabulary": sorted(inner.get_vocab().items()), "special tokens": special, "chat template": inner.chat_template}
-    return {name: hash_of(part) for name, part in parts.items()}
-
-
-def digest_of_tokenizer(tokenizer: Any) -> str:
-    """Return the digest of a tokenizer or processor, which is computed anew when tokens, special tokens or the template have changed."""
-    inner = getattr(tokenizer, "tokenizer", tokenizer)
-    state = [str(getattr(inner, name, None)) for name in ("vocab_size", "added_tokens_decoder", "special_tokens_map", "chat_template")]
-    if inner not in _tokenizers or _tokenizers[inner][0] != state:
-        _tokenizers[inner] = state, hash_of(tokenizer_parts(tokenizer))
-    return _tokenizers[inner][1]
+def _counts(name: str, value: Any) -> bool:
+    """Whether an attribute, or an entry of a configuration, may have an effect; of private ones numbers may."""
+    public = name[:1] != "_" or type(value) in (int, float) or name in _CHOICE
+    return public and name not in _WITHOUT_EFFECT and not FOR_TRAINING.search(name)

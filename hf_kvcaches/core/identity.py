@@ -1,9 +1,9 @@
-"""The identity of what computes keys and values, and under which identity the tokens of a cache were computed.
+"""The identity of what computes keys and values: a state in which the model was seen, of which the fingerprint is read when it is needed.
 
-An identity is a state in which the model was seen. A silent write (through `.data`, NumPy or a fused optimizer) moves no pointer and no
-version counter. So each look at the model compares one in 64 of the tensors with a copy: all of a tensor of up to 16 KiB, 32 runs of 512
-bytes of a larger one. A write of a whole tensor, or of any element of a small one, is found within 64 looks; a write of few elements of a
-large tensor may never be found. On CUDA the outcome is read at a later look, so that none waits for the device.
+A silent write (through `.data`, NumPy or a fused optimizer) moves no pointer and no version counter. So each look at the model compares
+one in 64 of the tensors with a copy: all of a tensor of up to 16 KiB, 32 runs of 512 bytes of a larger one. A write of a whole tensor, or
+of any element of a small one, is found within 64 looks; a write of few elements of a large tensor may never be found. On CUDA a look reads
+what earlier ones have found, so that it does not wait for the device.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -21,14 +20,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.fingerprint import FOR_TRAINING, ModelFingerprint, counted, name_of, plain, supplied, why_unreadable
+from hf_kvcaches.core.fingerprint import FOR_TRAINING, ModelFingerprint, settings_of, supplied, why_unreadable
 from hf_kvcaches.core.parallel import is_tensor_parallel
 from hf_kvcaches.core.view import previous_implementation
 from hf_kvcaches.errors import FingerprintMismatch
+from hf_kvcaches.kernels.checksum import is_readable, name_of, sample
 
-# Looks within which every tensor is compared, and what of a large one: runs of so many bytes.
+# Looks within which every tensor is compared.
 LOOKS = 64
-_RUNS, _RUN_BYTES = 32, 512
 # States of a model that are remembered, so that a server that switches between adapters finds each again.
 _STATES = 8
 # Whose hooks and wrappers compute what the model says: they place tensors, require gradients, or collect outputs; and two of PEFT's.
@@ -43,17 +42,21 @@ class Identity:
     Args:
         reason: What takes part in the pass and is in no fingerprint, as a sentence; "" where there is nothing.
         known: The fingerprint, without a tokenizer; None where it was not read.
+        state: The state in which the model was seen; it can be read for as long as it is in it.
     """
 
-    def __init__(self, reason: str = "", known: ModelFingerprint | None = None) -> None:
-        self.reason, self.known = reason, known
+    def __init__(self, reason: str = "", known: ModelFingerprint | None = None, state: _State | None = None) -> None:
+        self.reason, self._known, self._state = reason, known, state
 
     @property
     def fingerprint(self) -> ModelFingerprint:
         """The fingerprint; `FingerprintMismatch` where it was not read in time, or where there is a reason."""
-        if self.known is None:
+        with _lock:
+            if self._known is None and self._state is not None and self._state.holds(LOOKS):
+                self._known = ModelFingerprint.of(self._state.model)
+        if self._known is None:
             raise FingerprintMismatch(self.reason or "The model has changed since, and its weights, settings and adapters were not read.")
-        return self.known
+        return self._known
 
     @property
     def digest(self) -> str:
@@ -69,13 +72,20 @@ class Identity:
 
     def matches(self, other: Identity) -> bool:
         """Whether two identities compute the same; reads weights where something has moved in between."""
-        if self.reason or other.reason:
-            return False
-        return self is other or self.known_digest() == other.known_digest() != ""
+        return not self.reason and (self is other or self.known_digest() == other.known_digest() != "")
 
     def is_current(self) -> bool:
         """Whether the model still computes the same, for a thread that stores what a pass computed; False where the model is gone."""
-        return False
+        model = None if self._state is None else self._state.model
+        # While its passes run, a tensor-parallel model has other weights in the place of its own.
+        return model is not None and (is_tensor_parallel(model) or self.matches(_seen(model)[1]))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Identity:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self.known_digest()  # reads the weights while the model is at hand
+        return Identity, (self.reason, self._known)
 
 
 def identity_of(model: PreTrainedModel, looks: int = 1) -> Identity:
@@ -84,9 +94,9 @@ def identity_of(model: PreTrainedModel, looks: int = 1) -> Identity:
     Args:
         looks: How many 64ths of the tensors to search for silent writes; `LOOKS` compares all, and waits for a GPU.
     """
-    state = _state_of(model, looks)
-    reason = _unseen(model, [module for reference in state.modules if (module := reference()) is not None])
-    return Identity(reason) if reason else state
+    state, identity = _seen(model, looks)
+    reason = _unseen(model, state.modules())
+    return Identity(reason) if reason else identity
 
 
 def require_identity(model: PreTrainedModel, what: str) -> Identity:
@@ -99,97 +109,58 @@ def require_identity(model: PreTrainedModel, what: str) -> Identity:
 
 def fingerprint_of(model: nn.Module) -> ModelFingerprint:
     """Return the fingerprint of a model as it is now, hooks left out: `ModelFingerprint.of`, which is remembered as long as it holds."""
-    return _state_of(compat.base_model(model)).fingerprint
+    return _seen(compat.base_model(model))[1].fingerprint
 
 
-@dataclass
-class Provenance:
-    """Under which identities the tokens of a cache were computed.
-
-    Decode steps, and the passes of assisted decoding that check a few drafted tokens, are taken to be by the model of the pass before.
-
-    Args:
-        until: Up to where tokens belong to passes whose identity was taken.
-    """
-
-    until: int = 0
-    _spans: list[tuple[int, Identity]] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, identity: Identity, tokens: int) -> Provenance:
-        """Of a cache that was read from a file, and that the model of this identity has filled."""
-        return cls(tokens, [(0, identity)])
-
-    def begin_pass(self, model: PreTrainedModel, seen: int, tokens: int) -> None:
-        """Take the model's identity before a pass of some tokens."""
-        self.crop(seen)
-        identity = identity_of(model)
-        if not self._spans or self._spans[-1][1] is not identity:
-            self._spans.append((seen, identity))
-        self.until = seen + tokens
-
-    @property
-    def taken(self) -> bool:
-        """Whether there was a pass whose identity was taken."""
-        return bool(self._spans)
-
-    @property
-    def identity(self) -> Identity:
-        """Of all tokens, or the reason why they have none."""
-        if not self._spans:
-            return Identity("No pass has filled the cache, or only compiled ones, before which the model is not read.")
-        last = self._spans[-1][1]
-        if foreign := next((identity for _, identity in self._spans if identity.reason), None):
-            return foreign
-        if all(identity.matches(last) for _, identity in self._spans):
-            return last
-        changed = f"The model has changed behind the first {self._spans[1][0]} tokens (weights, settings or adapters)"
-        return Identity(f"{changed}, and what follows depends on both.")
-
-    def crop(self, length: int) -> None:
-        """Forget all tokens but the first ones."""
-        self._spans = [(start, identity) for start, identity in self._spans if start < length]
-        self.until = min(self.until, length)
+_states: weakref.WeakKeyDictionary[PreTrainedModel, list[tuple[_State, Identity]]] = weakref.WeakKeyDictionary()
+_lock = threading.RLock()
 
 
-class _State(Identity):
-    """The identity of a model as it was seen; holds no reference to the model, its modules or its tensors."""
+def _seen(model: PreTrainedModel, looks: int = 1) -> tuple[_State, Identity]:
+    """The state that a model is in, and its identity, hooks left out."""
+    with _lock:
+        states = _states.get(model, [])
+        current = next((entry for entry in states if entry[0].holds(looks)), None)
+        if current is None:
+            state = _State(model)
+            current = state, Identity(why_unreadable(model), state=state)
+        _states[model] = [current, *(entry for entry in states if entry is not current and not entry[0].lost)][:_STATES]
+        return current
 
+
+class _State:
+    """A state in which a model was seen; holds no reference to the model, its modules or its tensors."""
+
+    @torch.inference_mode(False)
     def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__(why_unreadable(model))
-        self._model, self._supplied, self.lost = weakref.ref(model), supplied.get(model), False
         modules = compat.modules_of(model)
         configs = {id(config): config for each in modules if isinstance(config := vars(each).get("config"), PreTrainedConfig)}
-        owners = [*modules, *configs.values()]
-        self.modules, self._owners, self._kinds = [*map(weakref.ref, modules)], [*map(weakref.ref, owners)], [*map(type, owners)]
-        self._names, self._sizes = [*map(counted, owners)], [len(vars(owner)) for owner in owners]
-        places = [(index, name) for index, names in enumerate(self._names) for name in names]
-        self._places = [(index, name) for index, name in places if not isinstance(vars(owners[index])[name], Tensor)]
-        self._values = [plain(vars(owners[index])[name]) for index, name in self._places]
         members, tensors = [*chain.from_iterable(map(compat.members_of, modules))], dict[int, Tensor]()
-        self._members = [*map(id, members)]
-        for value in members:
-            if hasattr(value, "__tensor_flatten__"):
-                members += [getattr(value, name) for name in value.__tensor_flatten__()[0]]
-            elif isinstance(value, Tensor) and not value.is_meta and value.layout == torch.strided:
-                tensors[id(value)] = value
-        self._tensors = [*map(weakref.ref, tensors.values())]
-        self._pointers, self._versions = [*map(Tensor.data_ptr, tensors.values())], [*map(compat.version_of, tensors.values())]
-        self._samples = [(weakref.ref(each), _sample(each).clone()) for each in tensors.values() if each.numel() and not each.is_quantized]
-        self._turn, self._outcomes = 0, list[tuple[Tensor, torch.cuda.Event]]()
+        for member in members:
+            if hasattr(member, "__tensor_flatten__"):
+                members += [getattr(member, name) for name in member.__tensor_flatten__()[0]]
+            elif isinstance(member, Tensor) and is_readable(member):
+                tensors[id(member)] = member
+        self._model, self._supplied, self.lost = weakref.ref(model), supplied.get(model), False
+        self._modules = [*map(weakref.ref, modules)]
+        self._tensors: list[Any] = [*map(weakref.ref, tensors.values())]
+        self._places = self._look()
+        self._settings = [(weakref.ref(owner), len(vars(owner)), settings_of(vars(owner))) for owner in (*modules, *configs.values())]
+        sampled = [tensor for tensor in tensors.values() if tensor.numel() and not tensor.is_quantized]
+        self._samples: list[Any] = [(weakref.ref(tensor), sample(tensor).clone()) for tensor in sampled]
+        self._next = 0  # of these
+        # For each device whether a sample has changed, and a copy of that for the host, which it reads without waiting.
+        flag = functools.partial(torch.zeros, (), dtype=torch.bool)
+        self._written = {each.device: (flag(device=each.device), flag(pin_memory=each.is_cuda)) for _, each in self._samples}
 
     @property
-    def fingerprint(self) -> ModelFingerprint:
-        with _lock:
-            model = self._model()
-            if self.known is None and model is not None and self.holds(LOOKS):
-                self.known = ModelFingerprint.of(model)
-            return super().fingerprint
+    def model(self) -> Any:
+        """The model, or None where it is gone."""
+        return self._model()
 
-    def is_current(self) -> bool:
-        model = self._model()
-        # While its passes run, a tensor-parallel model has other weights in the place of its own.
-        return model is not None and (is_tensor_parallel(model) or self.matches(_state_of(model)))
+    def modules(self) -> list[Any]:
+        """The model's modules, or None for those that are gone."""
+        return [reference() for reference in self._modules]
 
     def holds(self, looks: int = 1) -> bool:
         """Look at the model: whether it is in this state, as far as pointers, counters, attributes and a part of the samples tell."""
@@ -198,77 +169,35 @@ class _State(Identity):
         self.lost = self._was_written(looks)
         return not self.lost
 
+    def _look(self) -> list[Any]:
+        """Where all modules and tensors are, and how often these were written."""
+        modules, tensors = self.modules(), [reference() for reference in self._tensors]
+        members = chain.from_iterable(map(compat.members_of, modules))
+        return [*map(type, modules), *map(id, members), *map(Tensor.data_ptr, tensors), *map(compat.version_of, tensors)]
+
     def _is_unmoved(self) -> bool:
-        """Compare lists of everything, which is several times faster than to compare module by module."""
-        model = self._model()
-        owners: list[Any] = [reference() for reference in self._owners]
-        if [*map(type, owners)] != self._kinds or model is None or supplied.get(model) is not self._supplied:
-            return False
-        attributes = [*map(vars, owners)]
-        grown = [index for index, (own, size) in enumerate(zip(attributes, self._sizes, strict=True)) if len(own) != size]
-        if any(counted(owners[index]) != self._names[index] for index in grown):
-            return False
-        for index in grown:
-            self._sizes[index] = len(attributes[index])
+        model = self.model
         try:
-            tensors: list[Any] = [reference() for reference in self._tensors]
-            values = [attributes[index][name] for index, name in self._places]
-            return (
-                [*map(id, chain.from_iterable(map(compat.members_of, owners[: len(self.modules)])))] == self._members
-                and all(now == value or plain(now) == value for now, value in zip(values, self._values, strict=True))
-                and [*map(Tensor.data_ptr, tensors)] == self._pointers
-                and [*map(compat.version_of, tensors)] == self._versions
+            if model is None or supplied.get(model) is not self._supplied or self._look() != self._places:
+                return False
+            owners: Any = ((vars(reference()), size, settings) for reference, size, settings in self._settings)
+            return all(
+                (len(own) == size and settings.items() <= own.items()) or settings_of(own) == settings for own, size, settings in owners
             )
-        except (KeyError, RuntimeError, TypeError, ValueError):  # an attribute or a tensor is gone, or is of another kind
+        except (AttributeError, RuntimeError, TypeError, ValueError):  # a module or a tensor is gone, or is of another kind
             return False
 
     @torch.no_grad()
     def _was_written(self, looks: int) -> bool:
-        """Whether sampled elements have changed, by what is compared now on a CPU, and was compared before on a GPU."""
-        changed: dict[torch.device, list[Tensor]] = {}
-        share = max(1, min(LOOKS, len(self._samples)))
-        turns, self._turn = range(self._turn, self._turn + min(looks, share)), self._turn + min(looks, share)
-        for reference, before in (sample for turn in turns for sample in self._samples[turn % share :: share]):
-            now = _sample(reference())
-            if now.device.type == "cuda":
-                changed.setdefault(now.device, []).append((now != before).any())
-            elif not torch.equal(now, before):
-                return True
-        for device, flags in changed.items():
-            with torch.cuda.device(device):
-                outcome = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(torch.stack(flags).any(), non_blocking=True)
-                self._outcomes.append((outcome, torch.cuda.current_stream().record_event()))
-        if looks >= LOOKS:
-            for _, event in self._outcomes:
-                event.synchronize()
-        known, self._outcomes = self._outcomes, [(outcome, event) for outcome, event in self._outcomes if not event.query()]
-        return any(bool(outcome) for outcome, event in known if event.query())
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _State:
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        self.known_digest()  # reads the weights while the model is at hand
-        return Identity, (self.reason, self.known)
-
-
-_states: weakref.WeakKeyDictionary[PreTrainedModel, list[_State]] = weakref.WeakKeyDictionary()
-_lock = threading.RLock()
-
-
-def _state_of(model: PreTrainedModel, looks: int = 1) -> _State:
-    with _lock:
-        states = _states.get(model, [])
-        state = next((state for state in states if state.holds(looks)), None) or _State(model)
-        _states[model] = [state, *(other for other in states if other is not state and not other.lost)][:_STATES]
-        return state
-
-
-def _sample(tensor: Any) -> Tensor:
-    """A view of a part of a tensor as bytes, since NaN is not equal to itself."""
-    dense = tensor.detach().resolve_conj()
-    flat = (dense if dense.is_contiguous() else dense.select(-1, 0)).flatten().view(torch.uint8)
-    return flat if len(flat) <= _RUNS * _RUN_BYTES else flat.unfold(0, _RUN_BYTES, (len(flat) - _RUN_BYTES) // (_RUNS - 1) | 1)
+        """Whether sampled elements have changed; on a GPU as far as it has come, unless all are compared."""
+        count = min(looks * -(-len(self._samples) // LOOKS), len(self._samples))
+        for index in range(self._next, self._next + count):
+            reference, before = self._samples[index % len(self._samples)]
+            written, told = self._written[before.device]
+            written |= (sample(reference()) != before).any()
+            told.copy_(written, non_blocking=True)
+        self._next += count
+        return any(bool(written if looks >= LOOKS else told) for written, told in self._written.values())
 
 
 def _unseen(model: PreTrainedModel, modules: list[nn.Module]) -> str:

@@ -1,4 +1,4 @@
-"""Exact checksums of tensors, computed on their own device, and digests of plain values."""
+"""Exact checksums and samples of tensors, on their own device, and plain values, whose hash is the same in every process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import functools
 import hashlib
 import io
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from hf_kvcaches.errors import UnsupportedError
 # Words of 8 bytes in a row, and rows that are added up at a time: what fits in a core's second-level cache, and enough work for a GPU.
 _ROW, _CPU_ROWS, _GPU_ROWS = 1 << 15, 1, 64
 _ODD = -7046029254386353131  # 0x9E3779B97F4A7C15
+# What is sampled of a large tensor: runs of so many bytes.
+_RUNS, _RUN_BYTES = 32, 512
 
 
 @torch.no_grad()
@@ -91,6 +94,40 @@ def digest_of(value: Any, name: str = "value") -> str:
 def is_readable(value: Tensor) -> bool:
     """Whether a tensor is dense, and all of its data is here."""
     return not value.is_meta and value.layout == torch.strided and not hasattr(value, "full_tensor")
+
+
+def sample(tensor: Tensor) -> Tensor:
+    """Return a view of a part of a dense tensor, as bytes, since NaN is not equal to itself: all of a small one, runs of a large one."""
+    dense = tensor.detach().resolve_conj()
+    flat = (dense if dense.is_contiguous() else dense.select(-1, 0)).flatten().view(torch.uint8)
+    return flat if len(flat) <= _RUNS * _RUN_BYTES else flat.unfold(0, _RUN_BYTES, (len(flat) - _RUN_BYTES) // (_RUNS - 1) | 1)
+
+
+def plain(value: Any, counts: Callable[[str, Any], bool] = lambda key, value: True) -> Any:
+    """Return a value as JSON, equal in every process. What can't be looked into counts as its type alone.
+
+    Args:
+        counts: Which entries of mappings to keep.
+    """
+    if isinstance(value, Mapping):
+        return {str(key): plain(item, counts) for key, item in value.items() if counts(str(key), item)}
+    if isinstance(value, list | tuple | set | frozenset):
+        items = [plain(item, counts) for item in value]
+        return items if isinstance(value, list | tuple) else sorted(items, key=str)
+    if isinstance(value, torch.dtype) or (isinstance(value, float) and not math.isfinite(value)):
+        return str(value)
+    if isinstance(value, Tensor) or hasattr(value, "to_dict"):
+        return digest_of(value) if isinstance(value, Tensor) else plain(value.to_dict(), counts)
+    return value if value is None or isinstance(value, bool | int | float | str) else name_of(value)
+
+
+def name_of(value: Any) -> str:
+    """Return the full name of a function or class, or of a value's class; of a class that FSDP puts in place of another, the other's."""
+    value = getattr(value, "__func__", value)
+    value = value if hasattr(value, "__qualname__") else type(value)
+    value = next((base for base in getattr(value, "__mro__", ()) if not base.__module__.startswith("torch.distributed.fsdp")), value)
+    # Wrappers carry the name of what they wrap, but not its globals.
+    return f"{getattr(value, '__globals__', {}).get('__name__') or getattr(value, '__module__', '')}.{value.__qualname__}"
 
 
 def hash_of(value: Any) -> str:

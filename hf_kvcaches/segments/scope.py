@@ -8,8 +8,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hf_kvcaches.core.fingerprint import digest_of_tokenizer
 from hf_kvcaches.core.identity import Identity, require_identity
+from hf_kvcaches.core.tokenizer_digest import digest_of_tokenizer
 from hf_kvcaches.reuse.layout import Quantization, name_of
 from hf_kvcaches.segments.discovery import Discovery
 from hf_kvcaches.segments.policy import SegmentPolicy

@@ -10,7 +10,7 @@ import torch
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.decoder import decoder_layers
-from hf_kvcaches.core.fingerprint import tokenizer_parts
+from hf_kvcaches.core.tokenizer_digest import tokenizer_parts
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedError
 from hf_kvcaches.evaluate.observer import Attended
 from hf_kvcaches.evaluate.texts import Tokenized, require_whole

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from hf_kvcaches.core.fingerprint import digest_of_tokenizer
+from hf_kvcaches.core.tokenizer_digest import digest_of_tokenizer
 from hf_kvcaches.errors import ConfigError
 from tests.core.fingerprint_helpers import tokenizer
 

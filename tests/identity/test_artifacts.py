@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from hf_kvcaches import GrowingCache, SegmentReuseCache, SegmentStore, TranslatedCache
 from hf_kvcaches.errors import FingerprintMismatch
 from tests import tiny
-from tests.identity.changes import CHANGES, LASTING, PROMPT, Setup, two_adapters
+from tests.identity.changes import CHANGES, LASTING, PROMPT, Setup, plain, two_adapters
 from tests.identity.test_requests import ask, assert_like, plainly
 from tests.translate.pairs import lossless
 
@@ -95,6 +96,15 @@ def test_a_loaded_cache_that_went_on_is_saved_again(tmp_path: Path) -> None:
         cache = GrowingCache.load(path, setup.runner)
         tokens = ask(setup, cache, torch.cat([tokens, FEW], dim=1))[0]
     assert cache.seen == tokens.shape[1] - 1
+
+
+def test_a_cache_that_was_pickled_is_saved_in_the_same_process(tmp_path: Path) -> None:
+    setup = Setup(plain())
+    cache = GrowingCache(setup.runner)
+    ask(setup, cache, FEW)
+    again = pickle.loads(pickle.dumps(cache))
+    again.save(tmp_path / "cache.safetensors")
+    assert GrowingCache.load(tmp_path / "cache.safetensors", setup.runner).seen == cache.seen
 
 
 # A translator serves its models in every precision.
