@@ -1,4 +1,4 @@
-"""What is attached to a model for its caches, such as a hook: once a model, and for as long as any of these caches lives."""
+"""What is attached to a model for its caches, such as a hook: once, and for as long as any of these caches lives."""
 
 from __future__ import annotations
 
@@ -61,11 +61,7 @@ class Attachment(ABC):
 
 
 class ForwardHook(Attachment):
-    """A function that is called before the forward of models, with its arguments.
-
-    Args:
-        hook: As in `register_forward_pre_hook(hook, with_kwargs=True)`.
-    """
+    """A hook as in `register_forward_pre_hook(hook, with_kwargs=True)`."""
 
     def __init__(self, hook: Callable[..., Any]) -> None:
         super().__init__()

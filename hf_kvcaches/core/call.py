@@ -51,11 +51,7 @@ class Call:
         return output
 
     def check(self, cache: str, *, sinks: bool = False) -> None:
-        """Refuse what a cache that answers queries itself leaves out.
-
-        Args:
-            sinks: Whether it knows learned sinks.
-        """
+        """Refuse what a cache that answers queries itself leaves out: learned sinks, too, unless it knows `sinks`."""
         for name in ("s_aux", "head_mask", "cu_seq_lens_q"):
             if self.options.get(name) is not None and not (sinks and name == "s_aux"):
                 raise UnsupportedError(f"{cache} does not support attention with {name}. Use another cache with this model.")

@@ -55,11 +55,7 @@ class HolderCache(KVCache):
         return 0
 
     def adopt_refused(self, with_queries: bool = False) -> Refusal | None:
-        """Why a cache with these settings can't adopt keys and values, and what to use instead.
-
-        Args:
-            with_queries: Whether the prompt's last `adopt_window` queries come with them.
-        """
+        """Why a cache with these settings can't adopt prompts, with their last `adopt_window` queries or without. Says what to use."""
         return None
 
     @classmethod
@@ -166,10 +162,9 @@ def _require_source(past: Any, cache: KVCache) -> int:
         raise ConfigError.of("past", "a DynamicCache, or a cache of this package that keeps every token", past)
     if past.layers and not any(isinstance(layer, CacheLayerMixin) for layer in past.layers):
         raise ConfigError.of("past", "a cache with layers of attention", past, "There is nothing to compress.")
-    tokens = int(past.get_seq_length())
     if isinstance(past, KVCache) and past.broken:
         raise ConfigError.of("past", "a whole prompt", "a cache whose prefill failed", "Call its reset(), and fill it anew.")
-    if not tokens:
+    if not (tokens := int(past.get_seq_length())):
         raise ConfigError.of("past", "a cache that holds a prompt", "an empty one", "Run the prompt with it first.")
     if len(past.layers) != len(cache.layers):
         raise ConfigError.of("past", f"a cache of this model, with {len(cache.layers)} layers", f"{len(past.layers)} layers")
@@ -188,11 +183,9 @@ def generated_positions(cache: KVCache, padding: torch.Tensor | None, tokens: in
 def exact_states(
     layer: Any, layer_idx: int, tokens: int, argument: str = "past", *, window: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The keys and values of a layer that has seen some tokens; refuses layers that don't keep them exactly.
+    """The keys and values of a layer that has seen some tokens, for a layer with a sliding window or without.
 
-    Args:
-        argument: What the caller calls the source, for errors.
-        window: Whether they are for a layer with a sliding window.
+    Refuses layers that don't keep them exactly; `argument` is what the caller calls the source.
     """
     states = None
     if type(layer) is DynamicLayer:  # its subclasses quantize

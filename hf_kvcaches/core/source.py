@@ -1,8 +1,6 @@
-"""Sources: caches that get the first tokens of a prompt in from elsewhere, and may hand the prompt to a holder.
+"""Sources: caches that get the first tokens of a prompt in from elsewhere (see `prompt.py`), and may hand the prompt to a holder.
 
-A hook on the model's forward (`prompt.py`) asks the source for the first tokens of a prompt, and lets the model run the others. Where the
-source decodes with a holder, the pass that answers the prompt hands over layer by layer: as soon as a layer's attention is computed, the
-holder's layer takes its place.
+The pass that answers the prompt hands over layer by layer: as soon as a layer's attention is computed, the holder's layer takes its place.
 """
 
 from __future__ import annotations
@@ -92,14 +90,9 @@ class SourceCache(KVCache):
         holder.adopted, self.holder = True, holder
 
     def observe(self, input_ids: torch.Tensor, attention_mask: Any, position_ids: Any) -> None:
-        """Take the model's identity for the tokens of a pass, and log them.
+        """Take the model's identity for the tokens of a pass, and log them; the arguments are the model's.
 
         Called before every prompt, and before decode steps where `watches_steps`; not for embeddings and images.
-
-        Args:
-            input_ids: (batch, tokens).
-            attention_mask: As the model got it.
-            position_ids: As the model got them, or None.
         """
         # Anew, because a pass that was told of before may have failed.
         self.provenance.until = min(self.provenance.until, self.seen)
@@ -131,11 +124,7 @@ class SourceCache(KVCache):
         return taken - run_again
 
     def abandon_prefill(self, seen: int) -> None:
-        """Undo a `take_prefill` that failed or was interrupted; unless it opens the stage, the cache refuses passes until `reset`.
-
-        Args:
-            seen: How many tokens the cache had before.
-        """
+        """Undo a `take_prefill` that failed, and open the stage; where a source does not, passes are refused until `reset`."""
 
     @property
     def broken(self) -> bool:
@@ -193,12 +182,7 @@ class SourceCache(KVCache):
         self._positions = generated_positions(self, self._padding, total)
 
     def hand_over(self, holder: HolderCache, layer_idx: int, keys: torch.Tensor, values: torch.Tensor, queries: LastQueries) -> None:
-        """Put a layer of the holder in the place of one that has answered the prompt.
-
-        Args:
-            keys: Of all tokens, as `values`.
-            queries: Of the pass.
-        """
+        """Put a layer of the holder in the place of one that has answered the prompt, with keys and values of all tokens."""
         assert self._positions is not None
         self.stage = Stage.HANDING_OVER
         holder.adopt_layer(layer_idx, keys, values, self._positions, self._padding, queries)

@@ -199,7 +199,7 @@ class Pass:
         return first if bool((ids == expected).all()) else None
 
     def positions(self) -> torch.Tensor:
-        """The model's positions of the new tokens, (batch or 1, tokens)."""
+        """The model's positions of the new tokens, (batch or 1, tokens), counted where it does not tell."""
         if self.position_ids is not None:
             return self.position_ids.to(self.device)
         steps = torch.arange(self.tokens, device=self.device)[None]

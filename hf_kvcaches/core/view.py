@@ -75,8 +75,8 @@ class LayerView(ABC):
         """Store the new tokens, unless `update` did, and return the attention of `query` over what the layer holds.
 
         Args:
-            query: Rotated queries, (batch, heads, queries, head_dim).
-            mask: The mask that the model made for its own implementation.
+            query: Rotated, (batch, heads, queries, head_dim).
+            mask: As the model made it for its own implementation.
             **kwargs: `scaling`, `dropout`, `softcap` and whatever else the model gives its attention function.
 
         Returns:
@@ -109,9 +109,8 @@ class LayerView(ABC):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        everything = [*args, *(kwargs or {}).values()]
-        flat = [item for arg in everything for item in (arg if isinstance(arg, list | tuple) else [arg])]
-        raise next(item for item in flat if isinstance(item, cls))._refusal(getattr(function, "__name__", str(function)))
+        arguments = (item for arg in (*args, *(kwargs or {}).values()) for item in (arg if isinstance(arg, list | tuple) else [arg]))
+        raise next(item for item in arguments if isinstance(item, cls))._refusal(getattr(function, "__name__", str(function)))
 
     def _refusal(self, what: str) -> UnsupportedError:
         self.restore()
@@ -129,8 +128,12 @@ def answer_next(view: LayerView, configs: Sequence[PreTrainedConfig], bound: boo
         configs: Those in which the model's attention modules look up their implementation.
         bound: Whether they are those of the model that the cache was built with.
     """
-    if torch.compiler.is_compiling():
-        return _answer_in_graph(view, configs)
+    if torch.compiler.is_compiling():  # a graph knows neither threads nor interrupts
+        names = [(config, vars(config).get(compat.ATTENTION_NAME)) for config in configs]
+        view.restores = tuple((config, name or "eager") for config, name in names if name != NAME)
+        for config, _ in view.restores:
+            vars(config)[compat.ATTENTION_NAME] = NAME
+        return
     view.configs, view.bound, view._thread = configs, bound, threading.get_ident()
     with _lock:
         for config in configs:
@@ -140,15 +143,6 @@ def answer_next(view: LayerView, configs: Sequence[PreTrainedConfig], bound: boo
                 name = _Switched(previous, explicit=name == NAME)
                 vars(config)[compat.ATTENTION_NAME] = name
             name.waiting[view._thread] = id(view)
-    return None
-
-
-def _answer_in_graph(view: LayerView, configs: Sequence[PreTrainedConfig]) -> None:
-    """`answer_next` inside of a compiled graph, which knows neither threads nor interrupts."""
-    names = [(config, vars(config).get(compat.ATTENTION_NAME)) for config in configs]
-    view.restores = tuple((config, name or "eager") for config, name in names if name != NAME)
-    for config, _ in view.restores:
-        vars(config)[compat.ATTENTION_NAME] = NAME
 
 
 def _attend(
@@ -167,10 +161,8 @@ def _attend(
     else:
         key.restore()
         if key.bound and all(config is not module.config for config in key.configs):
-            raise ConfigError(
-                "The cache was built with another model than the one that it is used with. Build a cache with this model, or pass it to "
-                "the model that it was built with."
-            )
+            hint = "Build a cache with this model, or pass it to the model that it was built with."
+            raise ConfigError(f"The cache was built with another model than the one that it is used with. {hint}")
     output, weights = key.attend(module, query, attention_mask, **kwargs)
     return output.contiguous(), weights  # some models take a view of it
 
@@ -204,23 +196,17 @@ def _make_mask(**arguments: Any) -> Any:
 def require_plain_decoder(model: PreTrainedModel, what: str) -> None:
     """Refuse a model with an encoder, and one that runs layers in loops; `what` is the subject of the message."""
     if model.config.is_encoder_decoder:
-        raise UnsupportedError(
-            f"{what} needs a decoder-only model, and {type(model).__name__} is an encoder-decoder, whose cross-attention keeps keys of "
-            "another text. Use GrowingCache, or leave past_key_values out."
-        )
-    if compat.runs_layers_in_loops(model.config):
-        raise UnsupportedError(
-            f"{what} needs a model that runs each layer once, and {type(model).__name__} runs some in loops, with keys of each loop. Use "
-            "GrowingCache, or leave past_key_values out."
-        )
+        needed, why = "a decoder-only model", "is an encoder-decoder, whose cross-attention keeps keys of another text"
+    elif compat.runs_layers_in_loops(model.config):
+        needed, why = "a model that runs each layer once", "runs some in loops, with keys of each loop"
+    else:
+        return
+    advice = "Use GrowingCache, or leave past_key_values out."
+    raise UnsupportedError(f"{what} needs {needed}, and {type(model).__name__} {why}. {advice}")
 
 
 def require_answering(model: PreTrainedModel, what: str, *, latents: bool = False) -> None:
-    """Refuse a model whose queries a cache can't answer.
-
-    Args:
-        latents: Whether it can where keys and values are expanded from what it holds (multi-head latent attention).
-    """
+    """Refuse a model whose queries a cache can't answer; with `latents` it can those of multi-head latent attention."""
     require_plain_decoder(model, what)
     if reason := why_not_answering(model, latents=latents):
         raise UnsupportedError(f"{what} needs a cache that answers the model's queries, which is not possible: {reason}. Use DynamicCache.")
@@ -281,9 +267,9 @@ def enable(model: Any) -> None:
             f"model: {type(base).__name__} computes attention itself instead of looking it up in transformers' AttentionInterface, "
             "so a cache can't answer its queries. Use a cache that returns plain tensors (GrowingCache), or another model."
         )
-    for part in _models_inside(base):
-        if compat.can_switch_attention(part) and not is_enabled(part.config):
-            vars(part.config)[compat.ATTENTION_NAME] = _Switched(previous_implementation(part.config), True)
+    for config in _configs_inside(base):
+        if not is_enabled(config):
+            vars(config)[compat.ATTENTION_NAME] = _Switched(previous_implementation(config), True)
 
 
 def disable(model: Any) -> None:
@@ -292,14 +278,15 @@ def disable(model: Any) -> None:
     Args:
         model: A transformers model, also inside a PEFT wrapper.
     """
-    for part in _models_inside(compat.base_model(model)):
-        if is_enabled(part.config):
-            vars(part.config)[compat.ATTENTION_NAME] = previous_implementation(part.config)
+    for config in _configs_inside(compat.base_model(model)):
+        if is_enabled(config):
+            vars(config)[compat.ATTENTION_NAME] = previous_implementation(config)
 
 
-def _models_inside(model: PreTrainedModel) -> list[PreTrainedModel]:
-    """The model and the models that it is made of."""
-    return [module for module in compat.modules_of(model) if isinstance(module, PreTrainedModel)]
+def _configs_inside(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """The configs of a model and of the models that it is made of, whose attention can be switched."""
+    models = (module for module in compat.modules_of(model) if isinstance(module, PreTrainedModel))
+    return [module.config for module in models if compat.can_switch_attention(module)]
 
 
 compat.AttentionInterface.register(NAME, _attend)
