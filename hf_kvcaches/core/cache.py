@@ -7,6 +7,7 @@ import uuid
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import torch
@@ -15,6 +16,8 @@ from transformers.cache_utils import CacheLayerMixin
 
 from hf_kvcaches import compat
 from hf_kvcaches.core import continuation, view
+from hf_kvcaches.core.attachments import Attachment
+from hf_kvcaches.core.call import AnsweringLayer, NewTokens
 from hf_kvcaches.core.decoder import attention_configs
 from hf_kvcaches.core.layers import KVLayer, row_picker
 from hf_kvcaches.core.provenance import Provenance
@@ -37,7 +40,7 @@ class KVCache(continuation.CacheArgument, SavedCache, Cache, ABC):
         offloading: Keep all layers but the running one in CPU memory; needs CUDA.
 
     Attributes:
-        log: The tokens that `generate` has fed in; of all passes where `logs_passes`.
+        log: The tokens that `generate` has fed in; of all passes where `hooks_forward`.
         provenance: Which model computed them.
     """
 
@@ -47,14 +50,14 @@ class KVCache(continuation.CacheArgument, SavedCache, Cache, ABC):
     """The types of the model's layers that the method applies to; others are transformers' own."""
     takes_latents: ClassVar[bool] = False
     """Whether they also do for models that expand keys and values from what the cache returns (multi-head latent attention)."""
-    logs_passes: ClassVar[bool] = False
-    """Whether the cache writes down the tokens of all passes itself."""
+    hooks_forward: ClassVar[bool] = False
+    """Whether a hook on the model's forward tells the cache of each pass, and logs its tokens."""
 
     def __init__(self, model: Any, *, offloading: bool = False) -> None:
         warn_of_untested_version()
         base, self.config = compat.split_model(model)
         self._model = None if base is None else weakref.ref(base)
-        self.provenance, self.log, self.generate_began = Provenance(), TokenLog(), False
+        self.provenance, self.log = Provenance(), TokenLog()
         self.learned_prompt = compat.has_learned_prompt(model)
         if offloading and not torch.cuda.is_available():
             raise UnsupportedError("offloading: needs a CUDA device to move layers to and from. Leave it out.")
@@ -71,22 +74,22 @@ class KVCache(continuation.CacheArgument, SavedCache, Cache, ABC):
         self._lowest = next((index for index, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin)), 0)
 
     def generate_begins(self) -> None:
-        if self._model is not None and (model := self._model()) is not None:
+        if (model := self.living_model) is not None:
             continuation.begin_generate(model, self)
 
     @abstractmethod
     def make_layer(self, layer_idx: int) -> KVLayer:
-        """The layer object for a layer that the method applies to: one of full attention, unless `own_layer_types` says more.
+        """The layer object for the model's layer of an index, of a type in `own_layer_types`."""
 
-        Args:
-            layer_idx: Its index in the model.
-        """
+    @property
+    def living_model(self) -> PreTrainedModel | None:
+        """The model that the cache was built with; None where there is none any more."""
+        return None if self._model is None else self._model()
 
     @property
     def model(self) -> PreTrainedModel:
         """The model that the cache was built with."""
-        model = None if self._model is None else self._model()
-        if model is None:
+        if (model := self.living_model) is None:
             why = "it was built with a config, unpickled, or outlived its model"
             raise ConfigError(f"{type(self).__name__} has no model: {why}. Build it with the model.")
         return model
@@ -117,17 +120,19 @@ class KVCache(continuation.CacheArgument, SavedCache, Cache, ABC):
             self.begin_pass(key_states.shape[-2])
         states: tuple[Any, Any]
         if self.offloading:
-            states = self.update_offloaded(key_states, value_states, layer_idx, *args)
+            states = super().update(key_states, value_states, layer_idx, *args)
+            if isinstance(states[0], NewTokens):
+                states[0].afterwards = partial(super().offload, layer_idx, self.only_non_sliding)
         else:
             states = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
         if type(states[0]) is not torch.Tensor and isinstance(states[0], view.LayerView):
             view.answer_next(states[0], self._attention_configs, self._model is not None)
         return states
 
-    def update_offloaded(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any) -> tuple[Any, Any]:
-        """Update a layer that is fetched before and moved away afterwards, by transformers."""
-        states: tuple[Any, Any] = super().update(key_states, value_states, layer_idx, *args)
-        return states
+    def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:
+        # transformers calls it at the end of `update`, and layers that answer queries have yet to do so.
+        if not isinstance(self.layers[layer_idx], AnsweringLayer):
+            super().offload(layer_idx, only_non_sliding)
 
     def answer_next(self, answering: view.LayerView) -> None:
         """Let a view answer the queries of this thread's next attention call."""
@@ -135,13 +140,14 @@ class KVCache(continuation.CacheArgument, SavedCache, Cache, ABC):
 
     def begin_pass(self, tokens: int) -> None:
         """Take the model's identity before a pass that adds some tokens. Decode steps are by the model of the pass before."""
-        taken, seen = self.provenance.until, self.seen
-        model = None if self._model is None or torch.compiler.is_compiling() else self._model()
-        if model is not None and (tokens > 1 or not taken) and seen + tokens > taken:
-            self.provenance.begin_pass(model, seen, tokens)
+        taken = self.provenance.until
+        if (tokens == 1 and taken) or self.seen + tokens <= taken or torch.compiler.is_compiling():
+            return
+        if (model := self.living_model) is not None:
+            self.provenance.begin_pass(model, self.seen, tokens)
 
     def reset(self) -> None:
-        """Forget all tokens; settings and whatever does not belong to a sequence stay."""
+        """Forget all tokens; settings, and what does not belong to a sequence, stay."""
         for layer in self.layers:
             if isinstance(layer, KVLayer):
                 layer.reset()
@@ -149,27 +155,22 @@ class KVCache(continuation.CacheArgument, SavedCache, Cache, ABC):
         for index, (_, layer) in enumerate(compat.layer_plan(self.config)):
             if not isinstance(self.layers[index], KVLayer):
                 self.layers[index] = layer  # their reset keeps zeros in transformers 5.17
-        self.provenance, self.generate_began = Provenance(), False
+        self.provenance = Provenance()
         self.log.reset()
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        for layer in self._own_layers_first():
-            layer.reorder_cache(beam_idx)
-        self.pick_rows(lambda rows: rows.index_select(0, beam_idx.to(rows.device)))
+        self.pick_rows(lambda layer: layer.reorder_cache(beam_idx), row_picker(beam_idx))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        for layer in self._own_layers_first():
-            layer.batch_repeat_interleave(repeats)
-        self.pick_rows(lambda rows: rows.repeat_interleave(repeats, dim=0))
+        self.pick_rows(lambda layer: layer.batch_repeat_interleave(repeats), lambda rows: rows.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: torch.Tensor | Sequence[int] | slice) -> None:
-        pick = row_picker(indices)
-        for layer in self._own_layers_first():
-            layer.batch_select_indices(indices)
-        self.pick_rows(pick)
+        self.pick_rows(lambda layer: layer.batch_select_indices(indices), row_picker(indices))
 
-    def pick_rows(self, pick: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Pick rows of what the cache itself keeps of a batch, behind its layers."""
+    def pick_rows(self, of_layer: Callable[[Any], None], pick: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Pick rows of each layer, and then of what the cache itself keeps of a batch."""
+        for layer in self._own_layers_first():
+            of_layer(layer)
         self.log.map_rows(pick)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -212,11 +213,13 @@ class KVCache(continuation.CacheArgument, SavedCache, Cache, ABC):
         memo[id(self._attention_configs)] = self._attention_configs
         for name, value in vars(self).items():
             setattr(copied, name, copy.deepcopy(value, memo))
+        if (model := self.living_model) is not None:
+            Attachment.add_copy(model, self, copied)
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
         # A weak reference can't be pickled, and the model must not travel with each cache: it is found again in the same process.
-        model = None if self._model is None else self._model()
+        model = self.living_model
         return {**vars(self), "_model": None if model is None else _name_of(model), "_attention_configs": (self.config,)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
+from hf_kvcaches.core.layers import KVLayer
 from hf_kvcaches.core.view import LayerView, previous_attention
 from hf_kvcaches.errors import UnsupportedError
 
 
-@dataclass(frozen=True)
 class Call:
-    """What a model's attention module asks."""
+    """What a model's attention module asks.
 
-    module: nn.Module
-    mask: torch.Tensor | None
-    options: dict[str, Any]
+    Attributes:
+        module: The module.
+        mask: As the model made it for its own implementation.
+        options: All other arguments of the attention function.
+        softcap: The bound of the scores, or None.
+        bias: What is added to the scores, (batch or 1, heads or 1, queries, tokens seen), or None.
+        sink_logits: A learned score for each head that takes a share of the weights and gives nothing, (heads,), or None.
+    """
+
+    def __init__(self, module: nn.Module, mask: torch.Tensor | None, options: dict[str, Any]) -> None:
+        self.module, self.mask, self.options = module, mask, options
+        self.softcap: float | None = options.get("softcap")
+        self.bias: torch.Tensor | None = options.get("position_bias")
+        self.sink_logits: torch.Tensor | None = options.get("s_aux")
 
     @property
     def scaling(self) -> float:
@@ -33,21 +44,6 @@ class Call:
         chosen = self.options.get("is_causal")
         return bool(getattr(self.module, "is_causal", True) if chosen is None else chosen)
 
-    @property
-    def softcap(self) -> float | None:
-        """The bound of the scores."""
-        return self.options.get("softcap")
-
-    @property
-    def bias(self) -> torch.Tensor | None:
-        """What is added to the scores, (batch or 1, heads or 1, queries, tokens seen)."""
-        return self.options.get("position_bias")
-
-    @property
-    def sink_logits(self) -> torch.Tensor | None:
-        """A learned score for each head that takes a share of the weights and gives nothing, (heads,)."""
-        return self.options.get("s_aux")
-
     def dense(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Attention of a whole first prompt by the model's own implementation, (batch, tokens, heads, head_dim)."""
         attend = self.options.get("dense_attention", previous_attention)
@@ -55,11 +51,7 @@ class Call:
         return output
 
     def check(self, cache: str, *, sinks: bool = False) -> None:
-        """Refuse what a cache that answers queries itself leaves out.
-
-        Args:
-            sinks: Whether it knows learned sinks.
-        """
+        """Refuse what a cache that answers queries itself leaves out: learned sinks, too, unless it knows `sinks`."""
         for name in ("s_aux", "head_mask", "cu_seq_lens_q"):
             if self.options.get(name) is not None and not (sinks and name == "s_aux"):
                 raise UnsupportedError(f"{cache} does not support attention with {name}. Use another cache with this model.")
@@ -67,33 +59,38 @@ class Call:
             raise UnsupportedError(f"{cache} does not support dropout of attention weights. Call model.eval(), or set it to 0.")
 
 
-class AnsweringLayer(Protocol):
-    """A layer that takes new tokens together with their queries.
+class AnsweringLayer(KVLayer):
+    """A layer that takes new tokens together with their queries, which it answers.
 
     Attributes:
         cache_name: The class of the cache, for errors.
     """
 
     cache_name: ClassVar[str]
-    is_initialized: bool
 
+    @abstractmethod
     def check_new_tokens(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Refuse keys and values that don't fit what the layer holds."""
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Take dtype and device from the first keys and values."""
-
+    @abstractmethod
     def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call) -> torch.Tensor:
-        """Take the new tokens and return their queries' attention, (batch, tokens, heads, head_dim)."""
+        """Take the new tokens, all rotated by the model, and return their queries' attention, (batch, tokens, heads, head_dim)."""
+
+    def adopt(
+        self, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor, padding: torch.Tensor | None, queries: Any = None
+    ) -> None:
+        """Take over a prompt, as after a prefill; arguments as in `HolderCache.adopt_layer`."""
+        self._refuse("adopt")
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        view = NewTokens(self, key_states, value_states)
+        return view, view
 
 
 class NewTokens(LayerView):
-    """What such a layer returns in place of keys and values: the new ones, on their way to its `attend`.
+    """New tokens, (batch, kv_heads, tokens, head_dim), on their way to an answering layer's `attend`.
 
     Under autocast, keys and values are cast as the model's own attention would cast them.
-
-    Args:
-        keys: (batch, kv_heads, tokens, head_dim), as the model rotated them.
 
     Attributes:
         afterwards: Called when the queries are answered.

@@ -9,19 +9,17 @@ cache's log of tokens before anything runs, and writes down the tokens of each p
 
 from __future__ import annotations
 
-import threading
 import weakref
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.token_log import TokenLog
+from hf_kvcaches.core.attachments import Attachment
 from hf_kvcaches.errors import ConfigError, UnsupportedError, with_article
 
 METHOD = "prepare_inputs_for_generation"
-_lock = threading.RLock()
 
 
 class CacheArgument(compat.MarkedCache):
@@ -43,24 +41,6 @@ def _not_custom_generate(kind: type, got: str, other: str = "") -> ConfigError:
     return ConfigError(f"custom_generate: expected {recipe}, got {got}. Pass {recipe}{other}.")
 
 
-class DecodedCache(Protocol):
-    """What `generate` decodes with.
-
-    Attributes:
-        log: Its tokens.
-        generate_began: Whether a `generate` has begun with the cache and has not yet prepared its first pass.
-        logs_passes: Whether the cache writes down the tokens of all passes itself.
-    """
-
-    log: TokenLog
-    generate_began: bool
-    logs_passes: bool
-
-    @property
-    def seen(self) -> int:
-        """How many tokens the model has fed in."""
-
-
 class Preparation:
     """Stands in for a model's `prepare_inputs_for_generation`, which it calls; copies and pickles of the model have their own method.
 
@@ -69,12 +49,11 @@ class Preparation:
     """
 
     def __init__(self, model: PreTrainedModel, original: Any) -> None:
-        self._model, self._original = weakref.ref(model), original
-        self.caches: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._model, self.original = weakref.ref(model), original
 
     @property
     def __wrapped__(self) -> Any:  # `generate` reads the signature
-        return self._original or getattr(type(self._model()), METHOD).__get__(self._model())
+        return self.original or _method_of_class(self._model())
 
     @property
     def __self__(self) -> Any:
@@ -83,14 +62,14 @@ class Preparation:
     def __call__(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Prepare the inputs of a pass. Called by `generate`."""
         cache = compat.cache_of(kwargs)
-        if cache is None or cache not in self.caches:
-            inputs: dict[str, Any] = self.__wrapped__(input_ids, *args, **kwargs)
-            return inputs
-        if cache.generate_began:
-            cache.generate_began = False
+        prepared = cache in _PREPARED.caches.get(self._model(), ())
+        if prepared and cache in _BEGINNING:
+            _BEGINNING.discard(cache)
             if cache.seen:
                 _require_continuation(cache, input_ids, kwargs)
-        inputs = self.__wrapped__(input_ids, *args, **kwargs)
+        inputs: dict[str, Any] = self.__wrapped__(input_ids, *args, **kwargs)
+        if not prepared:
+            return inputs
         if compat.cache_of(inputs) is not cache:
             raise UnsupportedError(
                 f"generate: {type(self._model()).__name__} drops the {type(cache).__name__} that it was given, as models do whose angles "
@@ -98,7 +77,7 @@ class Preparation:
                 "prompt to the model itself, with past_key_values, before generate."
             )
         ids = inputs.get("input_ids")
-        if not cache.logs_passes and ids is not None and ids.ndim == 2:
+        if not cache.hooks_forward and ids is not None and ids.ndim == 2:
             cache.log.append(ids, cache.seen)
         return inputs
 
@@ -106,39 +85,39 @@ class Preparation:
         return self.__reduce__()[0](memo.get(id(self._model()), self._model()))
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        return _own_method, (self._model(),)
+        return _method_of_class, (self._model(),)
 
 
-def _own_method(model: PreTrainedModel) -> Any:
+def _method_of_class(model: PreTrainedModel | None) -> Any:
     return getattr(type(model), METHOD).__get__(model)
+
+
+class _Preparations(Attachment):
+    def attach(self, model: PreTrainedModel) -> None:
+        original = vars(model).get(METHOD)
+        if not isinstance(original, Preparation):
+            vars(model)[METHOD] = Preparation(model, original)
+
+    def detach(self, model: PreTrainedModel) -> None:
+        preparation = vars(model).get(METHOD)
+        if isinstance(preparation, Preparation):
+            del vars(model)[METHOD]
+            if preparation.original is not None:
+                vars(model)[METHOD] = preparation.original
+
+
+_PREPARED = _Preparations()
+# Caches whose `generate` has begun and not yet prepared its first pass.
+_BEGINNING: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def begin_generate(model: PreTrainedModel, cache: Any) -> None:
     """Have the passes of the `generate` that begins with a cache prepared by a `Preparation`."""
-    cache.generate_began = True
-    with _lock:
-        current = vars(model).get(METHOD)
-        if not isinstance(current, Preparation):
-            current = Preparation(model, current)
-            vars(model)[METHOD] = current
-        if cache not in current.caches:
-            current.caches.add(cache)
-            weakref.finalize(cache, _forget, weakref.ref(model)).atexit = False
+    _BEGINNING.add(cache)
+    _PREPARED.add(model, cache)
 
 
-def _forget(reference: weakref.ref[PreTrainedModel]) -> None:
-    """Give a model its own method back when the last cache is gone."""
-    with _lock:
-        model = reference()
-        current = None if model is None else vars(model).get(METHOD)
-        if model is not None and isinstance(current, Preparation) and not any(True for _ in current.caches):
-            if current._original is None:
-                del vars(model)[METHOD]
-            else:
-                vars(model)[METHOD] = current._original
-
-
-def _require_continuation(cache: DecodedCache, input_ids: torch.Tensor, options: dict[str, Any]) -> None:
+def _require_continuation(cache: Any, input_ids: torch.Tensor, options: dict[str, Any]) -> None:
     """Refuse a prompt that does not go on with what a cache holds.
 
     Args:
@@ -149,58 +128,42 @@ def _require_continuation(cache: DecodedCache, input_ids: torch.Tensor, options:
     embeddings, length = options.get("inputs_embeds"), options.get("next_sequence_length")
     if embeddings is not None and options.get("is_first_iteration"):
         if embeddings.shape[1] <= seen:
-            raise refusal(cache, "a prompt that is not longer")
+            raise not_continued(cache, "a prompt that is not longer")
         return
     if length is not None:
         if length <= 0:
-            raise refusal(cache, "a prompt that is not longer")
+            raise not_continued(cache, "a prompt that is not longer")
         _require_same(cache, input_ids[:, : tokens - length], options)
         return
     mask, positions = options.get("attention_mask"), options.get("position_ids")
     # `generate` drops a mask without padding, and has the positions of all of its tokens, or of those of a chunk.
     widths, fitting = (positions, (tokens, seen + tokens)) if mask is None else (mask, (seen + tokens,))
     if tokens == 0 or (widths is not None and widths.shape[-1] not in fitting):
-        raise refusal(cache, f"{tokens} new tokens with an attention_mask of {0 if widths is None else widths.shape[-1]}")
+        raise not_continued(cache, f"{tokens} new tokens with an attention_mask of {0 if widths is None else widths.shape[-1]}")
     # With `prefill_chunk_size` these are a slice of the whole prompt, with what comes before in the same memory.
     rows_apart = len(input_ids) == 1 or input_ids.stride(0) >= seen + tokens
     if input_ids.stride(-1) == 1 and input_ids.storage_offset() == seen and rows_apart:
         _require_same(cache, input_ids.as_strided((len(input_ids), seen), input_ids.stride(), 0), options)
 
 
-def _require_same(cache: DecodedCache, beginning: torch.Tensor, options: dict[str, Any]) -> None:
-    """Refuse a prompt that begins with other tokens than those in the cache.
-
-    Args:
-        beginning: The first tokens, as many as the cache has seen, (rows, seen).
-    """
+def _require_same(cache: Any, beginning: torch.Tensor, options: dict[str, Any]) -> None:
+    """Refuse a prompt that begins with other tokens than the cache has seen, both (rows, seen)."""
     cache.log.crop(cache.seen)  # what is behind belongs to a pass that failed
-    known = cache.log.ids
+    logged = cache.log.ids
     if not len(cache.log):
         return
-    if known.shape[0] != beginning.shape[0]:
-        raise refusal(cache, f"{beginning.shape[0]} rows, where it holds {known.shape[0]}")
-    other = known.to(beginning.device) != beginning[:, : known.shape[1]]
+    if logged.shape[0] != beginning.shape[0]:
+        raise not_continued(cache, f"{beginning.shape[0]} rows, where it holds {logged.shape[0]}")
+    other = logged.to(beginning.device) != beginning[:, : logged.shape[1]]
     mask = options.get("attention_mask")
     if mask is not None and mask.ndim == 2:
-        other &= mask[:, : known.shape[1]].to(beginning.device, torch.bool)
+        other &= mask[:, : logged.shape[1]].to(beginning.device, torch.bool)
     if bool(other.any()):
-        row, position = other.nonzero()[0].tolist()
-        raise refusal(cache, f"one whose row {row} has another token at {position}")
+        row, index = other.nonzero()[0].tolist()
+        raise not_continued(cache, f"one whose row {row} has another token at {index}")
 
 
-def require_new_tokens(cache: DecodedCache, inputs: dict[str, Any]) -> None:
-    """Refuse a pass without new tokens, or with a mask that is not of the tokens seen and the new ones."""
-    new = next((inputs[name] for name in ("inputs_embeds", "input_ids") if isinstance(inputs.get(name), torch.Tensor)), None)
-    if new is None or new.ndim < 2 or not cache.seen:
-        return
-    tokens, mask = new.shape[1], inputs.get("attention_mask")
-    if tokens == 0:
-        raise refusal(cache, "a prompt that is not longer")
-    if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] != cache.seen + tokens:
-        raise refusal(cache, f"{tokens} new tokens with an attention_mask of {mask.shape[1]}")
-
-
-def refusal(cache: DecodedCache, got: str) -> ConfigError:
+def not_continued(cache: Any, got: str) -> ConfigError:
     """The error for a prompt that does not go on with a cache."""
     return ConfigError(
         f"input_ids: expected a prompt that begins with the {cache.seen} tokens that this {type(cache).__name__} has seen and goes on, "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from hf_kvcaches.core.holder import HolderCache
 from hf_kvcaches.core.layers import GrowingLayer
-from hf_kvcaches.core.refusal import Refusal
 
 
 class GrowingCache(HolderCache):
@@ -26,6 +25,3 @@ class GrowingCache(HolderCache):
 
     def make_layer(self, layer_idx: int) -> GrowingLayer:
         return GrowingLayer()
-
-    def adopt_refused(self, window: int = 0) -> Refusal | None:
-        return None

@@ -1,16 +1,10 @@
-"""Holders: caches that can take over a prompt's exact keys and values from elsewhere, as if they had read the prompt themselves.
-
-`AnsweringCache` is the base of those whose layers answer queries: their layers share a `Pass`, and know which of its tokens are drafts.
-"""
+"""Holders: caches that can take over a prompt's exact keys and values from elsewhere, as if they had read the prompt themselves."""
 
 from __future__ import annotations
 
 import copy
-import weakref
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar, Self
 
 import torch
@@ -18,8 +12,9 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_kvcaches import compat
+from hf_kvcaches.core.attachments import ForwardHook
 from hf_kvcaches.core.cache import KVCache
-from hf_kvcaches.core.call import NewTokens
+from hf_kvcaches.core.call import AnsweringLayer
 from hf_kvcaches.core.identity import Identity
 from hf_kvcaches.core.layers import KVLayer
 from hf_kvcaches.core.parallel import is_tensor_parallel
@@ -50,7 +45,7 @@ class LastQueries:
 
 
 class HolderCache(KVCache):
-    """A cache whose layers have `adopt(keys, values, running, queries)`: afterwards they hold what they would hold after a prefill."""
+    """A cache that adopts prompts: afterwards its layers hold what they would hold after a prefill."""
 
     adopted: bool = False
     """Whether another cache hands its prompts to this one."""
@@ -60,16 +55,8 @@ class HolderCache(KVCache):
         """How many of a prompt's last queries `adopt_layer` needs: 0 for none, None for all."""
         return 0
 
-    @abstractmethod
-    def adopt_refused(self, window: int = 0) -> Refusal | None:
-        """Why a cache with these settings can't adopt keys and values, and what to use instead.
-
-        Args:
-            window: How many of the prompt's last queries come with them.
-        """
-
-    def prompt_pass(self, positions: torch.Tensor, padding: torch.Tensor | None, tokens: int, device: torch.device) -> Any:
-        """What the layers' `adopt` is told of the pass that computed a prompt of some tokens, as in `adopt_layer`; None for nothing."""
+    def adopt_refused(self, with_queries: bool = False) -> Refusal | None:
+        """Why a cache with these settings can't adopt prompts, with their last `adopt_window` queries or without. Says what to use."""
         return None
 
     @classmethod
@@ -102,15 +89,13 @@ class HolderCache(KVCache):
             raise ConfigError.of("queries", f"one value for each of {len(cache.layers)} layers", f"{len(queries)} values")
         padding = None if attention_mask is None else padding_of(attention_mask, tokens)
         if position_ids is None:
-            position_ids = torch.arange(tokens)[None]
-            position_ids = position_ids if padding is None else (position_ids.to(padding.device) - padding[:, None]).clamp(min=0)
-            position_ids = position_ids + first_position(cache)
+            position_ids = generated_positions(cache, padding, tokens)
         for index, (layer, source) in enumerate(zip(cache.layers, past.layers, strict=True)):
-            own = isinstance(layer, KVLayer)
-            if not own and type(source) is type(layer) and getattr(source, "sliding_window", 0) == getattr(layer, "sliding_window", 0):
+            window = not isinstance(layer, KVLayer)
+            if window and type(source) is type(layer) and getattr(source, "sliding_window", 0) == getattr(layer, "sliding_window", 0):
                 cache.layers[index] = copy.deepcopy(source)
                 continue
-            keys, values = exact_states(source, index, tokens, window=not own)
+            keys, values = exact_states(source, index, tokens, window=window)
             _require_heads(cache, index, keys, values)
             cache.adopt_layer(index, keys, values, position_ids, padding, None if queries is None else queries[index])
         if isinstance(past, KVCache):
@@ -141,7 +126,7 @@ class HolderCache(KVCache):
             padding: How many slots at the start of each row hold no token, (batch,), or None.
             queries: The last `adopt_window` of the prompt, or more.
         """
-        layer = self.layers[layer_idx]
+        layer: Any = self.layers[layer_idx]
         if not isinstance(layer, KVLayer) and type(layer) is not DynamicSlidingWindowLayer:
             raise ConfigError.of("layer_idx", "a layer with full or sliding attention", layer_idx, f"It is a {type(layer).__name__}.")
         if seen := layer.get_seq_length():
@@ -156,19 +141,20 @@ class HolderCache(KVCache):
         if padding is not None and padding.shape != (rows,):
             raise ConfigError.of("padding", f"a shape of {(rows,)}", tuple(padding.shape))
         with torch.no_grad():
-            if isinstance(layer, KVLayer):
+            if isinstance(layer, AnsweringLayer):
                 layer.check_new_tokens(keys, values)
                 layer.lazy_initialization(keys, values)
-                layer.adopt(keys, values, self.prompt_pass(positions, padding, tokens, keys.device), queries)
+                layer.adopt(keys, values, positions, padding, queries)
+            elif isinstance(layer, KVLayer):
+                layer.update(keys, values)
             else:
                 start = max(0, tokens - layer.sliding_window + 1)
                 layer.update(keys[:, :, start:], values[:, :, start:])
                 layer.cumulative_length = tokens
         if not self.provenance.taken:
             self.provenance = Provenance.of(_UNKNOWN, tokens)
-        offloaded = [index for index, other in enumerate(self.layers) if isinstance(other, KVLayer)][1:]
-        if self.offloading and layer_idx in offloaded:  # a pass prefetches all layers but the first
-            self.offload(layer_idx, self.only_non_sliding)
+        if self.offloading and any(isinstance(before, KVLayer) for before in self.layers[:layer_idx]):  # a pass prefetches no first layer
+            Cache.offload(self, layer_idx, self.only_non_sliding)
 
 
 def _require_source(past: Any, cache: KVCache) -> int:
@@ -177,37 +163,36 @@ def _require_source(past: Any, cache: KVCache) -> int:
         raise ConfigError.of("past", "a DynamicCache, or a cache of this package that keeps every token", past)
     if past.layers and not any(isinstance(layer, CacheLayerMixin) for layer in past.layers):
         raise ConfigError.of("past", "a cache with layers of attention", past, "There is nothing to compress.")
-    tokens = int(past.get_seq_length())
     if isinstance(past, KVCache) and past.broken:
         raise ConfigError.of("past", "a whole prompt", "a cache whose prefill failed", "Call its reset(), and fill it anew.")
-    if not tokens:
+    if not (tokens := int(past.get_seq_length())):
         raise ConfigError.of("past", "a cache that holds a prompt", "an empty one", "Run the prompt with it first.")
     if len(past.layers) != len(cache.layers):
         raise ConfigError.of("past", f"a cache of this model, with {len(cache.layers)} layers", f"{len(past.layers)} layers")
     return tokens
 
 
-def first_position(cache: KVCache) -> int:
-    """The position of a text's first token, where the caller passes no positions."""
-    model = None if cache._model is None else cache._model()
-    return 0 if model is None else int(compat.is_family(model.config, "counts_from_one"))
+def generated_positions(cache: KVCache, padding: torch.Tensor | None, tokens: int) -> torch.Tensor:
+    """The positions by which `generate` numbers a left-padded batch, (batch or 1, tokens); `padding` is (batch,), or None."""
+    positions = torch.arange(tokens)[None]
+    if padding is not None:
+        positions = (positions.to(padding.device) - padding[:, None]).clamp(min=0)
+    model = cache.living_model
+    return positions + int(model is not None and compat.is_family(model.config, "counts_from_one"))
 
 
 def exact_states(
     layer: Any, layer_idx: int, tokens: int, argument: str = "past", *, window: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A layer's keys and values, (batch, kv_heads, tokens, head_dim) each; refuses layers that don't keep them exactly.
+    """The keys and values of a layer that has seen some tokens, for a layer with a sliding window or without.
 
-    Args:
-        tokens: How many the source has seen.
-        argument: What the caller calls the source, for errors.
-        window: Whether they are for a layer with a sliding window.
+    Refuses layers that don't keep them exactly; `argument` is what the caller calls the source.
     """
     states = None
     if type(layer) is DynamicLayer:  # its subclasses quantize
         states = (layer.keys, layer.values)
     elif isinstance(layer, KVLayer):
-        states = layer.window_states() if window else layer.exact_states()
+        states = layer.exact_states(window)
     if states is None:
         hint = "Fill a DynamicCache or a GrowingCache; layers with a sliding window drop tokens when decoding begins."
         raise ConfigError.of(f"{argument}.layers[{layer_idx}]", "a layer with every key and value", type(layer).__name__, hint)
@@ -219,7 +204,7 @@ def exact_states(
 
 
 def _require_heads(cache: KVCache, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Refuse keys and values of another model, (batch, kv_heads, tokens, head_dim), as far as the config tells."""
+    """Refuse keys and values of another model, as far as the config tells."""
     config, sizes = cache.config.per_layer_config[layer_idx], head_sizes(cache.config, layer_idx)
     heads, sharded = getattr(config, "num_key_value_heads", None), cache._model is not None and is_tensor_parallel(cache.model)
     # The latent attention of DeepSeek and others has heads that the config does not name.
@@ -232,7 +217,7 @@ def _require_heads(cache: KVCache, layer_idx: int, keys: torch.Tensor, values: t
 
 
 class AnsweringCache(HolderCache):
-    """A cache whose layers answer queries, share a pass, and know which of its tokens are drafts.
+    """A cache whose layers answer queries, and share a pass.
 
     Attributes:
         pass_class: What the layers share during a forward pass.
@@ -244,8 +229,6 @@ class AnsweringCache(HolderCache):
 
     def __init__(self, model: Any, *, offloading: bool = False) -> None:
         self.passes: Passes[Any] = Passes(self.pass_class)
-        self._draft_hook: weakref.finalize[[], Self] | None = None
-        self._updating: int | None = None
         super().__init__(model, offloading=offloading)
 
     def begin_pass(self, tokens: int) -> None:
@@ -263,56 +246,23 @@ class AnsweringCache(HolderCache):
                 "Call reset() and feed the text again."
             )
 
-    def update_offloaded(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any) -> tuple[Any, Any]:
-        self._updating = layer_idx
-        try:
-            held = super().update_offloaded(key_states, value_states, layer_idx, *args)
-        finally:
-            self._updating = None
-        if isinstance(held[0], NewTokens):
-            held[0].afterwards = partial(self.offload, layer_idx, self.only_non_sliding)
-        return held
-
-    def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:
-        # transformers moves a layer away at the end of `update`, and this one has yet to answer the queries.
-        if layer_idx != self._updating or not isinstance(self.layers[layer_idx], KVLayer):
-            super().offload(layer_idx, only_non_sliding)
-
-    def prompt_pass(self, positions: torch.Tensor, padding: torch.Tensor | None, tokens: int, device: torch.device) -> Pass:
-        running: Pass = self.passes.of_prompt(positions, padding, tokens, device)
-        return running
-
     def activate_past_recording(self) -> None:
         super().activate_past_recording()
-        if self._draft_hook is None and self._model is not None and (model := self._model()) is not None:
-            self._draft_hook = _count_drafts(model, self)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_draft_hook": None}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        memo[id(self._draft_hook)] = None
-        copied = super().__deepcopy__(memo)
-        if self._draft_hook is not None:
-            copied._draft_hook = None
-            copied.activate_past_recording()
-        return copied
+        if (model := self.living_model) is not None:
+            _DRAFTS.add(model, self)
 
 
-def _count_drafts(model: PreTrainedModel, cache: AnsweringCache) -> weakref.finalize[[], Any]:
-    """Tell a cache at each forward pass how many of the tokens are drafts.
+def _count_drafts(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Tell a cache before each forward pass how many of the tokens are drafts.
 
     Assisted generation feeds a prompt and the first drafts in one call, and only the number of logits it asks for tells them apart.
     """
-    passes, reference = cache.passes, weakref.ref(cache)
-
-    def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = reference()
-        if given is None or compat.cache_of(kwargs) is not given:
-            return
+    cache = compat.cache_of(kwargs)
+    if cache is not None and cache in _DRAFTS.caches.get(model, ()):
         keep, ids = kwargs.get("logits_to_keep"), kwargs.get("input_ids")
         # Who wants the logits of a whole prompt does not draft.
-        whole = isinstance(ids, torch.Tensor) and ids.shape[1] == keep and not given.seen
-        passes.drafts = keep - 1 if isinstance(keep, int) and keep > 0 and not whole else None
+        whole = isinstance(ids, torch.Tensor) and ids.shape[1] == keep and not cache.seen
+        cache.passes.drafts = keep - 1 if isinstance(keep, int) and keep > 0 and not whole else None
 
-    return weakref.finalize(cache, model.register_forward_pre_hook(before, with_kwargs=True).remove)
+
+_DRAFTS = ForwardHook(_count_drafts)

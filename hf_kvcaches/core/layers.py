@@ -19,11 +19,7 @@ _MOST_TOKENS = 1 << 40
 
 
 def row_picker(indices: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What picks rows of a tensor, dimension 0.
-
-    Args:
-        indices: A slice, or a list or tensor of row numbers, or of a bool for each row.
-    """
+    """What picks rows of a tensor, dimension 0: by a slice, row numbers, or a bool for each row."""
     if isinstance(indices, slice):
         return lambda tensor: tensor[indices]
     try:
@@ -61,13 +57,13 @@ class KVLayer(CacheLayerMixin):
     def owned_tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor that the layer keeps alive, by name: what its memory is measured on."""
 
-    def exact_states(self) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
-        """Keys and values of all tokens seen, as the model computed them; None where the layer has lost some."""
-        return None
+    def exact_states(self, window: bool = False) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
+        """Keys and values of all tokens seen, as the model computed them; None where the layer has lost some.
 
-    def window_states(self) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
-        """`exact_states` for a layer with a sliding window: tokens that no later one sees may be zeros."""
-        return self.exact_states()
+        Args:
+            window: Whether they are for a layer with a sliding window: tokens that no later one sees may be zeros.
+        """
+        return None
 
     def get_seq_length(self) -> int:
         """The number of tokens seen, as `generate` and the position ids need it."""
@@ -118,12 +114,7 @@ class KVLayer(CacheLayerMixin):
         self._refuse("save")
 
     def import_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
-        """Take over what `export_state` gave.
-
-        Args:
-            tensors: By name, already on the layer's device.
-            values: The plain values.
-        """
+        """Take over what `export_state` gave; the tensors are on the layer's device."""
         self._refuse("load")
 
     def _refuse(self, operation: str, hint: str = "") -> NoReturn:
@@ -136,20 +127,19 @@ class KVLayer(CacheLayerMixin):
 class TensorLayer(KVLayer):
     """A layer whose tensors are all declared, and therefore all moved, copied, counted and saved together.
 
-    A subclass names its tensors in `row_tensors` (dimension 0 is the batch) or `shared_tensors`, and its numbers that belong to the
-    state in `counters`. Putting a tensor into any other attribute is a `TypeError` at once.
+    A subclass names its tensors, whose dimension 0 is the batch, in `row_tensors`, and its numbers that belong to the state in
+    `counters`. Putting a tensor into any other attribute is a `TypeError` at once.
     """
 
     keys: torch.Tensor | None
     values: torch.Tensor | None
 
     row_tensors: ClassVar[tuple[str, ...]] = ("keys", "values")
-    shared_tensors: ClassVar[tuple[str, ...]] = ()
     counters: ClassVar[tuple[str, ...]] = ("seen",)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, torch.Tensor) and name not in self.row_tensors and name not in self.shared_tensors:
-            raise TypeError(f"{type(self).__name__}.{name} is a tensor that row_tensors and shared_tensors don't name")
+        if isinstance(value, torch.Tensor) and name not in self.row_tensors:
+            raise TypeError(f"{type(self).__name__}.{name} is a tensor that row_tensors does not name")
         super().__setattr__(name, value)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -157,8 +147,7 @@ class TensorLayer(KVLayer):
         self.is_initialized = True
 
     def owned_tensors(self) -> dict[str, torch.Tensor]:
-        found = {name: getattr(self, name, None) for name in (*self.row_tensors, *self.shared_tensors)}
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
+        return {name: tensor for name in self.row_tensors if (tensor := getattr(self, name, None)) is not None}
 
     def reset(self) -> None:
         for name in self.row_tensors:
@@ -168,8 +157,7 @@ class TensorLayer(KVLayer):
         self.is_initialized = False
 
     def export_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        tensors = {name: getattr(self, name) for name in self.row_tensors if getattr(self, name, None) is not None}
-        return tensors, {name: getattr(self, name) for name in self.counters}
+        return self.owned_tensors(), {name: getattr(self, name) for name in self.counters}
 
     def import_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
         foreign = (set(tensors) - set(self.row_tensors)) | (set(self.counters) ^ set(values))
@@ -181,40 +169,24 @@ class TensorLayer(KVLayer):
         if type(values.get("seen", 0)) is not int or any(abs(number) > _MOST_TOKENS for number in numbers):
             raise ArtifactError(f"The stored state of a {type(self).__name__} has the counters {str(values)[:200]}. Save the cache again.")
         self.reset()
-        for name, tensor in tensors.items():
-            setattr(self, name, tensor)
-        for name, value in values.items():
+        for name, value in (tensors | values).items():
             setattr(self, name, value)
         if self.keys is not None and self.values is not None:
             self.lazy_initialization(self.keys, self.values)
 
     def check_new_tokens(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Refuse tokens that can't follow those in the cache, whose keys and values are the first two of `row_tensors`.
-
-        Args:
-            key_states: (batch, kv_heads, tokens, head_dim).
-        """
+        """Refuse tokens that can't follow those in the cache, whose keys and values are the first two of `row_tensors`."""
         for name, new in zip(self.row_tensors, (key_states, value_states), strict=False):
-            held = getattr(self, name, None)
-            if held is not None and (held.size(0) != new.size(0) or held.dtype != new.dtype):
+            old = getattr(self, name, None)
+            if old is not None and (old.size(0) != new.size(0) or old.dtype != new.dtype):
                 raise ConfigError(
-                    f"The cache holds {held.shape[0]} rows of {held.dtype}, and the model came with {new.shape[0]} rows of {new.dtype}. "
+                    f"The cache holds {old.shape[0]} rows of {old.dtype}, and the model came with {new.shape[0]} rows of {new.dtype}. "
                     "Use a new cache, or reset() this one; batch_repeat_interleave and batch_select_indices change its rows."
                 )
 
-    def leave_inference_mode(self) -> None:
-        """Copy what was made under `torch.inference_mode`, where that is over: it can neither be written to nor be part of a graph."""
-        if torch.is_inference_mode_enabled():
-            return
-        made_inside = [name for name, held in vars(self).items() if isinstance(held, torch.Tensor) and held.is_inference()]
-        for name in made_inside:
-            setattr(self, name, getattr(self, name).clone())
-
     def _map_rows(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        for name in self.row_tensors:
-            tensor = getattr(self, name, None)
-            if tensor is not None:
-                setattr(self, name, function(tensor))
+        for name, tensor in self.owned_tensors().items():
+            setattr(self, name, function(tensor))
 
     def _move(self, device: torch.device | str) -> None:
         for name, tensor in self.owned_tensors().items():
@@ -253,7 +225,7 @@ class GrowingLayer(TensorLayer):
 
     @property
     def values(self) -> torch.Tensor | None:
-        """Like `keys`."""
+        """(batch, kv_heads, seen, head_dim), or None before the first token."""
         return None if self.value_buffer is None else self.value_buffer[:, :, : self.kept]
 
     @values.setter
@@ -265,11 +237,7 @@ class GrowingLayer(TensorLayer):
         return self.seen
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append the new tokens and return all.
-
-        Args:
-            key_states: (batch, kv_heads, tokens, head_dim), rotated.
-        """
+        """Append the new tokens and return all."""
         self.check_new_tokens(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -286,19 +254,11 @@ class GrowingLayer(TensorLayer):
             return key_states, value_states
         return keys.narrow(2, 0, stop), values.narrow(2, 0, stop)
 
-    def exact_states(self) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
+    def exact_states(self, window: bool = False) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
         return self.keys, self.values
 
-    def adopt(self, keys: torch.Tensor, values: torch.Tensor, running: None, queries: Any = None) -> None:
-        """Take over a prompt's keys and values, (batch, kv_heads, tokens, head_dim), as the model rotated them."""
-        self.update(keys, values)
-
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens; the buffers stay.
-
-        Args:
-            tokens_to_remove: Minus the number of tokens, as in transformers; 0 does nothing.
-        """
+        """Forget the last tokens; the buffers stay. As in transformers the number is negative; 0 does nothing."""
         change = int(tokens_to_remove)  # some versions of generate come with a tensor
         if not -self.seen <= change <= 0:
             raise ConfigError.of("tokens_to_remove", f"a number from -{self.seen} to 0", change, "crop(-n) removes the last n tokens.")
@@ -318,8 +278,7 @@ def append(buffer: torch.Tensor | None, new: torch.Tensor, start: int, reserve: 
     """Write `new` behind the first `start` slots of a buffer, which is replaced by a larger one when it is full.
 
     Args:
-        buffer: (batch, kv_heads, capacity, head_dim), or None for none yet.
-        new: (batch, kv_heads, tokens, head_dim).
+        buffer: (batch, kv_heads, capacity, head_dim), or None.
         reserve: A larger buffer has room for one token more for each so many, so each token is copied about as many times in all.
     """
     tokens = new.shape[-2]
@@ -341,9 +300,5 @@ def append(buffer: torch.Tensor | None, new: torch.Tensor, start: int, reserve: 
 
 
 def capacity_for(slots: int, reserve: int = 8) -> int:
-    """How many slots a new buffer gets.
-
-    Args:
-        reserve: Room for one token more for each so many, and for 64 at least.
-    """
+    """How many slots a new buffer gets: room for one token more for each `reserve`, and for 64 at least."""
     return slots + max(64, slots // reserve)

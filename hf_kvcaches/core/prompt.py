@@ -6,19 +6,16 @@ and lets the model run the others.
 
 from __future__ import annotations
 
-import threading
-import weakref
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
-from transformers import Cache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
-from hf_kvcaches.core import continuation
-from hf_kvcaches.core.layers import KVLayer
+from hf_kvcaches.core.attachments import ForwardHook
+from hf_kvcaches.core.continuation import not_continued
 from hf_kvcaches.core.refusal import Refusal
 from hf_kvcaches.errors import ConfigError
 
@@ -33,6 +30,7 @@ class Stage(Enum):
 
     OPEN = "keeps its tokens, and takes prompts"
     FILLING = "fills in a prompt, or broke off while it did, and could not undo it"
+    HANDING_OVER = "gives its layers to its holder one by one, or broke off while it did"
     HANDED_OVER = "has given its tokens to its holder"
 
 
@@ -67,110 +65,18 @@ class Remaining:
     positions: torch.Tensor
 
 
-class PromptSource(continuation.DecodedCache, Protocol):
-    """What the hook asks a source.
-
-    Attributes:
-        stage: What the source does with its tokens.
-        own_pass: The pass over a `Remaining`, until its last layer has the tokens; None in all other passes.
-        watches_steps: Whether `observe` is to be told of the next decode step, too, which is else only logged.
-    """
-
-    stage: Stage
-    own_pass: Any
-    watches_steps: bool
-    layers: Any
-
-    def observe(self, input_ids: torch.Tensor, attention_mask: Any, position_ids: Any) -> None:
-        """Told of the tokens of every prompt, and of decode steps where `watches_steps`, before they run; not of embeddings and images.
-
-        Args:
-            input_ids: (batch, tokens).
-            attention_mask: As the model got it.
-            position_ids: As the model got them, or None.
-        """
-
-    def take_prefill(self, call: PrefillCall) -> int | Remaining:
-        """Fill the cache with the first tokens of the call and return how many; the model runs the others.
-
-        A source may return a `Remaining` instead: the model runs its tokens, and the source counts the whole prompt as seen when the last
-        layer has them.
-        """
-
-    def prompt_left(self, refusal: Refusal) -> None:
-        """Told why `take_prefill` is not asked for a pass of several tokens."""
-
-    def require_not_half_handed_over(self) -> None:
-        """Refuse to go on behind a pass that broke off while layers were handed over to a holder."""
-
-    def leave_last(self, taken: int, tokens: int) -> int:
-        """Forget the last of the tokens that `take_prefill` took, if the model is to run them, too; return how many are left.
-
-        Args:
-            tokens: How many the prompt has.
-        """
-
-    def abandon_prefill(self, seen: int) -> None:
-        """Undo a `take_prefill` that failed or was interrupted; unless it opens the stage, the cache refuses passes until `reset`.
-
-        Args:
-            seen: How many tokens the cache had before.
-        """
-
-
-class _Hook:
-    """The hook on one model's forward, the names of its arguments, and the living sources that want it."""
-
-    def __init__(self, handle: RemovableHandle, names: tuple[str, ...]) -> None:
-        self.handle, self.names = handle, names
-        self.sources: weakref.WeakSet[PromptSource] = weakref.WeakSet()
-
-
-_hooks: weakref.WeakKeyDictionary[PreTrainedModel, _Hook] = weakref.WeakKeyDictionary()
-# Sources may be freed in another thread, and by the garbage collector in the middle of `install`.
-_lock = threading.RLock()
-
-
-def install(model: PreTrainedModel, source: PromptSource) -> None:
-    """Have a model's forward ask a source for its prompts, for as long as the source lives.
-
-    There is one hook a model, which holds on to neither model nor sources and goes when the last source does.
-    """
-    with _lock:
-        hook = None
-        while hook is None or _hooks.get(model) is not hook:  # the garbage collector may free the last other source meanwhile
-            hook = _hooks.get(model) or _new_hook(model)
-            hook.sources.add(source)
-        weakref.finalize(source, _forget, weakref.ref(model)).atexit = False
-
-
-def _new_hook(model: PreTrainedModel) -> _Hook:
-    compat.remove_pre_hook(model, _before_forward)  # A copied model brings that of its original, and nobody who would remove it.
-    _hooks[model] = hook = _Hook(model.register_forward_pre_hook(_before_forward, with_kwargs=True), compat.parameter_names(type(model)))
-    return hook
-
-
-def _forget(reference: weakref.ref[PreTrainedModel]) -> None:
-    with _lock:
-        model = reference()
-        hook = None if model is None else _hooks.get(model)
-        if model is not None and hook is not None and not any(True for _ in hook.sources):
-            hook.handle.remove()
-            del _hooks[model]
-
-
 def _before_forward(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    hook = _hooks.get(model)
-    if hook is None:
-        return None
+    """Have a `SourceCache` take the first tokens of a prompt; return the arguments for the others."""
     if args:
-        args, kwargs = (), dict(zip(hook.names, args, strict=False)) | kwargs
+        kwargs = dict(zip(compat.parameter_names(type(model)), args, strict=False)) | kwargs
+    # Not `compat.cache_of`: this is asked in every decode step.
     source = next((cache for name in compat.CACHE_NAMES if (cache := kwargs.get(name)) is not None), None)
-    if not isinstance(source, Cache) or source not in hook.sources:
+    if source is None or source not in HOOK.caches.get(model, ()):
         return None
-    if source.own_pass is not None:  # the last pass broke off
-        source.require_not_half_handed_over()
-        source.own_pass = None
+    if source.stage is Stage.FILLING or source.stage is Stage.HANDING_OVER:
+        raise broke_off(source)
+    if source.sparse_pass is not None:  # the last pass broke off
+        source.sparse_pass = None
         source.abandon_prefill(source.seen)
     input_ids, mask, positions = kwargs.get("input_ids"), kwargs.get("attention_mask"), kwargs.get("position_ids")
     others = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and name not in _TOKEN_INPUTS]
@@ -179,10 +85,12 @@ def _before_forward(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[
         return None
     handed_over, tokens = source.stage is Stage.HANDED_OVER, input_ids.shape[1]
     seen = source.seen if handed_over else source.layers[0].seen
-    if source.stage is Stage.FILLING or (not handed_over and seen != source.layers[-1].seen):
-        _require_whole(source)
-    if seen and (tokens == 0 or (mask is not None and mask.ndim == 2 and mask.shape[1] != seen + tokens)):
-        continuation.require_new_tokens(source, kwargs)
+    if not handed_over and seen != source.layers[-1].seen:
+        raise broke_off(source)
+    if seen and tokens == 0:
+        raise not_continued(source, "a prompt that is not longer")
+    if seen and mask is not None and mask.ndim == 2 and mask.shape[1] != seen + tokens:
+        raise not_continued(source, f"{tokens} new tokens with an attention_mask of {mask.shape[1]}")
     if tokens == 1 and not source.watches_steps:
         source.log.append(input_ids, seen, mask, positions)
         return None
@@ -195,16 +103,19 @@ def _before_forward(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[
     taken = _fill(source, PrefillCall(model, input_ids, mask, positions, tokens - kwargs["logits_to_keep"]))
     if isinstance(taken, Remaining):
         axes = taken.positions if positions is None or positions.ndim == 2 else taken.positions.expand(len(positions), -1, -1)
-        return args, kwargs | {"input_ids": taken.input_ids, "position_ids": axes}
-    return args, kwargs | {name: value[..., taken:] for name in ("input_ids", "position_ids") if (value := kwargs.get(name)) is not None}
+        return (), kwargs | {"input_ids": taken.input_ids, "position_ids": axes}
+    return (), kwargs | {name: value[..., taken:] for name in ("input_ids", "position_ids") if (value := kwargs.get(name)) is not None}
 
 
-def _fill(source: PromptSource, call: PrefillCall) -> int | Remaining:
-    """Let a source take the first tokens of a prompt."""
+HOOK = ForwardHook(_before_forward)
+
+
+def _fill(source: Any, call: PrefillCall) -> int | Remaining:
+    """Have a `SourceCache` take the first tokens of a prompt."""
     before = source.seen
     try:
         source.stage = Stage.FILLING
-        taken = source.take_prefill(call)
+        taken: int | Remaining = source.take_prefill(call)
         count = 0 if isinstance(taken, Remaining) else taken
         if not 0 <= count <= call.most or source.seen != before + count:
             raise RuntimeError(f"take_prefill took {count} of {call.most} tokens, and the cache went from {before} to {source.seen} tokens")
@@ -217,14 +128,10 @@ def _fill(source: PromptSource, call: PrefillCall) -> int | Remaining:
     return taken
 
 
-def _require_whole(source: PromptSource) -> None:
-    """Refuse a source in which a pass broke off between its layers."""
-    lengths = {layer.seen for layer in source.layers if isinstance(layer, KVLayer)}
-    if source.stage is Stage.FILLING or len(lengths) > 1:
-        raise ConfigError(
-            f"A pass through the model broke off and left the {type(source).__name__} with part of its tokens. reset() it, and feed the "
-            "whole text."
-        )
+def broke_off(source: Any) -> ConfigError:
+    """The error for a source in which a pass broke off between its layers."""
+    left = f"left the {type(source).__name__} with part of its tokens"
+    return ConfigError(f"A pass through the model broke off and {left}. reset() it, and feed the whole text.")
 
 
 def _why_left(model: PreTrainedModel, kwargs: dict[str, Any], tokens: int) -> Refusal | None:

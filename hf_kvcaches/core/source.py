@@ -1,13 +1,11 @@
-"""Sources: caches that get the first tokens of a prompt in from elsewhere, and may hand the prompt to a holder.
+"""Sources: caches that get the first tokens of a prompt in from elsewhere (see `prompt.py`), and may hand the prompt to a holder.
 
-A hook on the model's forward (`prompt.py`) asks the source for the first tokens of a prompt, and lets the model run the others. Where the
-source decodes with a holder, the pass that answers the prompt hands over layer by layer: as soon as a layer's attention is computed, the
-holder's layer takes its place.
+The pass that answers the prompt hands over layer by layer: as soon as a layer's attention is computed, the holder's layer takes its place.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -15,9 +13,9 @@ from torch import nn
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.call import Call
 from hf_kvcaches.core.files import Content
-from hf_kvcaches.core.holder import HolderCache, LastQueries, first_position
+from hf_kvcaches.core.holder import HolderCache, LastQueries, generated_positions
 from hf_kvcaches.core.layers import GrowingLayer
-from hf_kvcaches.core.prompt import PrefillCall, Remaining, Stage, install
+from hf_kvcaches.core.prompt import HOOK, PrefillCall, Remaining, Stage, broke_off
 from hf_kvcaches.core.refusal import Refusal
 from hf_kvcaches.core.rope import Rotation, rotation_of
 from hf_kvcaches.core.save import CacheCodec
@@ -27,28 +25,13 @@ from hf_kvcaches.errors import ConfigError, UnsupportedError
 
 
 class TensorView(LayerView):
-    """All keys and values of a layer, which the model attends to as ever.
-
-    Args:
-        keys: (batch, kv_heads, tokens, head_dim).
-    """
+    """All keys and values of a layer, (batch, kv_heads, tokens, head_dim), which the model attends to as ever."""
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.keys, self.values = keys, values
 
     def attend(self, module: nn.Module, query: torch.Tensor, mask: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         return previous_attention(module, query, self.keys, self.values, mask, **kwargs)
-
-
-class OwnPass(Protocol):
-    """The model's pass over the tokens of a prompt that are not reused."""
-
-    @property
-    def total(self) -> int:
-        """How many tokens the source has seen behind it."""
-
-    def write(self, layer: Any, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> TensorView:
-        """Write the pass's tokens into their slots of a layer, and return the view that answers their queries."""
 
 
 class SourceCache(KVCache):
@@ -61,11 +44,13 @@ class SourceCache(KVCache):
 
     Attributes:
         stage: What the source does with its tokens.
-        own_pass: The pass over a `Remaining`, until its last layer has the tokens.
+        sparse_pass: The pass over a `Remaining`, until its last layer has the tokens: an object with `total`, how many tokens the cache has
+            seen behind it, and `write(layer, layer_idx, key_states, value_states)`, which returns the `TensorView` of a layer.
+        watches_steps: Whether `observe` is to be told of the next decode step, too, which is else only logged.
     """
 
-    own_pass: OwnPass | None
-    logs_passes = True
+    sparse_pass: Any
+    hooks_forward = True
     is_compileable = False  # which layers answer is known in Python only
     own_layer_types = ("full_attention", "sliding_attention", "chunked_attention")
 
@@ -78,15 +63,15 @@ class SourceCache(KVCache):
         self.rotation: Rotation = rotation_of(self.config)
         self.log = TokenLog(self.rotation.positions_matter)
         self.source_layers: tuple[GrowingLayer, ...] = tuple(self.layers)
-        self.stage, self.own_pass, self.watches_steps = Stage.OPEN, None, True
+        self.stage, self.sparse_pass, self.watches_steps = Stage.OPEN, None, True
         self.holder: HolderCache | None = None
         # Of the prompt that is handed over: (batch or 1, tokens), and (batch,) or None.
         self._positions: torch.Tensor | None = None
         self._padding: torch.Tensor | None = None
         if decode_with is not None:
             self._take_holder(decode_with)
-        if self._model is not None and self.logs_passes:
-            install(self.model, self)
+        if self._model is not None and self.hooks_forward:
+            HOOK.add(self.model, self)
 
     def _take_holder(self, holder: KVCache) -> None:
         if not isinstance(holder, HolderCache):
@@ -97,19 +82,18 @@ class SourceCache(KVCache):
             raise ConfigError(
                 "decode_with: expected a new cache, got one that holds tokens or decodes for another cache. Make one for each."
             )
-        if holder._model is None or holder._model() is not self.model:
+        if holder.living_model is not self.model:
             raise ConfigError("decode_with: expected a cache of the same model object. Make both with this model.")
         require_answering(self.model, "decode_with")
-        if why := holder.adopt_refused(holder.adopt_window or 0):
+        if why := holder.adopt_refused(with_queries=True):
             raise UnsupportedError(f"decode_with: {why}")
         holder.adopted, self.holder = True, holder
 
-    def take_prefill(self, call: PrefillCall) -> int | Remaining:
-        """See `PromptSource`. A subclass writes it, unless its `logs_passes` is False and no hook asks for it."""
-        raise NotImplementedError(f"{type(self).__name__} is asked for prompts and does not write take_prefill")
-
     def observe(self, input_ids: torch.Tensor, attention_mask: Any, position_ids: Any) -> None:
-        """Take the model's identity for the tokens of a pass, and log them."""
+        """Take the model's identity for the tokens of a pass, and log them; the arguments are the model's.
+
+        Called before every prompt, and before decode steps where `watches_steps`; not for embeddings and images.
+        """
         # Anew, because a pass that was told of before may have failed.
         self.provenance.until = min(self.provenance.until, self.seen)
         self.begin_pass(input_ids.shape[1])
@@ -120,98 +104,87 @@ class SourceCache(KVCache):
         """Whether `observe` has to be told of the next decode step, because it stores the prompt or drops tokens then."""
         return False
 
-    def prompt_left(self, refusal: Refusal) -> None:
-        pass
+    def take_prefill(self, call: PrefillCall) -> int | Remaining:
+        """Fill the cache with the first tokens of the call and return how many; the model runs the others.
 
-    def abandon_prefill(self, seen: int) -> None:
-        pass
+        A source may return a `Remaining` instead and set `sparse_pass`: the model runs its tokens, and the whole prompt counts as seen when
+        the last layer has them.
+        """
+        raise NotImplementedError(f"{type(self).__name__} is asked for prompts and does not write take_prefill")
+
+    def prompt_left(self, refusal: Refusal) -> None:
+        """Told why `take_prefill` is not asked for a pass of several tokens."""
 
     def leave_last(self, taken: int, tokens: int) -> int:
-        """Give back the last tokens, whose queries the holder needs: the model runs them again."""
+        """Forget those of the `taken` first tokens of a prompt whose queries the holder needs; return how many are left."""
         window = 0 if self.holder is None else self.holder.adopt_window or 0
         run_again = min(taken, max(0, window - (tokens - taken)))
         for layer in self.source_layers:
             layer.seen -= run_again
         return taken - run_again
 
+    def abandon_prefill(self, seen: int) -> None:
+        """Undo a `take_prefill` that failed, and open the stage; where a source does not, passes are refused until `reset`."""
+
     @property
     def broken(self) -> bool:
-        """Whether a prefill broke off."""
-        return self.stage is Stage.FILLING
+        return self.stage in (Stage.FILLING, Stage.HANDING_OVER)
 
     @property
     def why_inexact(self) -> str:
         return f"{type(self).__name__} does not say whether what it filled in is exact."
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        holder, own_pass = self.holder, self.own_pass
-        plain = (holder is None and own_pass is None) or self.stage is Stage.FILLING
+        holder, sparse = self.holder, self.sparse_pass
+        plain = (holder is None and sparse is None) or self.stage is Stage.FILLING
         if plain or layer_idx >= len(self.layers):
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if layer_idx == 0 and holder is not None:
-            self._begin_hand_over(holder, self.seen + key_states.shape[2] if own_pass is None else own_pass.total)
-        if self.layers[layer_idx] is not self.source_layers[layer_idx]:
-            assert holder is not None
-            held: tuple[Any, Any] = holder.update(key_states, value_states, layer_idx, *args, **kwargs)
-            return held
-        if own_pass is None:
-            answering = TensorView(*super().update(key_states, value_states, layer_idx, *args, **kwargs))
+        if layer_idx == 0 and holder is not None and self.stage is not Stage.HANDED_OVER:
+            self._begin_hand_over(holder, self.seen + key_states.shape[2] if sparse is None else sparse.total)
+        if holder is not None and self.stage is Stage.HANDED_OVER:
+            return holder.update(key_states, value_states, layer_idx, *args, **kwargs)
+        if sparse is None:
+            view: LayerView = TensorView(*super().update(key_states, value_states, layer_idx, *args, **kwargs))
         else:
-            answering = own_pass.write(self.source_layers[layer_idx], layer_idx, key_states, value_states)
+            view = sparse.write(self.source_layers[layer_idx], layer_idx, key_states, value_states)
             if layer_idx == len(self.source_layers) - 1:
                 # All at once: where the pass breaks off before, no token counts as seen.
-                self.own_pass = None
+                self.sparse_pass = None
                 for layer in self.source_layers:
-                    layer.seen = own_pass.total
-        view = answering if holder is None else _HandingOver(self, layer_idx, answering)
+                    layer.seen = sparse.total
+        if holder is not None:
+            view = _HandingOver(self, holder, layer_idx, view)
         self.answer_next(view)
         return view, view
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        if self.own_pass is not None:
-            return self.own_pass.total, 0
+        if self.sparse_pass is not None:
+            return self.sparse_pass.total, 0
         sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
         return sizes
 
     def _begin_hand_over(self, holder: HolderCache, total: int) -> None:
-        """Called before the pass that answers the prompt.
+        """Begin the pass that answers the prompt, behind which the cache has seen `total` tokens.
 
         A prompt that the log does not describe can't be handed over: the holder reads it itself, if it is the first one.
-
-        Args:
-            total: How many tokens the cache will have seen behind it.
         """
-        self.require_not_half_handed_over()
-        if self.stage is Stage.HANDED_OVER:
-            return
+        if self.stage is Stage.HANDING_OVER:
+            raise broke_off(self)
         unknown = torch.is_grad_enabled() or torch.compiler.is_compiling()
         padding = Refusal("Gradients are enabled, or the pass is compiled.") if unknown else self.log.padding(total)
-        if isinstance(padding, Refusal) and self.seen:
-            raise UnsupportedError(f"decode_with: {type(self).__name__} can't hand over this prompt. {padding} Leave decode_with out.")
         if isinstance(padding, Refusal):
-            # There is nothing to hand over: the holder reads the prompt itself.
+            if self.seen:
+                raise UnsupportedError(f"decode_with: {type(self).__name__} can't hand over this prompt. {padding} Leave decode_with out.")
             self.layers[:] = holder.layers
             holder.provenance, self.stage = self.provenance, Stage.HANDED_OVER
             return
-        self._positions, self._padding = _positions(padding, total, first_position(self))
+        self._padding = torch.tensor(padding) if any(padding) else None
+        self._positions = generated_positions(self, self._padding, total)
 
-    def require_not_half_handed_over(self) -> None:
-        if len({layer is source for layer, source in zip(self.layers, self.source_layers, strict=True)}) > 1:
-            raise ConfigError(
-                f"A pass through the model broke off while {type(self).__name__} handed its prompt to its holder. reset() it, and feed the "
-                "whole text."
-            )
-
-    def hand_over(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor, queries: LastQueries) -> None:
-        """Put a layer of the holder in the place of one that has answered the prompt.
-
-        Args:
-            keys: Of all tokens, (batch, kv_heads, tokens, head_dim).
-            values: Like `keys`.
-            queries: Of the pass.
-        """
-        holder = self.holder
-        assert holder is not None and self._positions is not None  # noqa: PT018
+    def hand_over(self, holder: HolderCache, layer_idx: int, keys: torch.Tensor, values: torch.Tensor, queries: LastQueries) -> None:
+        """Put a layer of the holder in the place of one that has answered the prompt, with keys and values of all tokens."""
+        assert self._positions is not None
+        self.stage = Stage.HANDING_OVER
         holder.adopt_layer(layer_idx, keys, values, self._positions, self._padding, queries)
         self.layers[layer_idx] = holder.layers[layer_idx]
         self.release_layer(self.source_layers[layer_idx])
@@ -241,7 +214,7 @@ class SourceCache(KVCache):
     def reset(self) -> None:
         self.layers[:] = self.source_layers
         super().reset()
-        self.stage, self.own_pass, self.watches_steps = Stage.OPEN, None, True
+        self.stage, self.sparse_pass, self.watches_steps = Stage.OPEN, None, True
         self._positions = self._padding = None
         if self.holder is not None:
             self.holder.reset()
@@ -255,34 +228,22 @@ class SourceCache(KVCache):
         super().activate_past_recording()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        memo |= {id(self.rotation): self.rotation, id(self.own_pass): None}
-        copied = super().__deepcopy__(memo)
-        if self.logs_passes and self._model is not None and (model := self._model()) is not None:
-            install(model, copied)
-        return copied
+        memo |= {id(self.rotation): self.rotation, id(self.sparse_pass): None}
+        return super().__deepcopy__(memo)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "own_pass": None}
+        return {**super().__getstate__(), "sparse_pass": None}
 
 
 class _HandingOver(LayerView):
     """A view of all tokens of a layer, which a holder takes over once they have answered the prompt's queries."""
 
-    def __init__(self, cache: SourceCache, layer_idx: int, view: TensorView) -> None:
-        self.cache, self.layer_idx, self.view = cache, layer_idx, view
+    def __init__(self, cache: SourceCache, holder: HolderCache, layer_idx: int, view: Any) -> None:
+        self.cache, self.holder, self.layer_idx, self.view = cache, holder, layer_idx, view
 
     def attend(self, module: nn.Module, query: torch.Tensor, mask: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        output = self.view.attend(module, query, mask, **kwargs)
-        call, scaling = Call(module, mask, kwargs), kwargs.get("scaling")
-        queries = LastQueries(query, query.shape[-1] ** -0.5 if scaling is None else scaling, call.softcap, call.sink_logits)
-        self.cache.hand_over(self.layer_idx, self.view.keys, self.view.values, queries)
+        output: tuple[torch.Tensor, torch.Tensor | None] = self.view.attend(module, query, mask, **kwargs)
+        call = Call(module, mask, kwargs)
+        queries = LastQueries(query, call.scaling, call.softcap, call.sink_logits)
+        self.cache.hand_over(self.holder, self.layer_idx, self.view.keys, self.view.values, queries)
         return output
-
-
-def _positions(padding: list[int], tokens: int, first: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The positions of a left-padded batch, (batch or 1, tokens), and its padding, (batch,), or None for none."""
-    slots = torch.arange(tokens)[None]
-    if not any(padding):
-        return slots + first, None
-    counts = torch.tensor(padding)
-    return (slots - counts[:, None]).clamp_min(0) + first, counts

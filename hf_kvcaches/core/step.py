@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Literal, Self, TypeVar
+from functools import cached_property
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 
@@ -43,8 +44,15 @@ class TokenMask:
                 attention's block mask. The last dimension may be that of the new tokens alone.
             causal: Whether tokens see no later ones where there is no mask.
         """
+        read = cls._read(mask, seen, tokens, causal)
+        if seen:
+            read.require_causal()
+        return read
+
+    @classmethod
+    def _read(cls, mask: Any, seen: int, tokens: int, causal: bool) -> TokenMask:
         if mask is None:
-            return cls(ahead=not causal and tokens > 1).checked(seen)
+            return cls(ahead=not causal and tokens > 1)
         allowed = _as_booleans(mask, seen + tokens, tokens)
         if allowed.ndim == 2:
             return cls._of_padding(allowed, seen, tokens)
@@ -61,26 +69,19 @@ class TokenMask:
             return cls._of_padding(newest, seen, tokens)
         if first:
             allowed = torch.nn.functional.pad(allowed, (first, 0), value=True)
-        return cls(allowed=allowed, ahead=bool((allowed[..., -tokens:] & ~before[:, -tokens:]).any())).checked(seen)
+        return cls(allowed=allowed, ahead=bool((allowed[..., -tokens:] & ~before[:, -tokens:]).any()))
 
     @classmethod
     def _of_padding(cls, real: torch.Tensor, seen: int, tokens: int) -> TokenMask:
-        """Read a padding mask.
-
-        Args:
-            real: True where a token is real, (batch, tokens seen before + new ones, or new ones alone).
-        """
+        """Read a padding mask, (batch, tokens seen before + new ones, or new ones alone), which is True where a token is real."""
         valid = real[:, -tokens:]
         before = real[:, :-tokens].sum(-1, keepdim=True) if real.shape[1] == seen + tokens else None
         return cls(None if bool(valid.all()) else valid, before, shown=real)
 
-    def known(self, real_before: torch.Tensor | int, seen: int, tokens: int) -> TokenMask:
-        """Return what it says to a cache that knows how many tokens are real.
+    def with_count(self, real_before: torch.Tensor | int, seen: int, tokens: int) -> TokenMask:
+        """Return the mask with a layer's own count of real tokens before the new ones, (batch, 1), or a number for all rows.
 
         A mask that hides other tokens than were padding when they came is obeyed entry by entry.
-
-        Args:
-            real_before: Of the tokens before, (batch, 1), or a number for all rows.
         """
         if self.real_before is None:
             return self if isinstance(real_before, int) else replace(self, real_before=real_before)
@@ -105,14 +106,8 @@ class TokenMask:
         tensors: dict[str, Any] = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
         return replace(self, **tensors)
 
-    def checked(self, seen: int) -> TokenMask:
-        """Return itself, if tokens look at later ones in a first block alone."""
-        if seen:
-            self.require_causal()
-        return self
-
     def require_causal(self) -> None:
-        """Refuse what can't be done with tokens that look at later ones."""
+        """Refuse tokens that look at later ones."""
         if self.ahead:
             raise UnsupportedError(
                 "attention_mask: the model lets tokens look at later ones (a prefix that is read in both directions, for example), which "
@@ -121,11 +116,7 @@ class TokenMask:
 
 
 def padding_of(attention_mask: torch.Tensor, tokens: int) -> torch.Tensor | None:
-    """How many slots at the start of each row hold no token, (batch,), or None for none.
-
-    Args:
-        attention_mask: 1 where a token is real, (batch, tokens).
-    """
+    """How many slots at the start of each row hold no token, (batch,), or None for none; of a mask (batch, tokens)."""
     real = attention_mask.bool()
     if real.ndim != 2 or real.shape[1] != tokens:
         raise ConfigError.of("attention_mask", f"(batch, {tokens}), the tokens that past has seen", tuple(attention_mask.shape))
@@ -176,18 +167,18 @@ class Pass:
         self.valid, self.real_before, self.allowed = mask.valid, mask.real_before, mask.allowed
         self.position_ids = position_ids
         self._shared: dict[Any, Any] = {}
-        self._parts: dict[tuple[int, int], Self] = {}
-        self._start: int | Literal[False] | None = False
 
     def part(self, start: int, stop: int) -> Self:
         """Return the pass of some of the new tokens alone."""
         if (start, stop) == (0, self.tokens):
             return self
-        if (start, stop) not in self._parts:
+
+        def make() -> Any:
             ids = None if self.position_ids is None else self.position_ids[..., start:stop]
-            mask = self.mask.part(start, stop, self.seen)
-            self._parts[start, stop] = type(self)(mask, ids, self.seen + start, stop - start, self.device, False)
-        return self._parts[start, stop]
+            return type(self)(self.mask.part(start, stop, self.seen), ids, self.seen + start, stop - start, self.device, whole=False)
+
+        part: Self = self.shared(("part", start, stop), make)
+        return part
 
     def shared(self, key: Any, make: Callable[[], Any]) -> Any:
         """Return what another layer has made under that key already, or what `make` gives."""
@@ -195,14 +186,9 @@ class Pass:
             self._shared[key] = make()
         return self._shared[key]
 
-    @property
+    @cached_property
     def start(self) -> int | None:
         """The first token's position where all rows count on from the same one, else None."""
-        if self._start is False:
-            self._start = self._find_start()
-        return self._start
-
-    def _find_start(self) -> int | None:
         ids = self.position_ids
         if ids is None:
             return self.seen if self.real_before is None and self.valid is None else None
@@ -213,7 +199,7 @@ class Pass:
         return first if bool((ids == expected).all()) else None
 
     def positions(self) -> torch.Tensor:
-        """The model's positions of the new tokens, (batch or 1, tokens)."""
+        """The model's positions of the new tokens, (batch or 1, tokens), counted where it does not tell."""
         if self.position_ids is not None:
             return self.position_ids.to(self.device)
         steps = torch.arange(self.tokens, device=self.device)[None]
@@ -237,27 +223,27 @@ class Passes(Generic[P]):
         self.kind = kind
         self.drafts: int | None = None
         self._current: P | None = None
-        # What the pass was read from. A model may have several masks in a pass; they are not freed meanwhile.
-        self._source: tuple[Any, ...] = ()
+        # What the pass is made of: tensors, compared by identity and not freed meanwhile, and numbers.
+        self._tensors: tuple[Any, Any] = (None, None)
+        self._numbers: tuple[Any, ...] = ()
 
     def begin(self) -> None:
         """Say that another pass begins."""
         self._current = None
 
     def enter(self, call: Call, seen: int, tokens: int, device: torch.device, real_before: torch.Tensor | int | None = None) -> P:
-        """Return the pass that a layer is asked in: the running one, or a new one.
+        """Return the pass that a layer is asked in: the running one, or a new one where the model has another mask for the layer.
 
         Args:
-            real_before: How many of the tokens before are real as far as the layer knows, (batch, 1), or a number for all rows.
+            real_before: The layer's own count of real tokens before the new ones, (batch, 1), or a number for all rows.
         """
-
-        def make() -> P:
-            read = TokenMask.read(call.mask, seen, tokens, call.is_causal).on(device)
+        running = self._running((call.mask, None), (seen, tokens, device))
+        if running is None:
+            mask = TokenMask.read(call.mask, seen, tokens, call.is_causal).on(device)
             if real_before is not None:
-                read = read.known(real_before, seen, tokens)
-            return self.kind(read, _text_positions(call.options.get("position_ids")), seen, tokens, device)
-
-        return self._running((call.mask, None), (seen, tokens, device), make)
+                mask = mask.with_count(real_before, seen, tokens)
+            running = self._current = self.kind(mask, _text_positions(call.options.get("position_ids")), seen, tokens, device)
+        return running
 
     def of_prompt(self, positions: torch.Tensor, padding: torch.Tensor | None, tokens: int, device: torch.device) -> P:
         """Return the pass of a prompt whose keys and values come from another cache; layers that pass the same tensors share it.
@@ -266,25 +252,25 @@ class Passes(Generic[P]):
             positions: The model's positions of all tokens, (batch or 1, tokens).
             padding: How many slots at the start of each row hold no token, (batch,), or None.
         """
-
-        def make() -> P:
+        running = self._running((positions, padding), (0, tokens, device))
+        if running is None:
             valid = None if padding is None else torch.arange(tokens, device=device) >= padding.to(device)[:, None]
-            return self.kind(TokenMask(None if valid is None or bool(valid.all()) else valid), positions, 0, tokens, device)
+            mask = TokenMask(None if valid is None or bool(valid.all()) else valid)
+            running = self._current = self.kind(mask, positions, 0, tokens, device)
+        return running
 
-        return self._running((positions, padding), (0, tokens, device), make)
-
-    def _running(self, tensors: tuple[Any, Any], numbers: tuple[Any, ...], make: Callable[[], P]) -> P:
-        """The running pass, if it was made of the same tensors, by identity, and numbers."""
-        source = self._source
-        if self._current is None or source[0] is not tensors[0] or source[1] is not tensors[1] or source[2] != numbers:
-            self._current, self._source = make(), (*tensors, numbers)
+    def _running(self, tensors: tuple[Any, Any], numbers: tuple[Any, ...]) -> P | None:
+        """The running pass, if it was made of these; else None, and the next one will be."""
+        if tensors[0] is not self._tensors[0] or tensors[1] is not self._tensors[1] or numbers != self._numbers:
+            self._current, self._tensors, self._numbers = None, tensors, numbers
         return self._current
 
     def block_length(self, tokens: int, begun: bool, recording: bool) -> int:
-        """How many of a call's tokens are one block; the others are steps, one after the other, as if they had come alone.
+        """How many of a call's first tokens attend as a block; those behind are decode steps, one by one, as if they had come alone.
 
         Args:
-            recording: Whether these may be taken back.
+            begun: Whether the layer holds tokens.
+            recording: Whether new tokens may be taken back.
         """
         if not recording:
             return 0 if tokens == 1 and begun else tokens

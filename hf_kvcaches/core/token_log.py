@@ -34,8 +34,8 @@ class TokenLog:
         """Forget all tokens."""
         self._buffer: torch.Tensor | None = None
         self._length = 0
-        self._mask: torch.Tensor | None = None
-        self._unmasked = False
+        self._mask: torch.Tensor | None = None  # of the last pass
+        self._had_no_mask = False  # of any pass: it saw padding as tokens
 
     def __len__(self) -> int:
         """How many of the cache's first tokens are known."""
@@ -51,11 +51,10 @@ class TokenLog:
         return list(self.ids.cpu().numpy().astype(np.uint32))
 
     def append(self, ids: torch.Tensor, seen: int, attention_mask: Any = None, position_ids: Any = None) -> None:
-        """Add the tokens of a pass. Tokens behind unknown ones are unknown, and so are those with a mask that is none of tokens.
+        """Add the tokens of a pass, (rows, tokens); those behind unknown ones, and with a mask that is none of tokens, are unknown.
 
         Args:
-            ids: (rows, tokens).
-            seen: How many tokens the cache had before; what is known behind them belongs to a pass that failed.
+            seen: How many tokens the cache had before; what is logged behind them belongs to a pass that failed.
             attention_mask: 1 where a token is real, (rows, tokens seen and new ones), or None.
             position_ids: Those passed to the model; None if it numbers tokens by the slots of the cache, padding included.
         """
@@ -79,22 +78,18 @@ class TokenLog:
         new[_IDS] = ids
         new[_REAL] = 1 if attention_mask is None else attention_mask[:, seen:]
         new[_POSITIONS] = torch.arange(seen, stop, device=new.device) if position_ids is None else _of_text(position_ids)
-        self._mask, self._unmasked = attention_mask, self._unmasked or attention_mask is None
+        self._mask, self._had_no_mask = attention_mask, self._had_no_mask or attention_mask is None
         self._length = stop
 
     def padding(self, length: int) -> list[int] | Refusal:
-        """Return how many slots at the start of each row hold no token; or why the log does not describe the prompt.
-
-        Args:
-            length: How many tokens the prompt has, with those that the cache has seen.
-        """
+        """Return how many slots at the start of each row hold no token; or why the log does not describe the prompt of that length."""
         if self._buffer is None or self._length != length:
             return Refusal("The cache does not know its tokens: a pass had embeddings or images as input, or a mask for other tokens.")
         _, real, positions = self._buffer[:, :, :length].cpu()
         real = real != 0
         if bool(real.all()):
             padding = [0] * real.shape[0]
-        elif self._unmasked or not bool(real[:, -1].all()) or bool((real[:, :-1] & ~real[:, 1:]).any()):
+        elif self._had_no_mask or not bool(real[:, -1].all()) or bool((real[:, :-1] & ~real[:, 1:]).any()):
             return Refusal("The attention mask is more than padding on the left.")
         else:
             padding = (~real).sum(1).tolist()
@@ -106,11 +101,7 @@ class TokenLog:
         return padding if agrees else Refusal("The attention mask hides tokens that earlier passes saw, or shows others.")
 
     def map_rows(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Select or reorder the rows as those of the cache.
-
-        Args:
-            function: From (rows, n) to (rows, n).
-        """
+        """Select or reorder the rows as those of the cache."""
         if self._buffer is not None:
             with torch.inference_mode(False):
                 self._buffer = torch.stack([function(part) for part in self._buffer])

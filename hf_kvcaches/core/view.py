@@ -1,9 +1,9 @@
 """How a cache layer answers queries itself: the view that its `update` returns, and the attention function that asks it.
 
 `update` of a layer may return a `LayerView` in place of keys and values. From then to this thread's next attention call, the model's config
-names the function registered here; that function restores the name before anything else. Masks are therefore made by the model for its own
-implementation, plain tensors never get here, and making a cache changes nothing about a model. A view that is never asked, because
-of an interrupt, restores the name when it is freed, or when its thread attends again.
+names the function registered here; that function restores the name before anything else. So the model makes masks for its own
+implementation, and plain tensors never get here. A view that is never asked, because of an interrupt, restores the name when it is
+freed, or when its thread attends again.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ _lock = threading.RLock()
 class _Switched(str):
     """This package's name in a config, with the implementation to restore; `config.json` never has it.
 
-    Args:
-        explicit: Whether `enable` put it there, so that only `disable` removes it.
+    Attributes:
+        previous: That implementation.
+        explicit: Whether `enable` put the name there, so that only `disable` removes it.
+        waiting: Threads between their `update` and their attention call, with the id of the view.
     """
 
     previous: str
@@ -43,7 +45,6 @@ class _Switched(str):
 
     def __new__(cls, previous: str, explicit: bool) -> _Switched:
         self = super().__new__(cls, NAME)
-        # Threads between their `update` and their attention call, with the id of the view.
         self.previous, self.explicit, self.waiting = previous, explicit, {}
         return self
 
@@ -60,15 +61,13 @@ class LayerView(ABC):
         cache_name: Of the cache, for errors.
         configs: Those that are switched until the view is asked.
         bound: Whether a call by a module with another config is an error.
-        in_graph: Whether a compiled graph made the view.
-        restores: In a compiled graph, the configs that were switched for this view and the names to give back to them.
+        restores: Of a view that a compiled graph made, the configs that it has switched and the names to give back to them; else None.
     """
 
     cache_name = "the cache"
     configs: Sequence[PreTrainedConfig] = ()
     bound = False
-    in_graph = False
-    restores: tuple[tuple[PreTrainedConfig, str], ...] = ()
+    restores: tuple[tuple[PreTrainedConfig, str], ...] | None = None
     _thread: int | None = None
 
     @abstractmethod
@@ -78,8 +77,8 @@ class LayerView(ABC):
         """Store the new tokens, unless `update` did, and return the attention of `query` over what the layer holds.
 
         Args:
-            query: Rotated queries, (batch, heads, queries, head_dim).
-            mask: The mask that the model made for its own implementation.
+            query: Rotated, (batch, heads, queries, head_dim).
+            mask: As the model made it for its own implementation.
             **kwargs: `scaling`, `dropout`, `softcap` and whatever else the model gives its attention function.
 
         Returns:
@@ -112,9 +111,8 @@ class LayerView(ABC):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        everything = [*args, *(kwargs or {}).values()]
-        flat = [item for arg in everything for item in (arg if isinstance(arg, list | tuple) else [arg])]
-        raise next(item for item in flat if isinstance(item, cls))._refusal(getattr(function, "__name__", str(function)))
+        arguments = (item for arg in (*args, *(kwargs or {}).values()) for item in (arg if isinstance(arg, list | tuple) else [arg]))
+        raise next(item for item in arguments if isinstance(item, cls))._refusal(getattr(function, "__name__", str(function)))
 
     def _refusal(self, what: str) -> UnsupportedError:
         self.restore()
@@ -132,50 +130,41 @@ def answer_next(view: LayerView, configs: Sequence[PreTrainedConfig], bound: boo
         configs: Those in which the model's attention modules look up their implementation.
         bound: Whether they are those of the model that the cache was built with.
     """
-    if torch.compiler.is_compiling():
-        return _answer_in_graph(view, configs)
+    if torch.compiler.is_compiling():  # a graph knows neither threads nor interrupts
+        names = [(config, vars(config).get(compat.ATTENTION_NAME)) for config in configs]
+        view.restores = tuple((config, name or "eager") for config, name in names if name != NAME)
+        for config, _ in view.restores:
+            vars(config)[compat.ATTENTION_NAME] = NAME
+        return
     view.configs, view.bound, view._thread = configs, bound, threading.get_ident()
     with _lock:
         for config in configs:
             name = vars(config).get(compat.ATTENTION_NAME)
             if not isinstance(name, _Switched):
-                own = name in (None, NAME)
-                name = _Switched(previous_implementation(config) if own else name, explicit=name == NAME)
+                previous = previous_implementation(config) if name in (None, NAME) else name
+                name = _Switched(previous, explicit=name == NAME)
                 vars(config)[compat.ATTENTION_NAME] = name
             name.waiting[view._thread] = id(view)
-    return None
-
-
-def _answer_in_graph(view: LayerView, configs: Sequence[PreTrainedConfig]) -> None:
-    """`answer_next` inside of a compiled graph, which knows neither threads nor interrupts."""
-    view.in_graph = True
-    names = [(config, vars(config).get(compat.ATTENTION_NAME)) for config in configs]
-    view.restores = tuple((config, name or "eager") for config, name in names if name != NAME)
-    for config, _ in view.restores:
-        vars(config)[compat.ATTENTION_NAME] = NAME
 
 
 def _attend(
     module: nn.Module, query: torch.Tensor, key: Any, value: Any, attention_mask: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The attention function `hf_kvcaches`. Plain tensors are those of other threads' passes, and of models that `enable` has switched."""
-    # The first question is much the cheaper one, and asked in every layer of every step.
-    if type(key) is torch.Tensor or not isinstance(key, LayerView):
+    if not isinstance(key, LayerView):
         if not torch.compiler.is_compiling():
-            _restore_interrupted(module)
+            _restore_interrupted(module.config)
         return previous_attention(module, query, key, value, attention_mask, **kwargs)
     if torch.compiler.is_compiling():
-        if not key.in_graph:
+        if key.restores is None:
             return _attend_uncompiled(module, query, key, value, attention_mask, **kwargs)
         for config, name in key.restores:
             vars(config)[compat.ATTENTION_NAME] = name
     else:
         key.restore()
         if key.bound and all(config is not module.config for config in key.configs):
-            raise ConfigError(
-                "The cache was built with another model than the one that it is used with. Build a cache with this model, or pass it to "
-                "the model that it was built with."
-            )
+            hint = "Build a cache with this model, or pass it to the model that it was built with."
+            raise ConfigError(f"The cache was built with another model than the one that it is used with. {hint}")
     output, weights = key.attend(module, query, attention_mask, **kwargs)
     return output.contiguous(), weights  # some models take a view of it
 
@@ -183,14 +172,14 @@ def _attend(
 _attend_uncompiled = torch.compiler.disable(_attend, reason="the cache that answers the queries is not compileable")
 
 
-def _restore_interrupted(module: nn.Module) -> None:
+def _restore_interrupted(config: Any) -> None:
     """Restore what a view of this thread has left switched, which something still holds on to: an interrupt's traceback."""
-    name, thread = vars(module.config).get(compat.ATTENTION_NAME), threading.get_ident()
+    name, thread = vars(config).get(compat.ATTENTION_NAME), threading.get_ident()
     if isinstance(name, _Switched) and thread in name.waiting:
         with _lock:
             del name.waiting[thread]
             if not name.waiting and not name.explicit:
-                vars(module.config)[compat.ATTENTION_NAME] = name.previous
+                vars(config)[compat.ATTENTION_NAME] = name.previous
 
 
 def _make_mask(**arguments: Any) -> Any:
@@ -207,40 +196,26 @@ def _make_mask(**arguments: Any) -> Any:
 
 
 def require_plain_decoder(model: PreTrainedModel, what: str) -> None:
-    """Refuse a model with an encoder, and one that runs layers in loops.
-
-    Args:
-        what: What can't be used with it, as the subject of the message.
-    """
+    """Refuse a model with an encoder, and one that runs layers in loops; `what` is the subject of the message."""
     if model.config.is_encoder_decoder:
-        raise UnsupportedError(
-            f"{what} needs a decoder-only model, and {type(model).__name__} is an encoder-decoder, whose cross-attention keeps keys of "
-            "another text. Use GrowingCache, or leave past_key_values out."
-        )
-    if getattr(compat.decoder_config(model.config), "n_recurrent_loops", 1) > 1:
-        raise UnsupportedError(
-            f"{what} needs a model that runs each layer once, and {type(model).__name__} runs some in loops, with keys of each loop. Use "
-            "GrowingCache, or leave past_key_values out."
-        )
+        needed, why = "a decoder-only model", "is an encoder-decoder, whose cross-attention keeps keys of another text"
+    elif getattr(compat.decoder_config(model.config), "n_recurrent_loops", 1) > 1:
+        needed, why = "a model that runs each layer once", "runs some in loops, with keys of each loop"
+    else:
+        return
+    advice = "Use GrowingCache, or leave past_key_values out."
+    raise UnsupportedError(f"{what} needs {needed}, and {type(model).__name__} {why}. {advice}")
 
 
 def require_answering(model: PreTrainedModel, what: str, *, latents: bool = False) -> None:
-    """Refuse a model whose queries a cache can't answer.
-
-    Args:
-        latents: Whether it can where keys and values are expanded from what it holds (multi-head latent attention).
-    """
+    """Refuse a model whose queries a cache can't answer; with `latents` it can those of multi-head latent attention."""
     require_plain_decoder(model, what)
     if reason := why_not_answering(model, latents=latents):
         raise UnsupportedError(f"{what} needs a cache that answers the model's queries, which is not possible: {reason}. Use DynamicCache.")
 
 
 def why_not_answering(model: PreTrainedModel, *, latents: bool = False) -> Refusal | None:
-    """Why a cache can't answer a model's queries in place of its attention, as far as is known before a pass.
-
-    Args:
-        latents: As in `require_answering`.
-    """
+    """Why a cache can't answer a model's queries in place of its attention, as far as is known before a pass."""
     name, config = type(model).__name__, compat.decoder_config(model.config)
     if not compat.can_switch_attention(model):
         return Refusal(f"{name} computes attention itself instead of looking it up in transformers' AttentionInterface")
@@ -259,12 +234,7 @@ def why_not_answering(model: PreTrainedModel, *, latents: bool = False) -> Refus
 def previous_attention(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention over plain tensors by the model's own implementation.
-
-    Args:
-        query: (batch, heads, queries, head_dim).
-        key: (batch, kv_heads, keys, head_dim).
-    """
+    """Attention over plain tensors, (batch, heads or kv_heads, tokens, head_dim), by the model's own implementation."""
     function = compat.attention_function(previous_implementation(module.config), module)
     result: tuple[torch.Tensor, torch.Tensor | None] = function(module, query, key, value, mask, **kwargs)
     return result
@@ -299,9 +269,9 @@ def enable(model: Any) -> None:
             f"model: {type(base).__name__} computes attention itself instead of looking it up in transformers' AttentionInterface, "
             "so a cache can't answer its queries. Use a cache that returns plain tensors (GrowingCache), or another model."
         )
-    for part in _models_inside(base):
-        if compat.can_switch_attention(part) and not is_enabled(part.config):
-            vars(part.config)[compat.ATTENTION_NAME] = _Switched(previous_implementation(part.config), True)
+    for config in _configs_inside(base):
+        if not is_enabled(config):
+            vars(config)[compat.ATTENTION_NAME] = _Switched(previous_implementation(config), True)
 
 
 def disable(model: Any) -> None:
@@ -310,14 +280,15 @@ def disable(model: Any) -> None:
     Args:
         model: A transformers model, also inside a PEFT wrapper.
     """
-    for part in _models_inside(compat.base_model(model)):
-        if is_enabled(part.config):
-            vars(part.config)[compat.ATTENTION_NAME] = previous_implementation(part.config)
+    for config in _configs_inside(compat.base_model(model)):
+        if is_enabled(config):
+            vars(config)[compat.ATTENTION_NAME] = previous_implementation(config)
 
 
-def _models_inside(model: PreTrainedModel) -> list[PreTrainedModel]:
-    """The model and the models that it is made of."""
-    return [module for module in compat.modules_of(model) if isinstance(module, PreTrainedModel)]
+def _configs_inside(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """The configs of a model and of the models that it is made of, whose attention can be switched."""
+    models = (module for module in compat.modules_of(model) if isinstance(module, PreTrainedModel))
+    return [module.config for module in models if compat.can_switch_attention(module)]
 
 
 AttentionInterface.register(NAME, _attend)

@@ -162,7 +162,7 @@ class EquipCache(AnsweringCache):
 
     def _watch_model(self) -> None:
         """Has the model's modules tell this cache what its layers can't see, for as long as it lives."""
-        if self._model is None or (model := self._model()) is None:
+        if (model := self.living_model) is None:
             return
         if self.policy.reads_inputs:
             watch_inputs(model, self)
@@ -223,7 +223,7 @@ class EquipCache(AnsweringCache):
         if self._settings.rope == "auto":
             # A policy that evicts anywhere has kept keys rotated again and again, and in half precision each time rounds them. On an
             # accelerator a kernel rotates keys while it reads them; elsewhere that takes longer than all the rest.
-            in_kernel = not self._latents and _rotates_on_read(self._model)
+            in_kernel = not self._latents and _rotates_on_read(self.living_model)
             unrotated = self._settings.storage is not None or self._settings.codec is not None
             scheme = "on_read" if unrotated or (in_kernel and not self.policy.order_only) else "frames"
         for known in self._rotations:  # shared with their tables
@@ -273,13 +273,13 @@ class EquipCache(AnsweringCache):
         observes = self.policy.observes
         return None if observes is None else max(observes, self.policy.queries)
 
-    def adopt_refused(self, window: int = 0) -> Refusal | None:
+    def adopt_refused(self, with_queries: bool = False) -> Refusal | None:
         if self._latents:
             return Refusal(
                 "model: EquipCache prunes latents as the model makes them, and takes none over. Feed the text to the EquipCache."
             )
         needed, name = self.adopt_window, self.policy.name or type(self.policy).__name__
-        if needed is not None and needed <= window:
+        if needed == 0 or (with_queries and needed is not None):
             return None
         whose, others = ("all queries", "'snapkv', ") if needed is None else (f"a prompt's last {needed} queries", "")
         return Refusal(
@@ -402,5 +402,4 @@ class EquipCache(AnsweringCache):
 
 def _rotates_on_read(model: Any) -> bool:
     """Whether a kernel rotates keys on the way, and they are too short to be rotated more than once."""
-    living = None if model is None else model()
-    return living is not None and living.device.type == "cuda" and living.dtype in (torch.float16, torch.bfloat16)
+    return model is not None and model.device.type == "cuda" and model.dtype in (torch.float16, torch.bfloat16)

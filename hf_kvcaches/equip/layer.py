@@ -9,9 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
-from hf_kvcaches.core.call import Call, NewTokens
+from hf_kvcaches.core.call import AnsweringLayer, Call
 from hf_kvcaches.core.holder import LastQueries
-from hf_kvcaches.core.layers import KVLayer
 from hf_kvcaches.core.parallel import HeadShard, require_heads
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.core.step import Passes
@@ -50,7 +49,7 @@ def detours(layers: Sequence[EquipLayer], passes: Sequence[Detour]) -> Iterator[
             layer.detour = None
 
 
-class EquipLayer(KVLayer):
+class EquipLayer(AnsweringLayer):
     """Keeps at most a budget of tokens; a new one overwrites the eviction victim.
 
     Attributes:
@@ -181,15 +180,6 @@ class EquipLayer(KVLayer):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Returns a view that takes the new tokens when their queries are answered.
-
-        Args:
-            key_states: (batch, kv_heads, tokens, head_dim), as the model rotated them.
-        """
-        view = NewTokens(self, key_states, value_states)
-        return view, view
-
     def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call) -> torch.Tensor:
         """Takes the new tokens and gives their queries' attention, (batch, tokens, heads, head_dim).
 
@@ -270,13 +260,15 @@ class EquipLayer(KVLayer):
         first = self.resolve(running, ends[1])
         return [(start, stop, self.limit if start else first) for start, stop in pairwise(ends)]
 
-    def adopt(self, keys: torch.Tensor, values: torch.Tensor, running: RotatingPass, queries: LastQueries | None = None) -> None:
-        """Takes over a prompt's keys and values and prunes them, as after a prefill.
-
-        Args:
-            keys: (batch, kv_heads, tokens, head_dim), as the model rotated them.
-            queries: The prompt's last ones, as many as the policy observes, or more.
-        """
+    def adopt(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        positions: torch.Tensor,
+        padding: torch.Tensor | None,
+        queries: LastQueries | None = None,
+    ) -> None:
+        running = self.passes.of_prompt(positions, padding, keys.shape[2], keys.device)
         self._choose_angles(running)
         observed = blocks.observed_by(self, queries, keys, running)
         with self.store.space_for(keys.shape[0], running, running.tokens):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import numpy as np
@@ -214,7 +214,7 @@ class SplicingCache(SourceCache):
         # Fillers first, so that each row ends with its last token.
         slots = slots.gather(1, (slots < plan.total).long().argsort(dim=1, stable=True))
         sparse = SparsePass(slots, torch.tensor(padding, device=slots.device), plan.total)
-        self.own_pass = RunningPass.of(sparse, self.model)
+        self.sparse_pass = RunningPass.of(sparse, self.model)
         return Remaining(ids_at(call, slots, plan.total), sparse.positions)
 
     def _to_run(self, row: PlannedRow) -> Indices:
@@ -274,20 +274,9 @@ class SplicingCache(SourceCache):
         super().reset()
         self.exchanged, self.reason = False, ""
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+    def pick_rows(self, of_layer: Callable[[Any], None], pick: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._release()
-        super().reorder_cache(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self._release()
-        super().batch_repeat_interleave(repeats)
-
-    def batch_select_indices(self, indices: torch.Tensor | Sequence[int] | slice) -> None:
-        self._release()
-        super().batch_select_indices(indices)
-
-    def pick_rows(self, pick: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().pick_rows(pick)
+        super().pick_rows(of_layer, pick)
         self.exchanged = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

@@ -41,11 +41,10 @@ class SplicedLayer(GrowingLayer):
         visible = min(self.seen, self.window - 1)
         return visible + query_length, self.seen - visible
 
-    def exact_states(self) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
-        return None if self.dropped else super().exact_states()
-
-    def window_states(self) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
+    def exact_states(self, window: bool = False) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
         keys, values = self.keys, self.values
+        if self.dropped and not window:
+            return None
         if not self.offset or keys is None or values is None:
             return keys, values
         return functional.pad(keys, (0, 0, self.offset, 0)), functional.pad(values, (0, 0, self.offset, 0))

@@ -11,7 +11,6 @@ from hf_kvcaches import compat
 from hf_kvcaches.codec.codec import KVCodec
 from hf_kvcaches.core.holder import AnsweringCache
 from hf_kvcaches.core.parallel import require_all_heads, shard_of
-from hf_kvcaches.core.refusal import Refusal
 from hf_kvcaches.core.rope import undoable_rotation
 from hf_kvcaches.core.rope_families import head_sizes
 from hf_kvcaches.errors import ConfigError, UnsupportedError, require_choice, require_instance, whole_number
@@ -118,9 +117,6 @@ class SubspaceCache(AnsweringCache):
         sizes, rank = head_sizes(self.config, layer_idx), adaptive.rank
         if isinstance(rank, tuple) and sizes is not None and (rank[0] > sizes[0] or rank[1] > sizes[1]):
             raise ConfigError.of("rank", f"1 to {sizes[0]} for keys and 1 to {sizes[1]} for values, the model's head size", rank)
-
-    def adopt_refused(self, window: int = 0) -> Refusal | None:
-        return None
 
     def diagnostics(self, input_ids: torch.Tensor) -> SubspaceDiagnostics:
         """What a cache with these settings loses of a text, for each layer and head; see `LayerDiagnostics`.

@@ -10,8 +10,7 @@ import torch
 
 from hf_kvcaches.codec.codec import KVCodec
 from hf_kvcaches.codec.coder import LayerCoder
-from hf_kvcaches.core.call import Call, NewTokens
-from hf_kvcaches.core.holder import LastQueries
+from hf_kvcaches.core.call import AnsweringLayer, Call
 from hf_kvcaches.core.layers import TensorLayer, append
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.core.step import Pass, Passes
@@ -53,7 +52,7 @@ class Bases(NamedTuple):
     value_basis_of: torch.Tensor | None = None
 
 
-class CodedLayer(TensorLayer):
+class CodedLayer(TensorLayer, AnsweringLayer):
     """Keeps a few tokens exactly, and of all others only their codes.
 
     Attributes:
@@ -120,15 +119,6 @@ class CodedLayer(TensorLayer):
         """How many tokens behind the sinks a row has before any becomes codes."""
         return 0
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Returns a view that takes the new tokens and attends to all.
-
-        Args:
-            key_states: (batch, kv_heads, tokens, head_dim), as the model rotated them.
-        """
-        view = NewTokens(self, key_states, value_states)
-        return view, view
-
     def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call) -> torch.Tensor:
         """Takes the new tokens and gives their queries' attention, (batch, tokens, heads, head_dim).
 
@@ -142,7 +132,7 @@ class CodedLayer(TensorLayer):
             raise UnsupportedError("SubspaceCache does not support attention with a position bias. Use another cache with this model.")
         if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
             raise UnsupportedError("SubspaceCache: codes are integers, which have no gradients. Call the model under torch.no_grad().")
-        self.leave_inference_mode()
+        self._leave_inference_mode()
         tokens = keys.shape[2]
         real_before = self.seen if self.columns is None else (self.columns >= 0).sum(1, keepdim=True)
         running = self.passes.enter(call, self.seen, tokens, keys.device, real_before)
@@ -155,13 +145,17 @@ class CodedLayer(TensorLayer):
             outputs.append(self._step(query[:, :, span], keys[:, :, span], values[:, :, span], call, running.part(index, index + 1)))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
-    def adopt(self, keys: torch.Tensor, values: torch.Tensor, running: Pass, queries: LastQueries | None = None) -> None:
-        """Takes over a prompt's keys and values, as after a prefill.
+    def _leave_inference_mode(self) -> None:
+        """Copies what was made under `torch.inference_mode`, where that is over: it can neither be written to nor be part of a graph."""
+        if not torch.is_inference_mode_enabled():
+            for name, tensor in self.owned_tensors().items():
+                if tensor.is_inference():
+                    setattr(self, name, tensor.clone())
 
-        Args:
-            keys: (batch, kv_heads, tokens, head_dim), as the model rotated them.
-        """
-        self._take(keys, values, running)
+    def adopt(
+        self, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor, padding: torch.Tensor | None, queries: Any = None
+    ) -> None:
+        self._take(keys, values, self.passes.of_prompt(positions, padding, keys.shape[2], keys.device))
 
     def _take(self, keys: torch.Tensor, values: torch.Tensor, running: Pass) -> None:
         """Puts new tokens where they belong, and codes those that are no longer exact."""

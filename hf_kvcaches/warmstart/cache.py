@@ -240,8 +240,8 @@ class WarmStartCache(SplicingCache):
         super().reset()
         self._exact, self.plans, self._inexact, self._swapped = None, (), False, False
 
-    def pick_rows(self, pick: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().pick_rows(pick)
+    def pick_rows(self, of_layer: Callable[[Any], None], pick: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().pick_rows(of_layer, pick)
         if self._exact is not None:
             self._exact.rows = pick(self._exact.rows)
 

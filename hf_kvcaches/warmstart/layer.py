@@ -59,8 +59,8 @@ class WarmLayer(SplicedLayer):
         if self.counts is None:
             super().drop_unseen()
 
-    def exact_states(self) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
-        return super().exact_states() if self.counts is None else None
+    def exact_states(self, window: bool = False) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
+        return super().exact_states(window) if self.counts is None else None
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         if self.counts is None:

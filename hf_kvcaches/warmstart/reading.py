@@ -57,7 +57,7 @@ class _ReadLayer(SplicedLayer):
 
 
 class _ReadCache(SplicingCache):
-    logs_passes = False
+    hooks_forward = False
 
     def __init__(self, model: PreTrainedModel, before: Sequence[LayerStates] | None) -> None:
         self.before = before

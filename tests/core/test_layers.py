@@ -66,13 +66,11 @@ def test_no_public_method_of_transformers_layers_is_left_to_inheritance():
 
 class PositionLayer(TensorLayer):
     row_tensors = ("keys", "values", "positions")
-    shared_tensors = ("basis",)
     counters = ("seen", "oldest")
 
     def __init__(self):
         super().__init__()
         self.oldest = 0
-        self.basis = torch.eye(2)
 
     @property
     def kept(self):
@@ -100,7 +98,7 @@ def test_an_undeclared_tensor_is_refused_at_once():
         PositionLayer().scores = torch.zeros(2)
 
 
-def test_row_operations_move_every_row_tensor_and_no_shared_one(filled):
+def test_row_operations_move_every_tensor(filled):
     filled.reorder_cache(torch.tensor([2, 0, 0]))
     assert filled.keys[:, 0, 0, 0].tolist() == [2, 0, 0]
     assert filled.positions[:, 0].tolist() == [20, 0, 0]
@@ -110,7 +108,6 @@ def test_row_operations_move_every_row_tensor_and_no_shared_one(filled):
     assert filled.positions[:, 0].tolist() == [20, 0]
     filled.batch_select_indices(torch.tensor([False, True]))
     assert filled.keys[:, 0, 0, 0].tolist() == [0]
-    assert torch.equal(filled.basis, torch.eye(2))
 
 
 def test_a_copy_shares_no_tensor(filled):
@@ -123,11 +120,11 @@ def test_a_copy_shares_no_tensor(filled):
     assert twin.positions.any()
 
 
-def test_reset_forgets_rows_and_counters_and_keeps_what_is_shared(filled):
+def test_reset_forgets_tensors_and_counters(filled):
     filled.oldest = 7
     filled.reset()
     assert (filled.seen, filled.oldest, filled.kept, filled.is_initialized) == (0, 0, 0, False)
-    assert set(filled.owned_tensors()) == {"basis"}
+    assert not filled.owned_tensors()
 
 
 def test_state_travels_through_export_and_import(filled):

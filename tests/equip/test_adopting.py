@@ -225,9 +225,8 @@ def test_policies_that_observe_queries_are_refused_without(policy: str) -> None:
         EquipCache.from_cache(past, model, policy)
     assert EquipCache(model, policy).adopt_refused()
     assert not EquipCache(model, "knorm").adopt_refused()
-    assert not EquipCache(model, "snapkv").adopt_refused(64)
-    assert EquipCache(model, "snapkv").adopt_refused(63)
-    assert not EquipCache(model, "tova").adopt_refused(1)
+    assert not EquipCache(model, "snapkv").adopt_refused(with_queries=True)
+    assert EquipCache(model, "h2o").adopt_refused(with_queries=True)
 
 
 def test_too_few_queries_are_refused() -> None:

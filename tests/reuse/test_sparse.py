@@ -24,7 +24,7 @@ def gpt_oss() -> PreTrainedModel:
 
 
 class _AnyCache(SplicingCache):
-    logs_passes = False
+    hooks_forward = False
 
 
 @pytest.fixture(params=[1, 7, 64, 200])

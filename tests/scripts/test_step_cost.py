@@ -7,10 +7,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from hf_kvcaches.core.call import Call, NewTokens
+from hf_kvcaches.core.call import AnsweringLayer, Call, NewTokens
 from hf_kvcaches.core.holder import AnsweringCache
-from hf_kvcaches.core.layers import KVLayer
-from hf_kvcaches.core.refusal import Refusal
 from tests import tiny
 from tests.scripts.running import import_script, rows_of, run_script
 
@@ -66,7 +64,7 @@ def test_a_prompt_of_which_nothing_is_stored_costs_no_more_than_its_bar(rows: li
     assert row["syncs"] <= syncs, row
 
 
-class Blind(KVLayer):
+class Blind(AnsweringLayer):
     """Answers queries with zeros, so that all that is counted is how they get here."""
 
     cache_name = "Blind"
@@ -93,9 +91,6 @@ class Blind(KVLayer):
 class BlindCache(AnsweringCache):
     def make_layer(self, layer_idx: int) -> Blind:
         return Blind()
-
-    def adopt_refused(self, window: int = 0) -> Refusal | None:
-        return None
 
 
 def test_a_query_gets_to_a_layer_that_answers_in_twelve_calls() -> None:
