@@ -173,10 +173,11 @@ def _fingerprint(cache: Any) -> ModelFingerprint:
         if identity.reason:
             raise FingerprintMismatch(f"The cache can't be saved with a fingerprint. {identity.reason} Fill it anew, and save it then.")
     if not filled.matches(here):
-        differences = "its weights, settings or adapters are others"
-        if filled.known is not None:
-            now_and_then = "(here: the model now, there: when it filled it)"
-            differences = f"{'; '.join(here.fingerprint.differs_from(filled.known))} {now_and_then}"
+        try:
+            differences = "; ".join(here.fingerprint.differs_from(filled.fingerprint))
+            differences += " (here: the model now, there: when it filled it)"
+        except FingerprintMismatch:  # it was not read then
+            differences = "its weights, settings or adapters are others"
         raise FingerprintMismatch(
             f"The model has changed since it filled the cache: {differences}. Bring back what it had then (adapters, weights, settings), "
             "or fill the cache anew, and save it then."
