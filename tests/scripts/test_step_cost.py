@@ -38,8 +38,8 @@ STEPS = {
 # Of a prompt of which nothing is stored: launches a layer and syncs over DynamicCache.
 PROMPTS = {
     "GrowingCache": (3, 1),
-    "SegmentReuseCache, no hit": (7, 9),  # no sync
-    "WarmStartCache, no hit": (18.5, 12),  # no sync
+    "SegmentReuseCache, no hit": (7.75, 8),  # no sync
+    "WarmStartCache, no hit": (19, 11),  # no sync
 }
 
 
