@@ -80,7 +80,7 @@ def test_a_cache_as_custom_generate_is_refused_and_not_left_out(model):
 def test_per_call_of_a_cache_says_that_it_wants_the_class(model):
     with pytest.raises(ConfigError, match=re.escape("got an EquipCache. Pass the class and its options: per_call(EquipCache, ...)")):
         per_call(EquipCache(model))
-    with pytest.raises(ConfigError, match="got an int"):
+    with pytest.raises(ConfigError, match="got <class 'int'>"):
         per_call(int)
 
 
