@@ -175,7 +175,7 @@ class KVCache(continuation.CacheArgument, SavedCache, Cache, ABC):
 
     def crop(self, tokens_to_remove: int) -> None:
         for layer in self._own_layers_first():
-            layer.crop(tokens_to_remove)
+            layer.crop(int(tokens_to_remove))  # of a tensor, windows of transformers 5.17 would make their length
         self.provenance.crop(self.seen)
         self.log.crop(self.seen)
 
