@@ -101,7 +101,7 @@ class KVCache(continuation.CacheArgument, SavedCache, Cache, ABC):
 
     @property
     def broken(self) -> bool:
-        """Whether a prefill is going on, or failed and was not undone."""
+        """Whether a source is filling or handing over, or failed at it and was not undone."""
         return False
 
     @property
@@ -140,8 +140,9 @@ class KVCache(continuation.CacheArgument, SavedCache, Cache, ABC):
 
     def begin_pass(self, tokens: int) -> None:
         """Take the model's identity before a pass that adds some tokens. Decode steps are by the model of the pass before."""
-        taken = self.provenance.until
-        if (tokens == 1 and taken) or self.seen + tokens <= taken or torch.compiler.is_compiling():
+        until = self.provenance.until
+        known = self.seen + tokens <= until  # a source's hook has taken it
+        if known or (tokens == 1 and until) or torch.compiler.is_compiling():
             return
         if (model := self.living_model) is not None:
             self.provenance.begin_pass(model, self.seen, tokens)

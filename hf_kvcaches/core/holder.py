@@ -84,7 +84,7 @@ class HolderCache(KVCache):
         cache = cls(model, *args, **options)
         if queries is None and (refusal := cache.adopt_refused()):
             raise UnsupportedError(refusal.reason)
-        tokens = _require_source(past, cache)
+        tokens = _require_exact_past(past, cache)
         if queries is not None and len(queries) != len(cache.layers):
             raise ConfigError.of("queries", f"one value for each of {len(cache.layers)} layers", f"{len(queries)} values")
         padding = None if attention_mask is None else padding_of(attention_mask, tokens)
@@ -157,7 +157,7 @@ class HolderCache(KVCache):
             Cache.offload(self, layer_idx, self.only_non_sliding)
 
 
-def _require_source(past: Any, cache: KVCache) -> int:
+def _require_exact_past(past: Any, cache: KVCache) -> int:
     """Check that a cache can be a source, and return how many tokens it has."""
     if not isinstance(past, Cache) or not hasattr(past, "layers"):
         raise ConfigError.of("past", "a DynamicCache, or a cache of this package that keeps every token", past)
@@ -228,7 +228,7 @@ class AnsweringCache(HolderCache):
     pass_class: ClassVar[type[Pass]] = Pass
 
     def __init__(self, model: Any, *, offloading: bool = False) -> None:
-        self.passes: Passes[Any] = Passes(self.pass_class)
+        self.passes: Passes[Any] = Passes(self.pass_class)  # first: `make_layer` hands it to the layers
         super().__init__(model, offloading=offloading)
 
     def begin_pass(self, tokens: int) -> None:

@@ -78,7 +78,7 @@ class Identity:
         """Whether the model still computes the same, for a thread that stores what a pass computed; False where the model is gone."""
         model = None if self._state is None else self._state.model
         # While its passes run, a tensor-parallel model has other weights in the place of its own.
-        return model is not None and (is_tensor_parallel(model) or self.matches(_seen(model)[1]))
+        return model is not None and (is_tensor_parallel(model) or self.matches(_state_of(model)[1]))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Identity:
         return self
@@ -94,7 +94,7 @@ def identity_of(model: PreTrainedModel, looks: int = 1) -> Identity:
     Args:
         looks: How many 64ths of the tensors to search for silent writes; `LOOKS` compares all, and waits for a GPU.
     """
-    state, identity = _seen(model, looks)
+    state, identity = _state_of(model, looks)
     reason = _unseen(model, state.modules())
     return Identity(reason) if reason else identity
 
@@ -109,14 +109,14 @@ def require_identity(model: PreTrainedModel, what: str) -> Identity:
 
 def fingerprint_of(model: nn.Module) -> ModelFingerprint:
     """Return the fingerprint of a model as it is now, hooks left out: `ModelFingerprint.of`, which is remembered as long as it holds."""
-    return _seen(compat.base_model(model))[1].fingerprint
+    return _state_of(compat.base_model(model))[1].fingerprint
 
 
 _states: weakref.WeakKeyDictionary[PreTrainedModel, list[tuple[_State, Identity]]] = weakref.WeakKeyDictionary()
 _lock = threading.RLock()
 
 
-def _seen(model: PreTrainedModel, looks: int = 1) -> tuple[_State, Identity]:
+def _state_of(model: PreTrainedModel, looks: int = 1) -> tuple[_State, Identity]:
     """The state that a model is in, and its identity, hooks left out."""
     with _lock:
         states = _states.get(model, [])

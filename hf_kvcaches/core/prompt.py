@@ -57,7 +57,7 @@ class Remaining:
     """The tokens of a prompt that the model still has to run, where they are not just its last ones.
 
     Args:
-        input_ids: (batch, tokens); the last one of each row is the prompt's last token.
+        input_ids: (batch, tokens), the last ones of each row the prompt's last: as many as a holder's `adopt_window`, and at least one.
         positions: Of these tokens, (batch, tokens).
     """
 

@@ -13,7 +13,7 @@ from hf_kvcaches.core.identity import Identity, identity_of
 class Provenance:
     """Under which identities the tokens of a cache were computed.
 
-    Decode steps, and the passes of assisted decoding that check a few drafted tokens, are taken to be by the model of the pass before.
+    Decode steps are taken to be by the model of the pass before.
 
     Args:
         until: Up to where tokens belong to passes whose identity was taken.

@@ -84,7 +84,7 @@ class SourceCache(KVCache):
             )
         if holder.living_model is not self.model:
             raise ConfigError("decode_with: expected a cache of the same model object. Make both with this model.")
-        require_answering(self.model, "decode_with")
+        require_answering(self.model, "decode_with")  # whatever the holder: handing over takes a view
         if why := holder.adopt_refused(with_queries=True):
             raise UnsupportedError(f"decode_with: {why}")
         holder.adopted, self.holder = True, holder
@@ -117,7 +117,7 @@ class SourceCache(KVCache):
 
     def leave_last(self, taken: int, tokens: int) -> int:
         """Forget those of the `taken` first tokens of a prompt whose queries the holder needs; return how many are left."""
-        window = 0 if self.holder is None else self.holder.adopt_window or 0
+        window = 0 if self.holder is None else self.holder.adopt_window or 0  # None, for all queries, was refused
         run_again = min(taken, max(0, window - (tokens - taken)))
         for layer in self.source_layers:
             layer.seen -= run_again
@@ -140,6 +140,7 @@ class SourceCache(KVCache):
         if plain or layer_idx >= len(self.layers):
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if layer_idx == 0 and holder is not None and self.stage is not Stage.HANDED_OVER:
+            # May end in `HANDED_OVER`.
             self._begin_hand_over(holder, self.seen + key_states.shape[2] if sparse is None else sparse.total)
         if holder is not None and self.stage is Stage.HANDED_OVER:
             return holder.update(key_states, value_states, layer_idx, *args, **kwargs)
