@@ -87,15 +87,16 @@ class LayerView(ABC):
 
     def restore(self) -> None:
         """Restore the attention of the configs that no other thread waits for."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
+        # An interrupt may come between any two lines: until all is done, `__del__` does it again.
+        if (thread := self._thread) is not None:
             with _lock:
                 for config in self.configs:
                     name = vars(config).get(compat.ATTENTION_NAME)
                     if isinstance(name, _Switched) and name.waiting.get(thread) == id(self):
-                        del name.waiting[thread]
-                        if not name.waiting and not name.explicit:
+                        if len(name.waiting) == 1 and not name.explicit:
                             vars(config)[compat.ATTENTION_NAME] = name.previous
+                        del name.waiting[thread]
+            self._thread = None
 
     def __del__(self) -> None:
         if self._thread is not None:
@@ -139,12 +140,13 @@ def answer_next(view: LayerView, configs: Sequence[PreTrainedConfig], bound: boo
     view.configs, view.bound, view._thread = configs, bound, threading.get_ident()
     with _lock:
         for config in configs:
-            name = vars(config).get(compat.ATTENTION_NAME)
+            found = name = vars(config).get(compat.ATTENTION_NAME)
             if not isinstance(name, _Switched):
                 previous = previous_implementation(config) if name in (None, NAME) else name
                 name = _Switched(previous, explicit=name == NAME)
-                vars(config)[compat.ATTENTION_NAME] = name
             name.waiting[view._thread] = id(view)
+            if name is not found:  # last, so that an interrupt finds the view waiting
+                vars(config)[compat.ATTENTION_NAME] = name
 
 
 def _attend(
