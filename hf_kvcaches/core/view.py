@@ -178,10 +178,10 @@ def _restore_interrupted(config: Any) -> None:
     """Restore what a view of this thread has left switched, which something still holds on to: an interrupt's traceback."""
     name, thread = vars(config).get(compat.ATTENTION_NAME), threading.get_ident()
     if isinstance(name, _Switched) and thread in name.waiting:
-        with _lock:
-            del name.waiting[thread]
-            if not name.waiting and not name.explicit:
+        with _lock:  # in the order of `LayerView.restore`, for the next interrupt
+            if len(name.waiting) == 1 and not name.explicit:
                 vars(config)[compat.ATTENTION_NAME] = name.previous
+            del name.waiting[thread]
 
 
 def _make_mask(**arguments: Any) -> Any:
