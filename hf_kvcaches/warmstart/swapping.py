@@ -23,7 +23,7 @@ CHUNK = 128
 class ExactCache(SplicingCache):
     """The cache that the exact prefill fills."""
 
-    logs_passes = False
+    hooks_forward = False
 
     def begin_pass(self, tokens: int) -> None:
         # Not before each chunk: the swap compares the model again.

@@ -243,6 +243,13 @@ def test_one_token_starts_no_thread() -> None:
     assert not cache.report().swapped
 
 
+def test_the_exact_prefill_asks_nothing_of_the_forward_of_the_model() -> None:
+    model, prompt = tiny.llama(), joined(A, B)
+    filled = swapping.ExactPrefill(model, prompt, None, torch.arange(prompt.shape[1])[None]).result()
+    assert filled.seen == prompt.shape[1]
+    assert not model._forward_pre_hooks
+
+
 @pytest.mark.parametrize("swap", ["sync", "background"])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_exception_in_the_thread_is_a_warning_and_the_prompt_is_run(monkeypatch: pytest.MonkeyPatch, swap: Any) -> None:
