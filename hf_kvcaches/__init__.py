@@ -22,10 +22,11 @@ _PUBLIC = {
     "equip.cache": "EquipCache",
     "equip.pages": "PagePool",
     "equip.budgets": "pyramid_budgets",
-    "equip.policies": "Policy StreamingPolicy LeveragePolicy CompactorPolicy CURPolicy KeyDiffPolicy ExpectedAttentionPolicy H2OPolicy "
-    "TOVAPolicy SnapKVPolicy LagKVPolicy KeyNormPolicy RandomPolicy",
-    "equip.query_statistics": "QueryStatistics",
-    "equip.retrieval_heads": "RetrievalHeads",
+    "equip.policies": "Policy FuturePolicy KVZipPolicy StreamingPolicy H2OPolicy TOVAPolicy SnapKVPolicy CompactorPolicy "
+    "ExpectedAttentionPolicy KeyDiffPolicy",
+    "equip.calibrated.keep_probe": "KeepProbe",
+    "equip.calibrated.head_budgets": "HeadBudgets",
+    "equip.calibrated.query_statistics": "QueryStatistics",
     "segments.policy": "SegmentPolicy",
     "segments.cache": "SegmentReuseCache",
     "segments.store": "SegmentStore",

@@ -343,3 +343,8 @@ def state_of_twin(module: nn.Module, children: Mapping[str, nn.Module]) -> dict[
 def assert_in_graph(condition: torch.Tensor, message: str) -> None:
     """Asserts a condition inside of a compiled graph, without waiting for it."""
     torch._assert_async(condition, message)
+
+
+def compiles(device: torch.device) -> bool:
+    """Whether steps may be compiled: on accelerators `generate` does, and elsewhere whoever has called `torch.compile` before."""
+    return device.type != "cpu" or "torch._dynamo.backends.common" in sys.modules

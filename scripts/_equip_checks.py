@@ -15,15 +15,16 @@ from shared.results import Row
 from shared.timing import in_turns, seconds_of, synchronize
 from transformers import DynamicCache
 
-from hf_kvcaches.equip.cache import EquipCache
+from hf_kvcaches import EquipCache, KeepProbe
 from hf_kvcaches.kernels.slots import write_slots
 from tests import tiny
-from tests.reference.baselines import GatherAppendH2O, RerotateAllStreaming
+from tests.reference.baselines import GatherAppendH2O, RerotateAllStreaming, ShiftAppendStreaming
 from tests.reference.policies import EQUIP, H2OReference, StreamingReference
 
 SLOTS, EVICTED = 1024, 64  # of the paper's table 6
 WRITES = ((1, 64, 64), (1, 64, 128), (8, 64, 64), (8, 64, 128))  # batch, heads, head size, of the same table
 SEEN = (1_000, 10_000, 100_000)
+PROBE = "KeepProbe"
 
 
 def logits_of(model: Any, cache: Any, ids: torch.Tensor, prompt: int) -> torch.Tensor:
@@ -55,10 +56,11 @@ def prove(shape: Shape, device: torch.device, *, quick: bool = False) -> list[st
         pair = Pair.random(shape, kv, device, sharp=True)
         plain, switched = pair.plain, pair.switched
         ids = torch.randint(shape.vocabulary, (2, 5 * budget), generator=torch.Generator().manual_seed(2)).to(device)
-        expected = logits_of(plain, RerotateAllStreaming(plain.config, budget=budget, sinks=SINKS), ids, budget + 8)
-        for rope in ("auto", "rotated_keys"):
-            actual = logits_of(switched, EquipCache(switched, "streaming", budget, rope=rope), ids, budget + 8)
-            judge(f"streaming compact, rope={rope!r}, {kv}, re-rotate all", expected, actual)
+        baselines = {"compact": (RerotateAllStreaming, "re-rotate all"), "original": (ShiftAppendStreaming, "shift and append")}
+        for positions, (baseline, name) in baselines.items():
+            expected = logits_of(plain, baseline(plain.config, budget=budget, sinks=SINKS), ids, budget + 8)
+            actual = logits_of(switched, EquipCache(switched, "streaming", budget, positions=positions), ids, budget + 8)
+            judge(f"streaming {positions}, {kv}, {name}", expected, actual)
         for positions in ("compact", "original"):
             expected = logits_of(switched, GatherAppendH2O(switched, budget=budget, positions=positions), ids, budget + 8)
             actual = logits_of(switched, EquipCache(switched, "h2o", budget, positions=positions), ids, budget + 8)
@@ -133,9 +135,10 @@ def drafting(policy: str, pair: Pair, budget: int, rounds: int) -> list[Row]:
     return [{"side": name, **values} for name, values in compared(times, "prompt lookup").items()]
 
 
-def compressing(policy: str, pair: Pair, tokens: int, rounds: int) -> list[Row]:
+def pruning(name: str, pair: Pair, tokens: int, rounds: int) -> list[Row]:
     """A prompt that is read whole, and one that is read and pruned to a quarter, in turns."""
     ids = torch.randint(1, pair.plain.config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(6)).to(pair.device)
+    policy = KeepProbe.calibrate(pair.switched, None, ids.view(4, -1).tolist(), progress=False) if name == PROBE else name
 
     def read(_: int, pruned: bool) -> list[float]:
         model = pair.switched if pruned else pair.plain
@@ -157,6 +160,6 @@ def flatness(cell: Cell, pair: Pair, rounds: int, steps: int) -> list[Row]:
     for seen in SEEN:
         sides[str(seen)] = Side(OURS, pair.switched, cell.cache(pair.switched), cell)
         for layer in sides[str(seen)].cache.layers:
-            layer.state.advance(max(0, seen - layer.seen))
+            layer.table.advance(max(0, seen - layer.seen))
     times = in_turns({seen: lambda _, side=side: side.decode(steps) for seen, side in sides.items()}, rounds, warm_up=1)
     return [{"side": OURS, "tokens": int(seen), **values} for seen, values in compared(times, str(SEEN[0])).items()]

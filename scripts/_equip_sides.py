@@ -14,16 +14,15 @@ from shared.results import Row
 from shared.timing import in_turns, ratios, spread, synchronize
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+from hf_kvcaches import EquipCache
 from hf_kvcaches.core.view import LayerView
-from hf_kvcaches.equip.cache import EquipCache
 from hf_kvcaches.kernels.slots import slot_attention
 from tests.reference.baselines import FrozenKV, FrozenLayer, GatherAppendH2O, RerotateAllStreaming, ShiftAppendStreaming
 
-OURS, FULL, ROTATED = "EquipCache", "DynamicCache", "rotated keys (paper)"
+OURS, FULL = "EquipCache", "DynamicCache"
 PUBLISHED, FUSED = "re-rotate all (published formula)", "re-rotate all (fused)"
 SHIFT, GATHER, PAGES = "shift and append, no rotation", "gather and append", "EquipCache, pages of 16"
 FLOORS = ("floor, sdpa", "floor, dense", "floor, slots")
-SAME = (PUBLISHED, FUSED, ROTATED, GATHER, PAGES)  # give the logits of ours
 TOLERANCE = {"float32": 1e-4, "bfloat16": 6e-2}  # of a logit; the logits are of the order of 1
 FULL_TEXT = 2  # how many times the budget the full cache holds
 SINKS = 4
@@ -46,6 +45,11 @@ class Cell:
 
     def __str__(self) -> str:
         return f"{self.policy} {self.positions} {self.dtype} {self.kv} {self.batch} x {self.budget}"
+
+    @property
+    def same(self) -> tuple[str, ...]:
+        """The sides that give the logits of ours."""
+        return (PUBLISHED, FUSED, GATHER, PAGES) if self.positions == "compact" else (SHIFT, GATHER, PAGES)
 
     def cache(self, model: PreTrainedModel, **options: Any) -> EquipCache:
         return EquipCache(model, self.policy, self.budget, sinks=SINKS, positions=self.positions, **options)
@@ -79,18 +83,18 @@ def competitors(cell: Cell, pair: Pair) -> dict[str, tuple[PreTrainedModel, Cach
     """Each side's model and empty cache. What returns plain tensors gets the model with its own attention."""
     plain, switched = pair.plain, pair.switched
     settings: dict[str, Any] = {"budget": cell.budget, "sinks": SINKS}
-    sides: dict[str, tuple[PreTrainedModel, Cache]] = {GATHER: (switched, GatherAppendH2O(switched, positions=cell.positions, **settings))}
+    sides: dict[str, tuple[PreTrainedModel, Cache]] = {FULL: (plain, DynamicCache(config=plain.config))}
+    if cell.policy == "h2o":
+        sides[GATHER] = switched, GatherAppendH2O(switched, positions=cell.positions, **settings)
     if cell.policy == "streaming":
-        sides = {
-            FULL: (plain, DynamicCache(config=plain.config)),
-            SHIFT: (plain, ShiftAppendStreaming(plain.config, **settings)),
-            PUBLISHED: (plain, RerotateAllStreaming(plain.config, fused=False, **settings)),
-            FUSED: (plain, RerotateAllStreaming(plain.config, fused=True, **settings)),
-            ROTATED: (switched, cell.cache(switched, rope="rotated_keys")),
-        }
+        sides[SHIFT] = plain, ShiftAppendStreaming(plain.config, **settings)
+    if cell.policy == "streaming" and cell.positions == "compact":
+        sides[PUBLISHED] = plain, RerotateAllStreaming(plain.config, fused=False, **settings)
+        sides[FUSED] = plain, RerotateAllStreaming(plain.config, fused=True, **settings)
+    if cell.policy != "future":  # whose heads keep different numbers of tokens
+        sides[PAGES] = switched, cell.cache(switched, page_size=16)
     return sides | {
         OURS: (switched, cell.cache(switched)),
-        PAGES: (switched, cell.cache(switched, page_size=16)),
         FLOORS[0]: (plain, FrozenKV(plain.config, slots=cell.budget)),
         FLOORS[1]: (switched, FrozenKV(switched, slots=cell.budget, dense=True)),
         FLOORS[2]: (switched, FrozenSlots(switched, slots=cell.budget)),
@@ -101,7 +105,7 @@ def bytes_needed(cell: Cell, shape: Shape) -> int:
     """A generous estimate of what all sides of a cell hold at once."""
     item = getattr(torch, cell.dtype).itemsize
     full = 2 * cell.batch * shape.kv_heads(cell.kv) * cell.budget * shape.head_dim * item * shape.layers
-    caches = FULL_TEXT + 11.5 if cell.policy == "streaming" else 8.0
+    caches = FULL_TEXT + (11.5 if cell.policy == "streaming" else 8.0)
     return int(full * caches) + 4 * full // shape.layers
 
 
@@ -152,7 +156,7 @@ def disagreement(sides: Mapping[str, Side], steps: int) -> float:
     In half precision nearly equal scores may fall either way, so policies that choose are not held to it there.
     """
     cell, logits = sides[OURS].cell, {name: side.logits(steps) for name, side in sides.items()}
-    worst = max(float((logits[name] - logits[OURS]).abs().max()) for name in SAME if name in logits)
+    worst = max((float((logits[name] - logits[OURS]).abs().max()) for name in cell.same if name in logits), default=0.0)
     chooses = cell.policy != "streaming" and cell.dtype != "float32"
     if not worst <= TOLERANCE[cell.dtype] and not chooses:
         raise DisagreementError(f"the logits differ by {worst:.3g}, more than {TOLERANCE[cell.dtype]:.0e}, not timed")

@@ -57,8 +57,6 @@ SHOWN: dict[str, Mapping[str, str]] = {
         "agreement": "{agreement:.1%}",
     },
 }
-# Of the picture, whose panels have at most eight lines: it does as `streaming` does.
-LEFT_OUT = ("lagkv",)
 # The item number of rows that say why there are no others.
 NOT_MEASURED = -2
 PEERS = ("kvpress", "KIVI", "rotation", "QuantizedCache")
@@ -134,7 +132,6 @@ def panels(rows: Sequence[Row]) -> list[Panel]:
         codes = rows_where(own, section="codes", recent=0)
         text = codes[-1]["task"] if codes else ""
         kinds = [row | {"kind": re.sub(r" \d bit$", "", row["cache"])} for row in codes if row["task"] == text]
-        pruned = [row for row in pruned if row["cache"] not in LEFT_OUT]
         along = "share of the tokens"
         made += [
             Panel(f"{model}: needles found of those the full cache finds", pruned, "{cache}", "share", "share_right", "x", along=along),

@@ -15,7 +15,7 @@ from transformers import Cache, QuantizedCache
 from hf_kvcaches import EquipCache, KVCodec, SegmentReuseCache, SegmentStore, SubspaceCache, WarmStartCache, WarmStartLibrary
 from hf_kvcaches.codec.past import CodecCoding, PastCoding
 
-POLICIES = ("compactor", "kvzip", "keydiff", "snapkv", "lagkv", "streaming")
+POLICIES = ("future", "kvzip", "compactor", "keydiff", "snapkv", "streaming")
 PRESSES = ("compactor", "kvzip", "adakv expected attention")
 BUDGETS = (0.5, 0.25, 0.125)
 SHARES = (0.125, 0.1875, 0.25)

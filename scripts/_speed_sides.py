@@ -262,6 +262,7 @@ SIDES = (
     Side("SegmentReuseCache", "store", Prefix),
     Side("WarmStartCache", "library, strategy='align'", Similar, single=True),
     Side("TranslatedCache", "translator, codes", Codes),
+    Side("EquipCache", "policy='future', budget=0.25", fresh(lambda bench, model: EquipCache(model, "future", budget=0.25))),
     Side("EquipCache", "policy='snapkv', budget=0.25", fresh(lambda bench, model: EquipCache(model, "snapkv", budget=0.25))),
     Side("EquipCache", "policy='compactor', budget=0.25", fresh(lambda bench, model: EquipCache(model, "compactor", budget=0.25))),
     Side(
@@ -271,7 +272,7 @@ SIDES = (
     ),
     Side(
         "EquipCache",
-        "policy='knorm', budget=0.25, page_size=16",
-        fresh(lambda bench, model: EquipCache(model, "knorm", budget=0.25, page_size=16)),
+        "policy='streaming', budget=0.25, page_size=16",
+        fresh(lambda bench, model: EquipCache(model, "streaming", budget=0.25, page_size=16)),
     ),
 )

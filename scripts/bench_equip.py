@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from _equip_checks import WRITES, compressing, drafting, flatness, prove, write_alone
-from _equip_sides import FLOORS, FULL, FUSED, GATHER, OURS, PAGES, PUBLISHED, ROTATED, SHIFT, Cell, DisagreementError, bytes_needed, measure
+from _equip_checks import PROBE, WRITES, drafting, flatness, prove, pruning, write_alone
+from _equip_sides import FLOORS, FULL, FUSED, GATHER, OURS, PAGES, PUBLISHED, SHIFT, Cell, DisagreementError, bytes_needed, measure
 from shared.bars import Bar, verdicts
 from shared.cli import arguments, begin, check_counts, run_script
 from shared.models import Pair, Shape, bytes_free
@@ -29,7 +29,9 @@ from shared.plot import Panel, draw, title_of
 from shared.results import Results, Row, print_environment, rows_where, show
 from tqdm import tqdm
 
-POLICIES = (("streaming", "compact"), ("h2o", "compact"), ("h2o", "original"))
+POLICIES = (("streaming", "compact"), ("streaming", "original"), ("h2o", "compact"), ("h2o", "original"), ("future", "compact"))
+PARTS = ("write", "flat", "drafts", "prune", "decode")
+PRUNED = {"future": 1.08, "compactor": 1.08, PROBE: 1.08, "kvzip": 2.2}  # times a prefill that reading and pruning may take
 LARGE_BATCH = 8
 PICTURE = "a decode step of EquipCache, by batch x budget"
 
@@ -64,7 +66,7 @@ COLUMNS = (
     "round_q3_ms step_ms step_q1_ms step_q3_ms ratio ratio_q1 ratio_q3 error"
 ).split()
 SHOWN = {"ours ms": "{ours_ms:.2f}", "floor ms": "{floor_ms:.2f}", "ours/floor": "{overhead:.3f}"}
-SHOWN |= {f"over {side}": f"{{{side}}}" for side in (FULL, SHIFT, PUBLISHED, FUSED, ROTATED, GATHER, PAGES)} | {
+SHOWN |= {f"over {side}": f"{{{side}}}" for side in (FULL, SHIFT, PUBLISHED, FUSED, GATHER, PAGES)} | {
     "logit error": "{error:.1e}"
 }
 
@@ -72,8 +74,8 @@ SHOWN |= {f"over {side}": f"{{{side}}}" for side in (FULL, SHIFT, PUBLISHED, FUS
 class Run:
     """One run of the benchmark: what is measured already is left out."""
 
-    def __init__(self, size: Size, device: torch.device, results: Results) -> None:
-        self.size, self.device, self.results = size, device, results
+    def __init__(self, size: Size, device: torch.device, results: Results, parts: Sequence[str] = PARTS) -> None:
+        self.size, self.device, self.results, self.parts = size, device, results, parts
         self.skipped: list[str] = []
         self._pair: tuple[tuple[str, str, bool], Pair] | None = None
 
@@ -100,16 +102,16 @@ class Run:
             if positions == "compact":
                 work = lambda cell=cell: flatness(cell, self.pair(cell), size.flat_rounds, size.steps)  # noqa: E731
                 yield f"long text {cell}", {"measure": "flat", **asdict(cell)}, work
-        for policy in ("streaming", "h2o", "compactor"):
+        for policy in ("streaming", "h2o", "future"):
             cell = Cell("float32", "gqa", 1, size.single[1], policy, "compact")
             # A model that comes to repeat itself, as prompt lookup needs it.
             pair = replace(cell, policy="streaming")
             work = lambda cell=cell, pair=pair: drafting(cell.policy, self.pair(pair), cell.budget, size.rounds)  # noqa: E731
             yield f"drafts {cell}", {"measure": "drafts", **asdict(cell)}, work
-        for policy in ("compactor", "kvzip"):
+        for policy in PRUNED:
             cell = Cell("float32", "gqa", 1, size.prompt, policy, "compact")
-            work = lambda cell=cell: compressing(cell.policy, self.pair(cell), cell.budget, size.rounds)  # noqa: E731
-            yield f"compress {cell}", {"measure": "compress", **asdict(cell)}, work
+            work = lambda cell=cell: pruning(cell.policy, self.pair(cell), cell.budget, size.rounds)  # noqa: E731
+            yield f"prune {cell}", {"measure": "prune", **asdict(cell)}, work
         for dtype, kv, policy, batch, budget in itertools.product(size.dtypes, size.kv, POLICIES, size.batches, size.budgets):
             cell = Cell(dtype, kv, batch, budget, *policy)
             yield str(cell), {"measure": "decode", **asdict(cell)}, lambda cell=cell: self.decode(cell)
@@ -124,7 +126,7 @@ class Run:
 
     @torch.no_grad()
     def go(self) -> None:
-        todo = [job for job in self.jobs() if not self.results.has(**job[1])]
+        todo = [job for job in self.jobs() if job[1]["measure"] in self.parts and not self.results.has(**job[1])]
         if todo:
             print("\n".join(prove(self.size.shape, self.device, quick=self.size.flat_rounds == 2)))
         for name, point, work in (progress := tqdm(todo, unit="cell")):
@@ -165,7 +167,10 @@ def report(rows: Sequence[Row]) -> str:
     columns = {"KV update alone, 64 of 1,024 tokens": "{batch} x {kv}", "policy": "{policy}", "rebuilt ms": "{round_ms:.2f}"}
     parts.append(show(writes, columns | {"in place": "{ratio:.1f}x"}))
     drafts = rows_where(rows, measure="drafts")
-    return "\n\n".join([*parts, show(drafts, {"drafts of 8 tokens": "{policy}, {side}", "ms a token": "{round_ms:.2f}"})])
+    parts.append(show(drafts, {"drafts of 8 tokens": "{policy}, {side}", "ms a token": "{round_ms:.2f}"}))
+    columns = {"4,096 tokens pruned to a quarter": "{policy}, {side}", "ms": "{round_ms:.0f}", "of the prefill": "{ratio:.3f}"}
+    parts.append(show(rows_where(rows, measure="prune"), columns))
+    return "\n\n".join(parts)
 
 
 def panels(rows: Sequence[Row]) -> list[Panel]:
@@ -188,7 +193,7 @@ def bars() -> list[Bar]:
     large = {"also": lambda row: row["batch"] >= LARGE_BATCH, "mean": True}
     promised = []
     for dtype, kv in itertools.product(("float32", "bfloat16"), ("mha", "gqa")):
-        where = {"measure": "decode", "dtype": dtype, "kv": kv, "policy": "streaming", "side": PUBLISHED}
+        where = {"measure": "decode", "dtype": dtype, "kv": kv, "policy": "streaming", "positions": "compact", "side": PUBLISHED}
         least = 2.5 if kv == "mha" else 1.4
         text = f"streaming at least {least}x as fast as {PUBLISHED}, {dtype} {kv}, batch >= {LARGE_BATCH} (paper: 1.62x on 60 cores)"
         promised.append(Bar(text, where, least=least, **large))
@@ -196,15 +201,15 @@ def bars() -> list[Bar]:
             where = {"measure": "decode", "dtype": dtype, "kv": kv, "policy": "h2o", "positions": positions, "side": GATHER}
             text = f"h2o {positions} at least 4x as fast as {GATHER}, {dtype} {kv}, batch >= {LARGE_BATCH} (paper: 3.45x to 4.48x)"
             promised.append(Bar(text, where, least=4.0, **large))
-        where = {"policy": "streaming", "dtype": dtype, "kv": kv}
+        where = {"policy": "streaming", "positions": "compact", "dtype": dtype, "kv": kv}
         promised.append(Bar(f"streaming, a step at most 1.15x the floor, {dtype} {kv}", where, "overhead", most=1.15, name="batch"))
     for policy, paper in (("streaming", "26.5x to 50.6x"), ("h2o", "11.6x to 39.9x")):
         where = {"measure": "write", "policy": policy, "side": "tensors rebuilt"}
         promised.append(Bar(f"KV update alone at least 25x as fast, {policy} (paper: {paper})", where, least=25.0, mean=True))
     where = {"measure": "drafts", "side": "one by one"}
     promised.append(Bar("prompt lookup faster than one token at a time", where, least=1.0, name="policy"))
-    for policy, most in (("compactor", 1.08), ("kvzip", 2.2)):
-        where = {"measure": "compress", "policy": policy, "side": "pruned"}
+    for policy, most in PRUNED.items():
+        where = {"measure": "prune", "policy": policy, "side": "pruned"}
         promised.append(Bar(f"reading and pruning 4,096 tokens at most {most}x their prefill, {policy}", where, most=most))
     where = {"measure": "flat", "tokens": 100_000}
     promised.append(Bar("a step after 100,000 tokens at most 1.10x that after 1,000", where, most=1.10, name="kv"))
@@ -224,13 +229,14 @@ def main() -> None:
     parser.add_argument("--budgets", nargs="+", type=int, help="only these")
     parser.add_argument("--kv", nargs="+", choices=("mha", "gqa"), help="only these: multi-head, or four query heads to a key head")
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), help="only these")
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS), help="only these")
     args = parser.parse_args()
     check_counts(args, ["batches", "budgets"])
     device = begin(args)
     size = size_of(args, device)
     print_environment(device)
     sizes = {"hidden": size.shape.hidden, "layers": size.shape.layers, "heads": size.shape.heads, "rounds": size.rounds}
-    run = Run(size, device, Results(args.csv, COLUMNS, device, **sizes))
+    run = Run(size, device, Results(args.csv, COLUMNS, device, **sizes), args.part)
     run.go()
     rows = run.results.rows
     print("\n".join([report(rows), *run.skipped, "", verdicts(bars(), [*rows, *summaries(rows)])]))

@@ -48,8 +48,8 @@ def codec(model: Any, tokenizer: Any) -> kv.KVCodec:
 # Every cache of the package in the setting to show, beside the full cache.
 CACHES: dict[str, Callable[[Any, Any], Cache]] = {
     "GrowingCache": lambda model, tokenizer: kv.GrowingCache(model),
+    "EquipCache (half)": lambda model, tokenizer: kv.EquipCache(model, budget=0.5),
     "EquipCache (streaming, half)": lambda model, tokenizer: kv.EquipCache(model, "streaming", budget=0.5),
-    "EquipCache (h2o, half)": lambda model, tokenizer: kv.EquipCache(model, "h2o", budget=0.5),
     "SubspaceCache (an eighth)": lambda model, tokenizer: kv.SubspaceCache(model, codec(model, tokenizer)),
     "SubspaceCache (adaptive, half)": lambda model, tokenizer: kv.SubspaceCache(model, adaptive=kv.AdaptiveSubspace(bytes_ratio=0.5)),
 }

@@ -23,7 +23,6 @@ import bench_translation
 import bench_warmstart
 import eval_subspace
 import eval_subspace_length
-from _equip_pictures import quality_panels
 from shared import ROOT
 from shared.cli import arguments, run_script
 from shared.plot import Panel, draw, title_from
@@ -32,8 +31,6 @@ from shared.results import Row, read_csv
 # The file's name, what is drawn of its rows, and the title behind the name of the computer.
 PICTURES: dict[str, tuple[Callable[[Sequence[Row]], list[Panel]], str]] = {
     "equip-cpu": (bench_equip.panels, bench_equip.PICTURE),
-    "equip-perplexity": (quality_panels, "EquipCache"),
-    "equip-recall": (quality_panels, "EquipCache"),
     "growing-cpu": (bench_growing.panels, bench_growing.PICTURE),
     "real": (_real_report.panels, _real_report.PICTURE),
     "segments-speed-cpu": (bench_segments.panels, "SegmentReuseCache"),

@@ -37,6 +37,7 @@ from hf_kvcaches import (
     ConfigError,
     EquipCache,
     GrowingCache,
+    KeepProbe,
     KVCodec,
     SegmentReuseCache,
     SegmentStore,
@@ -49,7 +50,7 @@ from hf_kvcaches.compat import cache_kwargs
 
 LAYERS, TOKENS, BUDGET = 4, 300, 128
 PADDING = (0, 40, 9)  # of the rows of the batch
-POLICIES = ("streaming", "h2o", "tova", "snapkv", "compactor", "keydiff", "expected_attention")
+POLICIES = ("streaming", "h2o", "tova", "snapkv", "compactor", "keydiff", "expected_attention", "future")
 FULL_CACHE = "DynamicCache"
 COLUMNS = {
     "cache": "{cache}",
@@ -162,6 +163,10 @@ class Caches:
         return KVCodec.calibrate(self.model, None, self.texts.tolist(), bytes_ratio=0.125, progress=False)
 
     @cached_property
+    def probe(self) -> KeepProbe:
+        return KeepProbe.calibrate(self.model, None, self.texts.tolist(), progress=False)
+
+    @cached_property
     def translator(self) -> CacheTranslator:
         return CacheTranslator.fit(self.model, self.model, None, self.texts.tolist(), payload=0.5, progress=False)
 
@@ -187,10 +192,11 @@ class Caches:
             FULL_CACHE: lambda prompt: DynamicCache(config=model.config),
             "GrowingCache": lambda prompt: GrowingCache(model),
         }
-        for policy in POLICIES:
-            makers[f"EquipCache {policy}"] = lambda prompt, policy=policy: EquipCache(model, policy, BUDGET)
-        for policy in ("streaming", "compactor"):
-            makers[f"EquipCache {policy}, original"] = lambda prompt, policy=policy: EquipCache(model, policy, BUDGET, positions="original")
+        for positions, suffix in (("compact", ""), ("original", ", original")):
+            options = {"budget": BUDGET, "positions": positions}
+            for policy in POLICIES:
+                makers[f"EquipCache {policy}{suffix}"] = lambda prompt, policy=policy, options=options: EquipCache(model, policy, **options)
+            makers[f"EquipCache probe{suffix}"] = lambda prompt, options=options: EquipCache(model, self.probe, **options)
         return makers | {
             "EquipCache int8": lambda prompt: EquipCache(model, "compactor", BUDGET, storage="int8"),
             "EquipCache codec": lambda prompt: EquipCache(model, "compactor", BUDGET, codec=self.codec),

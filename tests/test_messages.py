@@ -41,7 +41,7 @@ def store():
         (lambda model, store: EquipCache(model, "stremaing"), "'streaming'"),
         (lambda model, store: EquipCache(model, "H2O"), "'h2o'"),
         (lambda model, store: EquipCache(model, positions="orignal"), "'original'"),
-        (lambda model, store: EquipCache(model, rope="frame"), "'frames'"),
+        (lambda model, store: EquipCache(model, storage="int_8"), "'int8'"),
         (lambda model, store: EquipCache(model, backend="tritn"), "'triton'"),
         (lambda model, store: SubspaceCache(model, adaptive=AdaptiveSubspace(rank=4), backend="pytorch"), "'torch'"),
         (lambda model, store: AdaptiveSubspace(rank=4, rotation="awere"), "'aware'"),
@@ -95,7 +95,7 @@ def test_numpys_integers_are_integers(model):
     cache = EquipCache(model, "streaming", budget=eight, sinks=two, recent=two)
     assert torch.equal(answer(cache), answer(plain))
     assert cache.settings() == plain.settings()
-    each = EquipCache(model, budget=[eight] * 4, sinks=two, page_size=two)
+    each = EquipCache(model, "streaming", budget=[eight] * 4, sinks=two, page_size=two)
     assert answer(each).shape == (1, 16)
     assert PagePool(model, two, eight).page_size == 8
     made = AdaptiveSubspace(rank=(two, eight), chunk=np.int64(16), warmup=np.int64(16))

@@ -80,7 +80,7 @@ def choices(size: ModelSize, tokens: int) -> list[CacheChoice]:
     for part in (2, 4, 8):
         budget = max(64, tokens // part)
         held, quantized = size.slots(tokens, budget), size.quantized_slots(tokens, budget, 8)
-        offered.append(CacheChoice("EquipCache", f"budget={budget}", "EquipCache", held, measured="policy='compactor'"))
+        offered.append(CacheChoice("EquipCache", f"budget={budget}", "EquipCache", held, measured="policy='future'"))
         offered.append(CacheChoice("EquipCache", f"budget={budget}, storage='int8'", "EquipCache", quantized, measured="storage='int8'"))
     store = 'store = SegmentStore("disk:segments", max_bytes="4GiB")'
     library = "library = WarmStartLibrary(model, tokenizer)"

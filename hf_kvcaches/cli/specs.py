@@ -15,7 +15,7 @@ from hf_kvcaches.errors import ConfigError, require_choice
 CACHES = ("GrowingCache", "EquipCache", "SubspaceCache", "SegmentReuseCache", "WarmStartCache")
 # What arguments of a cache may be made of, beside policies.
 ARGUMENTS = tuple(
-    "AdaptiveSubspace KVCodec PagePool QueryStatistics RetrievalHeads SegmentPolicy SegmentStore SlotProjector WarmStartGate "
+    "AdaptiveSubspace HeadBudgets KVCodec KeepProbe PagePool QueryStatistics SegmentPolicy SegmentStore SlotProjector WarmStartGate "
     "WarmStartLibrary".split()
 )
 # What `ast` raises on text that is no literal.

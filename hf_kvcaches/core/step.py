@@ -226,10 +226,26 @@ class Passes(Generic[P]):
         # What the pass is made of: tensors, compared by identity and not freed meanwhile, and numbers.
         self._tensors: tuple[Any, Any] = (None, None)
         self._numbers: tuple[Any, ...] = ()
+        self._memos: dict[Any, tuple[Any, Any]] = {}
 
     def begin(self) -> None:
         """Say that another pass begins."""
         self._current = None
+        self._memos.clear()
+
+    def memo(self, name: Any, source: Any, make: Callable[[], Any]) -> Any:
+        """Return what another layer has made of the same object in this pass, or what `make` gives; for steps, which need no `enter`.
+
+        Args:
+            name: Of what is made.
+            source: The object, compared by identity.
+        """
+        if torch.compiler.is_compiling():
+            return make()
+        memo = self._memos.get(name)
+        if memo is None or memo[0] is not source:
+            memo = self._memos[name] = (source, make())
+        return memo[1]
 
     def enter(self, call: Call, seen: int, tokens: int, device: torch.device, real_before: torch.Tensor | int | None = None) -> P:
         """Return the pass that a layer is asked in: the running one, or a new one where the model has another mask for the layer.

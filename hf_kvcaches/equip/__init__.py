@@ -1,1 +1,1 @@
-"""EquipCache: token pruning as replacement in place."""
+"""`EquipCache`: token pruning as in-place replacement."""

@@ -15,24 +15,24 @@ from hf_kvcaches.core.parallel import shard_of
 from hf_kvcaches.core.refusal import Refusal
 from hf_kvcaches.core.report import CacheReport, summarise
 from hf_kvcaches.core.rope import RotaryGeometry
-from hf_kvcaches.equip import blocks, editing
-from hf_kvcaches.equip.axes import refuse_images
+from hf_kvcaches.equip import editing
+from hf_kvcaches.equip.allocation import Assembly
 from hf_kvcaches.equip.budgets import resolve_budgets
-from hf_kvcaches.equip.coded import CodedStore, FlatCodes, PagedCodes
-from hf_kvcaches.equip.heads import of_layer, plain_head_budgets
-from hf_kvcaches.equip.latent import LatentStore, hand_out_uncompiled, latent_modules, require_absorbable
+from hf_kvcaches.equip.calibrated.head_budgets import HeadBudgets
+from hf_kvcaches.equip.calibrated.keep_probe import KeepProbe
+from hf_kvcaches.equip.coded import Coded, FlatCodes, PagedCodes
+from hf_kvcaches.equip.hooks import TELLING, refuse_images
+from hf_kvcaches.equip.latent import Latent, hand_out_uncompiled, latent_modules, require_absorbable
 from hf_kvcaches.equip.layer import EquipLayer
-from hf_kvcaches.equip.paged import PagedStore
+from hf_kvcaches.equip.paged import Paged
 from hf_kvcaches.equip.pages import PagePool, open_book
 from hf_kvcaches.equip.policies import Policy, PressPolicy, resolve_policy
-from hf_kvcaches.equip.quantized import QuantizedStore
-from hf_kvcaches.equip.ragged import RaggedStore
-from hf_kvcaches.equip.reconstruction import reconstruct
-from hf_kvcaches.equip.retrieval_heads import RetrievalHeads
-from hf_kvcaches.equip.rotation import RotatingPass, Scheme, SlotRotation
-from hf_kvcaches.equip.scoring import watch_inputs
-from hf_kvcaches.equip.settings import EquipSettings
-from hf_kvcaches.equip.store import FlatStore, RotatedKeysStore
+from hf_kvcaches.equip.quantized import Quantized
+from hf_kvcaches.equip.reading import reconstruct
+from hf_kvcaches.equip.rotation import Given, Shifted, Unrotated
+from hf_kvcaches.equip.settings import EquipSettings, resolve_head_budgets
+from hf_kvcaches.equip.storage import Flat
+from hf_kvcaches.equip.streamed import Streamed
 from hf_kvcaches.errors import ConfigError, UnsupportedError, is_number, whole_number
 
 
@@ -43,12 +43,16 @@ class EquipReport(CacheReport):
     Args:
         policy: The name of the policy.
         budget: Of each layer that is pruned: tokens, or before the prompt a share of it.
+        spread: How many tokens the head with the fewest and the one with the most keep.
     """
 
     policy: str = ""
     budget: tuple[int | float, ...] = ()
+    spread: tuple[int, int] = (0, 0)
 
     def _shown(self, name: str) -> str:
+        if name == "spread":
+            return "{} to {} tokens a head".format(*self.spread)
         return summarise(self.budget) if name == "budget" else super()._shown(name)
 
 
@@ -58,97 +62,84 @@ class EquipCache(AnsweringCache):
     EQUIP: EQUivariant preserving In-Place updates for Efficient token-pruning (Ramachandran et al.). Attention does not care in which order
     keys and values lie, so evicting and inserting are one write.
 
-    **Departs from the paper**: rotary positions need neither a second cache of rotated keys nor a rotation of all keys a step. Queries are
-    rotated instead of keys (`rotation.py`), in the memory of keys and values alone; the paper's way is `rope="rotated_keys"`. A
-    prompt attends densely and is pruned when it has been read. Several tokens at once attend to all that was kept and to each other,
-    and are pruned then.
+    **Departs from the paper**: rotary positions need no second cache of rotated keys (`rotation.py`). A prompt attends densely and is pruned
+    when it has been read. Several tokens at once attend to all that was kept and to each other, and are pruned then. Heads and layers share
+    their slots.
 
-    **Refuses**: what needs attention weights or padding, with a model that does not ask this package's attention; cropping
-    tokens that were not recorded (`activate_past_recording`); ready masks that differ by head; on pages, gradients and
-    offloading; with `head_budgets`, pages, gradients and policies whose heads all keep the same tokens; with latent attention, what is in
-    `docs/equip.md`.
+    **Refuses**: a model that does not ask this package's attention; cropping tokens that were not recorded (`activate_past_recording`);
+    ready masks that differ by head; what does not go together (`settings.py`, and the table in `docs/equip.md`).
 
-    **Memory per token**: that of keys and values, for `budget` tokens and no more, or that of the latent and the rotated part of the key
-    (`latent.py`); with a policy that scores, another 8 to 16 bytes a slot and key head. On pages, rows take no more than they fill, rounded
-    up to whole pages. `storage` holds keys and values in 0.53 ("int8") or 0.30 ("int4") of half precision's bytes at a head size of 64;
-    `codec` in `codec.bytes_ratio`; while a layer runs, its own are there in the model's dtype too.
+    **Memory per token**: that of keys and values, for `budget` tokens of each head in the mean and no more, and 8 to 16 bytes a slot and key
+    head. `storage` holds keys and values in 0.53 ("int8") or 0.30 ("int4") of half precision's bytes at a head size of 64; `codec` in
+    `codec.bytes_ratio`; while a layer runs, its keys and values are there in the model's dtype too.
 
     Args:
         model: A transformers model, or its config; with a config, what needs attention weights or padding is refused.
-        policy: "compactor", "leverage", "cur", "keydiff", "expected_attention", "kvzip", "streaming", "h2o", "tova", "snapkv", "lagkv",
-            "knorm", "random", "chunk", "block", "critical", or a `Policy`.
-        budget: Tokens to keep: a number, a fraction of the (longest) prompt, or one of these for each layer. The prompt is what the first
-            call brings: with `prefill_chunk_size` the first chunk, so give a number there.
+        policy: "future", "kvzip", "snapkv", "compactor", "expected_attention", "keydiff", "h2o", "tova", "streaming", a `Policy`, or a
+            `KeepProbe`.
+        budget: Tokens to keep in each head, in the mean: a number, a fraction of the (longest) prompt, or one of these for each layer. The
+            prompt is what the first call brings: with `prefill_chunk_size` the first chunk, so give a number there.
         sinks: First tokens of each row that always stay.
         recent: Newest tokens that always stay; None for the policy's own number.
         decode_budget: Tokens to keep while decoding, where these are more than `budget`: a number, or a fraction of the prompt. None: as
             many as of the prompt.
-        head_budgets: "adakv" shares the slots of a layer among its heads by their scores; `RetrievalHeads`: some heads keep all tokens, the
-            others `budget`; None: each head has as many.
+        head_budgets: How heads share the slots by their scores: "global" over all heads and layers, "layer" within a layer, `HeadBudgets` by
+            shares that were measured once, None: each head has as many; "auto": as suits the policy.
         question_start: The index of the first prompt's token at which its question begins, negative to count from the end. What is
             before it is pruned before the question is read, and fractions are of it. None: nothing is a question.
         positions: "compact": counted within the cache, as in StreamingLLM; "original": as they were in the text.
-        rope: How compact positions are kept: "frames", "on_read" (keys are rotated at each step), "rotated_keys" (the paper's), or "auto".
         backend: Of the kernels: "auto", "torch", "triton" or "reference".
         page_size: Keep slots in pages of so many, taken as rows fill them; None for one buffer, or the pool's.
-        pool: The pages, shared with other caches, all with the same codec or all without; None for pages of the cache's own, of which there
-            are as many as it needs.
-        storage: Keep keys and values in fewer bits: "int8", "int4", or None for the model's dtype. Keys are kept without rotation then, and
-            with original positions as the model rotated them.
+        pool: The pages, shared with other caches, all with the same codec or all without; None for pages of the cache's own.
+        storage: Keep keys and values in fewer bits: "int8", "int4", or None for the model's dtype.
         codec: Keep slots as its codes, but for the sinks; positions are compact then, and keys are rotated at each step.
+        refit: Have the kept values of a prompt fitted to what queries of the context get of all values.
         offloading: Keep all layers but the running one in CPU memory; needs CUDA.
     """
 
-    pass_class = RotatingPass
     takes_latents = True
     codec_class = KVCodec
+    unmasked = False
+    """Whether the running pass came without a mask, whatever the model makes of that for its attention."""
 
     def __init__(
         self,
         model: Any,
-        policy: str | Policy = "compactor",
+        policy: str | Policy | KeepProbe = "future",
         budget: int | float | Sequence[int | float] = 512,
         *,
         sinks: int = 4,
         recent: int | None = None,
         decode_budget: int | float | None = None,
-        head_budgets: Literal["adakv"] | RetrievalHeads | None = None,
+        head_budgets: Literal["auto", "global", "layer"] | HeadBudgets | None = "auto",
         question_start: int | None = None,
         positions: Literal["compact", "original"] = "compact",
-        rope: Literal["auto", "frames", "on_read", "rotated_keys"] = "auto",
         backend: Literal["auto", "torch", "triton", "reference"] = "auto",
         page_size: int | None = None,
         pool: PagePool | None = None,
         storage: Literal["int8", "int4"] | None = None,
         codec: KVCodec | None = None,
+        refit: bool = False,
         offloading: bool = False,
     ) -> None:
         policy = resolve_policy(policy)  # where model and policy are swapped, this says so
         base, config = compat.split_model(model)
         self._latents = base is not None and bool(getattr(config, "kv_lora_rank", None) and latent_modules(base))
-        self._book = open_book(config, page_size, pool)
-        self._settings = EquipSettings(
-            policy,
-            resolve_budgets(budget, len(compat.layer_plan(config))),
-            sinks,
-            recent,
-            decode_budget,
-            plain_head_budgets(head_budgets),
-            question_start,
-            positions,
-            rope,
-            backend,
-            None if self._book is None else self._book.pool.page_size,
-            storage,
-            codec,
-        )
+        self._book, self._shard = open_book(config, page_size, pool), shard_of(model)
+        in_one_buffer = self._book is None and storage is None and codec is None and not self._latents and question_start is None
+        heads = resolve_head_budgets(head_budgets, policy, in_one_buffer)
+        pages = None if self._book is None else self._book.pool.page_size
+        budgets = resolve_budgets(budget, len(compat.layer_plan(config)))
+        limits = (policy, budgets, sinks, recent, decode_budget, heads, question_start)
+        self._settings = EquipSettings(*limits, positions, backend, pages, storage, codec, refit)
         self._settings.check(model, latents=self._latents, offloading=offloading)
         for module in latent_modules(base).values() if self._latents else ():
             require_absorbable(module)
-        self._rotations: list[SlotRotation] = []
-        self._shard = shard_of(model)
-        self._own_codec = codec if codec is None else codec.of_heads(self._shard)
+        self._rotations: list[Unrotated] = []
+        self._assembly = Assembly(self._shard)
+        self._shared_codec = codec if codec is None else codec.of_heads(self._shard)
         super().__init__(model, offloading=offloading)
+        self._assembly.expected = len(self._pruned)
         if codec is not None:
             codec.require_model(model)
         self._watch_model()
@@ -161,12 +152,11 @@ class EquipCache(AnsweringCache):
         return self._settings.policy
 
     def _watch_model(self) -> None:
-        """Has the model's modules tell this cache what its layers can't see, for as long as it lives."""
-        if (model := self.living_model) is None:
+        """Have the model's modules tell this cache what its layers can't see, for as long as it lives."""
+        if (model := self.living_model) is None or not self._pruned:
             return
-        if self.policy.reads_inputs:
-            watch_inputs(model, self)
-        if any(layer.geometry.axes and layer.rotation.compact for layer in self._own_layers):
+        TELLING.add(model, self)
+        if any(layer.geometry.axes and type(layer.rotation) is not Given for layer in self._pruned):
             refuse_images(model, self, "Pass positions='original'.")
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -179,8 +169,7 @@ class EquipCache(AnsweringCache):
         return hand_out_uncompiled(view, module)
 
     def make_layer(self, layer_idx: int) -> EquipLayer:
-        head_budgets = of_layer(self._settings.head_budgets, layer_idx, self._shard)
-        settings = replace(self._settings, budget=self._settings.budget[layer_idx], head_budgets=head_budgets)
+        settings = replace(self._settings, budget=self._settings.budget[layer_idx])
         if isinstance(settings.budget, int):  # of a fraction we know more when the prompt is there
             settings.limit_of(0)
         geometry = RotaryGeometry.from_config(self.config, layer_idx=layer_idx, latents=self._latents)
@@ -188,28 +177,27 @@ class EquipCache(AnsweringCache):
         compared = self._shard is not None or settings.policy.asks_all_heads or settings.head_budgets is not None
         config = self.config.per_layer_config[layer_idx]
         heads = getattr(config, "num_key_value_heads", None) if compared and not self._latents else None
-        store = self._make_store(rotation, settings, layer_idx)
-        return EquipLayer(settings, geometry, rotation, self.passes, store, self._shard, heads)
+        storage = self._make_storage(rotation, settings, layer_idx)
+        return EquipLayer(settings, geometry, rotation, self.passes, storage, self._assembly, layer_idx, heads)
 
-    def _make_store(self, rotation: SlotRotation, settings: EquipSettings, layer_idx: int) -> FlatStore:
-        codec, backend, book = self._own_codec, settings.backend, self._book
+    def _make_storage(self, rotation: Given, settings: EquipSettings, layer_idx: int) -> Flat:
+        codec, backend, book = self._shared_codec, settings.backend, self._book
         if codec is not None:
-            paged = None if book is None else PagedCodes(rotation, backend, book, settings.budget, codec, layer_idx)
-            return CodedStore(rotation, backend, codec, layer_idx, settings.sinks, paged or FlatCodes(rotation, backend))
+            codes = FlatCodes(backend) if book is None else PagedCodes(backend, book, settings.budget, codec, layer_idx)
+            return Coded(backend, codec, layer_idx, settings.sinks, codes)
         if book is not None:
-            return PagedStore(rotation, backend, book, settings.budget)
+            return Paged(backend, book, settings.budget)
         if self._latents:
             sizes: Any = self.config.per_layer_config[layer_idx]
-            return LatentStore(rotation, backend, sizes.qk_rope_head_dim, sizes.kv_lora_rank)
+            return Latent(backend, sizes.qk_rope_head_dim, sizes.kv_lora_rank)
         if settings.storage is not None:
-            return QuantizedStore(rotation, backend, settings.storage)
-        if settings.head_budgets is not None:
-            return RaggedStore(rotation, backend)
-        return (RotatedKeysStore if rotation.scheme == "rotated_keys" else FlatStore)(rotation, backend)
+            return Quantized(backend, settings.storage)
+        return (Streamed if isinstance(rotation, Shifted) else Flat)(backend)
 
-    def _make_rotation(self, geometry: RotaryGeometry) -> SlotRotation:
-        if self._settings.positions == "original" or geometry.kind in ("learned", "none"):
-            return SlotRotation("given")
+    def _make_rotation(self, geometry: RotaryGeometry) -> Given:
+        settings = self._settings
+        if settings.positions == "original" or geometry.kind in ("learned", "none"):
+            return Given()
         if geometry.changes_at is not None:
             geometry = geometry.at(0)  # until the first pass shows how far the text reaches
         if geometry.axes and self._model is None:
@@ -219,34 +207,27 @@ class EquipCache(AnsweringCache):
             )
         if geometry.refusal is not None:
             raise UnsupportedError(f"positions='compact': {geometry.refusal}. Pass positions='original'.")
-        scheme: Scheme = self._settings.rope
-        if self._settings.rope == "auto":
-            # A policy that evicts anywhere has kept keys rotated again and again, and in half precision each time rounds them. On an
-            # accelerator a kernel rotates keys while it reads them; elsewhere that takes longer than all the rest.
-            in_kernel = not self._latents and _rotates_on_read(self.living_model)
-            unrotated = self._settings.storage is not None or self._settings.codec is not None
-            scheme = "on_read" if unrotated or (in_kernel and not self.policy.order_only) else "frames"
-        for known in self._rotations:  # shared with their tables
-            if known.geometry is not None and known.geometry.rotates_like(geometry):
-                return known
-        self._rotations.append(SlotRotation(scheme, geometry))
-        return self._rotations[-1]
+        rotation = next((known for known in self._rotations if known.geometry.rotates_like(geometry)), None)
+        if rotation is None:  # shared with its tables
+            self._rotations.append(rotation := Unrotated(geometry))
+        in_one_buffer = self._book is None and settings.storage is None and settings.codec is None and not self._latents
+        streams = settings.policy.order_only and settings.head_budgets is None and in_one_buffer
+        return Shifted(rotation) if streams else rotation
 
     @property
     def codec(self) -> KVCodec | None:
         return self._settings.codec
 
     def report(self) -> EquipReport:
-        """What the cache holds, measured, and its budget."""
-        decided = ((layer, 0 if layer.state.deferring else layer.state.slots) for layer in self._own_layers)
-        budgets = tuple(slots or layer.settings.budget for layer, slots in decided)
-        return EquipReport(**self._report_fields(), policy=self.policy.name, budget=budgets)
+        """What the cache holds, measured, its budget, and how far heads differ."""
+        layers = self._pruned
+        budgets = tuple((0 if layer.waiting else layer.slots) or layer.settings.budget for layer in layers)
+        counts = [layer.table.kept() for layer in layers if layer.table.positions is not None]
+        spread = (min(int(count.min()) for count in counts), max(int(count.max()) for count in counts)) if counts else (0, 0)
+        return EquipReport(**self._report_fields(), policy=self.policy.name, budget=budgets, spread=spread)
 
     def settings(self) -> dict[str, Any]:
-        # What "auto" came to depends on the device, and stored keys are rotated as it was.
-        schemes = {layer.rotation.scheme for layer in self._own_layers} - {"given"}
-        rope = schemes.pop() if schemes else self._settings.rope
-        own = {"rope": rope, "policy": self.policy.settings(), "budget": list(self._settings.budget), "codec": None}
+        own = {"policy": self.policy.settings(), "budget": list(self._settings.budget), "codec": None}
         # The kernels are a matter of the machine.
         return {name: value for name, value in vars(self._settings).items() if name != "backend"} | own
 
@@ -270,8 +251,8 @@ class EquipCache(AnsweringCache):
 
     @property
     def adopt_window(self) -> int | None:
-        observes = self.policy.observes
-        return None if observes is None else max(observes, self.policy.queries)
+        policy = self.policy
+        return None if policy.observes is None else max(policy.observes, (policy.interval or 64) if policy.reads_queries else 0)
 
     def adopt_refused(self, with_queries: bool = False) -> Refusal | None:
         if self._latents:
@@ -281,10 +262,9 @@ class EquipCache(AnsweringCache):
         needed, name = self.adopt_window, self.policy.name or type(self.policy).__name__
         if needed == 0 or (with_queries and needed is not None):
             return None
-        whose, others = ("all queries", "'snapkv', ") if needed is None else (f"a prompt's last {needed} queries", "")
+        whose, others = ("all queries", "'future', ") if needed is None else (f"a prompt's last {needed} queries", "")
         return Refusal(
-            f"policy: {name!r} scores by {whose}, which stored keys and values don't have. "
-            f"Use {others}'leverage', 'keydiff', 'lagkv' or 'streaming'."
+            f"policy: {name!r} scores by {whose}, which stored keys and values don't have. Use {others}'keydiff' or 'streaming'."
         )
 
     @property
@@ -304,7 +284,7 @@ class EquipCache(AnsweringCache):
         return layer.kept_positions()
 
     def compress(self, model: Any = None, *, upto: int | None = None, input_ids: torch.Tensor | None = None) -> None:
-        """Prunes what is held to `budget` now; with "kvzip", which waits for it, after the model has read the context once more.
+        """Prune what is held to `budget` now; with "kvzip", which waits for it, after the model has read the context once more.
 
         Args:
             model: The model that filled the cache, or a wrapper of it; None for the one that the cache was made with.
@@ -312,41 +292,39 @@ class EquipCache(AnsweringCache):
                 None: everything is context.
             input_ids: The context, (rows, tokens), for "kvzip" where it was not `generate` that fed it.
         """
-        seen = self.seen
+        seen, layers = self.seen, self._pruned
         end = seen if upto is None else whole_number("upto", upto, 1, f"a position from 1 to the {seen} tokens seen", most=max(1, seen))
         if not seen:
             raise ConfigError.of("compress", "a cache that holds a context", "an empty one", "Feed it the context first.")
         if end < seen and self.policy.observes != 0:
             raise UnsupportedError(
                 f"upto: {self.policy.name!r} scores by attention, and has seen that of the tokens behind upto. Make the cache with "
-                "question_start, feed the question after compress, or use 'compactor', 'leverage' or 'kvzip'."
+                "question_start, feed the question after compress, or use 'compactor', 'keydiff' or 'kvzip'."
             )
-        layers, behind = self._own_layers, seen - end
-        limits = []
-        for layer in layers:
-            context = layer.seen - behind - (0 if layer.state.first is None else int(layer.state.first.min()))
-            limits.append((layer.settings.limit_of(context, behind), context))
+        limits = [layer.limit_of_context(seen - end) for layer in layers]
         received: Sequence[torch.Tensor | None] = [None] * len(layers)
         if self.policy.deferred:
             base = self.model if model is None else model
             ids = self._context(input_ids, end).to(compat.base_model(base).device)
             received = reconstruct(self, base, layers, ids, self.policy.deferred)
-        for layer, (limit, context), reconstruction in zip(layers, limits, received, strict=True):
+        for layer, (limit, context) in zip(layers, limits, strict=True):
             layer.take_limits(limit, context)
-            blocks.compress(layer, limit, layer.seen - behind, reconstruction)
+        for layer, (limit, _), reconstruction in zip(layers, limits, received, strict=True):
+            layer.compress(limit, seen - end, reconstruction)
+        for layer in layers:
             layer.make_final()
 
     def _context(self, input_ids: torch.Tensor | None, tokens: int) -> torch.Tensor:
         """The token ids of the context, (rows, tokens)."""
         ids = self.log.ids if input_ids is None else input_ids.reshape(-1, input_ids.shape[-1])
-        rows = max(layer.store.shape[0] for layer in self._own_layers)
+        rows = max(layer.storage.shape[0] for layer in self._pruned)
         if ids.shape[0] != rows or ids.shape[1] < tokens:
             what = f"the ids of the {tokens} tokens of the context in {rows} rows"
             raise ConfigError.of("input_ids", what, tuple(ids.shape), "Pass compress(model, input_ids=...), padding included.")
         return ids[:, :tokens]
 
     def evict(self, positions: Sequence[int] | torch.Tensor) -> None:
-        """Forgets tokens in all layers, rows and heads that still have them; others keep their positions among the tokens seen.
+        """Forget tokens in all layers, rows and heads that still have them; others keep their positions among the tokens seen.
 
         Their slots are free for what comes next. With compact positions the gap closes. Layers with a sliding window forget by themselves:
         beside them, tokens that every window has passed can be evicted.
@@ -354,10 +332,10 @@ class EquipCache(AnsweringCache):
         Args:
             positions: Indices among the tokens seen.
         """
-        editing.evict(self, self._own_layers, torch.as_tensor(positions, dtype=torch.long).reshape(-1))
+        editing.evict(self, self._pruned, torch.as_tensor(positions, dtype=torch.long).reshape(-1))
 
     def edit(self, model: Any, start: int, stop: int, new_ids: Sequence[int] | torch.Tensor) -> None:
-        """Replaces tokens of a text that is in the cache: the new ones are computed, what follows is only moved.
+        """Replace tokens of a text that is in the cache: the new ones are computed, what follows is only moved.
 
         What follows keeps the keys and values that it had with the old text before it. If anything fails, the cache is as it was.
 
@@ -370,7 +348,7 @@ class EquipCache(AnsweringCache):
         ids = torch.as_tensor(new_ids, dtype=torch.long, device=compat.base_model(model).device)
         if ids.ndim not in (1, 2):
             raise ConfigError.of("new_ids", "token ids, (tokens,) or (rows, tokens)", tuple(ids.shape))
-        editing.edit(self, model, self._own_layers, start, stop, ids[None] if ids.ndim == 1 else ids)
+        editing.edit(self, model, self._pruned, start, stop, ids[None] if ids.ndim == 1 else ids)
         self.log.crop(start)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -381,25 +359,21 @@ class EquipCache(AnsweringCache):
     @property
     def is_compileable(self) -> bool:
         """Whether `torch.compile(fullgraph=True)` can take single tokens: see `graphs.py`."""
-        if self.offloading or self._masks_differ or self._latents:
+        model = self.living_model
+        if self.offloading or self._masks_differ or self._latents or model is None or not compat.compiles(model.device):
             return False
         return all(isinstance(layer, EquipLayer) and layer.is_compileable for layer in self.layers)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         # Asked between forward passes: the chance for what compiled ones can't do.
         layer = self.layers[layer_idx]
-        if not torch.compiler.is_compiling() and isinstance(layer, EquipLayer) and layer.state.stale:
-            for own in self._own_layers:
-                own.state.catch_up()
-                own.own(False)
+        if not torch.compiler.is_compiling() and isinstance(layer, EquipLayer) and layer.table.stale:
+            for pruned in self._pruned:
+                pruned.table.catch_up()
+                pruned.own(False)
         return super().get_seq_length(layer_idx)
 
     @property
-    def _own_layers(self) -> list[EquipLayer]:
+    def _pruned(self) -> list[EquipLayer]:
         """The layers with full attention."""
         return [layer for layer in self.layers if isinstance(layer, EquipLayer)]
-
-
-def _rotates_on_read(model: Any) -> bool:
-    """Whether a kernel rotates keys on the way, and they are too short to be rotated more than once."""
-    return model is not None and model.device.type == "cuda" and model.dtype in (torch.float16, torch.bfloat16)

@@ -11,195 +11,160 @@ import torch
 
 from hf_kvcaches.codec.codec import KVCodec
 from hf_kvcaches.codec.coder import LayerCoder
-from hf_kvcaches.equip.paged import PagedStore
+from hf_kvcaches.equip.paged import Paged
 from hf_kvcaches.equip.pages import PageBook
-from hf_kvcaches.equip.rotation import RotatingPass, SlotRotation
-from hf_kvcaches.equip.store import FlatStore, Slots, in_slots
-from hf_kvcaches.errors import UnsupportedError
+from hf_kvcaches.equip.storage import Flat, Raw, Slots, extended, pick
 from hf_kvcaches.kernels.launch import Backend
-from hf_kvcaches.kernels.slots import put_in_pages, put_in_slots
 
 
-class FlatCodes(FlatStore):
+class FlatCodes(Flat):
     """Codes of slots, (batch, bytes, slots, 1), one buffer a row."""
 
-    per_slot = exported = ("codes",)
-
-    def __init__(self, rotation: SlotRotation, backend: Backend) -> None:
-        super().__init__(rotation, backend)
-        self.codes: torch.Tensor | None = None
-
-    def write(self, slots: Slots, *states: torch.Tensor) -> None:
-        put_in_slots(self._slots(), slots, states)
+    names = exported = ("codes",)
+    codes: torch.Tensor | None = None
 
 
-class PagedCodes(PagedStore):
-    """Codes of slots on pages of bytes, of which a layer with fewer bytes a slot has more slots.
+class PagedCodes(Paged):
+    """Codes of slots on pages of bytes, of which a layer with fewer bytes a slot has more slots."""
 
-    Args:
-        book: The pages of the layer's cache.
-        budget: The layer's slots, or the fraction of the prompt.
-        codec: Whose codes they are.
-        layer_idx: The layer, which tells the bytes of a slot.
-    """
+    names = exported = ("codes",)
 
-    per_slot = exported = ("codes",)
-
-    def __init__(
-        self, rotation: SlotRotation, backend: Backend, book: PageBook, budget: int | float, codec: KVCodec, layer_idx: int
-    ) -> None:
+    def __init__(self, backend: Backend, book: PageBook, budget: int | float, codec: KVCodec, layer_idx: int) -> None:
         widths = [width or 1 for width in codec.separate_bytes]
-        self.codec, self.width = codec, dict(enumerate(widths)).get(layer_idx, 1)
+        self.kind, self.width = f"codes of the codec {codec.digest[:8]}", dict(enumerate(widths)).get(layer_idx, 1)
         self.page_bytes = book.pool.page_size * max(widths)
-        super().__init__(rotation, backend, book, budget, self.page_bytes // self.width)
+        super().__init__(backend, book, budget, self.page_bytes // self.width)
 
-    def check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self._prepare(keys)
-
-    def encoded(self, used: int) -> tuple[torch.Tensor, ...]:
-        pages = self.table[:, : self.pages.pages_for(used)].long().clamp(min=0)
-        gathered = self._by_slot(self.pool.stores["codes"].index_select(0, pages.flatten())).unflatten(0, pages.shape)
-        return (gathered.transpose(1, 2).contiguous().flatten(2, 3)[:, :, :used],)
-
-    def write(self, slots: Slots, *states: torch.Tensor) -> None:
-        put_in_pages(self._slots(), self.table, slots, states)
-
-    def _prepare(self, *states: torch.Tensor) -> None:
-        self.pool.prepare_codes(self.codec, self.page_bytes, states[0].device)
+    def _open(self, *states: torch.Tensor) -> None:
+        self.book.pool.open(self.kind, {"codes": (self.page_bytes,)}, torch.uint8, states[0].device)
 
     def _slots(self) -> list[torch.Tensor]:
-        return [self._by_slot(self.pool.stores["codes"])]
-
-    def _by_slot(self, pages: torch.Tensor) -> torch.Tensor:
-        """A view of pages of bytes as (pages, bytes of a slot, page_size, 1); a rest that is too short for a slot is left out."""
+        """Pages of bytes as (pages, bytes of a slot, page_size, 1); a rest that is too short for a slot is left out."""
         size = self.pages.page_size
-        return pages[:, : self.width * size].unflatten(1, (self.width, size, 1))
+        return [self.book.pool.stores["codes"][:, : self.width * size].unflatten(1, (self.width, size, 1))]
 
 
-class CodedStore(FlatStore):
-    """Codes of all slots, in which every byte belongs to one head, and the first slots, those of sinks, exactly besides.
+class Coded(Flat):
+    """Codes of all slots, in which every byte belongs to one head; `keys` and `values` are those of the first slots, the sinks', exactly.
 
     **Reading** decodes all slots in use, in each step and layer: it saves memory between steps, and no time. For that long, one layer's
     keys and values are there in the model's dtype. Policies that score while decoding read twice.
 
-    Args:
-        codes: Where the codes lie.
-
     Attributes:
-        exact_sinks: Keys and values of the sinks, in `sinks` + 1 slots; the last one is anything.
+        codes: Where the codes lie.
+        keys: Of the sinks, (batch, kv_heads, sinks + 1, head_dim); the last one is anything.
     """
 
+    exported = (*FlatCodes.names, *Flat.names)
     in_graphs = False
-    per_slot = exported = (*FlatCodes.per_slot, *FlatStore.per_slot)
+    no_gradients = "codec: codes are integers, which have no gradients. Call the model under torch.no_grad()."
 
-    def __init__(
-        self, rotation: SlotRotation, backend: Backend, codec: KVCodec, layer_idx: int, sinks: int, codes: FlatCodes | PagedCodes
-    ) -> None:
-        super().__init__(rotation, backend)
-        self.codec, self.layer_idx, self.sinks = codec, layer_idx, sinks
-        self.codes, self.exact_sinks = codes, FlatStore(rotation, backend)
+    def __init__(self, backend: Backend, codec: KVCodec, layer_idx: int, sinks: int, codes: FlatCodes | PagedCodes) -> None:
+        super().__init__(backend)
+        self.codec, self.layer_idx, self.sinks, self.codes = codec, layer_idx, sinks, codes
 
     @property
     def capacity(self) -> int:
         return self.codes.capacity
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.exact_sinks.shape
+    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> Raw:
+        return self._coder(keys).encode(keys, values)[..., None], keys, values
 
-    def install(self, keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, most: int, source: torch.Tensor | None = None) -> None:
-        codes, *exact = self.encode(keys, values)
-        if source is not None and self.capacity:  # tokens that stay are not coded again
-            before = self.codes.encoded(self.capacity)[0]
-            codes = torch.where(self._by_byte(source >= 0)[..., None], in_slots(before, self._by_byte(source.clamp(min=0))), codes)
-        self.codes.fill([codes], kept, most)
-        self.exact_sinks.hold([states[:, :, : self.sinks] for states in exact], self.sinks + 1)
+    def decode(self, raw: Raw) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values from what `raw` gave."""
+        keys, values = self._coder(raw[1]).decode(raw[0][..., 0])
+        for states, exact in ((keys, raw[1]), (values, raw[2])):
+            states[:, :, : exact.shape[2]] = exact
+        return keys, values
+
+    def raw(self, used: int) -> Raw:
+        return *self.codes.raw(used), *super().raw(min(used, self.sinks))
+
+    def gather(self, slots: Slots) -> Raw:
+        exact = slots.clamp(max=self.sinks)
+        return *self.codes.gather(self._by_byte(slots)), *(pick(tensor, exact) for tensor in self._slots())
+
+    def write(self, slots: Slots, raw: Raw) -> None:
+        self.codes.write(self._by_byte(slots), raw[:1])
+        super().write(slots.clamp(max=self.sinks), raw[1:])  # tokens that are no sinks share the slot behind these
+
+    def rebuild(self, index: Slots | None, new: Raw | None, used: int, most: int) -> None:
+        coded, count = (None, 0) if new is None else (new[:1], new[1].shape[2])
+        like = self._slots()[0] if new is None else new[1]
+        self.codes.rebuild(None if index is None else self._by_byte(index, like), coded, used, most)
+        index = torch.arange(used + count, device=like.device)[None, None] if index is None else index
+        first = index[..., : self.sinks].expand(*like.shape[:2], -1)
+        # What a slot behind the sinks held exists as codes alone, new tokens exactly.
+        exact: Raw = self._coder(like).decode(self.codes.raw(first.shape[-1])[0][..., 0])
+        if used:
+            old = (pick(tensor, first.clamp(max=self.sinks)) for tensor in self._slots())
+            exact = tuple(torch.where((first < min(used, self.sinks))[..., None], *parts) for parts in zip(old, exact, strict=True))
+        if new is not None:
+            arrived = (pick(tensor, (first - used).clamp(min=0)) for tensor in new[1:])
+            exact = tuple(torch.where((first >= used)[..., None], *parts) for parts in zip(arrived, exact, strict=True))
+        for name, tensor in zip(self.names, exact, strict=True):
+            setattr(self, name, extended(tensor, self.sinks + 1))
+
+    # What codes and sinks do, each for themselves. Pages come first: a pool that is exhausted changes nothing.
 
     def reserve(self, slots: int, most: int) -> None:
         self.codes.reserve(slots, most)
 
-    def read(self, used: int) -> tuple[torch.Tensor, torch.Tensor]:
-        first = min(self.sinks, used)
-        keys, values = self._coder().decode(self.codes.encoded(used)[0][..., 0])
-        keys[:, :, :first], values[:, :, :first] = self.exact_sinks.read(first)
-        return keys, values
-
-    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return self._coder(keys).encode(keys, values)[..., None], keys, values
-
-    def at(self, slots: Slots) -> tuple[torch.Tensor, ...]:
-        return *self.codes.at(self._by_byte(slots)), *self.exact_sinks.at(slots.clamp(max=self.sinks))
-
-    def write(self, slots: Slots, *states: torch.Tensor) -> None:
-        codes, *exact = states
-        self.codes.write(self._by_byte(slots), codes)
-        self.exact_sinks.write(slots.clamp(max=self.sinks), *exact)  # tokens that are no sinks share the slot behind these
-
-    # What both stores do, each for itself. Pages come first: a pool that is exhausted changes nothing.
+    def space_for(self, *args: Any) -> AbstractContextManager[None]:
+        return self.codes.space_for(*args)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        return self.codes.tensors() | self.exact_sinks.tensors()
+        return self.codes.tensors() | super().tensors()
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        for part in self._parts():
-            part.map(function)
-
-    def own(self, owned: Callable[[torch.Tensor], torch.Tensor], needs_graph: bool) -> None:
-        if needs_graph:
-            raise UnsupportedError("codec: codes are integers, which have no gradients. Call the model under torch.no_grad().")
-        for part in self._parts():
-            part.own(owned, needs_graph)
+        self.codes.map(function)
+        super().map(function)
 
     def map_rows(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        for part in self._parts():
-            part.map_rows(function)
+        self.codes.map_rows(function)
+        super().map(function)
 
     def check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        for part in self._parts():
-            part.check(keys, values)
+        super().check(keys, values)
+        self.codes.check(keys, values)
 
-    def space_for(self, rows: int, running: RotatingPass, block: int) -> AbstractContextManager[None]:
-        return self.codes.space_for(rows, running, block)
+    def own(self, needs_graph: bool) -> None:
+        super().own(needs_graph)
+        self.codes.own(needs_graph)
 
     def clear(self) -> None:
-        for part in self._parts():
-            part.clear()
-
-    def export(self) -> dict[str, torch.Tensor]:
-        return self.codes.export() | self.exact_sinks.export()
-
-    def take(self, tensors: dict[str, torch.Tensor], kept: torch.Tensor | None, most: int) -> None:
-        for part in self._parts():
-            part.take({name: tensors[name] for name in part.exported}, kept, most)
-
-    def snapshot(self) -> Any:
-        return [part.snapshot() for part in self._parts()]
-
-    def restore(self, snapshot: Any) -> None:
-        for part, content in zip(self._parts(), snapshot, strict=True):
-            part.restore(content)
+        self.codes.clear()
+        super().clear()
 
     def trim(self, kept: torch.Tensor | None) -> None:
         self.codes.trim(kept)
 
+    def snapshot(self) -> Any:
+        return self.codes.snapshot(), {name: tensor.clone() for name, tensor in Flat.tensors(self).items()}
+
+    def restore(self, snapshot: Any) -> None:
+        self.codes.restore(snapshot[0])
+        for name in self.names:
+            setattr(self, name, snapshot[1].get(name))
+
+    def export(self) -> dict[str, torch.Tensor]:
+        return self.codes.export() | {name: tensor.contiguous() for name, tensor in Flat.tensors(self).items()}
+
+    def take(self, tensors: dict[str, torch.Tensor], kept: torch.Tensor | None, most: int) -> None:
+        self.codes.take({"codes": tensors["codes"]}, kept, most)
+        self.keys, self.values = tensors["keys"], tensors["values"]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = copy.copy(self)
-        copied.codes, copied.exact_sinks = copy.deepcopy(self.codes, memo), copy.deepcopy(self.exact_sinks, memo)
+        copied.codes = copy.deepcopy(self.codes, memo)
+        Flat.map(copied, torch.clone)
         return copied
 
-    def _parts(self) -> tuple[FlatStore, FlatStore]:
-        return self.codes, self.exact_sinks
-
-    def _coder(self, like: torch.Tensor | None = None) -> LayerCoder:
-        """The layer's coder for a tensor's dtype and device; None: for those of the sinks."""
-        like = self.exact_sinks.keys if like is None else like
-        assert like is not None
+    def _coder(self, like: torch.Tensor) -> LayerCoder:
+        """The layer's coder for a tensor's dtype and device."""
         return self.codec.coder(self.layer_idx, like.dtype, like.device, separate=True)
 
-    def _by_byte(self, slots: torch.Tensor) -> torch.Tensor:
-        """Something of each head's slots for each byte, (batch, 1 or bytes, slots).
-
-        Args:
-            slots: (batch, 1 or kv_heads, slots).
-        """
-        return slots if slots.shape[1] == 1 else slots.index_select(1, self._coder().row_heads())
+    def _by_byte(self, slots: Slots, like: torch.Tensor | None = None) -> Slots:
+        """What slots of heads are for bytes, (batch, 1 or bytes, tokens)."""
+        like = self._slots()[0] if like is None else like
+        return slots if slots.shape[1] == 1 else slots.index_select(1, self._coder(like).row_heads())

@@ -6,46 +6,24 @@ What follows a change keeps the keys and values that it had, computed with the o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from hf_kvcaches import compat
-from hf_kvcaches.equip import blocks
-from hf_kvcaches.equip.entries import Entries
-from hf_kvcaches.equip.frames import keys_by_rank
-from hf_kvcaches.equip.layer import EquipLayer, detours
-from hf_kvcaches.equip.rotation import rotation_between
+from hf_kvcaches.core.call import Call
+from hf_kvcaches.core.step import Pass
+from hf_kvcaches.equip import block
+from hf_kvcaches.equip.block import Incoming, Questions
+from hf_kvcaches.equip.reading import detours
 from hf_kvcaches.errors import ConfigError, UnsupportedError
-from hf_kvcaches.kernels.blocks import Visibility, block_attention, observers
-
-if TYPE_CHECKING:
-    from hf_kvcaches.core.call import Call
-    from hf_kvcaches.equip.cache import EquipCache
-    from hf_kvcaches.equip.rotation import RotatingPass
+from hf_kvcaches.kernels.blocks import Visibility
 
 
-def drop(layer: EquipLayer, gone: torch.Tensor, moved: int = 0, start: int = 0) -> None:
-    """Empties slots, and moves the tokens from a position on.
-
-    Args:
-        gone: True for slots to empty, (batch or 1, 1 or kv_heads, slots in use).
-    """
-    entries = Entries.of(layer)
-    heads = max(gone.shape[1], entries.positions.shape[1])
-    positions = entries.positions.expand(-1, heads, -1)
-    positions = torch.where(positions >= start, positions + moved, positions)
-    positions = torch.where(gone.expand_as(positions), -1, positions)
-    layer.state.advance(moved)
-    entries = replace(entries, positions=positions).in_order()
-    layer.look_for_sinks(entries.positions)
-    blocks.install(layer, entries.first(int(entries.kept().max())))
-
-
-def evict(cache: EquipCache, layers: list[EquipLayer], positions: torch.Tensor) -> None:
-    """Drops tokens, by their indices among the tokens seen, wherever they are still kept."""
+def evict(cache: Any, layers: list[Any], positions: torch.Tensor) -> None:
+    """Drop tokens, by their indices among the tokens seen, wherever they are still kept."""
     seen = cache.seen
     if not positions.numel():
         return
@@ -61,30 +39,32 @@ def evict(cache: EquipCache, layers: list[EquipLayer], positions: torch.Tensor) 
             f"Evict positions up to {seen - max(windows)}."
         )
     for layer in layers:
-        held = layer.text_positions()[:, : layer.positions.shape[1]]
-        drop(layer, torch.isin(held, positions.to(held.device)))
+        layer.table.catch_up()
+        layer.drop(torch.isin(layer.table.text_index(), positions.to(layer.device)))
         layer.make_final()
 
 
-def edit(cache: EquipCache, model: Any, layers: list[EquipLayer], start: int, stop: int, new_ids: torch.Tensor) -> None:
-    """Puts other tokens, (rows, tokens), in the place of some; none at all only deletes."""
+def edit(cache: Any, model: Any, layers: list[Any], start: int, stop: int, new_ids: torch.Tensor) -> None:
+    """Put other tokens, (rows, tokens), in the place of some; none at all only deletes."""
     _check(cache, layers, start, stop, new_ids)
-    before = [(layer.state.clone(), layer.store.snapshot()) for layer in layers]
+    before = [(layer.table.clone(), layer.storage, layer.storage.snapshot(), layer.rotation) for layer in layers]
     try:
         for layer in layers:
+            layer.table.catch_up()
             _open(layer, start, stop, new_ids.shape[1])
         if new_ids.shape[1]:
             _insert(cache, model, layers, start, new_ids)
         for layer in layers:
             layer.make_final()
     except BaseException:
-        for layer, (state, content) in zip(layers, before, strict=True):
-            layer.state = state
-            layer.store.restore(content)
+        for layer, (table, storage, content, rotation) in zip(layers, before, strict=True):
+            layer.table, layer.storage, layer.rotation = table, storage, rotation
+            layer.storage.restore(content)
+            layer.assembly.clear()
         raise
 
 
-def _check(cache: EquipCache, layers: list[EquipLayer], start: int, stop: int, new_ids: torch.Tensor) -> None:
+def _check(cache: Any, layers: list[Any], start: int, stop: int, new_ids: torch.Tensor) -> None:
     seen = cache.seen
     if not seen:
         raise ConfigError.of("start, stop", "positions among the tokens seen", (start, stop), "The cache is empty: feed it a text first.")
@@ -92,80 +72,92 @@ def _check(cache: EquipCache, layers: list[EquipLayer], start: int, stop: int, n
         raise ConfigError.of("start, stop", f"0 <= start <= stop <= {seen}, positions among the tokens seen", (start, stop))
     if len(layers) < len(cache.layers):
         raise UnsupportedError("edit: this model has layers that keep their own window or state, and they can't be edited.")
-    first, padding = layers[0].state.first, layers[0].state.padding
-    if first is not None and padding is not None:
-        index = torch.arange(padding.shape[1], device=padding.device)
-        if start < int(first.max()) or not torch.equal(padding, index >= first[:, None]):
+    table = layers[0].table
+    if table.counts is not None:
+        # Padding that is no row's beginning, or reaches into the edit, makes one position several places.
+        padding = seen - table.counts
+        shifted = (table.text_index() - table.positions[..., : table.used]) == padding
+        if start < int(padding.max()) or not bool((shifted | (table.text_index() < 0)).all()):
             raise UnsupportedError(
                 "edit: rows are padded at or behind the start, so a position is not the same place in all of them. Edit what follows the "
                 "padding of every row, or a cache of one row."
             )
-    rows = layers[0].store.shape[0]
+    rows = layers[0].storage.shape[0]
     if new_ids.shape[0] not in (1, rows):
         raise ConfigError.of("new_ids", f"1 or {rows} rows of token ids", tuple(new_ids.shape))
 
 
-def _open(layer: EquipLayer, start: int, stop: int, tokens: int) -> None:
-    """Drops the span, and moves what follows to make room for so many tokens."""
-    positions, geometry, moved = layer.positions, layer.geometry, tokens - (stop - start)
-    if moved and stop < layer.seen and not layer.rotation.compact and geometry.kind != "none":
+def _open(layer: Any, start: int, stop: int, tokens: int) -> None:
+    """Drop the span, and move what follows to make room for so many tokens."""
+    layer.unshift()
+    table, geometry, moved = layer.table, layer.geometry, tokens - (stop - start)
+    text = table.text_index()
+    behind = text >= stop
+    if moved and stop < layer.seen and not layer.rotation.unrotated and geometry.kind != "none":
         if geometry.refusal is not None:
             raise UnsupportedError(
                 "edit: the keys of this model can't be moved, and what follows would have to. Replace the span by as many tokens as it has."
             )
-        keys, values = layer.store.read(layer.state.used())
-        keys = geometry.shift(keys, torch.where(positions >= stop, moved, 0))
-        layer.store.install(keys, values, layer.state.kept_rows(), layer.state.most())
-    drop(layer, (positions >= start) & (positions < stop), moved, stop)
+        keys, values = layer.storage.read(table.used)
+        keys = geometry.shift(keys, torch.where(behind, moved, 0))
+        layer.storage.hold(layer.storage.encode(keys, values), layer.slots) if table.rooms is None else layer.storage.write(
+            torch.arange(table.used, device=keys.device).expand(*keys.shape[:2], -1), (keys, values)
+        )
+    for name in ("positions", "text"):
+        if (places := getattr(table, name)) is not None:
+            places[..., : table.used] += torch.where(behind, moved, 0).to(places.dtype)
+    table.advance(moved)
+    if table.counts is not None:
+        table.counts = table.counts + moved
+    layer.drop((text >= start) & (text < stop))
 
 
-def _insert(cache: EquipCache, model: Any, layers: list[EquipLayer], start: int, new_ids: torch.Tensor) -> None:
-    ids, first = new_ids.expand(layers[0].store.shape[0], -1), layers[0].state.first
+def _insert(cache: Any, model: Any, layers: list[Any], start: int, new_ids: torch.Tensor) -> None:
+    rows, table = layers[0].storage.shape[0], layers[0].table
+    ids = new_ids.expand(rows, -1)
     position_ids = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
-    if first is not None:
-        position_ids = position_ids - first[:, None].to(ids.device)
+    if table.counts is not None:
+        position_ids = position_ids - (table.seen - table.counts).view(-1, 1).to(ids.device)
     with detours(layers, [Insertion(start)] * len(layers)):
         model(input_ids=ids, position_ids=position_ids, **compat.cache_kwargs(model, cache))
 
 
 @dataclass(frozen=True)
 class Insertion:
-    """Puts new tokens into the middle of the text, from the position `start` on; what follows has moved already."""
+    """Puts new tokens into the middle of the text, from the index `start` on; what follows has moved already."""
 
     start: int
 
-    def attend(
-        self, layer: EquipLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: RotatingPass
-    ) -> torch.Tensor:
+    def attend(self, layer: Any, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: Pass) -> torch.Tensor:
         """Attention over what is before them and themselves, then they take their slots: (batch, tokens, heads, head_dim)."""
         if call.bias is not None:
             raise UnsupportedError("edit: this model adds a bias by position to its scores, which can't be opened in the middle.")
-        start, tokens, rotation, used = self.start, keys.shape[2], layer.rotation, layer.state.used()
-        earlier = (layer.positions >= 0) & (layer.positions < start)
-        rank = earlier.sum(-1, keepdim=True) + torch.arange(tokens, device=keys.device)
-        ranked = keys
-        if rotation.geometry is not None:
-            to = rotation_between(rotation.geometry, running.positions(), rank)
-            query, ranked = to(query), to(keys)
-        output, observed = block_attention(
-            query,
-            torch.cat([keys_by_rank(layer), ranked], 2),
-            torch.cat([layer.store.read(used)[1], values], 2),
-            call.scaling,
-            Visibility(earlier, used, None),
-            softcap=call.softcap,
-            sink_logits=call.sink_logits,
-            observers=observers(layer.window(tokens), None, tokens, keys.device) if layer.policy.observes != 0 else None,
-        )
-        assert output is not None
+        table, rotation, used, batch, tokens = layer.table, layer.rotation, layer.table.used, *keys.shape[::2]
+        padding = 0 if table.counts is None else (table.seen - table.counts)
+        text = torch.arange(self.start, self.start + tokens, device=keys.device).expand(batch, 1, -1)
+        positions = text - padding
+        earlier = (table.text_index() >= 0) & (table.text_index() < self.start)
+        index, places, frame = positions, running.positions(), keys
+        past_keys, past_values = layer.storage.read(used) if used else (keys[:, :, :0], values[:, :, :0])
         if rotation.unrotated:
-            assert rotation.geometry is not None
-            ranked = rotation_between(rotation.geometry, running.positions(), torch.zeros_like(rank))(keys)
-        positions = torch.arange(start, start + tokens, device=keys.device, dtype=torch.int32).expand(keys.shape[0], 1, -1)
-        rotated_to = rank.expand(keys.shape[0], -1, -1) if rotation.kept_rotated else None
-        entries = Entries(ranked, values, positions, rotated_to).behind(Entries.of(layer))
-        entries = blocks.remember(layer, entries, observed, positions.new_full((keys.shape[0], 1, 1), tokens, dtype=torch.long))
-        entries = blocks.pruned(layer, entries.in_order(), layer.limit)
-        layer.look_for_sinks(entries.positions)
-        blocks.install(layer, entries)
+            index = earlier.sum(-1, keepdim=True) + torch.arange(tokens, device=keys.device)
+            ranks = torch.where(earlier, earlier.sum(-1, keepdim=True) - 1 - _newer(table.positions[..., :used], earlier), 0)
+            past_keys = rotation.to(ranks)(past_keys)
+            frame, query = rotation.to(index)(rotation.stored(keys, places)), rotation.to(index)(rotation.stored(query, places))
+        visible = Visibility(earlier, used, None)
+        all_keys, all_values = torch.cat([past_keys, frame], 2), torch.cat([past_values, values], 2)
+        output = block.attend(query, all_keys, all_values, call, visible, None)
+        observed = None
+        if layer.policy.observes != 0:
+            window = layer.policy.observes
+            observed = block.observe(query, all_keys, call, visible, None if window is None or tokens < window else window)
+        new = Incoming(rotation.stored(keys, places), frame, values, positions.to(torch.int32), index, text, places[:, -1:])
+        new = new if table.text is not None else Incoming(*(getattr(new, name) if name != "text" else None for name in new.__dataclass_fields__))
+        layer.arrive(new, layer.limit, Questions(None, None, call.module), observed)
         return output
+
+
+def _newer(positions: torch.Tensor, earlier: torch.Tensor) -> torch.Tensor:
+    """How many of the earlier tokens come behind each, (batch, 1 or kv_heads, slots)."""
+    order = torch.where(earlier, positions, -1).argsort(-1, descending=True)
+    return order.argsort(-1)

@@ -22,9 +22,9 @@ from transformers import PreTrainedModel
 from hf_kvcaches import compat
 from hf_kvcaches.core.decoder import EXPANSION
 from hf_kvcaches.core.view import LayerView, previous_attention
-from hf_kvcaches.equip.rotation import SlotRotation
-from hf_kvcaches.equip.store import FlatStore
+from hf_kvcaches.equip.storage import Flat, Raw
 from hf_kvcaches.errors import UnsupportedError
+from hf_kvcaches.kernels.arguments import Attended
 from hf_kvcaches.kernels.launch import Backend
 
 _lock = threading.Lock()
@@ -51,7 +51,7 @@ def latent_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
 
 
 def require_absorbable(module: nn.Module) -> None:
-    """Refuses a module whose expansion is more than a product with one weight."""
+    """Refuse a module whose expansion is more than a product with one weight."""
     projection: Any = module.kv_b_proj
     method: Any = getattr(module, EXPANSION)
     if (
@@ -69,11 +69,7 @@ def require_absorbable(module: nn.Module) -> None:
 
 
 def hand_out_latents(view: LayerView, module: nn.Module) -> tuple[Any, Any]:
-    """What `update` returns to a module that expands it.
-
-    Args:
-        view: The new tokens, as keys and values of one head.
-    """
+    """What `update` returns to a module that expands it, for new tokens as keys and values of one head."""
     close_expansion()  # left open where an interrupt came between `update` and the expansion
     with _lock:
         _waiting.setdefault(module, set()).add(threading.get_ident())
@@ -84,7 +80,7 @@ def hand_out_latents(view: LayerView, module: nn.Module) -> tuple[Any, Any]:
 
 
 def close_expansion() -> None:
-    """Gives the module that this thread waits for the method of its class again, unless others wait as well."""
+    """Give the module that this thread waits for the method of its class again, unless others wait as well."""
     module, _pending.module = _pending.module, None
     if module is not None:
         with _lock:
@@ -94,7 +90,7 @@ def close_expansion() -> None:
 
 
 def expand_kv(module: nn.Module, latents: Any, rotated: Any) -> Any:
-    """Lets a `LatentView` pass; its name is that of the method, by which a module is pickled."""
+    """Let a `LatentView` pass; its name is that of the method, by which a module is pickled."""
     if not isinstance(latents, LatentView):
         return getattr(type(module), EXPANSION)(module, latents, rotated)
     close_expansion()
@@ -107,43 +103,46 @@ hand_out_uncompiled = torch.compiler.disable(hand_out_latents, reason=_WHY)
 
 
 class LatentView(LayerView):
-    """New tokens of latent attention, in place of keys and of values.
-
-    Args:
-        tokens: The same as keys and values of one head.
-    """
+    """New tokens of latent attention, in place of keys and of values; `tokens` are the same as keys and values of one head."""
 
     def __init__(self, tokens: LayerView) -> None:
         self.tokens = tokens
 
-    def attend(
-        self, module: nn.Module, query: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def attend(self, module: nn.Module, query: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any) -> Attended:
         attention: Any = module
         weight, width = attention.kv_b_proj.weight, attention.qk_nope_head_dim
         key_rows, value_rows = weight.view(query.shape[1], -1, weight.shape[1]).tensor_split([width], 1)  # (heads, dims, latent_dim)
         unrotated, rotated = query.tensor_split([width], -1)
-        dense: list[torch.Tensor] = []
-
-        def attend_expanded(module: nn.Module, query: torch.Tensor, keys: torch.Tensor, latents: torch.Tensor, mask: Any, **_: Any) -> Any:
-            # A prompt has as many keys as queries: expanding each once costs less than scores over the dimensions of latents.
-            unrotated_keys, values = (latents @ rows.to(latents.dtype).mT for rows in (key_rows, value_rows))
-            rotated_keys = keys[..., : rotated.shape[-1]].expand(-1, query.shape[1], -1, -1)
-            keys = torch.cat([unrotated_keys, rotated_keys], -1)
-            query = torch.cat([unrotated.to(query.dtype), query[..., : rotated.shape[-1]]], -1)
-            dense.append(previous_attention(module, query, keys, values, mask, **kwargs)[0])
-            return latents.new_zeros(()).expand(*dense[0].shape[:3], latents.shape[-1]), None
-
-        absorbed = torch.cat([rotated, unrotated @ key_rows], -1)
-        output, weights = self.tokens.attend(module, absorbed, mask, **kwargs, dense_attention=attend_expanded)
-        return dense[0] if dense else (output.transpose(1, 2) @ value_rows.mT).transpose(1, 2), weights
+        kwargs |= {"dense_attention": _attend_expanded, "expansion": (key_rows, value_rows, unrotated)}
+        output, weights = self.tokens.attend(module, torch.cat([rotated, unrotated @ key_rows], -1), mask, **kwargs)
+        if output.shape[-1] == weight.shape[1]:  # sums of latents; a whole first prompt comes back as values
+            output = (output.transpose(1, 2) @ value_rows.mT).transpose(1, 2)
+        return output, weights
 
     def __getattr__(self, name: str) -> Any:
         close_expansion()
         return getattr(self.tokens, name)
 
 
-class LatentStore(FlatStore):
+def _attend_expanded(
+    module: nn.Module, query: torch.Tensor, keys: torch.Tensor, latents: torch.Tensor, mask: Any, *, expansion: Any, **options: Any
+) -> Attended:
+    """Attention of a whole first prompt, which has as many keys as queries: expanding each costs less than scores over latents.
+
+    Args:
+        expansion: What expands latents to keys and to values, (heads, dims, latent_dim) each, and the unrotated parts of all queries.
+        **options: As in `LatentView.attend`.
+    """
+    key_rows, value_rows, unrotated = expansion
+    (_, heads, tokens, _), rotary = unrotated.shape, query.shape[-1] - latents.shape[-1]
+    if query.shape[2] != tokens or value_rows.shape[1] == latents.shape[-1]:  # the result has to be told from sums of latents
+        return previous_attention(module, query, keys.expand(-1, heads, -1, -1), latents.expand(-1, heads, -1, -1), mask, **options)
+    keys = torch.cat([latents @ key_rows.to(latents.dtype).mT, keys[..., :rotary].expand(-1, heads, -1, -1)], -1)
+    query = torch.cat([unrotated.to(query.dtype), query[..., :rotary]], -1)
+    return previous_attention(module, query, keys, latents @ value_rows.to(latents.dtype).mT, mask, **options)
+
+
+class Latent(Flat):
     """Slots of latents: a key ends with its value, which is not kept a second time.
 
     Args:
@@ -151,9 +150,11 @@ class LatentStore(FlatStore):
         latent_dim: Those of the latent.
     """
 
-    def __init__(self, rotation: SlotRotation, backend: Backend, rotated: int, latent_dim: int) -> None:
+    names = exported = ("keys",)
+
+    def __init__(self, backend: Backend, rotated: int, latent_dim: int) -> None:
         # One key of 576 dimensions for 128 heads is beyond what the kernels hold in shared memory.
-        super().__init__(rotation, "torch" if backend == "auto" else backend)
+        super().__init__("torch" if backend == "auto" else backend)
         self.rotated, self.latent_dim = rotated, latent_dim
 
     def check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -163,9 +164,8 @@ class LatentStore(FlatStore):
             )
         super().check(keys, values)
 
-    def read(self, used: int) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, _ = super().read(used)
-        return keys, keys[..., self.rotated :]
+    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> Raw:
+        return (keys,)
 
-    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return keys, values[..., :0]
+    def decode(self, raw: Raw) -> tuple[torch.Tensor, torch.Tensor]:
+        return raw[0], raw[0][..., self.rotated :]

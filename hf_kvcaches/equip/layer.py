@@ -1,410 +1,246 @@
-"""One layer of an `EquipCache`."""
+"""One layer of an `EquipCache`: the way of a decode step. The way of a block of new tokens is in `prompt.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from itertools import pairwise
-from typing import Any, Protocol
+import math
+from typing import Any
 
 import torch
+from torch import nn
 
-from hf_kvcaches.core.call import AnsweringLayer, Call
-from hf_kvcaches.core.holder import LastQueries
-from hf_kvcaches.core.parallel import HeadShard, require_heads
-from hf_kvcaches.core.rope import RotaryGeometry
-from hf_kvcaches.core.step import Passes
-from hf_kvcaches.equip import blocks, drafts, graphs, steps
-from hf_kvcaches.equip.budgets import Limit, slots_for
-from hf_kvcaches.equip.heads import reserve_for_whole_heads
-from hf_kvcaches.equip.policies import Policy
-from hf_kvcaches.equip.rollback import Recording
-from hf_kvcaches.equip.rotation import RotatingPass, SlotRotation
-from hf_kvcaches.equip.scoring import part_of
-from hf_kvcaches.equip.settings import EquipSettings
-from hf_kvcaches.equip.state import SlotState
-from hf_kvcaches.equip.store import FlatStore
-from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError
+from hf_kvcaches.core.call import Call
+from hf_kvcaches.core.view import previous_attention
+from hf_kvcaches.equip import block, graphs
+from hf_kvcaches.equip.block import Questions
+from hf_kvcaches.equip.positions import StepMask
+from hf_kvcaches.equip.prompt import PromptLayer
+from hf_kvcaches.equip.rotation import LONGEST, Given, Shifted, Unrotated
+from hf_kvcaches.equip.slot_layer import Asked
+from hf_kvcaches.equip.storage import Flat, Slots
+from hf_kvcaches.equip.streamed import Streamed
+from hf_kvcaches.kernels.arguments import Attended
+from hf_kvcaches.kernels.blocks import Visibility, block_attention
 
 
-class Detour(Protocol):
-    """What new tokens do in place of being appended, for the passes of one operation."""
+class EquipLayer(PromptLayer):
+    """Keeps at most a budget of tokens; a new one overwrites the eviction victim."""
 
-    def attend(
-        self, layer: EquipLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: RotatingPass
-    ) -> torch.Tensor:
-        """The attention of the new tokens, (batch, tokens, heads, head_dim); arguments as in `EquipLayer.attend`."""
+    numbers: torch.Tensor | None = None
 
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Hand out plain tensors in a decode step that needs neither queries nor a mask; else the view that answers the queries."""
+        if key_states.shape[2] == 1 and self._hands_out(key_states):
+            return self._plain_step(key_states, value_states)
+        return super().update(key_states, value_states, *args, **kwargs)
 
-@contextmanager
-def detours(layers: Sequence[EquipLayer], passes: Sequence[Detour]) -> Iterator[None]:
-    """Has each layer's new tokens take a detour, without gradients."""
-    for layer, detour in zip(layers, passes, strict=True):
-        layer.detour = detour
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for layer in layers:
-            layer.detour = None
-
-
-class EquipLayer(AnsweringLayer):
-    """Keeps at most a budget of tokens; a new one overwrites the eviction victim.
-
-    Attributes:
-        geometry: How the model rotates the layer's keys.
-        state: Which token each slot holds.
-        store: Their keys and values.
-        rotation: How keys are rotated.
-        recording: What can be taken back, while that is asked for.
-        detour: What the passes of `EquipCache.edit` and `EquipCache.compress` do; else None.
-        inputs: What the model's attention is called with in the running pass, for policies that read it.
-        shard: Which heads the layer has, under tensor parallelism; None for all.
-        heads: KV heads of the model's layer in all processes together; None where nothing looks at several heads.
-    """
-
-    is_croppable = True
-    cache_name = "EquipCache"
-
-    def __init__(
-        self,
-        settings: EquipSettings,
-        geometry: RotaryGeometry,
-        rotation: SlotRotation,
-        passes: Passes[RotatingPass],
-        store: FlatStore,
-        shard: HeadShard | None = None,
-        heads: int | None = None,
-    ) -> None:
-        super().__init__()
-        self.settings, self.geometry, self.rotation, self.passes, self.store = settings, geometry, rotation, passes, store
-        self.shard, self.heads = shard, heads
-        self.state = self._empty_state()
-        self.recording: Recording | None = None
-        self.detour: Detour | None = None
-        self.inputs: Mapping[str, Any] | None = None
-
-    def _empty_state(self) -> SlotState:
-        return SlotState(deferring=self.policy.deferred > 0)
-
-    @property
-    def policy(self) -> Policy:
-        """Which tokens stay."""
-        return self.settings.policy
-
-    @property
-    def seen(self) -> int:  # type: ignore[override]
-        """Tokens fed in."""
-        return int(self.state.count())
-
-    @property
-    def kept(self) -> int:
-        return 0 if self.state.positions is None else int(self.state.kept_rows().max())
-
-    @property
-    def positions(self) -> torch.Tensor:
-        """The positions of the tokens in the slots in use, (batch, 1 or kv_heads, slots in use)."""
-        assert self.state.positions is not None
-        return self.state.positions[..., : self.state.used()]
-
-    @property
-    def sinks_end(self) -> int | torch.Tensor:
-        """The position before which tokens are sinks."""
-        return self.settings.sinks + self.state.row_start()
-
-    @property
-    def limit(self) -> Limit:
-        """How many tokens stay of all that came."""
-        return Limit(self.state.slots, self.state.recent)
-
-    def text_positions(self) -> torch.Tensor:
-        """For each slot in use the index of its token in the text, (batch, kv_heads, slots in use)."""
-        return self.kept_positions()[..., : self.state.used()]
-
-    def kept_positions(self) -> torch.Tensor:
-        """For each slot the index of its token in the text, padding included, (batch, kv_heads, slots); -1: empty."""
-        self.state.catch_up()
-        return self.state.text_positions(self.store.shape[1])
-
-    def get_seq_length(self) -> int:
-        return self.state.count()  # type: ignore[return-value]  # a tensor in a graph
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        if torch.compiler.is_compiling():
-            # Any number but that of the new tokens would grow with each step, and a graph would take it for a constant.
-            return query_length, 0
-        if query_length == 1 and self.is_compileable:
-            return 1, self.seen  # `generate` makes this mask ahead, for a graph to come
-        return super().get_mask_sizes(query_length)
-
-    @property
-    def is_compileable(self) -> bool:  # type: ignore[override]
-        """Whether `torch.compile` may take single tokens: see `graphs.py`."""
-        settings, policy = self.settings, self.policy
-        if settings.decode_budget is not None or settings.question_start is not None or self.recording is not None:
+    def _hands_out(self, keys: torch.Tensor) -> bool:
+        """Whether the model's own attention may have the slots as they are: all in use hold a token, and no mask hides one."""
+        if self.asked is None or self.asked.mask is not None or not self.table.filled or torch.compiler.is_compiling():
             return False
-        if self.geometry.changes_at is not None and self.rotation.compact:
-            return False
-        if self.shard is not None and policy.asks_all_heads:
-            return False
-        return policy.in_graphs and self.store.in_graphs and not self.eviction_rotates
+        policy, rotation = self.policy, self.rotation
+        watched = policy.observes != 0 or (policy.reads_queries and policy.interval is not None)
+        free = not (watched or self.waiting or self.journal is not None or self.detour is not None)
+        still = type(rotation) is Given or (isinstance(rotation, Shifted) and self.table.counts is None and self.table.seen < LONGEST)
+        plain = type(self.storage) in (Flat, Streamed) and self.geometry.kind in ("rope", "learned")
+        return free and still and plain and not torch.is_autocast_enabled(keys.device.type)
 
-    @property
-    def eviction_rotates(self) -> bool:
-        """Whether evicting a token rotates all kept keys behind it."""
-        return self.rotation.kept_rotated and not self.evicts_in_order
-
-    @property
-    def evicts_in_order(self) -> bool:
-        """Whether the first slots hold all sinks, and the oldest token behind them is always evicted next."""
-        return self.policy.order_only and not self.state.sinks_missing
-
-    def look_for_sinks(self, positions: torch.Tensor) -> None:
-        """Notes whether some of the sinks are missing.
-
-        Args:
-            positions: Of all tokens that are kept, (batch, 1 or kv_heads, tokens); -1: none.
-        """
-        sinks = ((positions >= 0) & (positions < self.sinks_end)).sum(-1)
-        expected = torch.as_tensor(self.state.row_tokens(), device=sinks.device).clamp(max=self.settings.sinks)
-        self.state.sinks_missing = bool((sinks < expected.view(-1, 1)).any())
-
-    def check_new_tokens(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Refuses keys and values that can't follow those of the layer, (batch, kv_heads, tokens, head_dim)."""
-        self.store.check(key_states, value_states)
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        if self.heads is not None:
-            require_heads(key_states.shape[1], self.shard, self.heads, "EquipCache with these settings")
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.is_initialized = True
+    def _plain_step(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take one token a row; return keys and values of all slots in use."""
+        self.check_new_tokens(keys, values)
+        asked, self.asked = self.asked, None
+        assert asked is not None
+        self.own_for(keys, values)
+        slot, at = self._next_slot(None)
+        self.table.take(slot, None)
+        self.storage.write(at, (keys, values))
+        self.table.advance(1)
+        self.follow(asked.positions)
+        self._learn(None, slot, None, None, asked)
+        return self.storage.read(self.table.used)
 
     def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call) -> torch.Tensor:
-        """Takes the new tokens and gives their queries' attention, (batch, tokens, heads, head_dim).
+        """Take the new tokens and give their queries' attention, (batch, tokens, heads, head_dim).
 
         Args:
             query: (batch, heads, tokens, head_dim), as the model rotated them.
             keys: (batch, kv_heads, tokens, head_dim), as the model rotated them.
         """
         call.check("EquipCache", sinks=True)
+        asked, self.asked = self.asked, None
+        asked = asked or Asked(call.module, call.mask, call.options.get("position_ids"), None)
         if torch.compiler.is_compiling():
-            return graphs.attend(self, query, keys, values, call)
-        self.state.catch_up()
-        tokens = keys.shape[-2]
-        running = self.enter(call, tokens, keys.device)
-        self._choose_angles(running)
-        if self.detour is not None:
-            self.inputs = None
-            return self.detour.attend(self, query, keys, values, call, running)
-        if self.state.deferring and tokens == 1 and self.state.seen:
-            raise UnsupportedError(
-                f"policy: {self.policy.name!r} prunes in cache.compress(model), which has to be called after the context and before the "
-                "first token that follows. A context may come in several calls of more than one token each."
-            )
-        block = self.passes.block_length(tokens, begun=bool(self.state.seen), recording=self.recording is not None)
-        self.own(torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad or values.requires_grad))
-        with self.store.space_for(keys.shape[0], running, block):
-            output = self.take(query, keys, values, call, running, block)
-        if block or self.state.clock is None:
-            graphs.prepare(self)
+            graphs.require_compileable(self, call, keys.shape[2])
+            return self.step(query, keys, values, call, (None, None), asked)
+        self.table.catch_up()
+        self.scaling = call.scaling
+        self.own_for(query, keys, values)
+        if keys.shape[2] > 1 or not self.table.seen or self.journal is not None or self.detour is not None:
+            return self.take(query, keys, values, call, asked)
+        self.require_pruned()
+        return self.step(query, keys, values, call, self.passes.memo("mask", asked.mask, lambda: self.read_step(asked.mask)), asked)
+
+    def step(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, mask: StepMask, asked: Asked
+    ) -> torch.Tensor:
+        """Take one token a row and attend: (batch, 1, heads, head_dim).
+
+        Args:
+            mask: Which tokens of the text the query may see, (batch, tokens), or None for all; and which rows have a new token, (batch, 1, 1).
+        """
+        allowed, real = mask
+        table, shown = self.table, query
+        if not torch.compiler.is_compiling():
+            self.choose_angles(lambda: table.seen)
+            self.regularise(keys, real is not None or allowed is not None, call.bias)
+        slot, at = self._next_slot(real)
+        table.take(slot, real)
+        table.advance(1)
+        if self.rotation.unrotated:
+            undo = self.undo_turn(asked.positions)
+            query, keys = undo(query), undo(keys)
+        raw = self.storage.encode(keys, values)
+        if real is not None:
+            raw = tuple(torch.where(real[..., None], new, old) for new, old in zip(raw, self.storage.gather(at), strict=True))
+        self.storage.write(at, raw)
+        self.follow(asked.positions)
+        output, weights = self._answer(query, call, allowed)
+        self._learn(weights, slot, shown, real, asked)
         return output
 
-    def enter(self, call: Call, tokens: int, device: torch.device) -> RotatingPass:
-        """The pass that new tokens belong to."""
-        state = self.state
-        real_before = state.seen if state.first is None else (state.seen - state.first)[:, None]
-        return self.passes.enter(call, state.seen, tokens, device, real_before)
+    def _next_slot(self, real: torch.Tensor | None) -> tuple[Slots, Slots]:
+        """The slot of the new token of each row, (batch, 1 or kv_heads, 1), and the same as short as it can be."""
+        table, graph = self.table, torch.compiler.is_compiling()
+        assert table.positions is not None
+        assert table.scores is not None
+        if not graph and table.filled is not None and table.filled < self.slots:
+            if real is None:
+                self._reserve(table.filled + 1)
+                at = self._numbers()[table.filled : table.filled + 1].view(1, 1, 1)
+                self.record(at, 1)
+                table.filled += 1
+                return at.expand(*table.scores.shape[:2], 1), at
+            table.filled = None  # rows fill up apart from each other
+        if not graph and table.rooms is None:
+            self._reserve(min(self.slots, table.seen + 1))
+        if isinstance(self.storage, Streamed) and not graph:
+            self.storage.keep_sinks(self.settings.sinks)
+        scores = table.scores
+        if self.recent > 1 and not self.policy.order_only:  # the token to come is one of the recent ones
+            start: Any = table.count + 1 - self.recent
+            scores = scores.masked_fill(table.positions >= (max(0, start) if isinstance(start, int) else start.clamp(min=0)), math.inf)
+        slot = scores.argmin(-1, keepdim=True)
+        self.record(slot, 1)
+        return slot, slot
 
-    def _choose_angles(self, running: RotatingPass) -> None:
-        """Follows a model whose angles depend on how far a text reaches; refuses a text that passes from the ones to the others."""
-        geometry = self.geometry
-        if geometry.changes_at is not None and self.rotation.compact:
-            now = geometry.at(running.positions(), self.rotation.geometry if self.state.seen else None)
-            if now is not self.rotation.geometry:
-                self.rotation = self.store.rotation = SlotRotation(self.rotation.scheme, now)
+    def _reserve(self, slots: int) -> None:
+        """Make room for a number of slots."""
+        if slots > self.storage.capacity:
+            self.storage.reserve(slots, self.slots)
+            self.table.reserve(self.storage.capacity)
 
-    def take(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: RotatingPass, block: int
-    ) -> torch.Tensor:
-        """Takes new tokens: the first `block` of them together, the others one by one."""
-        outputs = []
-        for start, stop, limit in self._spans(running, block):
-            part, span = running.part(start, stop), slice(start, stop)
-            inputs, self.inputs = self.inputs, part_of(self.inputs, start, stop)
-            if self.recording is not None:
-                self.recording.note_block(self, stop - start)
-            outputs.append(blocks.take_block(self, query[:, :, span], keys[:, :, span], values[:, :, span], call, part, limit))
-            self.inputs = inputs
-        self.inputs = None
-        tokens = keys.shape[-2]
-        rest, span = running.part(block, tokens) if block < tokens else None, slice(block, tokens)
-        if rest is not None and drafts.fits(self, tokens - block, call, rest):
-            outputs.append(drafts.take_drafts(self, query[:, :, span], keys[:, :, span], values[:, :, span], call, rest))
-            block = tokens
-        for index in range(block, tokens):
-            part, span = running.part(index, index + 1), slice(index, index + 1)
-            if self.policy.queries:
-                self.state.scaling = call.scaling
-                self.state.note_queries(LastQueries(query[:, :, span], call.scaling), part.valid, self.policy.queries)
-            outputs.append(steps.step(self, query[:, :, span], keys[:, :, span], values[:, :, span], call, part))
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+    def _numbers(self) -> torch.Tensor:
+        """The numbers of all slots."""
+        numbers, capacity = self.numbers, self.storage.capacity
+        if numbers is None or len(numbers) < capacity or numbers.device != self.device:
+            with torch.inference_mode(False):
+                self.numbers = numbers = torch.arange(capacity, device=self.device)
+        return numbers
 
-    def _spans(self, running: RotatingPass, block: int) -> list[tuple[int, int, Limit]]:
-        """The blocks of new tokens with what each is pruned to: a first prompt's question is one of its own."""
-        if not block:
-            return []
-        if self.state.seen:
-            return [(0, block, self.limit)]
-        ends = sorted({0, self.settings.question_in(block), block})
-        first = self.resolve(running, ends[1])
-        return [(start, stop, self.limit if start else first) for start, stop in pairwise(ends)]
+    def _answer(self, query: torch.Tensor, call: Call, allowed: torch.Tensor | None) -> Attended:
+        """Attention of one query a row over the slots, and its weights where the policy observes them."""
+        table, used, valid, tables = self.table, self.table.used, None, None
+        assert table.positions is not None
+        if table.filled is None or allowed is not None or torch.compiler.is_compiling():
+            valid = table.positions[..., :used] >= 0
+        if allowed is not None and table.text is not None:
+            valid &= block.mask_of_slots(allowed[:, None, None], table.text[..., :used])[:, :, 0]
+        if call.bias is not None:
+            return self._answer_with_bias(query, call, valid)
+        watched = self.policy.observes != 0
+        if isinstance(self.rotation, Unrotated):
+            assert table.distances is not None
+            tables = self.rotation.on_read(table.distances[..., :used], self.storage.capacity)
+        elif valid is None and not watched and type(self.storage) in (Flat, Streamed):
+            return previous_attention(call.module, query, *self.storage.read(used), None, **call.options)[0], None
+        return self.storage.attend(
+            query,
+            used,
+            call.scaling,
+            rotation=tables,
+            valid=valid,
+            softcap=call.softcap,
+            sink_logits=call.sink_logits,
+            want_weights=watched,
+        )
 
-    def adopt(
-        self,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        positions: torch.Tensor,
-        padding: torch.Tensor | None,
-        queries: LastQueries | None = None,
-    ) -> None:
-        running = self.passes.of_prompt(positions, padding, keys.shape[2], keys.device)
-        self._choose_angles(running)
-        observed = blocks.observed_by(self, queries, keys, running)
-        with self.store.space_for(keys.shape[0], running, running.tokens):
-            blocks.prune_block(self, keys, values, running, self.resolve(running, running.tokens), observed, queries)
-        graphs.prepare(self)
+    def _answer_with_bias(self, query: torch.Tensor, call: Call, valid: torch.Tensor | None) -> Attended:
+        """Attention with a bias by position, whose columns are taken as the slots are."""
+        assert call.bias is not None
+        used, batch, pad = self.table.used, query.shape[0], torch.nn.functional.pad
+        keys, values = self.storage.read(used)
+        keys = self.rotation.frame(keys, self.table)
+        if isinstance(self.rotation, Unrotated):
+            query = self.rotation.to(torch.full((1, 1, 1), used - 1, device=query.device))(query)
+        bias = block.bias_of_slots(call.bias[:, :, -1:], self.columns(call.bias, used, 0), self.storage.shape[1])
+        # Every slot comes "before" the query, whose own token is in one of them.
+        visible = Visibility(valid, used, torch.zeros(batch, 1, dtype=torch.bool, device=query.device))
+        output, weights = block_attention(
+            query,
+            pad(keys, (0, 0, 0, 1)),
+            pad(values, (0, 0, 0, 1)),
+            call.scaling,
+            visible,
+            softcap=call.softcap,
+            sink_logits=call.sink_logits,
+            bias=pad(bias, (0, 1)),
+            observers=torch.ones(1, 1, device=query.device) if self.policy.observes != 0 else None,
+        )
+        assert output is not None
+        return output, None if weights is None else weights[..., :-1]
 
-    def resolve(self, running: RotatingPass, tokens: int) -> Limit:
-        """Decides on the number of slots when the first tokens are there; returns what these are pruned to."""
-        prompt = tokens if running.valid is None else int(running.valid[:, :tokens].sum(-1).max())
-        if self.state.deferring:
-            self.state.recent = self.settings.recent or 1
-            return self.limit
-        limit = self.settings.limit_of(prompt)
-        self.take_limits(limit, prompt)
-        return limit
-
-    def take_limits(self, limit: Limit, prompt: int) -> None:
-        """Sets how many slots there are from now on.
-
-        Args:
-            limit: What the prompt is pruned to.
-            prompt: Its tokens, in the longest row.
-        """
-        decode = self.settings.decode_budget
-        slots = limit.slots if decode is None else slots_for(decode, prompt)
-        if slots < limit.slots:
-            raise ConfigError.of("decode_budget", f"at least the budget, {limit.slots} tokens", slots)
-        self.state.slots, self.state.deferring = slots, False
-        self.state.recent = self.settings.recent_of(slots)
-
-    def window(self, tokens: int) -> int | None:
-        """How many of a block's last queries the policy observes."""
-        window = self.policy.observes
-        return None if window is None or (self.state.used() and tokens < window) else window
-
-    def reserve_for_step(self) -> None:
-        """Makes room for one more token a row; in a compiled graph for all."""
-        state = self.state
-        used = state.slots if torch.compiler.is_compiling() else (state.seen if state.filled is None else state.filled) + 1
-        if state.shares is None:
-            self.store.reserve(min(state.slots, used), state.slots)
-        else:
-            reserve_for_whole_heads(self)
-        state.reserve(self.store.capacity)
-
-    def own(self, needs_graph: bool) -> None:
-        """Makes sure that tensors may be written in place: not where an autograd graph or inference mode holds on to them."""
-        outside = not torch.is_inference_mode_enabled()
-
-        def owned(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.clone() if needs_graph or (outside and tensor.is_inference()) else tensor
-
-        self.state.map(owned)
-        self.store.own(owned, needs_graph)
-
-    def activate_past_recording(self) -> None:
-        """From now on tokens can be taken back with `crop`, up to the last crop. Several tokens at once count as so many steps."""
-        self.record_past = True
-
-    @property
-    def record_past(self) -> bool:
-        """Whether tokens can be taken back."""
-        return self.recording is not None
-
-    @record_past.setter
-    def record_past(self, value: bool) -> None:
-        self.state.catch_up()
-        self.recording = (self.recording or Recording()) if value else None
-        graphs.prepare(self)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Takes the last tokens back: slots and scores are as if they had never come.
+    def _learn(self, weights: Any, slot: Slots, query: torch.Tensor | None, real: torch.Tensor | None, asked: Asked) -> None:
+        """Score the new token, or all, as far as the policy does so now.
 
         Args:
-            tokens_to_remove: Minus the number of tokens, as in transformers. 0 only makes final what came.
+            weights: What the query gave to each slot, (batch, kv_heads, slots in use), float32, or None where the policy observes none.
+            query: As the model rotated it, or None.
+            real: Which rows have a new token, (batch, 1, 1), or None for all.
         """
-        tokens, state = -int(tokens_to_remove), self.state
-        if not 0 <= tokens <= self.seen:
-            raise ConfigError.of("tokens_to_remove", f"a number from -{self.seen} to 0", -tokens, "crop(-n) removes the last n tokens.")
-        state.catch_up()
-        whole = self.policy.order_only and state.filled == state.seen and state.first is None
-        if self.recording is not None and (self.recording.covers(tokens) or not whole):
-            self.recording.take_back(self, tokens)
-        elif tokens and not whole:
-            raise UnsupportedError(
-                "crop: tokens were pruned or scored, so EquipCache can take back only what it has recorded. "
-                "Call activate_past_recording() before the tokens that may be taken back, or build the cache anew from the shorter text."
-            )
-        elif tokens:
-            blocks.forget_last(self, tokens)
-        self.make_final()
+        table, policy = self.table, self.policy
+        assert table.scores is not None
+        if policy.interval is None:
+            before = None if real is None or policy.order_only else table.scores.clone()
+            if weights is not None:
+                policy.watch(table.scores[..., : weights.shape[-1]], weights.detach(), slot)
+            elif asked.inputs is not None and (score := policy.score_new(dict(asked.inputs), asked.module)) is not None:
+                table.scores.scatter_(2, slot, score)
+            if before is not None:
+                table.scores = torch.where(real, table.scores, before)
+            return
+        if weights is not None and table.gathering is not None:
+            table.gathering.scatter_(2, slot.expand(*weights.shape[:2], 1), 0.0)
+            table.gathering[..., : weights.shape[-1]].add_(weights.detach())
+        if query is not None and policy.reads_queries:
+            if table.queries is None:
+                table.queries = query.new_zeros(*query.shape[:2], policy.interval, query.shape[3])
+            table.queries[:, :, table.since : table.since + 1] = query.detach()
+        table.since += 1
+        if table.since == policy.interval:
+            self._score_again(asked.module)
 
-    def make_final(self) -> None:
-        """Ends a change that came from outside of a forward pass: what came before can't be taken back any more."""
-        if self.recording is not None:
-            self.recording.clear()
-        self.store.trim(None if self.state.positions is None else self.state.kept_rows())
-        graphs.prepare(self)
-
-    def owned_tensors(self) -> dict[str, torch.Tensor]:
-        return self.store.tensors() | self.state.tensors()
-
-    def reset(self) -> None:
-        self.state = self._empty_state()
-        self.store.clear()
-        self.is_initialized = False
-        if self.recording is not None:
-            self.recording.clear()
-
-    def _map_rows(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.state.catch_up()
-        self.store.map_rows(function)
-        self.state.map(function, rows=True)
-        if self.state.positions is not None:
-            self.state.filled = self.state.common(self.state.kept_rows())
-        self.make_final()
-
-    def _move(self, device: torch.device | str) -> None:
-        for part in (self.store, self.state):
-            part.map(lambda tensor: tensor.to(device, non_blocking=True))
-
-    def export_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        self.state.catch_up()
-        tensors, counters = self.state.export()
-        return tensors | self.store.export(), counters
-
-    def import_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
-        self.reset()
-        names = [name for name in tensors if name in self.store.exported]
-        self.state = SlotState.imported({name: tensor for name, tensor in tensors.items() if name not in names}, values)
-        missing = set(self.store.exported) - set(names)
-        if names and missing:
-            raise ArtifactError(f"A layer's slots are stored without {sorted(missing)}. Save the cache again.")
-        if names:
-            kept = None if self.state.positions is None else self.state.kept_rows()
-            self.store.take({name: tensors[name] for name in names}, kept, self.state.slots)
-            self.lazy_initialization(*self.store.read(1))
-            self.look_for_sinks(self.positions)
-        graphs.prepare(self)
+    def _score_again(self, module: nn.Module | None) -> None:
+        """Score all tokens by what came since the last scoring."""
+        table, interval = self.table, self.policy.interval
+        assert table.scores is not None
+        assert interval is not None
+        questions = Questions(module=module)
+        if table.queries is not None:
+            places = torch.arange(1 - interval, 1, device=table.queries.device) + self.places(None)
+            index = self.rotation.index_of_new(table, places)
+            questions = Questions(self.rotation.to_frame(table.queries, places, index, table), index, module)
+        scores = self.policy.checked_score(self.shown(None, questions, table.gathering, self.slots))
+        current = table.scores[..., : table.used]
+        current.copy_(torch.where(current.isinf(), current, scores))
+        table.since = 0
+        if table.gathering is not None:
+            table.gathering.zero_()

@@ -3,47 +3,37 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
 
-from hf_kvcaches.equip.pages import LayerPages, PageBook, PagePool
-from hf_kvcaches.equip.rotation import RotatingPass, SlotRotation
-from hf_kvcaches.equip.store import FlatStore, Slots, extended, wrong_rows
-from hf_kvcaches.errors import UnsupportedError
+from hf_kvcaches.equip.pages import LayerPages, PageBook
+from hf_kvcaches.equip.storage import Flat, Raw, Slots, wrong_rows
 from hf_kvcaches.kernels import slots as kernels
+from hf_kvcaches.kernels.arguments import Attended
 from hf_kvcaches.kernels.launch import Backend
 
 
-class PagedStore(FlatStore):
-    """Slot s of row b is slot s % page_size of the page `rows[b][s // page_size]`; `keys` and `values` stay None.
+class Paged(Flat):
+    """Slot s of row b is slot s % page_size of its page s // page_size; `keys` and `values` stay None.
 
-    On CUDA, attention reads the pages where they are. Elsewhere they are gathered first, and all numbers are those of the flat store.
-
-    Args:
-        book: The pages of the layer's cache.
-        budget: The layer's slots, or the fraction of the prompt.
-        page_size: Slots in a page; None for the pool's.
+    On CUDA, attention reads the pages where they are. Elsewhere they are gathered first, and all numbers are those of the flat layout.
     """
 
     in_graphs = False  # which pages are written to is known in Python only
+    no_gradients = "EquipCache on pages has no gradients: run the model under torch.no_grad(), or leave page_size and pool out."
 
-    def __init__(self, rotation: SlotRotation, backend: Backend, book: PageBook, budget: int | float, page_size: int | None = None) -> None:
-        super().__init__(rotation, backend)
-        self.book, self.index, self.room = book, len(book.layers), 0
-        book.layers.append(LayerPages(budget, book.pool.page_size if page_size is None else page_size))
-
-    @property
-    def pool(self) -> PagePool:
-        """The pool that the pages are from."""
-        return self.book.pool
+    def __init__(self, backend: Backend, book: PageBook, budget: int | float, page_size: int | None = None) -> None:
+        super().__init__(backend)
+        self.book, self.layer, self.room = book, len(book.layers), 0
+        book.layers.append(LayerPages(budget, page_size or book.pool.page_size))
 
     @property
     def pages(self) -> LayerPages:
         """The layer's pages."""
-        return self.book.layers[self.index]
+        return self.book.layers[self.layer]
 
     @property
     def capacity(self) -> int:
@@ -57,165 +47,133 @@ class PagedStore(FlatStore):
     @property
     def table(self) -> torch.Tensor:
         """The block table, (batch, blocks), int32; -1 where a row has no page."""
-        return self.pages.table(self.pages.pages_for(self.room), self.pool.device)
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Copies of the pages in use: the pool's memory is not the layer's alone."""
-        held = self.book.in_use(self.pages)
-        return self.pool.read(held) if held else {}
-
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        raise UnsupportedError("EquipCache on pages can't offload: pages stay on their pool's device. Leave page_size and pool out.")
-
-    def own(self, owned: Callable[[torch.Tensor], torch.Tensor], needs_graph: bool) -> None:
-        if needs_graph:
-            raise UnsupportedError(
-                "EquipCache on pages has no gradients: run the model under torch.no_grad(), or leave page_size and pool out."
-            )
-
-    def map_rows(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         pages = self.pages
-        if not pages.used:
-            return
-        sources = function(torch.arange(len(pages.used))).tolist()
-        # The first layer takes the pages that all of them need, so that either all can be mapped or none is.
-        layers = [layer for layer in self.book.layers[self.index :] if layer.used]
-        self.book.provide([(layer, [layer.used[source] for source in sources]) for layer in layers])
-        before = self.book.in_use(pages, sources)
-        pages.used = [pages.used[source] for source in sources]
-        moves = [(source, target) for source, target in zip(before, self.book.in_use(pages), strict=True) if source != target]
-        self.pool.write([target for _, target in moves], self.pool.read([source for source, _ in moves]))
+        blocks = max([pages.pages_for(self.room), *map(len, pages.rows)])
+        if pages.table is None or pages.table.shape != (len(pages.rows), blocks):
+            pages.table = self.book.pool.index([row + [-1] * (blocks - len(row)) for row in pages.rows]).view(-1, blocks).int()
+        return pages.table
 
     def check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        rows = self.shape[0]
-        if rows and (rows != keys.shape[0] or self.pool.dtype != keys.dtype):
-            raise wrong_rows(rows, self.pool.dtype, keys)
-        self._prepare(keys, values)
+        if self.pages.used and len(self.pages.used) != keys.shape[0]:
+            raise wrong_rows(len(self.pages.used), keys.dtype, keys)
+        self._open(keys, values)
 
     @contextmanager
-    def space_for(self, rows: int, running: RotatingPass, block: int) -> Iterator[None]:
-        real, prompt = running.shared("pages", lambda: self._provide_all(rows, running, block))
-        used = self.pages.after(real, prompt)
-        self.book.provide([(self.pages, used)])
+    def space_for(
+        self, rows: int, tokens: int, valid: torch.Tensor | None, block: int, shared: Callable[[str, Callable[[], Any]], Any]
+    ) -> Iterator[None]:
+        def reserve() -> tuple[list[int], int]:
+            new = [tokens] * rows if valid is None else valid.sum(-1).tolist()
+            prompt = block if valid is None or not block else int(valid[:, :block].sum(-1).max())
+            self.book.reserve(self.book.layers[self.layer :], new, prompt)
+            return new, prompt
+
+        self.pages.used = self.pages.after(*shared("pages", reserve))
         yield
-        self.pages.used = used
         self.book.trim(self.pages)
 
-    def _provide_all(self, rows: int, running: RotatingPass, block: int) -> tuple[list[int], int]:
-        """Takes the pages that this layer and those behind it need; returns the new tokens of each row, and of the longest prompt."""
-        valid = running.valid
-        real = [running.tokens] * rows if valid is None else valid.sum(-1).tolist()
-        prompt = block if valid is None else int(valid[:, :block].sum(-1).max()) if block else 0
-        self.book.provide([(pages, pages.after(real, prompt)) for pages in self.book.layers[self.index :]])
-        return real, prompt
+    def raw(self, used: int) -> Raw:
+        # Page 0 is zeros, for a page that a row lacks.
+        pages = self.table[:, None, : self.pages.pages_for(used)].long().clamp(min=0)
+        heads = torch.arange(self.shape[1], device=pages.device)[:, None]
+        return tuple(store[pages, heads].flatten(2, 3)[:, :, :used] for store in self._slots())
 
-    def clear(self) -> None:
-        self.room, self.pages.used, self.pages.slots = 0, [], 0
-        self.book.trim(self.pages)
+    def hold(self, raw: Raw, most: int) -> None:
+        self._claim(raw[0].shape[0], raw[0].shape[2], most)
+        self.book.separate(self.pages)
+        self.write(torch.arange(raw[0].shape[2], device=raw[0].device)[None, None], raw)
 
-    def fill(self, tensors: Sequence[torch.Tensor], kept: torch.Tensor, most: int) -> None:
-        pages, used = self.pages, kept.amax((1, 2)).tolist()
-        self.book.provide([(pages, used)])
-        pages.used, pages.slots, self.room = used, most, tensors[0].shape[2]
-        index, counts = self.book.in_use(pages), [pages.pages_for(count) for count in used]
-        for store, states in zip(self._slots(), tensors, strict=True):
-            content = _in_pages(states, pages.page_size)
-            store[index] = torch.cat([row[:count] for row, count in zip(content, counts, strict=True)])
+    def write(self, slots: Slots, raw: Raw) -> None:
+        if self.pages.shared:
+            blocks = (slots // self.pages.page_size).expand(self.shape[0], -1, -1).flatten(1).tolist()
+            self.book.separate(self.pages, [set(row) for row in blocks])
+        # A row that has no new token may name a page that it has not; nothing is written there.
+        stores = self._slots()
+        if len(stores) == 2 and stores[0].is_cuda:
+            kernels.write_pages(stores[0], stores[1], self.table, slots, raw[0], raw[1], backend=self.backend, check=False)
+        else:
+            kernels.put_in_pages(stores, self.table, slots, raw)
+
+    def rebuild(self, index: Slots | None, new: Raw | None, used: int, most: int) -> None:
+        if index is not None or new is None or not used:
+            return super().rebuild(index, new, used, most)
+        slots = torch.arange(used, used + new[0].shape[2], device=new[0].device)[None, None]
+        self._claim(new[0].shape[0], used + slots.shape[2], most)
+        return self.write(slots, new)  # pages of what was there stay shared
 
     def reserve(self, slots: int, most: int) -> None:
         self.room = max(self.room, slots)
 
-    def encoded(self, used: int) -> tuple[torch.Tensor, ...]:
-        return tuple(self._gather(store, used) for store in self._slots())
-
-    def at(self, slots: Slots) -> tuple[torch.Tensor, ...]:
-        rows, heads = (torch.arange(count, device=slots.device) for count in self.shape)
-        index = self._index(rows[:, None, None], heads[:, None], slots)
-        return tuple(store[index] for store in self._slots())
-
-    def write(self, slots: Slots, *states: torch.Tensor) -> None:
-        # A row that has no new token may name a page that it has not; nothing is written there.
-        (key_pages, value_pages), (keys, values) = self._slots(), states
-        kernels.write_pages(key_pages, value_pages, self.table, slots, keys, values, backend=self.backend)
-
-    def rotate_down(self, which: torch.Tensor) -> None:
-        store = self._slots()[0]
-        rows, heads, slots = which.expand(*self.shape, which.shape[-1]).nonzero(as_tuple=True)
-        if rows.numel():
-            index = self._index(rows, heads, slots)
-            store[index] = self.rotation.down_by_one(store.device)(store[index][None, None])[0, 0]
-
-    def attend(
-        self, query: torch.Tensor, used: int, scaling: float, *, ranks: torch.Tensor | None, **options: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def attend(self, query: torch.Tensor, used: int, scaling: float, **options: Any) -> Attended:
         if not (query.is_cuda and self.backend in ("auto", "triton")):
-            return super().attend(query, used, scaling, ranks=ranks, **options)
+            return super().attend(query, used, scaling, **options)
         if options.get("valid") is None:
             options["valid"] = torch.ones(1, 1, used, dtype=torch.bool, device=query.device)
-        table = self.table[:, : self.pages.pages_for(used)]
-        rotation = None if ranks is None else self.tables(ranks)
         keys, values = self._slots()
-        return kernels.paged_attention(query, keys, values, table, scaling, rotation=rotation, backend=self.backend, **options)
+        return kernels.paged_attention(query, keys, values, self.table, scaling, backend=self.backend, check=False, **options)
 
-    def export(self) -> dict[str, torch.Tensor]:
-        if not self.shape[0]:
-            return {}
-        return {name: tensor.contiguous() for name, tensor in zip(self.per_slot, self.encoded(self.room), strict=True)}
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Copies of the pages in use: the pool's memory is not the layer's alone."""
+        pool, pages = self.book.pool, list(dict.fromkeys(self.pages.all()))
+        return {name: store[pool.index(pages)] for name, store in pool.stores.items()} if pages else {}
 
-    def take(self, tensors: dict[str, torch.Tensor], kept: torch.Tensor | None, most: int) -> None:
-        assert kept is not None
-        states = [tensors[name] for name in self.per_slot]
-        self._prepare(*states)
-        self.fill(states, kept, most)
+    def map_rows(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        pages, before = self.pages, self.pages.all()
+        if pages.used:
+            sources = function(torch.arange(len(pages.used))).tolist()
+            rows = [list(pages.rows[source]) for source in sources]
+            self.book.pool.share(page for row in rows for page in row)
+            pages.rows[:], pages.used, pages.shared, pages.table = rows, [pages.used[source] for source in sources], True, None
+            self.book.pool.give(before)
 
-    def snapshot(self) -> Any:
-        return self.tensors(), list(self.pages.used), self.room
-
-    def restore(self, snapshot: Any) -> None:
-        content, used, self.room = snapshot
-        # Pages that came since are kept, for the tokens that come once more.
-        self.pages.used = list(used)
-        self.book.provide([(self.pages, used)])
-        self.pool.write(self.book.in_use(self.pages), content)
+    def clear(self) -> None:
+        self.room, self.pages.used, self.pages.slots = 0, [], 0
+        self.book.trim(self.pages)
 
     def trim(self, kept: torch.Tensor | None) -> None:
         if kept is not None:
             self.pages.used = kept.amax((1, 2)).tolist()
             self.book.trim(self.pages)
 
-    def _prepare(self, *states: torch.Tensor) -> None:
-        """Has the pool make its stores, or refuse what `encode` gave."""
-        self.pool.prepare(*states)
+    def snapshot(self) -> Any:
+        return self.export(), list(self.pages.used), self.pages.slots
+
+    def restore(self, snapshot: Any) -> None:
+        self._put(*snapshot)
+
+    def export(self) -> dict[str, torch.Tensor]:
+        return dict(zip(self.names, map(torch.Tensor.contiguous, self.raw(self.room)), strict=True)) if self.pages.used else {}
+
+    def take(self, tensors: dict[str, torch.Tensor], kept: torch.Tensor | None, most: int) -> None:
+        assert kept is not None
+        self._put(tensors, kept.amax((1, 2)).tolist(), most)
+
+    def _put(self, tensors: dict[str, torch.Tensor], used: list[int], most: int) -> None:
+        """Have what `export` gave, of which so many slots of each row are in use."""
+        if not tensors:
+            return self.clear()
+        raw = tuple(tensors[name] for name in self.names)
+        self._open(*raw)
+        self.pages.used = used
+        return self.hold(raw, most)
+
+    def _claim(self, rows: int, slots: int, most: int) -> None:
+        """Have pages for the first slots of rows: in a pass for each row's tokens, else for all slots, and `trim` gives back the rest."""
+        pages = self.pages
+        pages.used = [slots] * rows if max(pages.used, default=0) < slots else pages.used
+        pages.slots, self.room = most, slots
+        self.book.provide([(pages, pages.used)])
+
+    def _open(self, *states: torch.Tensor) -> None:
+        """Have the pool make its stores, or refuse what `encode` gave."""
+        shapes = {name: (tensor.shape[1], self.pages.page_size, tensor.shape[3]) for name, tensor in zip(self.names, states, strict=True)}
+        self.book.pool.open("keys and values", shapes, states[0].dtype, states[0].device)
 
     def _slots(self) -> list[torch.Tensor]:
         """The pages of the whole pool, (pages, kv_heads, page_size, width) each."""
-        return [self.pool.stores[name] for name in self.per_slot]
-
-    def _gather(self, store: torch.Tensor, used: int) -> torch.Tensor:
-        """The first slots of all rows, a copy, (batch, kv_heads, slots, width). Page 0 is zeros, for a page that a row lacks."""
-        _, heads, size, width = store.shape
-        blocks = self.pages.pages_for(used)
-        pages = self.table[:, None, :blocks].long().clamp(min=0)
-        index = pages * heads + torch.arange(heads, device=store.device)[:, None]
-        gathered = store.view(-1, size * width).index_select(0, index.flatten())
-        return gathered.view(-1, heads, blocks * size, width)[:, :, :used]
-
-    def _index(self, rows: torch.Tensor, heads: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Slots of rows and heads as an index into the stores."""
-        size = self.pages.page_size
-        return self.table[rows, slots // size].long().clamp(min=0), heads, slots % size
+        return [self.book.pool.stores[name] for name in self.names]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = copy.copy(self)
         copied.book = copy.deepcopy(self.book, memo)
         return copied
-
-
-def _in_pages(states: torch.Tensor, page_size: int) -> torch.Tensor:
-    """Slots page by page, the last one filled up with zeros, (batch, pages, kv_heads, page_size, width).
-
-    Args:
-        states: (batch, kv_heads, slots, width).
-    """
-    pages = -(-states.shape[2] // page_size)
-    return extended(states, pages * page_size).unflatten(2, (pages, page_size)).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""Pages: memory for slots that sequences and caches share, and which rows hold which of it."""
+"""Pages: memory for slots that rows and caches share, and which rows hold which of it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import copy
 import threading
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -17,56 +17,38 @@ from hf_kvcaches.core.rope_families import head_sizes
 from hf_kvcaches.equip.budgets import slots_for
 from hf_kvcaches.errors import ConfigError, PoolExhausted, UnsupportedError, whole_number
 
-if TYPE_CHECKING:
-    from hf_kvcaches.codec.codec import KVCodec
-
-_LAYOUT = "{} heads of size {} in {} on {}"
 _lock = threading.Lock()
 
 
 class PagePool:
-    """Physical pages of slots that layers, rows and caches share; each page belongs to one row of one layer at a time.
+    """Pages of slots that layers, rows and caches share. A page with several holders is copied before one of them writes to it.
 
-    Pages may be taken and given back by several threads; each cache is used by one at a time. Memory is taken with the first token,
-    when dtype, device and the shape of heads are known for sure: `pages` + 1 pages (page 0 is zeros, for rows that have none).
-
-    Pages hold keys and values, or the codes of one `KVCodec`, as the first cache does. Layers differ in the bytes of a slot's codes: a page
-    has `page_size` slots of the layer with the most, and more slots of another.
-
-    A cache gives its pages back with `reset()` and when it is deleted.
-
-    **Refuses**: layers whose heads have another shape, dtype or device than those that came first; a cache with another codec than
-    the first cache, with a codec where the first has none, or without one.
+    Several threads and CUDA streams may use it. Caches give pages back with `reset()` and when they are deleted. Memory is taken with the
+    first token, for `pages` + 1 pages: page 0 is zeros, for rows without one. Pages hold keys and values, or a `KVCodec`'s codes: then a
+    page has more slots of layers with fewer bytes. **Refuses** layers with other heads, dtype, device or codec than the first one.
 
     Args:
         model: A transformers model or its config; its caches are the ones that fit.
         pages: How many.
         page_size: Slots in each.
-        dtype: Of keys and values; None for that of the first token.
-        device: Where they lie; None for the device of the first token.
+        grows: Whether there are twice as many when they run out, in a pool of one cache alone.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        pages: int = 1024,
-        page_size: int = 16,
-        *,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        self.page_size = check_page_size(page_size)
+    def __init__(self, model: Any, pages: int = 1024, page_size: int = 16, *, grows: bool = False) -> None:
+        self.page_size = whole_number("page_size", page_size, 1, "a number of slots, 1 or more")
         self.pages = whole_number("pages", pages, 1, "a number of pages, 1 or more")
-        self.dtype = dtype
-        self.device = None if device is None else torch.empty(0, device=device).device  # "cuda" as "cuda:0"
+        self.grows, self.heads, self.content = grows, _head_shape(split_model(model)[1]), ""
         self.stores: dict[str, torch.Tensor] = {}
-        self.codec = ""  # the digest of the codec whose codes the pages hold
-        self._heads = _head_shape(split_model(model)[1])
+        self.device: torch.device | None = None
         self._free = deque(range(self.pages, 0, -1))
+        self._holders: dict[int, int] = {}  # of pages with more than one
+        self._returned: deque[list[int]] = deque()
+        self._events: dict[Any, Any] = {}  # for each CUDA stream, when it was done with the pages that it gave back
 
     @property
     def free_pages(self) -> int:
         """How many belong to nobody."""
+        self.holders(())
         return len(self._free)
 
     @property
@@ -74,130 +56,108 @@ class PagePool:
         """Of all pages, free ones included; 0 before the first token."""
         return sum(store.untyped_storage().nbytes() for store in self.stores.values())
 
-    def check_model(self, config: Any) -> None:
-        """Refuses a model whose heads have another shape, as far as its config tells."""
-        other = _head_shape(config)
-        if None not in (*self._heads, *other) and self._heads != other:
-            raise ConfigError.of("pool", f"one made for {other[0]} key heads of size {other[1]}", self, "Make a pool with this model.")
-
-    def prepare(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Makes the stores if there are none, and refuses tokens that don't fit into them.
-
-        Args:
-            keys: (batch, kv_heads, tokens, head_dim).
-            values: (batch, kv_heads, tokens, value_dim).
-        """
-        shapes = {name: (states.shape[1], self.page_size, states.shape[3]) for name, states in (("keys", keys), ("values", values))}
-        self._open("", shapes, self.dtype or keys.dtype, keys.device)
-        self.dtype = self.stores["keys"].dtype
-        for store, states in ((self.stores["keys"], keys), (self.stores["values"], values)):
-            if _layout(store) != _layout(states):
-                room, new = (_LAYOUT.format(*_layout(tensor)) for tensor in (store, states))
-                raise ConfigError(
-                    f"The page pool has room for {room}, and a layer came with {new}. Make a pool for each, or leave pages out."
-                )
-
-    def prepare_codes(self, codec: KVCodec, page_bytes: int, device: torch.device) -> None:
-        """Makes the store of a codec's codes if there is none, and refuses what doesn't fit into it.
-
-        Args:
-            page_bytes: Bytes of a page.
-            device: Of the codes.
-        """
-        self._open(codec.digest, {"codes": (page_bytes,)}, torch.uint8, device)
-        if device != self.device:
-            raise ConfigError(f"The page pool lies on {self.device}, and a layer came with codes on {device}. Make a pool for each.")
-
-    def _open(self, codec: str, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> None:
-        """Makes the stores if there are none, and refuses a cache whose pages hold something else.
-
-        Args:
-            codec: The digest of the cache's codec, or "".
-            shapes: Of a page in each store.
-        """
-        with _lock:
+    def open(self, kind: str, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> None:
+        """Make the stores, (pages, *shape) each, if there are none, and refuse a layer with pages of another kind."""
+        content = f"{kind}, {shapes} in {dtype} on {device}"
+        with _lock, torch.inference_mode(False):  # may be written to in any mode
             if not self.stores:
-                self.codec, self.device = codec, self.device or device
-                with torch.inference_mode(False):  # may be written to in any mode
-                    self.stores = {
-                        name: torch.zeros(self.pages + 1, *shape, dtype=dtype, device=self.device) for name, shape in shapes.items()
-                    }
-        if codec != self.codec:
-            expected, content = (f"codes of the codec {digest[:8]}" if digest else "keys and values" for digest in (codec, self.codec))
-            raise ConfigError.of("pool", f"one with pages of {expected}", f"one with pages of {content}", "Make a pool for each.")
+                self.content, self.device = content, device
+                self.stores = {name: torch.zeros(self.pages + 1, *shape, dtype=dtype, device=device) for name, shape in shapes.items()}
+                if (stream := self.stream()) is not None:
+                    stream.synchronize()  # before another one writes to them
+        if content != self.content:
+            raise ConfigError.of("pool", f"pages of {content}", f"one with pages of {self.content}", "Make a pool for each.")
 
     def take(self, count: int) -> list[int]:
-        """Pages of zeros, which belong to the caller from now on; all of them or none."""
+        """Pages of zeros with one holder, the caller; all of them or none."""
         with _lock:
+            self._settle()
             if count > len(self._free):
                 self._make_room(count)
-            taken = [self._free.pop() for _ in range(count)]
-        for store in self.stores.values():
-            store[taken] = 0  # what a former owner left may be no number, and masked values are multiplied by zero
-        return taken
+            pages = [self._free.pop() for _ in range(count)]
+        for store in self.stores.values() if pages else ():
+            store.index_fill_(0, self.index(pages), 0)  # what was there may be no number, and masked values are multiplied by zero
+        return pages
 
-    def give(self, pages: Sequence[int]) -> None:
-        """Takes pages back. Waits for no lock: it is called when a cache is collected, at any moment."""
-        self._free.extend(pages)
+    def share(self, pages: Iterable[int]) -> None:
+        """Count another holder of each page."""
+        with _lock:
+            for page in pages:
+                self._holders[page] = self._holders.get(page, 1) + 1
 
-    def read(self, pages: list[int]) -> dict[str, torch.Tensor]:
-        """Copies of what pages hold, (pages, ...) each."""
-        return {name: store[pages] for name, store in self.stores.items()}
+    def give(self, pages: list[int], stream: Any = None) -> None:
+        """Take pages back from a holder, which used them on a CUDA stream; None: the current one."""
+        if pages:  # no lock: a cache may be collected while this thread has it
+            if (stream := stream or self.stream()) is not None:
+                self._events[stream] = stream.record_event()
+            self._returned.append(pages)
 
-    def write(self, pages: list[int], content: dict[str, torch.Tensor]) -> None:
-        """Overwrites pages with what `read` gave for as many."""
-        for name, tensor in content.items():
-            self.stores[name][pages] = tensor
+    def holders(self, pages: Iterable[int]) -> dict[int, int]:
+        """How many holders pages have, of those with more than one. The others may be written to."""
+        with _lock:
+            self._settle()
+            return {page: self._holders[page] for page in pages if page in self._holders}
+
+    def index(self, pages: Any) -> torch.Tensor:
+        """Numbers as a tensor for the stores; a GPU is not waited for."""
+        index = torch.tensor(pages, dtype=torch.long)
+        return index.to(self.device) if self.stream() is None else index.pin_memory().to(self.device, non_blocking=True)
+
+    def stream(self) -> Any:
+        """The CUDA stream that this thread uses, or None."""
+        return torch.cuda.current_stream(self.device) if self.device is not None and self.device.type == "cuda" else None
+
+    def _settle(self) -> None:
+        """Count what was given back, and have this thread's stream wait until others are done with it."""
+        while self._returned:
+            for page in self._returned.popleft():
+                if (holders := self._holders.pop(page, 1)) > 2:
+                    self._holders[page] = holders - 1
+                elif holders == 1:
+                    self._free.append(page)
+        if (stream := self.stream()) is not None:
+            for event in list(self._events.values()):
+                stream.wait_event(event)
+            for store in self.stores.values():
+                store.record_stream(stream)
 
     def _make_room(self, count: int) -> None:
-        raise PoolExhausted(
-            f"The page pool is exhausted: {count} more pages are needed, and {len(self._free)} of {self.pages} are free. "
-            "Reset or delete another cache on it, or make a PagePool with more pages."
-        )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> PagePool:
-        return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        raise UnsupportedError("A PagePool that caches share can't be pickled. Save each cache with cache.save(path).")
-
-    def __repr__(self) -> str:
-        size = f"page_size={self.page_size}, {self.bytes / 2**20:.2f} MiB"
-        return f"{type(self).__name__}(pages={self.pages}, free_pages={self.free_pages}, {size})"
-
-
-class GrowingPool(PagePool):
-    """The pages of one cache alone; twice as many when they run out."""
-
-    def _make_room(self, count: int) -> None:
+        if not self.grows:
+            raise PoolExhausted(
+                f"The page pool is exhausted: {count} more pages are needed, and {len(self._free)} of {self.pages} are free. "
+                "Reset or delete another cache on it, or make a PagePool with more pages."
+            )
         more = max(self.pages, count - len(self._free))
         with torch.inference_mode(False):
-            for name, store in self.stores.items():
-                self.stores[name] = torch.cat([store, store.new_zeros(more, *store.shape[1:])])
+            self.stores = {name: torch.cat([store, store.new_zeros(more, *store.shape[1:])]) for name, store in self.stores.items()}
         self._free.extendleft(range(self.pages + 1, self.pages + more + 1))
         self.pages += more
 
+    def __getstate__(self) -> dict[str, Any]:
+        if not self.grows:
+            raise UnsupportedError("A PagePool that caches share can't be pickled. Save each cache with cache.save(path).")
+        self.holders(())
+        return vars(self) | {"_free": self._free.copy(), "_holders": dict(self._holders), "_returned": deque(), "_events": {}}
+
     def __deepcopy__(self, memo: dict[int, Any]) -> PagePool:
-        # Another one, all free: what grows for one cache moves, and another thread may be writing for the other.
-        copied = copy.copy(self)
-        copied._free = deque(range(self.pages, 0, -1))
-        copied.stores = {name: torch.zeros_like(store) for name, store in self.stores.items()}
+        copied = copy.copy(self) if self.grows else self
+        if self.grows:
+            copied.stores = {name: store.clone() for name, store in self.stores.items()}
         return copied
 
-    def __getstate__(self) -> dict[str, Any]:
-        return dict(vars(self))
+    def __repr__(self) -> str:
+        return f"PagePool(pages={self.pages}, free_pages={self.free_pages}, page_size={self.page_size}, {self.bytes / 2**20:.2f} MiB)"
 
 
 @dataclass(eq=False)
 class LayerPages:
-    """The pages of one layer.
+    """The pages of one layer: slot s of row b is in page `rows[b][s // page_size]`.
 
     Args:
-        budget: The layer's slots, or the fraction of the prompt.
-        page_size: Slots in a page.
-        slots: How many there may be, once that is known.
-        rows: The pages of each row; slot s is in page s // page_size of these.
+        budget: The layer's slots, or the fraction of the prompt; `slots`, once that is known.
         used: How many slots of each row hold a token.
+        shared: Whether a page may have another holder.
+        table: `rows` as a tensor, (rows, pages of the longest), int32; -1 where a row has none. None after a change.
     """
 
     budget: int | float
@@ -205,116 +165,111 @@ class LayerPages:
     slots: int = 0
     rows: list[list[int]] = field(default_factory=list)
     used: list[int] = field(default_factory=list)
-    _table: torch.Tensor | None = field(default=None, repr=False)
+    shared: bool = False
+    table: torch.Tensor | None = None
 
     def pages_for(self, slots: int) -> int:
         """How many pages hold so many slots."""
         return -(-slots // self.page_size)
 
-    def table(self, blocks: int, device: torch.device | None) -> torch.Tensor:
-        """The block table: the pages of each row, (rows, at least `blocks`), int32; -1 where it has none."""
-        blocks = max([blocks, *map(len, self.rows)])
-        if self._table is None or self._table.shape != (len(self.rows), blocks):
-            padded = [row + [-1] * (blocks - len(row)) for row in self.rows]
-            with torch.inference_mode(False):
-                self._table = torch.tensor(padded, dtype=torch.int32, device=device).view(len(self.rows), blocks)
-        return self._table
+    def all(self) -> list[int]:
+        """The pages of all rows; one that rows share is there several times."""
+        return [page for row in self.rows for page in row]
 
-    def after(self, real: Sequence[int], prompt: int) -> list[int]:
-        """How many slots of each row will be in use when new tokens have come.
-
-        Args:
-            real: New tokens of each row, without padding.
-            prompt: Those of the longest row that are prompt, where these are the first tokens.
-        """
+    def after(self, new: Sequence[int], prompt: int) -> list[int]:
+        """How many slots of rows will be in use after new tokens, of which so many are a prompt if they are the first."""
         slots = self.slots or slots_for(self.budget, prompt)
-        used = self.used or [0] * len(real)
-        return [min(slots, have + new) for have, new in zip(used, real, strict=True)]
+        return [min(slots, used + count) for used, count in zip(self.used or [0] * len(new), new, strict=True)]
 
 
 class PageBook:
-    """Which pages a cache holds, layer by layer. They go back when it is collected."""
+    """Which pages a cache holds, layer by layer, and spare ones for a pass. They go back when it is collected."""
 
     def __init__(self, pool: PagePool) -> None:
-        self.pool = pool
+        self.pool, self.stream = pool, [None]
         self.layers: list[LayerPages] = []
-        weakref.finalize(self, _give_all, pool, self.layers).atexit = False
+        self.spare: list[int] = []
+        weakref.finalize(self, _give_all, pool, self.layers, self.spare, self.stream).atexit = False
 
-    def provide(self, wanted: Sequence[tuple[LayerPages, Sequence[int]]]) -> None:
-        """Gives rows the pages that they lack, all of them or none.
+    def reserve(self, layers: Sequence[LayerPages], new: Sequence[int], prompt: int) -> None:
+        """Provide for new tokens in layers, and for the copies of pages that they may need; arguments as in `LayerPages.after`."""
+        self.stream[0] = self.pool.stream()
+        copies = [sum(map(self.pool.holders(pages.all()).__contains__, pages.all())) if pages.shared else 0 for pages in layers]
+        spare = sum(count if prompt else min(count, sum(new)) for count in copies)
+        self.provide([(pages, pages.after(new, prompt)) for pages in layers], spare)
 
-        Args:
-            wanted: Layers, and how many slots of each row are to have a page.
-        """
-        lacking, grown = [], []
-        for pages, slots in wanted:
-            rows = [*pages.rows, *([] for _ in range(len(slots) - len(pages.rows)))]
-            grown.append(rows)
-            for row, count in zip(rows, slots, strict=False):
+    def provide(self, wanted: Sequence[tuple[LayerPages, list[int]]], spare: int = 0) -> None:
+        """Give rows of layers the pages that they lack for so many slots in use, and have spare ones besides; all or none."""
+        lacking: list[list[int]] = []
+        for pages, used in wanted:
+            pages.rows += [[] for _ in used[len(pages.rows) :]]
+            for row, count in zip(pages.rows, used, strict=False):
                 lacking += [row] * (pages.pages_for(count) - len(row))
-        taken = self.pool.take(len(lacking)) if lacking else []
-        for row, page in zip(lacking, taken, strict=True):
-            row.append(page)
-        for (pages, _), rows in zip(wanted, grown, strict=True):
-            pages.rows, pages._table = rows, None if taken else pages._table
+        taken = self.pool.take(len(lacking) + max(0, spare - len(self.spare)))
+        for row in lacking:
+            row.append(taken.pop())
+        self.spare += taken
+        for pages, _ in wanted if lacking else ():
+            pages.table = None
+
+    def separate(self, pages: LayerPages, blocks: Sequence[Iterable[int]] | None = None) -> None:
+        """Replace pages with other holders before they are written to, in the blocks of each row, or all of them wholly."""
+        holders, places = self.pool.holders(pages.all()) if pages.shared else {}, []
+        for row, written in zip(pages.rows, blocks or [range(len(row)) for row in pages.rows], strict=True) if holders else ():
+            for block in written:
+                if block < len(row) and holders.get(row[block], 1) > 1:
+                    holders[row[block]] -= 1
+                    places.append((row, block))
+        self.provide([], len(places))
+        old, new = [row[block] for row, block in places], [self.spare.pop() for _ in places]
+        for store in self.pool.stores.values() if places and blocks else ():
+            store.index_copy_(0, self.pool.index(new), store.index_select(0, self.pool.index(old)))
+        for (row, block), page in zip(places, new, strict=True):
+            row[block], pages.table = page, None
+        pages.shared = any(count > 1 for count in holders.values())
+        self.pool.give(old)
 
     def trim(self, pages: LayerPages) -> None:
-        """Gives back what rows hold beyond the slots in use."""
-        needs = [pages.pages_for(used) for used in pages.used] + [0] * (len(pages.rows) - len(pages.used))
-        for row, need in zip(pages.rows, needs, strict=True):
-            if surplus := row[need:]:
-                row[need:], pages._table = [], None
-                self.pool.give(surplus)
+        """Give back what rows hold beyond the slots in use, and after the last layer spare pages."""
+        surplus: list[int] = []
+        for row, need in zip(pages.rows, [*map(pages.pages_for, pages.used), *(0 for _ in pages.rows)], strict=False):
+            surplus += row[need:]
+            del row[need:]
         del pages.rows[len(pages.used) :]
-
-    def in_use(self, pages: LayerPages, rows: Sequence[int] | None = None) -> list[int]:
-        """The pages with the tokens of some rows of a layer, or of all."""
-        rows = range(len(pages.used)) if rows is None else rows
-        return [page for row in rows for page in pages.rows[row][: pages.pages_for(pages.used[row])]]
+        pages.table = None if surplus else pages.table
+        if pages is self.layers[-1]:
+            surplus += self.spare
+            self.spare.clear()
+        self.pool.give(surplus)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PageBook:
-        copied = PageBook(copy.deepcopy(self.pool, memo))
-        copied.layers.extend(LayerPages(pages.budget, pages.page_size, pages.slots, used=list(pages.used)) for pages in self.layers)
-        copied.provide([(pages, pages.used) for pages in copied.layers])
-        for pages, source in zip(copied.layers, self.layers, strict=True):
-            copied.pool.write(copied.in_use(pages), self.pool.read(self.in_use(source)))
+        copied, shared = PageBook(copy.deepcopy(self.pool, memo)), not self.pool.grows
+        self.pool.share(page for pages in self.layers for page in pages.all() if shared)
+        copied.spare += () if shared else self.spare
+        for pages in self.layers:
+            pages.shared = pages.shared or shared
+            copied.layers.append(replace(pages, rows=[list(row) for row in pages.rows], used=list(pages.used)))
         return copied
 
 
-def check_page_size(page_size: int) -> int:
-    """A plain number of slots, or a refusal."""
-    return whole_number("page_size", page_size, 1, "a number of slots, 1 or more")
-
-
 def open_book(config: Any, page_size: int | None, pool: PagePool | None) -> PageBook | None:
-    """The pages of a new cache; None where it has none.
-
-    Args:
-        page_size: Slots in a page, or None for the pool's.
-        pool: The pool to share, or None for one of the cache's own.
-    """
+    """The pages of a new cache, on a pool that it shares or one of its own; None where it has none."""
     if pool is None:
-        return None if page_size is None else PageBook(GrowingPool(config, 64, page_size))
-    if page_size is not None and page_size != pool.page_size:
+        return None if page_size is None else PageBook(PagePool(config, 64, page_size, grows=True))
+    if page_size not in (None, pool.page_size):
         raise ConfigError.of("page_size", f"that of the pool, {pool.page_size}, or None", page_size)
-    pool.check_model(config)
+    heads = _head_shape(config)
+    if None not in (*pool.heads, *heads) and pool.heads != heads:
+        raise ConfigError.of("pool", f"one made for {heads[0]} key heads of size {heads[1]}", pool, "Make a pool with this model.")
     return PageBook(pool)
 
 
-def _give_all(pool: PagePool, layers: list[LayerPages]) -> None:
-    for pages in layers:
-        for row in pages.rows:
-            pool.give(row)
-
-
-def _layout(states: torch.Tensor) -> tuple[int, int, torch.dtype, torch.device]:
-    """What tokens and the store that they are kept in have in common."""
-    return states.shape[1], states.shape[3], states.dtype, states.device
+def _give_all(pool: PagePool, layers: list[LayerPages], spare: list[int], stream: list[Any]) -> None:
+    pool.give([*spare, *(page for pages in layers for page in pages.all())], stream[0])
 
 
 def _head_shape(config: Any) -> tuple[int | None, int | None]:
     """Key heads and their size as far as the config tells."""
     config = decoder_config(config)
     heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
-    sizes = head_sizes(config, 0)
-    return heads, None if sizes is None else sizes[0]
+    return heads, (head_sizes(config, 0) or (None,))[0]

@@ -7,16 +7,14 @@ any token. What is left is quantized token by token, as values are.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
-from hf_kvcaches.equip.rotation import SlotRotation
-from hf_kvcaches.equip.store import FlatStore, Slots, wrong_rows
+from hf_kvcaches.equip.storage import Flat, Raw, wrong_rows
 from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.kernels.launch import Backend
 from hf_kvcaches.kernels.quantization import dequantize, quantize
-from hf_kvcaches.kernels.slots import put_in_slots
 
 Storage = Literal["int8", "int4"]
 BITS: dict[str, int] = {"int8": 8, "int4": 4}
@@ -26,7 +24,7 @@ _GROUP = 32
 _PRIOR = 16
 
 
-class QuantizedStore(FlatStore):
+class Quantized(Flat):
     """Keys and values of slots as integers, two in a byte with "int4".
 
     **Bytes per token and KV head**, for a model in half precision: `2 * head_dim * bits / 8` for the numbers, 4 for the key's scale and
@@ -39,12 +37,13 @@ class QuantizedStore(FlatStore):
         storage: How many bits a number has.
     """
 
+    names = ("keys", "key_scale", "key_zero", "values", "value_scale", "value_zero")
+    exported = (*names, "center", "spread")
     in_graphs = False  # the first tokens choose the channels' scales
-    per_slot = ("keys", "key_scale", "key_zero", "values", "value_scale", "value_zero")
-    exported = (*per_slot, "center", "spread")
+    no_gradients = "storage: integers have no gradients. Run the model under torch.no_grad(), or leave storage out."
 
-    def __init__(self, rotation: SlotRotation, backend: Backend, storage: Storage) -> None:
-        super().__init__(rotation, backend)
+    def __init__(self, backend: Backend, storage: Storage) -> None:
+        super().__init__(backend)
         self.bits = BITS[storage]
         self.key_scale: torch.Tensor | None = None
         self.key_zero: torch.Tensor | None = None
@@ -53,34 +52,14 @@ class QuantizedStore(FlatStore):
         self.center: torch.Tensor | None = None  # (batch, kv_heads, 1, head_dim), in the model's dtype
         self.spread: torch.Tensor | None = None
 
-    def own(self, owned: Any, needs_graph: bool) -> None:
-        if needs_graph:
-            raise UnsupportedError("storage: integers have no gradients. Run the model under torch.no_grad(), or leave storage out.")
-        super().own(owned, needs_graph)
-
     def check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         if self.center is not None and (self.center.shape[0] != keys.shape[0] or self.center.dtype != keys.dtype):
             raise wrong_rows(self.center.shape[0], self.center.dtype, keys)
+        if self.bits == 4 and (keys.shape[3] | values.shape[3]) % 2:
+            raise UnsupportedError("storage: 'int4' holds two numbers in a byte, and this model's heads are of an odd size. Use 'int8'.")
 
-    def install(self, keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, most: int, source: torch.Tensor | None = None) -> None:
-        real = torch.arange(keys.shape[2], device=keys.device) < kept
-        stays = torch.zeros_like(real) if source is None or self.center is None else real & (source >= 0)
-        self._fit(keys, real, stays.any(-1)[..., None, None])
-        encoded = self.encode(keys, values)
-        if source is not None and self.capacity:  # tokens that stay are not quantized again
-            before = self.at(source.clamp(min=0))
-            encoded = tuple(torch.where(stays[..., None], old, new) for new, old in zip(encoded, before, strict=True))
-        self.fill(encoded, kept, most)
-
-    def _fit(self, keys: torch.Tensor, real: torch.Tensor, fitted: torch.Tensor) -> None:
-        """Chooses what channels of keys are centered and scaled by, for rows and heads that keep no token from before.
-
-        Args:
-            real: True for tokens, (batch, 1 or kv_heads, tokens).
-            fitted: True for rows and heads that keep some, (batch, 1 or kv_heads, 1, 1).
-        """
-        if self.center is not None and bool(fitted.all()):
-            return
+    def prepare(self, keys: torch.Tensor, real: torch.Tensor, empty: torch.Tensor) -> None:
+        """Choose what channels of keys are centered and scaled by, for rows that keep no token from before."""
         mask, count = real[..., None], real.sum(-1)[..., None, None]
         states = torch.where(mask, keys, 0).float()
         center = (states.sum(2, keepdim=True) / (count + _PRIOR)).to(keys.dtype)
@@ -89,31 +68,29 @@ class QuantizedStore(FlatStore):
         spread = ((squares + _PRIOR * size) / (count + _PRIOR)).sqrt().to(keys.dtype)
         spread = torch.where(count > 0, spread.clamp(min=torch.finfo(keys.dtype).tiny), 1)
         if self.center is not None and self.spread is not None:
-            center, spread = torch.where(fitted, self.center, center), torch.where(fitted, self.spread, spread)
+            center, spread = torch.where(empty, center, self.center), torch.where(empty, spread, self.spread)
         self.center, self.spread = center, spread
 
-    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        assert self.center is not None
-        assert self.spread is not None
-        if self.bits == 4 and (keys.shape[3] | values.shape[3]) % 2:
-            raise UnsupportedError("storage: 'int4' holds two numbers in a byte, and this model's heads are of an odd size. Use 'int8'.")
+    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> Raw:
+        if self.center is None:
+            everywhere = torch.ones(keys.shape[0], 1, keys.shape[2], dtype=torch.bool, device=keys.device)
+            self.prepare(keys, everywhere, everywhere[:, :, :1, None])
         # Of about the size 1, which float16 holds well; its scale and zero take four bytes for any dtype of the model.
         limit = torch.finfo(torch.float16).max
+        assert self.center is not None
+        assert self.spread is not None
         normal = ((keys.float() - self.center) / self.spread).clamp(-limit, limit).to(torch.float16)
         key = quantize(normal, self.bits, check_finite=False)
         value = quantize(values, self.bits, _GROUP if self.bits == 4 else None, check_finite=False)
         return key.data, key.scale, key.zero, value.data, value.scale, value.zero
 
-    def read(self, used: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def decode(self, raw: Raw) -> tuple[torch.Tensor, torch.Tensor]:
         assert self.center is not None
         assert self.spread is not None
-        key, key_scale, key_zero, value, value_scale, value_zero = self.encoded(used)
+        key, key_scale, key_zero, value, value_scale, value_zero = raw
         dtype, per_byte = self.center.dtype, 8 // self.bits
         compute = torch.promote_types(dtype, torch.float32)
         keys = dequantize(key, key_scale, key_zero, key.shape[3] * per_byte, None, compute)
         keys = keys.mul_(self.spread).add_(self.center).to(dtype)
         group = _GROUP if self.bits == 4 else None
         return keys, dequantize(value, value_scale, value_zero, value.shape[3] * per_byte, group, compute).to(dtype)
-
-    def write(self, slots: Slots, *states: torch.Tensor) -> None:
-        put_in_slots(self._slots(), slots, states)

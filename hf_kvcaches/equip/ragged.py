@@ -3,149 +3,112 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 
-from hf_kvcaches.equip.store import FlatStore, Slots, room_for
-from hf_kvcaches.errors import UnsupportedError
+from hf_kvcaches.equip.storage import Flat, Raw, Slots, extended
 from hf_kvcaches.kernels import slots as kernels
+from hf_kvcaches.kernels.arguments import Attended, RotationTables
+from hf_kvcaches.kernels.launch import Backend, choose
 
-Attended = tuple[torch.Tensor, torch.Tensor | None]
 
+class Ragged(Flat):
+    """`keys` and `values` are (slots of all rows and heads, width): those of row 0 and head 0, then of row 0 and head 1, and so on.
 
-class RaggedStore(FlatStore):
-    """`keys` and `values` are (slots of all rows and heads, head_dim): those of row 0 and head 0, then of row 0 and head 1, and so on.
-
-    On a CPU attention looks at one head of a row after the other. Elsewhere, and wherever keys of a whole layer are asked for, the heads
-    are copied into one padded tensor for as long as a layer takes.
+    Triton reads them where they lie, as pages of one slot. Elsewhere, and wherever keys of a whole layer are asked for, the heads are
+    copied into one padded tensor for as long as a layer takes.
 
     Attributes:
-        rooms: How many slots there are, (batch, kv_heads, 1).
+        rooms: How many slots each head has, (batch, kv_heads, 1), int64. They stay as they are until `clear`.
+        starts: Where the first one lies, like `rooms`.
+        index: Where each slot lies, (batch, kv_heads, capacity), int32; a slot that a head lacks is some other one.
     """
 
-    in_graphs = False
     exported = ("keys", "values", "rooms")
-    rooms: torch.Tensor | None = None
+    no_gradients = "head_budgets: there are no gradients. Run the model under torch.no_grad(), or pass head_budgets=None."
+
+    def __init__(self, backend: Backend) -> None:
+        super().__init__(backend)
+        self.rooms, self.starts, self.index = (torch.zeros(0, 0, size, dtype=torch.long) for size in (1, 1, 0))
+
+    @classmethod
+    def of(cls, raw: Raw, rooms: torch.Tensor, backend: Backend) -> Self:
+        """Heads with `rooms` slots each, the first of which are those of padded heads, (batch, kv_heads, slots, width)."""
+        (storage := cls(backend))._fill(raw, rooms)
+        return storage
 
     @property
     def capacity(self) -> int:
-        return 0 if self.rooms is None else int(self.rooms.max())
+        return self.index.shape[2]
 
     @property
     def shape(self) -> tuple[int, int]:
-        return (0, 0) if self.rooms is None else (self.rooms.shape[0], self.rooms.shape[1])
+        return self.index.shape[0], self.index.shape[1]
 
-    def own(self, owned: Callable[[torch.Tensor], torch.Tensor], needs_graph: bool) -> None:
-        if needs_graph:
-            raise UnsupportedError("head_budgets: there are no gradients. Run the model under torch.no_grad(), or leave head_budgets out.")
-        super().own(owned, needs_graph)
+    def raw(self, used: int) -> Raw:
+        return self._at(self.index[..., :used])
 
-    def map_rows(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        if self.rooms is None:
-            return
-        rows = function(torch.arange(self.rooms.shape[0])).tolist()
-        sizes = self.rooms.sum((1, 2)).tolist()
-        self.keys, self.values = (torch.cat([content.split(sizes)[row] for row in rows]) for content in self._contents())
-        self.rooms = function(self.rooms)
+    def gather(self, slots: Slots) -> Raw:
+        return self._at(self.starts + slots)
 
-    def install(self, keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, most: Any, source: torch.Tensor | None = None) -> None:
-        """Makes these the first slots, and all others empty.
+    def hold(self, raw: Raw, most: int) -> None:
+        self._fill(raw, self.rooms)
 
-        Args:
-            most: How many slots there may ever be: a number, or (batch, kv_heads, 1) where heads differ, which are then all made.
-        """
-        if not isinstance(most, torch.Tensor):
-            most = keys.new_full((*keys.shape[:2], 1), room_for(keys.shape[2], most), dtype=torch.long)
-        self.rooms = most
-        total = int(most.sum())
-        held = torch.arange(keys.shape[2], device=keys.device) < most
-        index = self._index(torch.arange(keys.shape[2], device=keys.device)[None, None])[held]
-        self.keys, self.values = (new.new_zeros(total, new.shape[-1]).index_copy_(0, index, new[held]) for new in (keys, values))
+    def write(self, slots: Slots, raw: Raw) -> None:
+        index = (self.starts + slots).flatten()
+        for tensor, new in zip(self._slots(), raw, strict=True):
+            tensor.index_copy_(0, index, new.reshape(-1, new.shape[-1]))
 
     def reserve(self, slots: int, most: int) -> None:
-        if slots > self.capacity:  # Heads that differ have all their slots, of which the longest are no fewer than this.
-            keys, values = (torch.nn.functional.pad(held, (0, 0, 0, slots - held.shape[2])) for held in self.read(self.capacity))
-            self.install(keys, values, keys.new_zeros(0), most)
+        """Nothing: all slots are there from the start."""
 
-    def read(self, used: int) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = (self._padded(list(self._heads(content)), used) for content in self._contents())
-        return keys, values
+    def attend(self, query: torch.Tensor, used: int, scaling: float, *, rotation: RotationTables | None = None, **options: Any) -> Attended:
+        keys, values = self._slots()
+        # The kernel has one learned sink for each query head of a row, and here each head is a row.
+        by_head = query.is_cuda and options.get("sink_logits") is None and not torch.compiler.is_compiling()
+        if not by_head or choose(self.backend, query, keys) != "triton":
+            return super().attend(query, used, scaling, rotation=rotation, **options)
+        index, dim, options["rotation"] = self.index[..., :used], query.shape[-1], rotation
+        count, group = index.shape[:2].numel(), query.shape[1] // index.shape[1]
+        valid = options.pop("valid", None)
+        valid = torch.arange(used, device=query.device) < self.rooms if valid is None else valid
+        options["valid"] = valid.expand(index.shape).reshape(count, 1, used)
+        if rotation is not None:
+            options["rotation"] = rotation._replace(positions=rotation.positions.expand(index.shape).reshape(count, 1, used))
+        if (leading := options.pop("leading_query", None)) is not None:
+            options["leading_query"] = leading.reshape(count, group, 1, dim)
+        keys, values = (tensor.view(-1, 1, 1, tensor.shape[-1]) for tensor in (keys, values))
+        near, tables = query.reshape(count, group, 1, dim), index.reshape(count, used)
+        output, weights = kernels.paged_attention(near, keys, values, tables, scaling, backend="triton", check=False, **options)
+        return output.view(len(query), 1, query.shape[1], -1), None if weights is None else weights.view(index.shape)
 
-    def at(self, slots: Slots) -> tuple[torch.Tensor, ...]:
-        index = self._index(slots)
-        return tuple(content[index] for content in self._contents())
+    def map_rows(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        if self.keys is not None:
+            self._fill(tuple(function(tensor) for tensor in self.raw(self.capacity)), function(self.rooms))
 
-    def write(self, slots: Slots, *states: torch.Tensor) -> None:
-        index = self._index(slots).flatten()
-        for content, new in zip(self._contents(), states, strict=True):
-            content.index_copy_(0, index, new.flatten(0, 2))
+    def take(self, tensors: dict[str, torch.Tensor], kept: torch.Tensor | None, most: int) -> None:
+        super().take(tensors, kept, most)
+        self._lay_out(self.rooms)
 
-    def rotate_down(self, which: torch.Tensor) -> None:
-        index = self._index(torch.arange(which.shape[-1], device=which.device)[None, None])[which.expand(*self.shape, -1)]
-        self.rotate_tokens_down(self._contents()[0], index)
+    def clear(self) -> None:
+        Ragged.__init__(self, self.backend)
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        used: int,
-        scaling: float,
-        *,
-        ranks: torch.Tensor | None,
-        valid: torch.Tensor | None = None,
-        leading: int | None = None,
-        leading_query: torch.Tensor | None = None,
-        sink_logits: torch.Tensor | None = None,
-        **options: Any,
-    ) -> Attended:
-        if query.is_cuda:
-            options |= {"valid": valid, "leading": leading, "leading_query": leading_query, "sink_logits": sink_logits}
-            return super().attend(query, used, scaling, ranks=ranks, **options)
-        rows, heads = self.shape
-        queries = query.reshape(rows * heads, -1, 1, query.shape[-1])
-        leading_queries = None if leading_query is None else leading_query.reshape(queries.shape)
-        sinks = None if sink_logits is None else sink_logits.view(heads, -1).repeat(rows, 1)
-        ranks, valid = (None if slots is None else slots.expand(rows, heads, -1).reshape(rows * heads, 1, -1) for slots in (ranks, valid))
-        outputs, weights = [], []
-        for index, (keys, values) in enumerate(zip(*map(self._heads, self._contents()), strict=True)):
-            count, one = min(used, len(keys)), slice(index, index + 1)
-            output, received = kernels.slot_attention(
-                queries[one],
-                keys[None, None, :count],
-                values[None, None, :count],
-                scaling,
-                valid=None if valid is None else valid[one, :, :count],
-                leading=None if leading is None else min(leading, count),
-                leading_query=None if leading_queries is None else leading_queries[one],
-                rotation=None if ranks is None else self.tables(ranks[one, :, :count]),
-                sink_logits=None if sinks is None else sinks[index],
-                backend=self.backend,
-                check=False,
-                **options,
-            )
-            outputs.append(output)
-            weights += [] if received is None else [received.view(-1, 1)]
-        output = torch.cat(outputs, 2).view(rows, 1, query.shape[1], -1)
-        return output, self._padded(weights, used)[..., 0] if weights else None
+    def _at(self, index: torch.Tensor) -> Raw:
+        return tuple(tensor.index_select(0, index.flatten()).view(*index.shape, -1) for tensor in self._slots())
 
-    def _contents(self) -> tuple[torch.Tensor, torch.Tensor]:
-        assert self.keys is not None
-        assert self.values is not None
-        return self.keys, self.values
+    def _lay_out(self, rooms: torch.Tensor) -> tuple[int, int]:
+        """Find where heads with so many slots lie; return how many slots the longest has, and all."""
+        capacity, total = torch.stack([rooms.max(), rooms.sum()]).tolist()
+        self.rooms, self.starts = rooms, rooms.flatten().cumsum(0).view(rooms.shape) - rooms
+        self.index = (self.starts + torch.arange(capacity, device=rooms.device).minimum(rooms - 1)).clamp(min=0).int()
+        return capacity, total
 
-    def _index(self, slots: Slots) -> torch.Tensor:
-        """Where slots lie in the buffers, (batch, kv_heads, tokens)."""
-        assert self.rooms is not None
-        ends = self.rooms.flatten().cumsum(0).view(self.rooms.shape)
-        return ends - self.rooms + slots
-
-    def _heads(self, content: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """A view of each head of each row, (slots, width)."""
-        assert self.rooms is not None
-        return content.split(self.rooms.flatten().tolist())
-
-    def _padded(self, heads: list[torch.Tensor], used: int) -> torch.Tensor:
-        """The first slots of all heads, a copy with zeros for slots that a head doesn't have, (batch, kv_heads, slots in use, width)."""
-        padded = torch.nn.utils.rnn.pad_sequence([head[:used] for head in heads], batch_first=True)
-        padded = torch.nn.functional.pad(padded, (0, 0, 0, used - padded.shape[1]))
-        return padded.unflatten(0, self.shape)
+    def _fill(self, raw: Raw, rooms: torch.Tensor) -> None:
+        """Give heads so many slots, the first ones from padded heads, all others empty."""
+        capacity, total = self._lay_out(rooms)
+        width = max(capacity, raw[0].shape[2])
+        head = torch.arange(rooms.numel(), device=rooms.device).repeat_interleave(rooms.flatten(), output_size=total)
+        source = head * width + torch.arange(total, device=rooms.device) - self.starts.flatten()[head]
+        for name, tensor in zip(self.names, raw, strict=True):
+            setattr(self, name, extended(tensor, width).flatten(0, 2).index_select(0, source))

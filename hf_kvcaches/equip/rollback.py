@@ -3,96 +3,59 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
-import torch
-
+from hf_kvcaches.equip.rotation import Given
+from hf_kvcaches.equip.slots import SlotTable
+from hf_kvcaches.equip.storage import Flat, Raw, Slots
 from hf_kvcaches.errors import UnsupportedError
 
-if TYPE_CHECKING:
-    from hf_kvcaches.equip.layer import EquipLayer
-    from hf_kvcaches.equip.state import SlotState
 
-
-@dataclass
+@dataclass(frozen=True)
 class Undo:
     """What a step or a block changed.
 
     Args:
         tokens: How many it took.
-        state: As it was before.
+        table: As it was before.
         slot: The slot that a step overwrote, (batch, 1 or kv_heads, 1), with what was in it; None for all of them.
-        states: That, or a snapshot of the store.
+        raw: That, or a snapshot of the storage.
+        storage: The one that is restored.
+        rotation: As it was before.
     """
 
     tokens: int
-    state: SlotState
-    slot: torch.Tensor | None
-    states: Any
-
-    def apply(self, layer: EquipLayer) -> None:
-        """Puts a layer back."""
-        if self.slot is None:
-            layer.store.restore(self.states)
-        else:
-            layer.store.write(self.slot, *self.states)
-        layer.state = self.state
-        layer.state.reserve(layer.store.capacity)
+    table: SlotTable
+    slot: Slots | None
+    raw: Raw | Any
+    storage: Flat
+    rotation: Given
 
 
-class Recording:
+class Journal:
     """What came since the last crop, as a list of changes to undo."""
 
     def __init__(self) -> None:
         self._undos: list[Undo] = []
-        self._before: SlotState | None = None
 
     @property
     def tokens(self) -> int:
         """How many can be taken back."""
         return sum(undo.tokens for undo in self._undos)
 
-    def begin(self, layer: EquipLayer) -> None:
-        """Notes the state before a step."""
-        self._before = layer.state.clone()
-
-    def note_slot(self, layer: EquipLayer, slot: torch.Tensor, *, rotates: bool) -> None:
-        """Notes what a step is going to overwrite.
-
-        Args:
-            rotates: Whether it rotates other keys too.
-        """
-        assert self._before is not None
-        states = layer.store.snapshot() if rotates else layer.store.at(slot)
-        self._undos.append(Undo(1, self._before, None if rotates else slot, states))
-
-    def note_drafts(self, layer: EquipLayer, slots: torch.Tensor) -> None:
-        """Notes what drafts are going to overwrite, and counts them: one entry each, so that any number can be taken back.
-
-        Args:
-            slots: One after the other, (batch, 1, tokens).
-        """
-        states = layer.store.at(slots)
-        for index in range(slots.shape[-1]):
-            slot, token = slots[..., index : index + 1], slice(index, index + 1)
-            self._undos.append(Undo(1, layer.state.clone(), slot, tuple(tensor[:, :, token] for tensor in states)))
-            assert layer.state.positions is not None
-            layer.state.positions.scatter_(2, slot, layer.state.seen)
-            layer.state.fill_one()
-            layer.state.advance(1)
-
-    def note_block(self, layer: EquipLayer, tokens: int) -> None:
-        """Notes everything before a block."""
-        self._undos.append(Undo(tokens, layer.state.clone(), None, layer.store.snapshot()))
+    def add(self, undo: Undo) -> None:
+        """Note a change before it is made."""
+        self._undos.append(undo)
 
     def covers(self, tokens: int) -> bool:
         """Whether the last tokens are whole entries of the list: steps, or a block with all of its tokens."""
         return tokens in {0, *accumulate(undo.tokens for undo in reversed(self._undos))}
 
-    def take_back(self, layer: EquipLayer, tokens: int) -> None:
-        """Undoes the last tokens.
+    def last(self, tokens: int) -> Iterator[Undo]:
+        """The changes that the last tokens made, the newest first; they are forgotten.
 
         Args:
             tokens: How many.
@@ -104,11 +67,11 @@ class Recording:
             )
         while tokens:
             undo = self._undos.pop()
-            undo.apply(layer)
             tokens -= undo.tokens
+            yield undo
 
     def clear(self) -> None:
-        """Forgets everything; what comes is recorded anew."""
+        """Forget everything; what comes is recorded anew."""
         self._undos = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -117,5 +80,5 @@ class Recording:
         copied._undos = [copy.deepcopy(undo, memo) for undo in self._undos]
         return copied
 
-    def __reduce__(self) -> tuple[type[Recording], tuple[()]]:
-        return Recording, ()
+    def __reduce__(self) -> tuple[type[Journal], tuple[()]]:
+        return Journal, ()

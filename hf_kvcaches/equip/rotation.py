@@ -1,38 +1,35 @@
 """At which position each kept key is rotated.
 
-StreamingLLM counts positions inside the cache: n kept tokens have the ranks 0 .. n-1 whatever was evicted between them, while the model
-rotates queries and keys to the index in the text. Distances are all that attention sees, so either end may be moved:
+StreamingLLM counts positions within the cache: n kept tokens have the ranks 0 .. n-1 whatever was evicted between them, while the model
+rotates queries and keys to their positions in the text. Three rules:
 
-- `"frames"`: keys are kept rotated. Where the oldest token is evicted, one behind the sinks is rotated to its rank plus the number of
-  tokens that its row has lost, which evictions don't change, and the newest keeps its index; sinks are rotated to their ranks and scored
-  with a second query. Where a policy's scores choose, each token is rotated to its rank, and an eviction rotates those behind it down.
-- `"on_read"`: keys are kept unrotated, and rotated to their ranks for each query.
-- `"rotated_keys"`: so too, with the pairs of each key swapped kept beside it (the paper's way).
-- `"given"`: keys stay as the model rotated them.
+- `Given`: keys stay as the model rotated them.
+- `Unrotated`: keys are kept without rotation. A query is unrotated, too, and each key is rotated on the way by minus its distance to the
+  newest token, in tokens of the cache.
+- `Shifted`, for a stream whose oldest token is always evicted next: keys stay as the model rotated them, because the distances of recent
+  tokens are those of the text. The sinks alone are rotated forward, by as many positions as tokens were lost behind them.
 
-Angles are taken in float64. The model's own angles are products in float32, off by tenths of a radian at position 5,000,000: what a key
-is rotated by undoes the rounded angle and applies the exact one.
+Angles are taken in float64. The model's own are products in float32: what unrotates a key undoes the rounded angle.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
 import torch
 
 from hf_kvcaches.core.rope import RotaryGeometry
-from hf_kvcaches.core.step import Pass
+from hf_kvcaches.equip.slots import SlotTable
+from hf_kvcaches.kernels.arguments import RotationTables
 from hf_kvcaches.kernels.rotation import Layout
 
-Scheme = Literal["given", "frames", "on_read", "rotated_keys"]
-# Up to this position the model's float32 angles are exact enough (5e-4 radians).
-EXACT_UP_TO = 8192
+# Tokens up to which a stream is `Shifted`: further on the model's float32 angles are off by more than 4e-3 radians.
+LONGEST = 1 << 16
 
 
 @dataclass(frozen=True)
-class PairRotation:
+class Turn:
     """A rotation of queries or keys, as tables.
 
     Args:
@@ -46,141 +43,163 @@ class PairRotation:
     layout: Layout
 
     @classmethod
-    def by(cls, angles: torch.Tensor, layout: Layout) -> PairRotation:
+    def by(cls, angles: torch.Tensor, layout: Layout) -> Turn:
         """The rotation by angles, (..., rotary_dim / 2), float64: one for each pair."""
-        signed = torch.stack([-angles, angles], -1).flatten(-2) if layout == "interleaved" else torch.cat([-angles, angles], -1)
-        return cls(signed.cos().float(), signed.sin().float(), layout)
-
-    def halves(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine once a pair, (..., rotary_dim / 2)."""
-        if self.layout == "interleaved":
-            return self.cos[..., ::2], self.sin[..., 1::2]
-        half = self.cos.shape[-1] // 2
-        return self.cos[..., :half], self.sin[..., half:]
-
-    def __getitem__(self, index: torch.Tensor) -> PairRotation:
-        """The rotations at some rows of a table."""
-        return PairRotation(self.cos[index], self.sin[index], self.layout)
+        cos, sin = angles.cos().float(), angles.sin().float()
+        if layout == "interleaved":
+            return cls(cos.repeat_interleave(2, -1), torch.stack([-sin, sin], -1).flatten(-2), layout)
+        return cls(torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1), layout)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Rotates queries or keys, (batch, heads, tokens, head_dim); dimensions beyond the rotary ones pass."""
+        """Rotate queries or keys, (batch, heads, tokens, head_dim); dimensions beyond the rotary ones pass."""
         cos, sin, rotary = self.cos, self.sin, self.cos.shape[-1]
         heads = cos.shape[1] if cos.ndim == 4 else 1
         if heads not in (1, x.shape[1]):  # one angle a key head, and queries of several heads
             cos, sin = (table.repeat_interleave(x.shape[1] // heads, 1) for table in (cos, sin))
         pairs = x if rotary == x.shape[-1] else x[..., :rotary]
-        rotated = torch.addcmul(pairs * cos, swap_pairs(pairs, self.layout), sin).to(x.dtype)
+        if self.layout == "interleaved":
+            swapped = pairs.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        else:
+            swapped = pairs.roll(rotary // 2, -1)
+        rotated = torch.addcmul(pairs * cos, swapped, sin).to(x.dtype)
         return rotated if rotary == x.shape[-1] else torch.cat([rotated, x[..., rotary:]], -1)
 
 
-def swap_pairs(x: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Exchanges the dimensions of each pair, (..., rotary_dim)."""
-    if layout == "interleaved":
-        return x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-    return x.roll(x.shape[-1] // 2, -1)
+class Given:
+    """Keys stay as the model rotated them. A frame is one rotation of queries and keys in which they can be multiplied."""
 
+    geometry: RotaryGeometry | None = None
+    unrotated = False
 
-class RotatingPass(Pass):
-    """A pass whose layers share rotations."""
+    def index_of_slots(self, table: SlotTable) -> torch.Tensor:
+        """To which position the keys of the slots in use are rotated in the frame, (batch, 1 or kv_heads, slots in use)."""
+        assert table.positions is not None
+        return table.positions[..., : table.used].clamp(min=0)
 
-    def rotation(self, geometry: RotaryGeometry, target: int | torch.Tensor, *, still: bool = False) -> PairRotation | None:
-        """The rotation from the model's positions of the new tokens to others; None where nothing changes.
+    def index_of_new(self, table: SlotTable, positions: torch.Tensor) -> torch.Tensor:
+        """The same of tokens that are not in slots, or have a query, by their positions in their rows; -1 stays.
 
         Args:
-            target: The position of the first new token, and the others follow; or (batch or 1, heads or 1, tokens).
-            still: Whether all tokens get the position `target`.
+            positions: (batch or 1, ...).
         """
-        if isinstance(target, torch.Tensor):
-            return self._make(geometry, target)
-        if self.start == target and not still and target + self.tokens <= EXACT_UP_TO:
-            return None
-        return self.shared((id(geometry), target, still), lambda: self._make_shared(geometry, target, still))
+        return positions
 
-    def _make_shared(self, geometry: RotaryGeometry, target: int, still: bool) -> PairRotation:
-        if self.tokens == 1 and self.start is not None and self.device.type == "cpu":
-            return _rotation_of_one(geometry, self.start, target)
-        steps = torch.zeros(self.tokens, dtype=torch.long) if still else torch.arange(self.tokens)
-        return self._make(geometry, (steps + target).to(self.device)[None, None])
+    def frame(self, keys: torch.Tensor, table: SlotTable) -> torch.Tensor:
+        """The keys of the slots in use in the frame."""
+        return keys
 
-    def _make(self, geometry: RotaryGeometry, target: torch.Tensor) -> PairRotation:
-        return rotation_between(geometry, self.positions(), target)
+    def to_frame(self, x: torch.Tensor, positions: torch.Tensor, index: torch.Tensor, table: SlotTable) -> torch.Tensor:
+        """Queries or keys in the frame, (batch, heads, tokens, head_dim).
 
+        Args:
+            x: As the model rotated them.
+            positions: The model's positions, (batch or 1, tokens).
+            index: Those of the frame, (batch or 1, tokens).
+        """
+        return x
 
-def rotation_between(geometry: RotaryGeometry, positions: torch.Tensor, target: torch.Tensor) -> PairRotation:
-    """The rotation from the model's positions to others.
-
-    Args:
-        positions: (batch or 1, tokens).
-        target: (batch or 1, heads or 1, tokens).
-    """
-    exact = geometry.frequencies_on(target.device)
-    rounded = positions.to(target.device)[:, None, :, None].float() * exact.float()
-    return PairRotation.by(torch.addcmul(-rounded.double(), target[..., None].double(), exact), geometry.layout)
-
-
-def _rotation_of_one(geometry: RotaryGeometry, start: int, target: int) -> PairRotation:
-    """`rotation_between` for one token: for so few numbers NumPy takes a third of the time."""
-    exact = geometry.inv_freq.numpy()
-    angles = exact * target - (exact.astype(np.float32) * np.float32(start)).astype(np.float64)
-    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-    if geometry.layout == "interleaved":
-        tables = np.repeat(cos, 2), np.stack([-sin, sin], -1).ravel()
-    else:
-        tables = np.concatenate([cos, cos]), np.concatenate([-sin, sin])
-    cosine, sine = (torch.from_numpy(table).view(1, 1, 1, -1) for table in tables)
-    return PairRotation(cosine, sine, geometry.layout)
+    def stored(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Keys as they are kept, from those that the model rotated to positions, (batch or 1, tokens)."""
+        return keys
 
 
 @dataclass(eq=False)
-class SlotRotation:
-    """How the keys of layers that share their angles are rotated.
+class Unrotated(Given):
+    """Keys are kept without rotation, and rotated by their distance on the way.
+
+    The frame of a block puts the newest kept token at one less than the number of slots in use, whatever a row or a head keeps: distances
+    are all that attention sees.
 
     Args:
-        scheme: See the module.
-        geometry: The model's angles; None for `"given"`.
+        geometry: The model's angles.
     """
 
-    scheme: Scheme
-    geometry: RotaryGeometry | None = None
-    _tables: dict[Any, PairRotation] = field(default_factory=dict, repr=False)
+    geometry: RotaryGeometry
+    unrotated = True
+    _tables: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, repr=False)
 
-    @property
-    def compact(self) -> bool:
-        """Whether positions are counted within the cache."""
-        return self.scheme != "given"
+    def index_of_slots(self, table: SlotTable) -> torch.Tensor:
+        assert table.distances is not None
+        return (table.used - 1 - table.distances[..., : table.used]).clamp(min=0)
 
-    @property
-    def kept_rotated(self) -> bool:
-        """Whether keys are kept as this package rotated them."""
-        return self.scheme == "frames"
+    def index_of_new(self, table: SlotTable, positions: torch.Tensor) -> torch.Tensor:
+        if not table.used:
+            return positions
+        count = table.count
+        start = table.used - (count.view(-1, *[1] * (positions.ndim - 1)) if isinstance(count, torch.Tensor) else count)
+        return torch.where(positions < 0, -1, positions + start)
 
-    @property
-    def unrotated(self) -> bool:
-        """Whether keys are kept without rotation."""
-        return self.scheme in ("on_read", "rotated_keys")
+    def frame(self, keys: torch.Tensor, table: SlotTable) -> torch.Tensor:
+        return self.to(self.index_of_slots(table))(keys)
 
-    def by(self, delta: torch.Tensor) -> PairRotation:
-        """The rotation by a number of positions, (batch or 1, heads or 1, tokens), or fewer dimensions."""
-        assert self.geometry is not None
-        return PairRotation.by(delta[..., None].double() * self.geometry.frequencies_on(delta.device), self.geometry.layout)
+    def to_frame(self, x: torch.Tensor, positions: torch.Tensor, index: torch.Tensor, table: SlotTable) -> torch.Tensor:
+        if not table.used:
+            return x
+        return Turn.by((self.exact(index.clamp(min=0)) - self.rounded(positions))[:, None], self.geometry.layout)(x)
 
-    def table(self, length: int, device: torch.device) -> PairRotation:
-        """The rotations to 0 .. length-1, (length, rotary_dim) each; grows by doubling."""
-        table = self._tables.get(device)
-        if table is None or table.cos.shape[0] < length:
+    def stored(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self.undo(positions)(keys)
+
+    def undo(self, positions: torch.Tensor) -> Turn:
+        """From the model's positions, (batch or 1, tokens), to none."""
+        return Turn.by(-self.rounded(positions)[:, None], self.geometry.layout)
+
+    def to(self, index: torch.Tensor) -> Turn:
+        """From none to positions, (batch or 1, heads or 1, tokens)."""
+        return Turn.by(self.exact(index), self.geometry.layout)
+
+    def rounded(self, positions: torch.Tensor) -> torch.Tensor:
+        """The model's angles at its positions: (..., rotary_dim / 2), float64, with float32's precision."""
+        frequencies = self.geometry.frequencies_on(positions.device)
+        return (positions[..., None].float() * frequencies.float()).double()
+
+    def on_read(self, distances: torch.Tensor, length: int) -> RotationTables:
+        """What rotates each key back by its distance, as kernels take it.
+
+        Args:
+            distances: (batch or 1, 1 or kv_heads, slots), below `length`; of an empty slot anything.
+            length: How many slots there may be.
+        """
+        device = distances.device
+        tables = self._tables.get(device)
+        if tables is None or len(tables[0]) < length:
             with torch.inference_mode(False):  # a later backward pass may need it
-                table = self._tables[device] = self.by(torch.arange(max(64, 2 * length), device=device))
-        return table
+                angles = self.exact(-torch.arange(max(64, length), device=device))
+                tables = self._tables[device] = angles.cos().float(), angles.sin().float()
+        return RotationTables(distances.clamp(max=len(tables[0]) - 1), *tables, self.geometry.layout)
 
-    def down_by_one(self, device: torch.device) -> PairRotation:
-        """The rotation back by one position."""
-        if ("down", device) not in self._tables:
-            with torch.inference_mode(False):
-                self._tables["down", device] = self.by(torch.full((1,), -1, device=device))
-        return self._tables["down", device]
+    def exact(self, positions: torch.Tensor) -> torch.Tensor:
+        """Angles of positions: (..., rotary_dim / 2), float64."""
+        return positions[..., None].double() * self.geometry.frequencies_on(positions.device)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SlotRotation:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Unrotated:
         return self  # nothing in it belongs to a sequence
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_tables": {}}
+
+
+@dataclass(eq=False)
+class Shifted(Given):
+    """Keys stay as the model rotated them, but for the sinks, which follow the newest token.
+
+    Args:
+        otherwise: What takes its place where the oldest token is not always evicted next, or the text gets long.
+    """
+
+    otherwise: Unrotated
+
+    @property
+    def geometry(self) -> RotaryGeometry:  # type: ignore[override]
+        """The model's angles."""
+        return self.otherwise.geometry
+
+    def follow(self, positions: torch.Tensor, kept: int | torch.Tensor) -> Turn:
+        """From a sink's own position to the one from which the newest token sees it at its distance within the cache.
+
+        Args:
+            positions: The model's position of the newest token, (batch or 1, 1).
+            kept: How many tokens are kept, the newest included.
+        """
+        newest = torch.as_tensor(kept, device=positions.device).view(1, 1) - 1
+        return Turn.by((self.otherwise.rounded(positions) - self.otherwise.exact(newest))[:, None], self.geometry.layout)

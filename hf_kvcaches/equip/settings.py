@@ -8,18 +8,20 @@ from typing import Any
 from hf_kvcaches.codec.codec import KVCodec
 from hf_kvcaches.core.parallel import require_all_heads
 from hf_kvcaches.equip.budgets import Limit, check_budget, one_budget, slots_for
-from hf_kvcaches.equip.heads import scores_alike
+from hf_kvcaches.equip.calibrated.head_budgets import HeadBudgets
 from hf_kvcaches.equip.policies import Policy
 from hf_kvcaches.equip.quantized import BITS
 from hf_kvcaches.errors import ConfigError, UnsupportedError, require_choice, require_instance, whole_number
 from hf_kvcaches.kernels.launch import BACKENDS, Backend
 
-ROPE = ("auto", "frames", "on_read", "rotated_keys")
-
 
 @dataclass(frozen=True)
 class EquipSettings:
-    """The checked arguments of an `EquipCache`; in a layer, `budget` and `head_budgets` are the layer's own."""
+    """The checked arguments of an `EquipCache`; in a layer, `budget` is the layer's own.
+
+    Args:
+        head_budgets: "global", "layer", None, or the shares of a `HeadBudgets` as plain values, {"layer index": [share of each KV head]}.
+    """
 
     policy: Policy
     budget: Any
@@ -29,17 +31,18 @@ class EquipSettings:
     head_budgets: Any
     question_start: int | None
     positions: str
-    rope: Any
     backend: Backend
     page_size: int | None
     storage: Any
     codec: KVCodec | None = None
+    refit: bool = False
 
     def __post_init__(self) -> None:
         require_choice("positions", self.positions, ("compact", "original"))
-        require_choice("rope", self.rope, ROPE)
         require_choice("backend", self.backend, BACKENDS)
         require_choice("storage", self.storage, (*BITS, None))
+        if not isinstance(self.refit, bool):
+            raise ConfigError.of("refit", "True or False", self.refit)
         if self.codec is not None:
             require_instance("codec", self.codec, KVCodec, {"policy": self.policy}, "KVCodec.calibrate makes one for a model.")
         # NumPy's integers become plain ones.
@@ -54,52 +57,60 @@ class EquipSettings:
             object.__setattr__(self, name, value)
 
     def check(self, model: Any, *, latents: bool, offloading: bool) -> None:
-        """Refuses what does not go together.
+        """Refuse what does not go together.
 
         Args:
             model: The model, or its config.
             latents: Whether the model keeps latents.
             offloading: Whether layers wait in CPU memory.
         """
-        policy, rope, paged, shared = self.policy, self.rope, self.page_size is not None, self.head_budgets is not None
+        policy, paged, shared = self.policy, self.page_size is not None, self.head_budgets is not None
         two_limits = policy.deferred or self.decode_budget is not None or self.question_start is not None
-        doubled, latent_heads = rope == "rotated_keys", latents and _reads_heads(policy)
-        if self.positions == "original" and rope != "auto":
-            raise ConfigError.of("rope", "'auto' where positions='original'", rope, "Keys with original positions are never rotated.")
-        if (self.storage is not None or self.codec is not None) and rope not in ("auto", "on_read"):
-            raise ConfigError.of("rope", "'auto' or 'on_read' with storage or codec", rope, "What is coded are keys before rotation.")
-        if shared and (not policy.by_head or (policy.order_only and self.head_budgets == "adakv")):
-            raise scores_alike(policy)
-        refusals = (
-            (paged and shared, "head_budgets: a page belongs to all heads of a layer. Leave page_size and pool out, or head_budgets."),
+        in_few_bits = self.codec or self.storage
+        table = (
+            (paged and shared, "head_budgets: a page belongs to all heads of a layer. Leave page_size and pool out, or pass None."),
             (paged and two_limits, "page_size, pool: pages are for one budget. Leave out decode_budget, question_start and 'kvzip'."),
             (paged and latents, "page_size, pool: this model keeps latents, which are not kept on pages. Leave page_size and pool out."),
             (paged and self.storage, "storage: pages hold the model's dtype, or codes. Leave storage out, or page_size and pool."),
+            (paged and offloading, "offloading: pages stay on their pool's device. Leave offloading out, or page_size and pool."),
             (self.codec and self.storage, "storage, codec: slots are kept in one way. Leave one of them out."),
             (self.codec and self.positions == "original", "codec: codes are of keys before rotation. Leave positions='original' out."),
             (
                 self.codec and self.codec.settings.rotation != "aware",
                 "codec: slots change their positions. Calibrate with rotation='aware'.",
             ),
-            (shared and self.codec, "head_budgets: such heads are held in the model's dtype. Leave codec out, or head_budgets."),
-            (latents and self.codec, "codec: this model keeps latents, which are held in its dtype. Leave codec out."),
-            (paged and offloading, "offloading: pages stay on their pool's device. Leave offloading out, or page_size and pool."),
-            (shared and self.storage, "head_budgets: such heads are held in the model's dtype. Leave storage out, or head_budgets."),
-            (latents and self.storage, "storage: this model keeps latents, which are held in its dtype. Leave storage out."),
-            (shared and doubled, "head_budgets: the second cache of rotated keys has heads of one length. Pass rope='on_read'."),
-            (paged and doubled, "rope: the second cache of rotated keys is not kept on pages. Pass rope='on_read'."),
-            (latents and doubled, "rope: of latents there is no second cache of rotated keys. Pass rope='on_read'."),
-            (latent_heads, "policy: it reads keys and values of heads, and this model keeps latents. Use 'keydiff' or 'snapkv'."),
+            (shared and in_few_bits, "head_budgets: such heads are held in the model's dtype. Leave storage and codec out, or pass None."),
+            (shared and latents, "head_budgets: latents are common to all heads. Pass None."),
+            (latents and in_few_bits, "storage, codec: this model keeps latents, which are held in its dtype. Leave storage and codec out."),
+            (self.refit and in_few_bits, "refit: refitted values are held in the model's dtype. Leave storage and codec out, or refit."),
+            (self.refit and latents, "refit: latents are keys and values at once. Leave refit out."),
+            (self.refit and policy.order_only, f"refit: {policy.name!r} reads no queries, and keeps recent values as they are. Leave it out."),
+            (latents and policy.reads_inputs, "policy: it reads the inputs of heads, and this model keeps latents. Use 'keydiff' or 'snapkv'."),
+            (
+                self.head_budgets == "global" and self.question_start is not None,
+                "head_budgets: 'global' prunes when the last layer has read the prompt, and a question is read by each layer before. Feed "
+                "the context in a call of its own, or pass head_budgets='layer'.",
+            ),
         )
-        for refused, message in refusals:
+        for refused, message in table:
             if refused:
                 raise UnsupportedError(message)
+        self._check_heads()
         for needed, what, instead in (
             (policy.mixes_heads, f"The policy {policy.name!r}", "Use a policy that scores each head by itself: 'h2o' or 'snapkv'."),
             (latents, "Pruning latents, which are common to all heads,", "Use DynamicCache."),
         ):
             if needed:
                 require_all_heads(model, what, instead, any_plan=latents)
+
+    def _check_heads(self) -> None:
+        policy, name = self.policy, self.policy.name or type(self.policy).__name__
+        alike = not policy.by_head or (policy.order_only and self.head_budgets in ("global", "layer"))
+        if self.head_budgets is not None and alike:
+            raise scores_alike(policy)
+        if self.head_budgets == "global" and not policy.comparable:
+            what = "'layer', None, or a policy whose scores mean the same in all layers, as probabilities of attention do ('future', 'kvzip')"
+            raise ConfigError.of("head_budgets", what, f"'global' with {name!r}")
 
     def question_in(self, tokens: int) -> int:
         """How many of a first prompt's tokens are before its question."""
@@ -128,6 +139,25 @@ class EquipSettings:
         return Limit(slots, recent)
 
 
-def _reads_heads(policy: Any) -> bool:
-    """Whether a policy, or one that it is made of, looks at the projections of heads."""
-    return policy is not None and (policy.reads_inputs or policy.name == "critical" or _reads_heads(getattr(policy, "inner", None)))
+def resolve_head_budgets(head_budgets: Any, policy: Policy, possible: bool) -> Any:
+    """As plain values: "global", "layer", None, or the shares of a `HeadBudgets`.
+
+    Args:
+        possible: Whether heads may keep different numbers of tokens with the other settings, for "auto".
+    """
+    if isinstance(head_budgets, str) and head_budgets == "auto":
+        return policy.head_budgets if possible else None
+    if isinstance(head_budgets, HeadBudgets):
+        return head_budgets.as_settings()
+    if head_budgets is None or head_budgets in ("global", "layer"):
+        return head_budgets
+    if isinstance(head_budgets, dict) and all(isinstance(shares, list) for shares in head_budgets.values()):
+        return head_budgets  # from a file
+    raise ConfigError.of("head_budgets", "'auto', 'global', 'layer', HeadBudgets, or None", head_budgets)
+
+
+def scores_alike(policy: Policy) -> ConfigError:
+    """The error for a policy whose heads all keep the same tokens."""
+    name = policy.name or type(policy).__name__
+    what = "a policy that scores each head by itself"
+    return ConfigError.of("head_budgets", what, name, "Its heads all keep the same tokens: use another policy, or leave head_budgets out.")

@@ -85,6 +85,7 @@ def paged_attention(
     sink_logits: torch.Tensor | None = None,
     want_weights: bool = False,
     backend: Backend = "auto",
+    check: bool = True,
 ) -> Attended:
     """`slot_attention` where slot s of row b lies in `key_pages[tables[b, s // page], :, s % page]`.
 
@@ -95,9 +96,10 @@ def paged_attention(
         value_pages: (pages, kv_heads, page, value_dim), the last dimension contiguous.
         tables: The pages of each row, (batch, blocks), int32 or int64; -1 where a row has none, whose slots must be invalid.
         valid: It also says how many slots there are: at most blocks * page.
+        check: Whether to look at the arguments first.
     """
     options = SlotOptions(valid, leading, leading_query, rotation, softcap, sink_logits, want_weights)
-    slots = _check_attention(query, key_pages, value_pages, tables, options)
+    slots = _check_attention(query, key_pages, value_pages, tables, options) if check else valid.shape[-1]
     backend = choose(backend, query, key_pages, value_pages)
     if backend == "reference":
         return slots_reference.paged_attention(query, key_pages, value_pages, tables, scaling, **options._asdict())
@@ -118,6 +120,7 @@ def write_slots(
     new_values: torch.Tensor,
     *,
     backend: Backend = "auto",
+    check: bool = True,
 ) -> None:
     """Puts new tokens into slots, in place: `keys[b, h, slots[b, h, j]] = new_keys[b, h, j]`, and the same for values.
 
@@ -128,8 +131,10 @@ def write_slots(
         new_keys: (batch, kv_heads, tokens, head_dim).
         new_values: (batch, kv_heads, tokens, value_dim).
         backend: See the module.
+        check: Whether to look at the arguments first.
     """
-    _check_write(keys, values, None, slots, new_keys, new_values)
+    if check:
+        _check_write(keys, values, None, slots, new_keys, new_values)
     backend = choose(backend, keys, values, new_keys)
     if backend == "triton":
         from hf_kvcaches.kernels import slots_triton
@@ -162,9 +167,11 @@ def write_pages(
     new_values: torch.Tensor,
     *,
     backend: Backend = "auto",
+    check: bool = True,
 ) -> None:
     """`write_slots` through block tables, as in `paged_attention`. A slot of -1 takes no token, nor does one whose page is -1."""
-    _check_write(key_pages, value_pages, tables, slots, new_keys, new_values)
+    if check:
+        _check_write(key_pages, value_pages, tables, slots, new_keys, new_values)
     if not new_keys.shape[2]:
         return None
     backend = choose(backend, key_pages, value_pages, new_keys)

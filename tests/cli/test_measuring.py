@@ -36,7 +36,7 @@ def test_verify_prints_the_report(capsys):
     assert str(report).splitlines()[-2:] == done.out.splitlines()[5:7]
 
 
-@pytest.mark.parametrize(("cache", "code"), [("GrowingCache", 0), ("EquipCache('random', budget=8, sinks=0)", 1)])
+@pytest.mark.parametrize(("cache", "code"), [("GrowingCache", 0), ("EquipCache('streaming', budget=8, sinks=0)", 1)])
 def test_a_text_that_must_be_the_same_ends_with_1_where_it_differs(cache, code, capsys):
     done = run(capsys, "verify", "--model", BASE, "--cache", cache, "--file", PROSE, "--context", 64, "--max-new-tokens", 12, "--exact")
     assert done.code == code
@@ -45,14 +45,14 @@ def test_a_text_that_must_be_the_same_ends_with_1_where_it_differs(cache, code, 
 
 def test_eval_gives_each_cache_its_loss_on_the_following_tokens(capsys, tmp_path):
     (tmp_path / "some.jsonl").write_text("\n".join(json.dumps(testbed.held_out()[start : start + 900]) for start in (0, 3000)))
-    caches = ("--cache", "GrowingCache", "--cache", "EquipCache(budget=16)")
+    caches = ("--cache", "GrowingCache", "--cache", "EquipCache('keydiff', budget=16)")
     lengths = ("--context", 48, "--following", 8)
     files = ("--texts", tmp_path / "some.jsonl", "--csv", tmp_path / "found" / "all.csv")
     done = run(capsys, "eval", "--model", BASE, *caches, *lengths, *files)
     assert done.code == 0, done.err
     rows = rows_of(tmp_path / "found" / "all.csv")
     assert [(row["cache"], row["text"], row["tokens"]) for row in rows] == [
-        (cache, text, "56") for text in "01" for cache in ("GrowingCache()", "EquipCache(budget=16)")
+        (cache, text, "56") for text in "01" for cache in ("GrowingCache()", "EquipCache('keydiff', budget=16)")
     ]
     growing, pruned = rows[0], rows[1]
     assert float(growing["mean_kl"]) == 0
@@ -60,10 +60,12 @@ def test_eval_gives_each_cache_its_loss_on_the_following_tokens(capsys, tmp_path
     assert float(pruned["bytes_per_token"]) < float(growing["bytes_per_token"]) / 2
     model, tokenizer = testbed.load()
     ids = tokenizer(testbed.held_out()[:900], verbose=False)["input_ids"][:56]
-    report = verify_text(model, {"": lambda: EquipCache(model, budget=16)}, torch.tensor([ids[:48]]), torch.tensor([ids[48:]]))[""]
+    report = verify_text(model, {"": lambda: EquipCache(model, "keydiff", budget=16)}, torch.tensor([ids[:48]]), torch.tensor([ids[48:]]))[
+        ""
+    ]
     assert float(pruned["mean_kl"]) == report.mean_kl
     assert report.steps == 8
-    assert "EquipCache(budget=16)" in done.out
+    assert "EquipCache('keydiff', budget=16)" in done.out
 
 
 def test_texts_that_are_too_short_are_left_out_and_nothing_else_is_refused(capsys, tmp_path):
@@ -98,12 +100,14 @@ def test_bench_writes_a_speed_table(capsys, tmp_path):
     tiny.llama().config.save_pretrained(tmp_path)
     lengths = ("--context", 12, "--batch", 2, "--steps", 3, "--rounds", 2)
     how = ("--random", "--dtype", "bfloat16", "--device", "cpu", "--threads", 1, "--csv", tmp_path / "a.csv")
-    done = run(capsys, "bench", "--model", tmp_path, "--cache", "GrowingCache", "--cache", "EquipCache('knorm', budget=8)", *lengths, *how)
+    done = run(
+        capsys, "bench", "--model", tmp_path, "--cache", "GrowingCache", "--cache", "EquipCache('keydiff', budget=8)", *lengths, *how
+    )
     assert done.code == 0, done.err
     rows = rows_of(tmp_path / "a.csv")
     assert tuple(rows[0]) == bench.SPEED_COLUMNS
     assert [row["cache"] for row in rows] == ["DynamicCache", "GrowingCache", "EquipCache"]
-    assert [row["setting"] for row in rows] == ["", "", "'knorm', budget=8"]
+    assert [row["setting"] for row in rows] == ["", "", "'keydiff', budget=8"]
     shared = {"device": "cpu", "threads": "1", "dtype": "bfloat16", "hidden": "32", "layers": "4", "heads": "4", "kv_heads": "2"}
     for row in rows:
         assert {name: row[name] for name in shared} == shared
@@ -111,7 +115,7 @@ def test_bench_writes_a_speed_table(capsys, tmp_path):
         assert float(row["prefill_s"]) > 0
         assert float(row["decode_ms"]) > 0
     assert rows[0]["decode_ratio"] == rows[0]["prefill_ratio"] == "1.0"
-    assert "EquipCache('knorm', budget=8)" in done.out
+    assert "EquipCache('keydiff', budget=8)" in done.out
 
 
 def test_bench_times_nothing_where_logits_are_not_finite(capsys, tmp_path, monkeypatch):

@@ -180,11 +180,11 @@ def row(cache, setting="", **changes):
 
 def test_the_nearest_row_is_of_the_same_cache_and_kind_of_setting():
     rows = [row("GrowingCache", context=2048), row("GrowingCache", context=8192), row("GrowingCache", device="cuda", context=32768)]
-    rows += [row("EquipCache", "policy='streaming', budget=0.25"), row("EquipCache", "policy='knorm', page_size=16")]
+    rows += [row("EquipCache", "policy='streaming', budget=0.25"), row("EquipCache", "policy='keydiff', page_size=16")]
     case = {"device": "cpu", "dtype": "float32", "hidden": 1024, "layers": 28, "batch": 8, "context": 16384}
     assert nearest(rows, "GrowingCache", "", case) == rows[1]
     assert nearest(rows, "GrowingCache", "", case | {"device": "cuda"}) == rows[2]
-    assert nearest(rows, "EquipCache", "policy='compactor'", case) == rows[3]
+    assert nearest(rows, "EquipCache", "policy='future'", case) == rows[3]
     assert nearest(rows, "EquipCache", "storage='int8'", case) is None
     assert nearest(rows, "SubspaceCache", "codec", case) is None
 

@@ -5,7 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_kvcaches import AdaptiveSubspace, EquipCache, KVCodec, SegmentPolicy, SegmentReuseCache, SegmentStore, SnapKVPolicy, SubspaceCache
+from hf_kvcaches import (
+    AdaptiveSubspace,
+    EquipCache,
+    KeepProbe,
+    KVCodec,
+    Policy,
+    SegmentPolicy,
+    SegmentReuseCache,
+    SegmentStore,
+    SnapKVPolicy,
+    SubspaceCache,
+)
 from hf_kvcaches.cli.specs import caches_of, parse
 from hf_kvcaches.errors import ConfigError
 from tests import testbed
@@ -21,6 +32,7 @@ def loaded():
     [
         "EquipCache(policy='streaming', budget=512)",
         "EquipCache('snapkv', budget=[64, 0.5, 64, 64], recent=None)",
+        "EquipCache(KeepProbe('probe'), budget=0.25, head_budgets=HeadBudgets('shares'))",
         "SubspaceCache(KVCodec('codec'), sinks=4)",
         "SegmentReuseCache(SegmentStore('memory', max_bytes='1GiB'), decode_with=EquipCache(budget=-1))",
     ],
@@ -81,11 +93,14 @@ def test_classes_that_are_saved_are_loaded_from_their_folder(loaded, tmp_path):
     codec = KVCodec.calibrate(model, tokenizer, [testbed.held_out()[:600]], metric="plain", progress=False)
     codec.save_pretrained(tmp_path / "codec")
     SegmentPolicy(repair=0.25).save_pretrained(tmp_path / "policy")
+    KeepProbe.calibrate(model, tokenizer, [testbed.held_out()[:600]], progress=False).save_pretrained(tmp_path / "probe")
     cache = caches_of(parse(f"SubspaceCache(KVCodec('{tmp_path / 'codec'}'), sinks=2)"), *loaded).new_cache(model)
     assert isinstance(cache, SubspaceCache)
     assert cache.codec.digest == codec.digest
     reuse = caches_of(parse(f"SegmentReuseCache(SegmentStore(), policy=SegmentPolicy('{tmp_path / 'policy'}'))"), *loaded).new_cache(model)
     assert reuse.policy.repair == 0.25
+    pruned = caches_of(parse(f"EquipCache(KeepProbe('{tmp_path / 'probe'}'), budget=0.25)"), *loaded).new_cache(model)
+    assert isinstance(pruned.policy, Policy)
 
 
 def test_a_value_object_is_made(loaded):

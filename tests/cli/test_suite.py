@@ -29,7 +29,7 @@ def test_an_answer_matches_exactly_if_greedy_decoding_writes_it() -> None:
 
 def test_a_context_is_pruned_before_its_questions_are_known() -> None:
     model = tiny.llama()
-    cache = read_context(model, EquipCache(model, "kvzip", 0.25), tiny.ids(80).tolist())
+    cache = read_context(model, EquipCache(model, "kvzip", 0.25, head_budgets=None), tiny.ids(80).tolist())
     assert max(cache.report().kept) <= 20
 
 

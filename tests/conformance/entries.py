@@ -13,10 +13,10 @@ from hf_kvcaches import (
     AdaptiveSubspace,
     EquipCache,
     GrowingCache,
-    KeyNormPolicy,
+    KeyDiffPolicy,
     KVCache,
     KVCodec,
-    LagKVPolicy,
+    Policy,
     SegmentReuseCache,
     SegmentStore,
     SnapKVPolicy,
@@ -27,7 +27,7 @@ from hf_kvcaches import (
 )
 from hf_kvcaches.core.identity import identity_of
 from hf_kvcaches.core.prompt import PrefillCall
-from hf_kvcaches.equip.tokens import Tokens
+from hf_kvcaches.equip.policies.tokens import Tokens
 from hf_kvcaches.translate.cache import TranslatedCache
 from tests.translate.pairs import lossless
 from tests.warmstart.warm import words
@@ -73,25 +73,24 @@ class Entry:
         return row in self.refuses or f"{row}@{family}" in self.refuses
 
 
-class RoundedKeyNorm(KeyNormPolicy):
-    """A word that comes again has a key of the same length but for rounding, which a batch and a single row do not share."""
+class RoundedKeyNorm(Policy):
+    """Small keys. A word that comes again has a key of the same length but for rounding, which a batch and a single row do not share."""
+
+    interval = 1
 
     def score(self, tokens: Tokens) -> torch.Tensor:
-        return super().score(tokens).mul(2**10).round()
-
-    def rescore(self, scores: torch.Tensor, tokens: Tokens, slots: torch.Tensor) -> torch.Tensor:
-        return self.score(tokens)
+        return tokens.keys.float().norm(dim=-1).mul(-(2**10)).round()
 
 
-# Budgets that every row outgrows.
+SNAPKV = SnapKVPolicy(window=3, kernel_size=3)
+# Budgets that every row outgrows; each head has as many.
 EQUIP: list[tuple[str, Any]] = [
     ("streaming", "streaming"),
     ("h2o", "h2o"),
     ("tova", "tova"),
-    ("snapkv", SnapKVPolicy(window=3, kernel_size=3)),
-    ("lagkv", LagKVPolicy(lag_size=3)),
-    ("knorm", RoundedKeyNorm()),
-    ("random", "random"),
+    ("snapkv", SNAPKV),
+    ("keydiff", KeyDiffPolicy(interval=3)),
+    ("own", RoundedKeyNorm()),
 ]
 # One policy that needs nothing, one that scores by attention.
 EVERYWHERE = ("streaming", "h2o")
@@ -220,7 +219,7 @@ def composed(source: Callable[..., KVCache], holder: Callable[[Any], KVCache], m
 
 HOLDERS: tuple[tuple[str, Callable[[Any], KVCache], bool], ...] = (
     ("growing", GrowingCache, True),
-    ("equip", partial(EquipCache, policy=SnapKVPolicy(window=3, kernel_size=3), budget=10, sinks=2), False),
+    ("equip", partial(EquipCache, policy=SNAPKV, budget=10, sinks=2, head_budgets=None), False),
     ("subspace", partial(subspace, sinks=1, recent=3), True),
 )
 
@@ -239,27 +238,39 @@ ENTRIES = [
     *(
         Entry(
             f"equip_{name}",
-            partial(EquipCache, policy=policy, budget=10, sinks=2),
+            partial(EquipCache, policy=policy, budget=10, sinks=2, head_budgets=None),
             lossless=False,
             every_family=name in EVERYWHERE,
-            refuses=OWN_POLICY if name == "knorm" else frozenset(),
+            refuses=OWN_POLICY if name == "own" else frozenset(),
             records=True,
-            fast=name not in ("knorm", "random"),
+            fast=name != "own",
         )
         for name, policy in EQUIP
     ),
     *(
         Entry(
-            f"paged_{name}",
-            partial(EquipCache, policy=policy, budget=10, sinks=2, page_size=4),
+            f"{share}_{name}",
+            partial(EquipCache, policy=policy, budget=10, sinks=2, head_budgets=share),
             lossless=False,
             every_family=False,
-            refuses=NOT_ON_PAGES | (OWN_POLICY if name == "knorm" else frozenset()),
+            refuses=WITHOUT_GRADIENTS | (ASSISTED if share == "global" else frozenset()),
             records=True,
-            # Pages are the same under all policies: one that slides, one that scores the prompt.
-            fast=name in ("streaming", "snapkv"),
+            fast=name == "future",
         )
+        for share, name, policy in (("global", "future", "future"), ("global", "snapkv", SNAPKV), ("layer", "h2o", "h2o"))
+    ),
+    *(
+        Entry(
+            f"paged_{name}",
+            partial(EquipCache, policy=policy, budget=10, sinks=2, head_budgets=None, page_size=4),
+            lossless=False,
+            every_family=False,
+            refuses=NOT_ON_PAGES,
+            records=True,
+        )
+        # Pages are the same under all policies: one that slides, one that scores the prompt.
         for name, policy in EQUIP
+        if name in ("streaming", "snapkv")
     ),
     Entry(
         "equip_int8",
@@ -272,7 +283,7 @@ ENTRIES = [
     *(
         Entry(
             f"equip_coded_{name}",
-            partial(coded_equip, policy=policy, budget=10, sinks=2),
+            partial(coded_equip, policy=policy, budget=10, sinks=2, head_budgets=None),
             lossless=False,
             every_family=False,
             refuses=NOT_INTEGERS,
@@ -284,24 +295,11 @@ ENTRIES = [
     ),
     Entry(
         "paged_coded",
-        partial(coded_equip, policy=SnapKVPolicy(window=3, kernel_size=3), budget=10, sinks=2, page_size=4),
+        partial(coded_equip, policy=SNAPKV, budget=10, sinks=2, head_budgets=None, page_size=4),
         lossless=False,
         every_family=False,
         refuses=NOT_ON_PAGES,
         records=True,
-    ),
-    *(
-        Entry(
-            f"adakv_{name}",
-            partial(EquipCache, policy=policy, budget=10, sinks=2, head_budgets="adakv"),
-            lossless=False,
-            every_family=False,
-            refuses=WITHOUT_GRADIENTS,
-            records=True,
-            fast=name == "snapkv",
-        )
-        for name, policy in EQUIP
-        if name in ("h2o", "snapkv")
     ),
     Entry(
         "subspace_full",

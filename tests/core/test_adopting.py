@@ -126,7 +126,7 @@ def test_segments_that_were_reused_are_pruned(tmp_path: Path) -> None:
     options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
     text = model.generate(ids, past_key_values=past, **options)
     mask = torch.nn.functional.pad(mask, (0, past.seen - PROMPT), value=1)
-    cache, plain = EquipCache.from_cache(past, model, "knorm", 12, attention_mask=mask), EquipCache(model, "knorm", 12)
+    cache, plain = EquipCache.from_cache(past, model, "keydiff", 12, attention_mask=mask), EquipCache(model, "keydiff", 12)
     feed(model, plain, text[:, : past.seen], [past.seen], mask)
     assert cache.seen == past.seen
     for layer in range(2):
@@ -142,11 +142,11 @@ def test_segments_that_were_reused_are_pruned(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["qwen3_next", "paligemma@image"])
 def test_states_of_linear_layers_and_positions_from_one_are_taken_over(name: str) -> None:
     model = families.build(next(family for family in families.families() if family.name == name))
-    past, plain = DynamicCache(config=model.config), EquipCache(model, "knorm", 12)
+    past, plain = DynamicCache(config=model.config), EquipCache(model, "keydiff", 12)
     ids, more = tokens(26) % 40 + 5, tokens(6, seed=1) % 40 + 5
     for cache in (past, plain):
         model(ids, past_key_values=cache)
-    adopted = EquipCache.from_cache(past, model, "knorm", 12)
+    adopted = EquipCache.from_cache(past, model, "keydiff", 12)
     model(more, past_key_values=past)  # its states move on by themselves
     got, expected = (torch.cat([model(token, past_key_values=cache).logits for token in more.split(1, 1)], 1) for cache in (adopted, plain))
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
@@ -163,8 +163,8 @@ def test_a_model_without_attention_has_nothing_to_adopt() -> None:
 @pytest.mark.parametrize("family", ["gemma2", "gemma3"])
 def test_segments_of_a_model_with_windows_are_pruned(family: str) -> None:
     model = models.tiny(family)
-    past, plain = SegmentReuseCache(model, SegmentStore("memory"), mode="auto"), EquipCache(model, "knorm", 12)
+    past, plain = SegmentReuseCache(model, SegmentStore("memory"), mode="auto"), EquipCache(model, "keydiff", 12)
     text = model.generate(tokens(PROMPT), past_key_values=past, max_new_tokens=4, do_sample=False)
     feed(model, plain, text[:, : past.seen], [past.seen])
-    cache, more = EquipCache.from_cache(past, model, "knorm", 12), tokens(12, seed=2)
+    cache, more = EquipCache.from_cache(past, model, "keydiff", 12), tokens(12, seed=2)
     torch.testing.assert_close(feed(model, cache, more), feed(model, plain, more), rtol=0, atol=1e-3)

@@ -69,9 +69,9 @@ def test_under_autocast_a_pruned_or_compressed_cache_decodes(name: str) -> None:
 
 
 SMALL: dict[str, Callable[[PreTrainedModel], Cache]] = {
-    "streaming": lambda model: EquipCache(model, "streaming", 16, sinks=2, rope="frames"),
-    "tova": lambda model: EquipCache(model, "tova", 16, sinks=2, rope="frames"),
-    "h2o": lambda model: EquipCache(model, "h2o", 16, sinks=2, rope="on_read"),
+    "streaming": lambda model: EquipCache(model, "streaming", 16, sinks=2),
+    "tova": lambda model: EquipCache(model, "tova", 16, sinks=2),
+    "h2o": lambda model: EquipCache(model, "h2o", 16, sinks=2),
 }
 
 

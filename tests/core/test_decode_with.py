@@ -86,7 +86,7 @@ SOURCES = {"segments": segments, "warm_start": warm_start, "translated": transla
 HOLDERS: dict[str, tuple[type[Any], Callable[[PreTrainedModel], tuple[Any, ...]], dict[str, Any]]] = {
     "growing": (GrowingCache, lambda of: (), {}),
     "equip": (EquipCache, lambda of: ("streaming",), {"budget": 40}),
-    "equip_original": (EquipCache, lambda of: ("knorm",), {"budget": 0.4, "recent": 8, "positions": "original"}),
+    "equip_original": (EquipCache, lambda of: ("keydiff",), {"budget": 0.4, "recent": 8, "positions": "original"}),
     "equip_pages": (EquipCache, lambda of: ("streaming",), {"budget": 40, "page_size": 8}),
     "equip_window": (EquipCache, lambda of: ("snapkv",), {"budget": 80}),
     "subspace": (SubspaceCache, lambda of: (codec(of),), {"sinks": 2, "recent": 8}),

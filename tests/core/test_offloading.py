@@ -18,7 +18,7 @@ MAKERS: dict[str, Any] = {
     "equip": lambda model: EquipCache(model, "streaming", budget=12, recent=2),
     "equip, scores": lambda model: EquipCache(model, "h2o", budget=12, recent=2),
     "equip, int8": lambda model: EquipCache(model, "streaming", budget=12, recent=2, storage="int8"),
-    "equip, original": lambda model: EquipCache(model, "knorm", budget=12, recent=2, positions="original"),
+    "equip, original": lambda model: EquipCache(model, "keydiff", budget=12, recent=2, positions="original"),
     "subspace": lambda model: SubspaceCache(model, adaptive=AdaptiveSubspace(rank=4, warmup=16), sinks=1, recent=2),
 }
 

@@ -12,6 +12,9 @@ import torch
 from transformers import GPT2Config, PreTrainedModel
 
 from hf_kvcaches import EquipCache, FingerprintMismatch, KVCodec
+from hf_kvcaches.equip.coded import Coded, FlatCodes, PagedCodes
+from hf_kvcaches.equip.pages import PageBook, PagePool
+from hf_kvcaches.equip.quantized import Quantized
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from tests import tiny
 from tests.conformance.driving import feed, generate
@@ -62,10 +65,10 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 
 
 def codes_of(cache: EquipCache, position: int) -> list[torch.Tensor]:
-    """What the first layer's store holds of a token, of the first row and head."""
+    """What the first layer's slots hold of a token of the first head."""
     layer: Any = cache.layers[0]
     slot = cache.kept_positions(0)[:1, :1].eq(position).nonzero()[0, 2].expand(1, 2, 1)
-    return list(layer.store.at(slot))
+    return list(layer.storage.gather(slot))
 
 
 @each_storage
@@ -100,9 +103,9 @@ def test_bytes_are_a_share_of_half_precision_with_all_scales(storage, share, dty
     model, ids = gentle().to(dtype), tiny.ids(1, 500)
     bytes_of = {}
     for name in (None, storage):
-        cache = EquipCache(model, "streaming", 400, rope="on_read", storage=name)
+        cache = EquipCache(model, "h2o", 400, storage=name)
         feed_all(model, cache, ids)
-        bytes_of[name] = cache.report().bytes - sum(t.nbytes for layer in cache.layers for t in layer.state.tensors().values())
+        bytes_of[name] = sum(t.nbytes for layer in cache.layers for t in layer.storage.tensors().values())
     assert share - 0.02 < bytes_of[storage] / bytes_of[None] <= share
 
 
@@ -141,10 +144,10 @@ def test_rows_without_a_new_token_keep_their_codes(model, storage):
     feed_all(model, cache, ids, mask)
     layer: Any = cache.layers[0]
     slots = torch.arange(20)[None, None]
-    before = layer.store.at(slots)
+    before = layer.storage.gather(slots)
     mask = torch.cat([mask, torch.tensor([[1], [0]])], 1)
     feed_all(model, cache, tiny.ids(2, 1), mask)
-    same = [[torch.equal(*rows) for rows in zip(new, old, strict=True)] for new, old in zip(layer.store.at(slots), before, strict=True)]
+    same = [[torch.equal(*rows) for rows in zip(new, old, strict=True)] for new, old in zip(layer.storage.gather(slots), before, strict=True)]
     assert not all(first for first, _ in same)
     assert all(second for _, second in same)
 
@@ -185,7 +188,7 @@ def test_generate_with_beams_and_again(model, storage):
 
 @each_storage
 def test_evict_and_edit(model, storage):
-    cache = in_few_bits(model, "leverage", 40, storage=storage)
+    cache = in_few_bits(model, "keydiff", 40, storage=storage)
     feed_all(model, cache, text(30))
     sink = codes_of(cache, 0)
     cache.evict([7, 8])
@@ -237,8 +240,6 @@ def test_a_reset_cache_fits_its_channels_anew(model):
     ("options", "error"),
     [
         ({"storage": "int2"}, ConfigError),
-        ({"storage": "int8", "rope": "frames"}, ConfigError),
-        ({"storage": "int8", "rope": "rotated_keys"}, ConfigError),
         ({"storage": "int8", "page_size": 16}, UnsupportedError),
     ],
     ids=str,
@@ -259,22 +260,46 @@ def test_a_codec_takes_its_share_of_the_bytes_and_the_sinks():
     codec = codec_of(model).at(0.125)
     cache = EquipCache(model, "streaming", 400, codec=codec)
     feed_all(model, cache, tiny.ids(1, 500))
-    slots = [tensor for layer in cache.layers for tensor in layer.store.tensors().values()]
+    slots = [tensor for layer in cache.layers for tensor in layer.storage.tensors().values()]
     full = 2 * 2 * 64 * 2 * model.config.num_hidden_layers
     assert sum(tensor.nbytes for tensor in slots) <= 400 * full * 0.125 * 1.1 + (4 + 1) * full
 
 
 def test_sinks_stay_exact_beside_codes(model):
-    cache, whole = (
-        EquipCache(model, "streaming", 24, sinks=3, **more) for more in ({"codec": codec_of(model).at(0.125)}, {"rope": "on_read"})
-    )
-    for each in (cache, whole):
-        feed_all(model, each, text(2))
-        feed(model, each, text(40, 2), [20, *[1] * 20])
-    for one, other in zip(cache.layers[:1], whole.layers[:1], strict=True):
-        for coded, exact in zip(one.store.read(24), other.store.read(24), strict=True):
-            assert torch.equal(coded[:, :, :3], exact[:, :, :3])
-            assert not torch.equal(coded[:, :, 3:], exact[:, :, 3:])
+    """The layout alone: tokens that move to the first slots have codes alone."""
+    codec, keys, values = codec_of(model).at(0.125), torch.randn(2, 2, 12, 64), torch.randn(2, 2, 12, 64)
+    flat = Coded("auto", codec, 0, 3, FlatCodes("auto"))
+    paged = Coded("auto", codec, 0, 3, PagedCodes("auto", PageBook(PagePool(model, 40, 4)), 16, codec, 0))
+    near, values_near = codec.coder(0, torch.float32, keys.device, separate=True).decode(flat.encode(keys, values)[0][..., 0])
+    for storage in (flat, paged):
+        storage.check(keys, values)
+        storage.rebuild(None, storage.encode(keys[:, :, :10], values[:, :, :10]), 0, 16)
+        read, expected = storage.read(10), torch.cat([keys[:, :, :3], near[:, :, 3:10]], 2)
+        torch.testing.assert_close(read[0], expected)
+        # Slot 0 stays exact, slot 7 moves to a sink's slot, and the new token is exact in another.
+        index = torch.tensor([0, 7, 11, 1, 5])[None, None].expand(2, 2, 5)
+        storage.rebuild(index, storage.encode(keys[:, :, 10:], values[:, :, 10:]), 10, 16)
+        expected = [torch.stack([s[:, :, 0], c[:, :, 7], s[:, :, 11], c[:, :, 1], c[:, :, 5]], 2) for s, c in ((keys, near), (values, values_near))]
+        torch.testing.assert_close(storage.read(5), tuple(expected))
+        slots = torch.tensor([[2], [4]])[None].expand(2, 2, 1)
+        before = storage.gather(slots)
+        storage.write(slots, storage.encode(keys[:, :, :1], values[:, :, :1]))
+        assert torch.equal(storage.read(5)[0][:, 0, 2], keys[:, 0, 0])
+        storage.write(slots, before)
+        torch.testing.assert_close(storage.read(5), tuple(expected))
+
+
+def test_a_row_of_padding_fits_its_channels_when_its_first_tokens_come():
+    storage, alone = Quantized("auto", "int4"), Quantized("auto", "int4")
+    keys, values, shift = torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 8), torch.randn(2, 2, 1, 8) * 30
+    real, empty = torch.tensor([[True], [False]])[:, None].expand(2, 1, 5), torch.ones(2, 1, 1, 1, dtype=torch.bool)
+    storage.prepare(keys[:, :, :5] + shift, real, empty)
+    first = storage.encode(keys[:, :, :5] + shift, values[:, :, :5])
+    storage.rebuild(None, first, 0, 16)
+    storage.prepare(keys[:, :, 5:] + shift, torch.ones(2, 1, 4, dtype=torch.bool), ~real[:, :, :1, None])
+    assert all(torch.equal(new[:1], old[:1]) for new, old in zip(storage.encode(keys[:, :, :5] + shift, values[:, :, :5]), first, strict=True))
+    raw = alone.encode((keys[:, :, 5:] + shift)[1:], values[1:, :, 5:])
+    assert torch.equal(storage.decode(storage.encode(keys[:, :, 5:] + shift, values[:, :, 5:]))[0][1:], alone.decode(raw)[0])
 
 
 @pytest.mark.parametrize(
@@ -282,8 +307,7 @@ def test_sinks_stay_exact_beside_codes(model):
     [
         ({"storage": "int8"}, UnsupportedError),
         ({"positions": "original"}, UnsupportedError),
-        ({"rope": "frames"}, ConfigError),
-        ({"head_budgets": "adakv", "policy": "snapkv"}, UnsupportedError),
+        ({"head_budgets": "layer", "policy": "snapkv"}, UnsupportedError),
     ],
     ids=str,
 )

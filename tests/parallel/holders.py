@@ -12,10 +12,11 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from hf_kvcaches import (
     AdaptiveSubspace,
     EquipCache,
+    ExpectedAttentionPolicy,
     GrowingCache,
+    SnapKVPolicy,
     SubspaceCache,
 )
-from hf_kvcaches.equip.policies import ChunkPolicy, CriticalPolicy, ExpectedAttentionPolicy, LagKVPolicy, SnapKVPolicy, TOVAPolicy
 from tests import tiny
 
 PROMPT, NEW, BUDGET = 44, 10, 24
@@ -40,26 +41,23 @@ def adaptive(**options: Any) -> Make:
 HOLDERS: dict[str, Make] = {
     "dynamic": lambda model, _: DynamicCache(config=model.config),
     "growing": lambda model, _: GrowingCache(model),
-    **{name: equip(name, recent=4) for name in ("streaming", "h2o", "tova", "keydiff", "leverage", "cur", "knorm", "compactor", "random")},
+    **{name: equip(name, recent=4) for name in ("streaming", "h2o", "tova", "keydiff", "compactor", "future")},
     "snapkv": equip(SnapKVPolicy(window=8), recent=8),
-    "lagkv": equip(LagKVPolicy(lag_size=8)),
+    "snapkv, equal heads": equip(SnapKVPolicy(window=8), recent=8, head_budgets=None),
     "expected_attention": equip("expected_attention", recent=4),
     "statistics": lambda model, made: EquipCache(
         model, ExpectedAttentionPolicy(statistics=made["statistics"], interval=4), BUDGET, sinks=2, recent=4
     ),
-    "critical": equip(CriticalPolicy(inner=SnapKVPolicy(window=8)), recent=8),
-    "chunk": equip(ChunkPolicy(inner="keydiff", size=8), recent=4),
-    "chunk of tova": equip(ChunkPolicy(inner=TOVAPolicy(), size=8), recent=4),
-    "block": equip("block", recent=4),
+    "probe": lambda model, made: EquipCache(model, made["probe"], BUDGET, sinks=2, recent=4),
+    "refit": equip("future", recent=4, refit=True),
     "fraction": equip("tova", 0.5, recent=4),
-    "adakv": equip("h2o", head_budgets="adakv", recent=4),
-    "adakv of snapkv": equip(SnapKVPolicy(window=8), head_budgets="adakv", recent=8),
-    "retrieval heads": lambda model, made: EquipCache(model, "streaming", BUDGET, sinks=2, head_budgets=made["heads"]),
-    "retrieval heads of h2o": lambda model, made: EquipCache(model, "h2o", BUDGET, sinks=2, recent=4, head_budgets=made["heads"]),
+    "layer": equip("h2o", head_budgets="layer", recent=4),
+    "layer of snapkv": equip(SnapKVPolicy(window=8), head_budgets="layer", recent=8),
+    "head budgets": lambda model, made: EquipCache(model, "keydiff", BUDGET, sinks=2, recent=4, head_budgets=made["heads"]),
+    "head budgets of h2o": lambda model, made: EquipCache(model, "h2o", BUDGET, sinks=2, recent=4, head_budgets=made["heads"]),
     "pages": equip("h2o", recent=4, page_size=8),
     "pages of tova": equip("tova", recent=4, page_size=8),
     "original positions": equip("tova", recent=4, positions="original"),
-    "rotated keys": equip("h2o", recent=4, rope="rotated_keys"),
     "int8": equip("h2o", recent=4, storage="int8"),
     "coded slots": lambda model, made: EquipCache(model, "tova", BUDGET, sinks=2, recent=4, codec=made["codec"]),
     "coded pages": lambda model, made: EquipCache(model, "h2o", BUDGET, sinks=2, recent=4, codec=made["codec"], page_size=8),

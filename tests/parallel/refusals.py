@@ -14,11 +14,12 @@ from hf_kvcaches import (
     AdaptiveSubspace,
     EquipCache,
     GrowingCache,
+    HeadBudgets,
+    KeepProbe,
     KVCodec,
     ModelFingerprint,
     Policy,
     QueryStatistics,
-    RetrievalHeads,
     SegmentReuseCache,
     SegmentStore,
     SubspaceCache,
@@ -56,7 +57,7 @@ def library(model: PreTrainedModel, **options: Any) -> WarmStartLibrary:
 
 
 def of_config(model: PreTrainedModel, made: dict[str, Any]) -> None:
-    text_of(model, IDS, EquipCache(model.config, "random", 8, sinks=2, recent=2, positions="original"))
+    text_of(model, IDS, EquipCache(model.config, "streaming", 8, sinks=2, recent=2, positions="original"))
 
 
 def as_codes(model: PreTrainedModel, made: dict[str, Any]) -> None:
@@ -90,7 +91,8 @@ REFUSED: dict[str, Callable[[PreTrainedModel, dict[str, Any]], Any]] = {
     "a store without a fingerprint": without_fingerprint,
     "a translated cache": lambda model, made: TranslatedCache(model, made["translator"], None),
     "calibration of a codec": lambda model, _: KVCodec.calibrate(model, None, [IDS[0].tolist()], progress=False),
-    "calibration of heads": lambda model, _: RetrievalHeads.calibrate(model, None, [IDS[0].tolist()], answer=4, recent=4, progress=False),
+    "calibration of heads": lambda model, _: HeadBudgets.calibrate(model, None, [tiny.ids(64).tolist()], progress=False),
+    "calibration of a probe": lambda model, _: KeepProbe.calibrate(model, None, [IDS[0].tolist()], progress=False),
     "calibration of statistics": lambda model, _: QueryStatistics.calibrate(model, None, [IDS[0].tolist()], progress=False),
 }
 

@@ -111,7 +111,7 @@ def taken_over(model: PreTrainedModel, folder: Path, made: dict[str, Any]) -> To
     ids, full = tiny.ids(2, 60), DynamicCache(config=model.config)
     with torch.no_grad():
         model(ids[:, :-1], past_key_values=full)
-    return text_of(model, ids, EquipCache.from_cache(full, model, "keydiff", 24, sinks=2, head_budgets="adakv")), []
+    return text_of(model, ids, EquipCache.from_cache(full, model, "keydiff", 24, sinks=2)), []
 
 
 def lost(model: PreTrainedModel, folder: Path, made: dict[str, Any]) -> Told:

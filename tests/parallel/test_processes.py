@@ -14,7 +14,16 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
-from hf_kvcaches import KVCodec, ModelFingerprint, QueryStatistics, RetrievalHeads, SegmentReuseCache, SegmentStore, set_fingerprint
+from hf_kvcaches import (
+    HeadBudgets,
+    KeepProbe,
+    KVCodec,
+    ModelFingerprint,
+    QueryStatistics,
+    SegmentReuseCache,
+    SegmentStore,
+    set_fingerprint,
+)
 from hf_kvcaches.reuse import pipeline
 from tests import testbed, tiny
 from tests.parallel.holders import HOLDERS, attempted, differences, whole_model
@@ -27,7 +36,7 @@ from tests.translate.pairs import lossless
 FAST = (
     "growing",
     "tova",
-    "adakv",
+    "future",
     "statistics",
     "codec",
     "bytes_ratio",
@@ -62,7 +71,8 @@ def _results(folder: Path, names: Sequence[str]) -> Results:
     made = {
         "codec": KVCodec.calibrate(model, None, texts, 0.3, progress=False),
         "statistics": QueryStatistics.calibrate(model, None, texts, progress=False),
-        "heads": RetrievalHeads.calibrate(model, None, [tiny.ids(80).tolist()], answer=8, recent=16, progress=False),
+        "heads": HeadBudgets.calibrate(model, None, texts, progress=False),
+        "probe": KeepProbe.calibrate(model, None, texts, progress=False),
         "translator": lossless(model),
     }
     (folder / "work").mkdir()

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ConfigError
-from tests.reference.oracles import UNLIMITED, Head, ReferenceCache, ReferenceLayer, Row
+from tests.reference.oracles import Head, ReferenceCache, ReferenceLayer, Row
 
 EQUIP: dict[str, Any] = {"evict_first": True, "while_decoding": True, "per_query_head": False}
 """The options of `EquipCache`, for all policies."""
@@ -141,85 +141,6 @@ class SnapKVReference(ReferenceCache):
         return self.window
 
 
-class LagKVLayer(ReferenceLayer):
-    first_score = torch.inf
-
-    def __init__(self, cache: LagKVReference, *args: Any) -> None:
-        super().__init__(cache, *args)
-        self.lag_size, self.share = cache.lag_size, cache.share
-
-    def rescore(self, row: Row, attention: list[torch.Tensor], block: bool) -> None:
-        complete = (row.real - self.sinks) // self.lag_size
-        for head in row.heads:
-            for number in range(complete - 1):
-                start = self.sinks + number * self.lag_size
-                lag = _between(head.ranks, start, start + self.lag_size)
-                following = _between(head.ranks, start + self.lag_size, start + 2 * self.lag_size)
-                # A lag is scored once, when the one after it is complete; where either was pruned before that, its tokens stay unscored.
-                if len(lag) == len(following) == self.lag_size and head.scores[lag].isinf().all():
-                    score = (_against(head.given[lag], head.given[following]) + _against(head.values[lag], head.values[following])) / 2
-                    head.scores[lag] = score.argsort().argsort() / self.lag_size
-
-    def prune(self, row: Row) -> None:
-        if self.share is None:
-            super().prune(row)
-            return
-        # Ranks below the best are at most (lag_size - kept - 1) / lag_size.
-        lowest = 1 - int(self.share * self.lag_size) / self.lag_size
-        row.heads = [head.gather((head.scores >= lowest - 1e-6).nonzero()[:, 0]) for head in row.heads]
-
-
-class LagKVReference(ReferenceCache):
-    """How much keys and values spread over the channels, measured in the range of the lag of tokens after theirs.
-
-    Keys are taken as the model rotated them. The paper keeps the same share of each lag, so that its cache grows with the text.
-
-    Args:
-        model: As in `ReferenceCache`.
-        budget: As in `ReferenceCache`, for `share=None`.
-        lag_size: Tokens in a lag; the first one begins after the sinks.
-        share: Of each lag that stays once the next one is complete; None: ranks within the lags are compared, and a budget is kept.
-        **settings: As in `ReferenceCache`.
-    """
-
-    layer_class = LagKVLayer
-    paper: ClassVar[dict[str, Any]] = {"sinks": 16}
-
-    def __init__(self, model: Any, *, budget: int = UNLIMITED, lag_size: int = 128, share: float | None = 0.25, **settings: Any) -> None:
-        self.lag_size, self.share = lag_size, share
-        super().__init__(model, budget=UNLIMITED if share is not None else budget, **settings)
-
-    def default_recent(self) -> int:
-        return 0 if self.share is not None else max(1, min(2 * self.lag_size, (self.budget - self.sinks) // 2))
-
-
-class KeyNormLayer(ReferenceLayer):
-    def rescore(self, row: Row, attention: list[torch.Tensor], block: bool) -> None:
-        for head in row.heads:
-            head.scores = -head.given.float().norm(dim=-1)
-
-
-class KeyNormReference(ReferenceCache):
-    """Small keys stay.
-
-    Args:
-        model: As in `ReferenceCache`.
-        skip_layers: First layers that are never pruned.
-        **settings: As in `ReferenceCache`.
-    """
-
-    layer_class = KeyNormLayer
-
-    def __init__(self, model: Any, *, skip_layers: int = 2, **settings: Any) -> None:
-        self.skip_layers = skip_layers
-        super().__init__(model, **settings)
-
-    def make_layer(self, layer_idx: int) -> ReferenceLayer:
-        layer = super().make_layer(layer_idx)
-        layer.budget = UNLIMITED if layer_idx < self.skip_layers else layer.budget
-        return layer
-
-
 class PeriodicLayer(ReferenceLayer):
     """Scores all tokens after a block, and each time so many real ones have come; new ones stay until then."""
 
@@ -274,64 +195,3 @@ class KeyDiffReference(PeriodicReference):
     def worth(self, head: Head, geometry: RotaryGeometry) -> torch.Tensor:
         keys = functional.normalize(head.given.float(), dim=-1)
         return -functional.cosine_similarity(keys, keys.mean(0), dim=-1)
-
-
-class LeverageReference(PeriodicReference):
-    """The diagonal of the hat matrix of centered keys without rotation, which the paper's random sketch estimates; for prompts only.
-
-    Args:
-        model: As in `ReferenceCache`.
-        leave_out_sinks: Whether sinks have no part in the mean and the moments, and the score 0.
-        ridge: Added to the moments, as a share of their mean diagonal.
-        **settings: As in `PeriodicReference`.
-    """
-
-    paper: ClassVar[dict[str, Any]] = {"while_decoding": False}
-
-    def __init__(self, model: Any, *, leave_out_sinks: bool = False, ridge: float = 0.0, **settings: Any) -> None:
-        self.leave_out_sinks, self.ridge = leave_out_sinks, ridge
-        super().__init__(model, **settings)
-
-    def worth(self, head: Head, geometry: RotaryGeometry) -> torch.Tensor:
-        keys = geometry.unrotate(head.given[None, None], head.ranks)[0, 0].double()
-        counted = head.ranks >= (self.sinks if self.leave_out_sinks else 0)
-        if counted.sum() < 2:  # nothing stands out
-            return torch.zeros(len(keys))
-        keys = (keys - keys[counted].mean(0)) * counted[:, None]
-        moments = keys.T @ keys
-        ridge = self.ridge * moments.diagonal().mean() * torch.eye(len(moments), dtype=torch.float64)
-        inverse = torch.linalg.inv(moments + ridge) if self.ridge else torch.linalg.pinv(moments, hermitian=True)
-        return (keys @ inverse @ keys.T).diagonal().float()
-
-
-class CURReference(PeriodicReference):
-    """The product of a key's and a value's share of squared lengths, which the paper's random projection estimates; for prompts only.
-
-    Args:
-        model: As in `ReferenceCache`.
-        window: Kept neighbours among which shares are taken; None: all tokens.
-        **settings: As in `PeriodicReference`.
-    """
-
-    paper: ClassVar[dict[str, Any]] = {"while_decoding": False}
-
-    def __init__(self, model: Any, *, window: int | None = None, **settings: Any) -> None:
-        self.window = window
-        super().__init__(model, **settings)
-
-    def worth(self, head: Head, geometry: RotaryGeometry) -> torch.Tensor:
-        parts = []
-        for states in (head.given, head.values):
-            squares = states.float().square().sum(-1)
-            parts.append(torch.cat([part / part.sum() for part in squares.split(self.window or len(squares))]))
-        return parts[0] * parts[1]
-
-
-def _between(ranks: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    return ((ranks >= start) & (ranks < stop)).nonzero()[:, 0]
-
-
-def _against(states: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
-    """(lag_size,) from two times (lag_size, head_dim)."""
-    low, high = following.min(0).values, following.max(0).values
-    return ((states - low) / (high - low)).std(-1).softmax(-1)

@@ -45,17 +45,17 @@ def test_the_document_is_read_by_every_cache_and_its_questions_are_judged(folder
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     header = next(index for index, line in enumerate(lines) if line.startswith("cache "))
-    full, growing, streaming, h2o, subspace = (cells(lines[header + 2 + row]) for row in range(5))
+    full, growing, future, streaming, subspace = (cells(lines[header + 2 + row]) for row in range(5))
     assert [name.strip() for name in (full[0], growing[0])] == ["DynamicCache", "GrowingCache"]
-    assert [name.strip() for name in (streaming[0], h2o[0])] == ["EquipCache (streaming, half)", "EquipCache (h2o, half)"]
+    assert [name.strip() for name in (future[0], streaming[0])] == ["EquipCache (half)", "EquipCache (streaming, half)"]
     assert subspace[0].strip() == "SubspaceCache (an eighth)"
     assert growing[1].strip() == "yes"
     assert float(growing[2]) < 1e-9
     assert int(growing[3].replace(",", "")) >= int(full[3].replace(",", "")) > 0
-    shares = [int(row[3].replace(",", "")) / int(full[3].replace(",", "")) for row in (streaming, h2o, subspace)]
+    shares = [int(row[3].replace(",", "")) / int(full[3].replace(",", "")) for row in (future, streaming, subspace)]
     assert all(0.4 < share < 0.8 for share in shares[:2])
     assert 0.05 < shares[2] < 0.35, "codes, and 68 exact tokens"
-    assert all(float(row[column]) > 0 for row in (full, growing, streaming, h2o, subspace) for column in (4, 5))
+    assert all(float(row[column]) > 0 for row in (full, growing, future, streaming, subspace) for column in (4, 5))
     assert done.stdout.count("the notes say") == 12, "two questions to six caches, none of which random weights can answer"
     first, second = (cells(next(line for line in lines if line.startswith(name))) for name in ("as they come", "in another order"))
     assert set(map(int, first[1:5])) == {0}

@@ -7,63 +7,91 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from hf_kvcaches.equip.policies.base import PeriodicPolicy, count
-from hf_kvcaches.equip.policies.leverage import leverage
-from hf_kvcaches.equip.tokens import Tokens
+from hf_kvcaches.codec.moments import second_moment
+from hf_kvcaches.equip.policies.base import Policy, count
+from hf_kvcaches.equip.policies.future import piece
+from hf_kvcaches.equip.policies.tokens import Tokens
+from hf_kvcaches.errors import ConfigError, is_number
 
 
 @dataclass(frozen=True)
-class CompactorPolicy(PeriodicPolicy, built_in=True):
+class CompactorPolicy(Policy, built_in=True):
     """Keeps the tokens with outlying keys, and those that the tokens around them, later or earlier, attend to.
 
-    Compactor (Calibrated Query-Agnostic KV Cache Compression with Approximate Leverage Scores, arXiv 2507.08143): leverage scores, and the
-    attention of a block's queries to the keys of their chunk without a causal mask, times the norm of the value, pooled over neighbours.
+    Compactor (Calibrated Query-Agnostic KV Cache Compression with Approximate Leverage Scores, arXiv 2507.08143): the leverage of each
+    centered key before its rotation, `x (X'X)^-1 x'`, which is large for keys that are no combination of others; and the attention of a
+    block's queries to the keys of their chunk without a causal mask, times the norm of the value, pooled over neighbours.
 
-    **Departs from the paper**: leverage as in `LeveragePolicy`; terms are standardized over a head's tokens; only a new block has both.
+    **Departs from the paper**: leverage is exact, from the second moments of a head's keys, and not from a random sketch; sinks, with keys
+    unlike all others, are left out of the moments; terms are standardized over a head's tokens; attention is added for those tokens
+    alone whose queries are there. Logits are not scaled, as in its authors' code.
 
     Args:
         weight: Of the leverage term; the attention term has 1.
         chunk: Tokens that attend to each other.
+        interval: Decode steps between two scorings.
     """
 
     name = "compactor"
-    sees_block = True
+    reads_queries = True
     weight: float = 1.0
     chunk: int = count(256)
+    interval: int = count(64, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not is_number(self.weight) or self.weight < 0:
+            raise ConfigError.of("weight", "a number of 0 or more", self.weight)
 
     def score(self, tokens: Tokens) -> torch.Tensor:
-        real = (tokens.positions >= 0).expand(tokens.keys.shape[:3])
-        scores = self.weight * _standardized(leverage(tokens), real)
-        if tokens.queries is None or tokens.queries.shape[2] < 2:
+        scores = self.weight * _standardized(leverage(tokens), tokens.real)
+        if tokens.queries is None or not 1 < tokens.queries.shape[2] <= tokens.keys.shape[2]:
             return scores
-        attention, in_block = self._attention(tokens, tokens.queries.detach(), real)
-        return scores + torch.where(in_block, _standardized(attention, in_block), 0.0)
+        attention, asked = self._attention(tokens, tokens.queries.detach())
+        return scores + torch.where(asked, _standardized(attention, asked), 0.0)
 
-    def _attention(self, tokens: Tokens, queries: torch.Tensor, real: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The attention term of each slot, and True for slots of the block's tokens, (batch, kv_heads, slots) each."""
-        count, slots, device = queries.shape[2], real.shape[2], real.device
-        # Chunks begin at the row's first real token of the block; padding comes first among the queries.
-        start = torch.as_tensor(tokens.first, device=device).clamp(min=tokens.seen - count).view(-1, 1, 1)
-        index = (tokens.positions - start).expand(real.shape)
-        in_block = real & (index >= 0)
-        slot = torch.full((*real.shape[:2], count + 1), slots, device=device)
-        slot.scatter_(2, torch.where(in_block, index, count).long(), torch.arange(slots, device=device).expand(real.shape))
-        slot, exists, block = slot[..., :count].clamp(max=slots - 1), slot[..., :count] < slots, tokens
-        in_order = torch.arange(slots, device=device).expand_as(index)
-        aligned = slots == count and torch.equal(index, in_order)  # a first block without padding
-        if not aligned:
-            shift = (torch.arange(count, device=device) + start - (tokens.seen - count)).clamp(max=count - 1)
-            block, queries = tokens.pick(slot), queries.gather(2, shift[..., None].expand(queries.shape))
-        keys, norms = block.keys.detach().float(), block.values.detach().float().norm(dim=-1)
-        queries = (queries.float() * tokens.scaling).unflatten(1, (keys.shape[1], -1))  # (batch, kv_heads, group, count, head_dim)
-        received = torch.empty_like(norms)
-        for begin in range(0, count, self.chunk):
-            span = slice(begin, begin + self.chunk)
-            logits, present = queries[:, :, :, span] @ keys[:, :, None, span].mT, exists[:, :, None, None, span]
-            weights = (logits if aligned else logits.masked_fill(~present, torch.finfo(logits.dtype).min)).softmax(-1)
-            received[..., span] = (weights if aligned else weights * present.mT).sum(3).mean(2)
-        received = (received * norms).masked_fill_(~exists, 0.0)
-        return functional.avg_pool1d(received, 3, 1, 1).gather(2, index.clamp(0, count - 1).long()), in_block
+    def _attention(self, tokens: Tokens, queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The attention term of each token, and True for tokens whose queries are there, (batch, kv_heads, tokens) each."""
+        (batch, heads, slots, _), (length, index) = tokens.keys.shape, (queries.shape[2], tokens.query_index)
+        assert index is not None
+        # A block's tokens are the last ones; chunks begin at a row's first real one.
+        order = (index < 0).byte().argsort(dim=-1, stable=True).expand(batch, -1)[:, None]
+        slot = (order + slots - length).expand(-1, heads, -1)
+        rotated = (tokens.positions if tokens.index is None else tokens.index).expand(-1, heads, -1).gather(-1, slot)
+        asked = (rotated == index.expand(batch, -1)[:, None].gather(-1, order)) & (rotated >= 0)
+        size = min(self.chunk, length)
+        in_chunks = lambda part: functional.pad(part, (0, 0, 0, -length % size)).unflatten(2, (-1, size))  # noqa: E731
+        keys = in_chunks(tokens.keys.detach().take_along_dim(slot[..., None], 2).float())
+        queries = in_chunks(queries.take_along_dim(order[..., None], 2).float()).unflatten(1, (heads, -1))
+        present = in_chunks(asked[..., None].float()).mT[:, :, None]  # (batch, kv_heads, 1, chunks, 1, chunk)
+        step = max(1, piece(keys) // (queries[:, :, :, 0, :, 0].numel() * size))
+        received = torch.cat(
+            [
+                # Each query that is there counts once, and no key that is not.
+                real @ ((part @ part_keys[:, :, None].mT) + (1 - real) * -1e30).softmax(-1)
+                for part, part_keys, real in zip(queries.split(step, 3), keys.split(step, 2), present.split(step, 3), strict=True)
+            ],
+            3,
+        )
+        norms = tokens.values.detach().float().norm(dim=-1).gather(2, slot)
+        pooled = functional.avg_pool1d(received.mean(2).flatten(2)[..., :length] * norms * asked, 3, 1, 1)
+        empty = pooled.new_zeros(batch, heads, slots)
+        return empty.scatter(-1, slot, pooled), empty.bool().scatter(-1, slot, asked)
+
+
+def leverage(tokens: Tokens) -> torch.Tensor:
+    """The leverage of each token's key among those of its row and head, (batch, kv_heads, tokens); 0 for sinks."""
+    counted = tokens.counted.float()[..., None]
+    keys = tokens.unrotated_keys().detach().float()
+    keys = (keys - (keys * counted).sum(2, keepdim=True) / counted.sum(2, keepdim=True).clamp(min=1)) * counted
+    moments = second_moment(keys)  # float64: with fewer keys than dimensions they are singular, and rounding would decide
+    # The ridge takes the weight from directions that hold nothing but rounding errors.
+    ridge = 1e-2 * moments.diagonal(dim1=2, dim2=3).mean(-1).clamp(min=torch.finfo(torch.float32).tiny)
+    moments.diagonal(dim1=2, dim2=3).add_(ridge[..., None])
+    factor = torch.linalg.cholesky(moments)
+    identity = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
+    # Solving for each key takes ten times longer than this product.
+    return (keys @ torch.linalg.solve_triangular(factor, identity.expand_as(factor), upper=False).mT.float()).square().sum(-1)
 
 
 def _standardized(scores: torch.Tensor, real: torch.Tensor) -> torch.Tensor:

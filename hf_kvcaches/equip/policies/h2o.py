@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_kvcaches.equip.policies.base import Policy
-from hf_kvcaches.equip.tokens import Tokens
+from hf_kvcaches.equip.policies.tokens import Tokens
 
 
 @dataclass(frozen=True)
@@ -18,23 +18,18 @@ class H2OPolicy(Policy, built_in=True):
     identifies the few tokens that get most of it. Half of the budget holds the newest tokens.
 
     **Departs from the paper**: sinks stay, a token is evicted before the new query attends, and heads that share keys are averaged.
-
-    Args:
-        average: Divide the sum by the number of queries that could see the token, as kvpress's `ObservedAttentionPress`.
     """
 
     name = "h2o"
-    directions = False
-    in_graphs = True
+    interval = None
     observes = None
-    average: bool = False
+    comparable = True
 
     def recent(self, budget: int, sinks: int) -> int:
         return max(1, min(budget // 2, budget - sinks))
 
-    @property
-    def scores_are_sums(self) -> bool:  # type: ignore[override]
-        return not self.average and type(self).score is H2OPolicy.score and type(self).rescore is Policy.rescore
-
     def score(self, tokens: Tokens) -> torch.Tensor:
-        return tokens.observed / (tokens.seen - tokens.positions) if self.average else tokens.observed
+        return tokens.observed
+
+    def watch(self, scores: torch.Tensor, weights: torch.Tensor, slot: torch.Tensor) -> None:
+        scores.scatter_(2, slot.expand(*scores.shape[:2], 1), 0.0).add_(weights)

@@ -6,31 +6,33 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_kvcaches.equip.policies.base import WaitingPolicy, count
-from hf_kvcaches.equip.tokens import Tokens
+from hf_kvcaches.equip.policies.base import Policy, count
+from hf_kvcaches.equip.policies.tokens import Tokens, unscored
 
 
 @dataclass(frozen=True)
-class KVZipPolicy(WaitingPolicy, built_in=True):
+class KVZipPolicy(Policy, built_in=True):
     """Keeps the tokens that the model attends to when it reproduces the context, once, for many questions.
 
     KVzip (Query-Agnostic KV Cache Compression with Context Reconstruction, arXiv 2505.23416): the context is fed a second time behind
     itself, and a token scores the largest attention weight that these queries give it. `EquipCache.compress(model)` does that and prunes;
     until then the whole context is kept.
 
-    **Departs from the paper**: there is no instruction to repeat the context; heads have the same budget unless `head_budgets` shares it;
-    later tokens stay.
+    **Departs from the paper**: there is no instruction to repeat the context, and weights are shared among the repeated chunk's tokens
+    alone; sinks and recent tokens stay, and each head its best fifth; later tokens stay.
 
     Args:
         deferred: Tokens that are fed again at a time, and share one softmax.
     """
 
     name = "kvzip"
-    directions = False
+    interval = None
+    comparable = True
+    head_budgets = "global"
     deferred: int = count(512)
 
     def score(self, tokens: Tokens) -> torch.Tensor:
         if tokens.attention is not None:
             return tokens.attention
-        unscored = torch.full(tokens.keys.shape[:3], torch.inf, device=tokens.keys.device)
-        return unscored if tokens.scores is None else tokens.scores.nan_to_num(nan=torch.inf)
+        later = unscored(tokens.positions) / 4  # the highest of all scores, and still by age
+        return later if tokens.scores is None else torch.where(tokens.scores.isneginf(), later, tokens.scores)

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from hf_kvcaches.equip.policies.base import WaitingPolicy
-from hf_kvcaches.equip.tokens import Tokens
+from hf_kvcaches.equip.policies.base import Policy
+from hf_kvcaches.equip.policies.tokens import Tokens
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 
 
 @dataclass(frozen=True)
-class PressPolicy(WaitingPolicy):
+class PressPolicy(Policy):
     """Keeps the tokens with the highest scores of a press of kvpress: any object with its `score`.
 
     **Departs from kvpress**: sinks and recent tokens stay, and decoded ones until the next block. Presses that read attention weights
@@ -24,6 +24,7 @@ class PressPolicy(WaitingPolicy):
     """
 
     name = "press"
+    interval = None
     reads_inputs = True
     mixes_heads = True
     press: Any = None

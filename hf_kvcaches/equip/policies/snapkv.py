@@ -7,20 +7,21 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from hf_kvcaches.equip.policies.base import WaitingPolicy, count
-from hf_kvcaches.equip.tokens import Tokens
+from hf_kvcaches.equip.policies.base import Policy, count
+from hf_kvcaches.equip.policies.tokens import Tokens
 from hf_kvcaches.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class SnapKVPolicy(WaitingPolicy, built_in=True):
+class SnapKVPolicy(Policy, built_in=True):
     """Keeps the tokens that the last `window` queries attend to, together with their neighbours.
 
     SnapKV (LLM Knows What You are Looking for Before Generation, arXiv 2404.14469): the end of a prompt already shows which spans of it
-    the answer will need. Pooling over neighbours keeps spans whole.
+    the answer will need. Pooling over neighbours keeps spans whole. Prune with the question in the prompt: without it, a fact that nobody
+    has asked for yet is lost.
 
-    **Departs from the paper**: pools by the mean and averages heads that share keys, as kvpress does; sinks stay; tokens are evicted while
-    decoding too, and observed again after each `window` tokens.
+    **Departs from the paper**: pools by the mean and averages heads that share keys, as kvpress does; sinks stay; heads and layers share
+    their budgets; tokens are evicted while decoding too, and observed again after each `window` tokens.
 
     Args:
         window: Queries that observe; as many of the newest tokens always stay.
@@ -28,7 +29,8 @@ class SnapKVPolicy(WaitingPolicy, built_in=True):
     """
 
     name = "snapkv"
-    directions = False
+    comparable = True
+    head_budgets = "global"
     window: int = count(64)
     kernel_size: int = count(5)
 
@@ -37,6 +39,7 @@ class SnapKVPolicy(WaitingPolicy, built_in=True):
         if self.kernel_size % 2 == 0:
             raise ConfigError.of("kernel_size", "an odd number, so that neighbours lie on both sides of a token", self.kernel_size)
         object.__setattr__(self, "observes", self.window)
+        object.__setattr__(self, "interval", self.window)
 
     def recent(self, budget: int, sinks: int) -> int:
         return self.window
@@ -44,11 +47,8 @@ class SnapKVPolicy(WaitingPolicy, built_in=True):
     def score(self, tokens: Tokens) -> torch.Tensor:
         order = tokens.positions.argsort(-1).expand_as(tokens.observed)
         # Empty slots sort first, with zeros, like padding of the pool. Sums rank tokens as means do.
-        received = torch.where(tokens.positions < 0, 0, tokens.observed).gather(-1, order)
+        received = torch.where(tokens.real, tokens.observed, 0).gather(-1, order)
         scores = torch.full_like(received, torch.inf)
         if (earlier := received.shape[-1] - self.window) > 0:
             scores[..., :earlier] = functional.avg_pool1d(received[..., :earlier], self.kernel_size, 1, self.kernel_size // 2)
         return torch.empty_like(scores).scatter_(-1, order, scores)
-
-    def due(self, seen: int | torch.Tensor, sinks: int, complete: bool | torch.Tensor) -> bool | torch.Tensor:
-        return complete

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_kvcaches.equip.policies.base import Policy
-from hf_kvcaches.equip.tokens import Tokens, ages
+from hf_kvcaches.equip.policies.tokens import Tokens
 
 
 @dataclass(frozen=True)
@@ -21,18 +21,12 @@ class StreamingPolicy(Policy, built_in=True):
     """
 
     name = "streaming"
-    directions = False
-    in_graphs = True
+    interval = None
     order_only = True
 
     def recent(self, budget: int, sinks: int) -> int:
         return max(1, budget - sinks)
 
-    def victim(
-        self, scores: torch.Tensor, positions: torch.Tensor, *, sinks_end: torch.Tensor | int, recent_start: torch.Tensor | int
-    ) -> torch.Tensor:
-        return ages(positions, positions < sinks_end).argmin(-1, keepdim=True)
-
     def score(self, tokens: Tokens) -> torch.Tensor:
         # Counted from the end, because float32 holds integers up to 2^24 only.
-        return (tokens.positions - tokens.seen).float()
+        return (tokens.positions - tokens.count).float()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_kvcaches.equip.policies.base import Policy
-from hf_kvcaches.equip.tokens import Tokens
+from hf_kvcaches.equip.policies.tokens import Tokens
 
 
 @dataclass(frozen=True)
@@ -16,16 +16,20 @@ class TOVAPolicy(Policy, built_in=True):
 
     TOVA (Transformers are Multi-State RNNs, arXiv 2401.06104) evicts the token with the lowest attention of the current query.
 
-    **Departs from the paper**: a token is evicted before the new query attends; sinks, recent tokens and a block's last token stay.
+    **Departs from the paper**: a token is evicted before the new query attends; sinks and the newest token stay.
     """
 
     name = "tova"
-    directions = False
-    asks_all_heads = True
-    in_graphs = True
-    by_head = False
+    interval = None
     observes = 1
-    always_recent = 1
+    by_head = False
+    asks_all_heads = True
+
+    def recent(self, budget: int, sinks: int) -> int:
+        return 1
 
     def score(self, tokens: Tokens) -> torch.Tensor:
         return tokens.of_all_heads(tokens.observed).mean(1, keepdim=True)
+
+    def watch(self, scores: torch.Tensor, weights: torch.Tensor, slot: torch.Tensor) -> None:
+        scores.copy_(torch.where(scores.isinf(), scores, weights.mean(1, keepdim=True)))

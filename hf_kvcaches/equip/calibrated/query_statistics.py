@@ -8,20 +8,16 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
-from hf_kvcaches import compat
 from hf_kvcaches.codec.moments import Moments
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.hub import Artifact
-from hf_kvcaches.equip.policies.base import Policy
-from hf_kvcaches.equip.tokens import Tokens
-from hf_kvcaches.errors import ConfigError, whole_number
+from hf_kvcaches.core.rope import rotation_of
+from hf_kvcaches.equip.calibrated.corpus import SINKS, Corpus
+from hf_kvcaches.errors import whole_number
+from hf_kvcaches.evaluate.observer import Attended, WatchingCache
 from hf_kvcaches.evaluate.runner import evaluating
-from hf_kvcaches.evaluate.texts import Tokenized, sequences
 from hf_kvcaches.reuse.partial import run_module
-
-_SINKS = 4
 
 
 class LayerQueries(NamedTuple):
@@ -53,7 +49,7 @@ class QueryStatistics(Artifact):
     def calibrate(
         cls, model: nn.Module, tokenizer: Any, texts: Iterable[str | Sequence[int]], *, block: int = 512, progress: bool = True
     ) -> QueryStatistics:
-        """Measures the queries of a model on texts, in one forward pass over each.
+        """Measure the queries of a model on texts, in one forward pass over each.
 
         Args:
             model: A transformers model that `EquipCache` supports, also inside a PEFT wrapper. It is left unchanged.
@@ -62,21 +58,14 @@ class QueryStatistics(Artifact):
             block: Texts are cut into sequences of at most so many tokens. The queries of the first 4 tokens of each are left out.
             progress: Whether to show a bar.
         """
-        from hf_kvcaches.equip.cache import EquipCache
-
-        base, encoder, moments, tokens = compat.base_model(model), Tokenized(tokenizer), _QueryMoments(), 0
-        block = whole_number("block", block, _SINKS + 1)
-        cache = EquipCache(base, moments, block, sinks=_SINKS, recent=1, positions="original")
-        with evaluating(base), torch.no_grad():
-            parts = (part for text in sequences(texts, encoder, base) for part in text.split(block) if len(part) > _SINKS)
-            for ids in tqdm(parts, unit=" sequences", desc="Calibrating", disable=not progress):
+        block = whole_number("block", block, SINKS + 1)
+        corpus = Corpus(model, tokenizer, texts, SINKS + 1, progress, block)
+        cache = _QueryMoments(corpus.base)
+        with evaluating(corpus.base), torch.no_grad():
+            for ids in corpus:
                 cache.reset()
-                run_module(base.base_model, cache, ids[None].to(compat.input_device(base)))
-                tokens += len(ids)
-        if not tokens:
-            raise ConfigError.of("texts", f"a text of more than {_SINKS} tokens", "none")
-        fingerprint = ModelFingerprint.of(model, tokenizer if encoder.used else None)
-        return cls({index: moments.layer(index) for index in sorted(moments.sums)}, tokens, fingerprint)
+                run_module(corpus.base.base_model, cache, ids[None])
+        return cls({index: cache.layer(index) for index in sorted(cache.sums)}, corpus.tokens, corpus.fingerprint())
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {f"{index}.{name}": tensor for index, layer in self.layers.items() for name, tensor in layer._asdict().items()}
@@ -99,20 +88,20 @@ class QueryStatistics(Artifact):
         return self  # never changed, and shared by copies of a cache
 
 
-class _QueryMoments(Policy):
-    """Sums moments of [1, query] over the queries of each block, and scores nothing."""
+class _QueryMoments(WatchingCache):
+    """Sums moments of [1, query] over the queries of each pass."""
 
-    sees_block = mixes_heads = True
-
-    def __init__(self) -> None:
+    def __init__(self, model: Any) -> None:
         self.sums: dict[int, tuple[Moments, float]] = {}
+        super().__init__(model)
 
-    def score(self, tokens: Tokens) -> torch.Tensor:
-        queries = tokens.unrotated_queries()[0, :, tokens.counted_queries()[0]].double()
-        rows = torch.cat([torch.ones_like(queries[..., :1]), queries], -1)  # (heads, tokens, 1 + head_dim)
-        sums = Moments(rows.shape[:1], rows.shape[-1], rows.device), tokens.scaling
-        self.sums.setdefault(int(getattr(tokens.module, "layer_idx", -1)), sums)[0].add(rows)
-        return torch.zeros(tokens.positions.shape, device=rows.device)
+    def watch(self, attended: Attended) -> None:
+        queries, geometry = attended.query[:1], rotation_of(self.config).layers[attended.layer_idx].at(attended.query.shape[2] - 1)
+        if geometry.kind == "rope" and geometry.refusal is None:
+            queries = geometry.unrotate(queries, torch.arange(queries.shape[2], device=queries.device))
+        rows = torch.nn.functional.pad(queries[0, :, SINKS:].double(), (1, 0), value=1.0)  # (heads, tokens, 1 + head_dim)
+        sums = Moments(rows.shape[:1], rows.shape[-1], rows.device), attended.scaling
+        self.sums.setdefault(attended.layer_idx, sums)[0].add(rows)
 
     def layer(self, index: int) -> LayerQueries:
         moments, scaling = self.sums[index]

@@ -1,0 +1,1 @@
+"""Artifacts that pruning may use: each is measured once for a model."""

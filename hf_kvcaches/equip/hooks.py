@@ -1,0 +1,95 @@
+"""What the model's attention modules are called with, which a cache's layers can't see: told to them by hooks, one for each module."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from transformers import Cache, PreTrainedModel
+
+from hf_kvcaches import compat
+from hf_kvcaches.core.attachments import Attachment
+from hf_kvcaches.core.decoder import attention_module, decoder_layers
+from hf_kvcaches.equip.slot_layer import Asked, SlotLayer
+from hf_kvcaches.errors import UnsupportedError
+
+
+def _begin(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Tell a cache before a pass whether that came without a mask."""
+    cache = compat.cache_of(kwargs)
+    if hasattr(cache, "unmasked"):
+        cache.unmasked = len(args) < 2 and kwargs.get("attention_mask") is None
+
+
+def _tell(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Tell a layer what its module is asked before the module does."""
+    cache = compat.cache_of(kwargs)
+    layers = getattr(cache, "layers", ())
+    layer = layers[module.layer_idx] if module.layer_idx < len(layers) else None
+    if isinstance(layer, SlotLayer):
+        inputs = None
+        if layer.policy.reads_inputs:
+            inputs = {name: value for name, value in kwargs.items() if not isinstance(value, Cache)}
+            inputs["hidden_states"] = args[0] if args else kwargs["hidden_states"]
+        mask = None if cache.unmasked else kwargs.get("attention_mask", False)
+        layer.asked = Asked(module, mask, kwargs.get("position_ids"), inputs)
+
+
+_begin.only_observes = _tell.only_observes = True  # type: ignore[attr-defined]
+
+
+class _Telling(Attachment):
+    """`_begin` before a decoder, `_tell` before each of its attention modules."""
+
+    def attach(self, model: PreTrainedModel) -> None:
+        if _begin not in compat.forward_hooks(decoder := model.get_decoder()):
+            decoder.register_forward_pre_hook(_begin, with_kwargs=True)
+        for layer in decoder_layers(model)[2]:
+            module = _attention_of(layer)
+            if module is not None and _tell not in compat.forward_hooks(module):
+                module.register_forward_pre_hook(_tell, with_kwargs=True)
+
+    def detach(self, model: PreTrainedModel) -> None:
+        compat.remove_pre_hook(model.get_decoder(), _begin)
+        for layer in decoder_layers(model)[2]:
+            if (module := _attention_of(layer)) is not None:
+                compat.remove_pre_hook(module, _tell)
+
+
+def _attention_of(layer: Any) -> Any:
+    """The attention of a decoder layer; None where it has another mixer."""
+    try:
+        return attention_module(layer)
+    except UnsupportedError:
+        return None
+
+
+TELLING = _Telling()
+
+
+def refuse_images(model: PreTrainedModel, cache: Cache, instead: str) -> None:
+    """Refuse forward passes with this cache whose tokens have different positions on different axes, before they compute anything.
+
+    Models that read images give an image's tokens a position on each axis, and text the same one on all. Attention is called without
+    them, so a cache layer can't tell the two apart.
+
+    Args:
+        model: A model whose `RotaryGeometry` has `axes`.
+        instead: What the user may do.
+    """
+    reference = weakref.ref(cache)
+
+    def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        ids, given = kwargs.get("position_ids"), compat.cache_of(kwargs)
+        if given is None or given is not reference() or ids is None or ids.ndim != 3 or torch.compiler.is_compiling():
+            return
+        axes = ids[-3:]  # before the three there may be the index in the text
+        if not bool((axes == axes[:1]).all()):
+            raise UnsupportedError(
+                f"position_ids: image tokens have a position for each axis, and this cache moves tokens by one. {instead}"
+            )
+
+    before.only_observes = True  # type: ignore[attr-defined]
+    handle = model.get_decoder().register_forward_pre_hook(before, with_kwargs=True)
+    weakref.finalize(cache, handle.remove)

@@ -1,0 +1,138 @@
+"""What a policy looks at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_kvcaches.core.parallel import HeadShard
+from hf_kvcaches.core.rope import RotaryGeometry
+from hf_kvcaches.errors import UnsupportedError
+
+# Above every score that a policy gives. Between it and infinity stand tokens that were not scored yet, by age.
+UNSCORED = 2.0**100
+
+
+def unscored(positions: torch.Tensor) -> torch.Tensor:
+    """The scores of tokens that no policy has scored yet: above all others, and the newer the higher."""
+    return positions.float() * 2.0**77 + UNSCORED  # float32 counts in steps of 2**77 there
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What a policy looks at: the tokens that a layer keeps, and in a block the new ones, in any order.
+
+    Args:
+        keys: (batch, kv_heads, tokens, head_dim), each rotated to its `index`.
+        values: (batch, kv_heads, tokens, value_dim).
+        positions: (batch, 1 or kv_heads, tokens): how many real tokens came before it in its row; -1: no token.
+        count: Real tokens of each row so far: a number, or (batch, 1, 1).
+        sinks: How many of a row's first tokens always stay.
+        index: To which position each key is rotated, as `positions`; None: to its own.
+        attention: What the observed queries gave to each token, (batch, kv_heads, tokens), float32, as the mean over the query heads of a
+            group; None where the policy observes none.
+        queries: (batch, heads, queries, head_dim), rotated to `query_index`: those of the block, or the last ones; None where the policy is
+            shown none.
+        query_index: (batch or 1, queries); -1: padding.
+        scaling: What the model's attention multiplies scores with.
+        geometry: How the model rotates keys; None for a policy that is tried on tensors alone.
+        scores: What the policy said before of tokens that are kept, (batch, 1 or kv_heads, tokens); -inf where it said nothing. None in the
+            first block.
+        budget: How many tokens will stay in each head, or None.
+        module: The model's attention while it is asked; None in decode steps and for keys from another cache.
+        inputs: What the model's attention is called with for a block, `hidden_states` (batch, new tokens, hidden) among it, or None.
+        shard: Which of the model's heads these are, under tensor parallelism; None for all.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    positions: torch.Tensor
+    count: int | torch.Tensor
+    sinks: int
+    index: torch.Tensor | None = None
+    attention: torch.Tensor | None = None
+    queries: torch.Tensor | None = None
+    query_index: torch.Tensor | None = None
+    scaling: float = 1.0
+    geometry: RotaryGeometry | None = None
+    scores: torch.Tensor | None = None
+    budget: int | None = None
+    module: nn.Module | None = None
+    inputs: Mapping[str, Any] | None = None
+    shard: HeadShard | None = None
+
+    @property
+    def real(self) -> torch.Tensor:
+        """True for tokens, (batch, 1 or kv_heads, tokens)."""
+        return self.positions >= 0
+
+    @property
+    def counted(self) -> torch.Tensor:
+        """True for tokens that are no sinks, (batch, 1 or kv_heads, tokens)."""
+        return self.positions >= self.sinks
+
+    @property
+    def observed(self) -> torch.Tensor:
+        """`attention`, or an error that says how to get it."""
+        if self.attention is None:
+            raise UnsupportedError(
+                "This policy scores by attention, and these tokens came without: it was not asked to observe any. Set `observes`."
+            )
+        return self.attention
+
+    @property
+    def heads(self) -> int:
+        """How many KV heads the model's layer has, in all processes together."""
+        return self.keys.shape[1] * (1 if self.shard is None else self.shard.size)
+
+    def of_all_heads(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of this process's heads (dimension 1) with those of all processes."""
+        return tensor if self.shard is None else self.shard.gather(tensor)
+
+    def of_these_heads(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Of a tensor of all heads (dimension 1) those of this process."""
+        return tensor if self.shard is None else tensor[:, self.shard.span(tensor.shape[1])]
+
+    def unrotated_keys(self) -> torch.Tensor:
+        """`keys` before their rotation, where its angles are known."""
+        if not self._angles:
+            return self.keys
+        assert self.geometry is not None
+        return self.geometry.unrotate(self.keys, (self.positions if self.index is None else self.index).clamp(min=0))
+
+    def unrotated_queries(self) -> torch.Tensor:
+        """`queries` before their rotation, where its angles are known."""
+        queries = self.asked
+        if not self._angles:
+            return queries
+        assert self.geometry is not None
+        assert self.query_index is not None
+        return self.geometry.unrotate(queries, self.query_index.clamp(min=0))
+
+    @property
+    def asked(self) -> torch.Tensor:
+        """`queries`, or an error that says how to get them."""
+        if self.queries is None:
+            raise UnsupportedError("This policy scores by queries, and these tokens came without. Set `reads_queries`.")
+        return self.queries
+
+    @property
+    def real_queries(self) -> torch.Tensor:
+        """True for queries of real tokens that are no sinks, (batch or 1, queries)."""
+        assert self.query_index is not None
+        return self.query_index >= self.sinks
+
+    @property
+    def end(self) -> int | torch.Tensor:
+        """The position behind the newest token, in the numbers of `index`: a number, or (batch, 1, 1)."""
+        if self.index is None:
+            return self.count
+        return self.index.amax(-1, keepdim=True).amax(1, keepdim=True) + 1
+
+    @property
+    def _angles(self) -> bool:
+        return self.geometry is not None and self.geometry.kind == "rope" and self.geometry.refusal is None

@@ -1,0 +1,163 @@
+"""The way of a block of new tokens through a layer: they attend, and then the layer is pruned (`pruning.py`)."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+
+from hf_kvcaches.core.call import Call
+from hf_kvcaches.core.holder import LastQueries
+from hf_kvcaches.core.step import Pass
+from hf_kvcaches.equip import block
+from hf_kvcaches.equip.block import Incoming, Questions
+from hf_kvcaches.equip.budgets import Limit
+from hf_kvcaches.equip.positions import StepMask
+from hf_kvcaches.equip.pruning import PruningLayer
+from hf_kvcaches.equip.slot_layer import Asked
+from hf_kvcaches.errors import UnsupportedError
+from hf_kvcaches.kernels.blocks import Visibility
+
+
+class Detour(Protocol):
+    """What new tokens do in place of being appended, for the passes of one operation."""
+
+    def attend(self, layer: Any, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: Pass) -> torch.Tensor:
+        """The attention of the new tokens, (batch, tokens, heads, head_dim); arguments as in `EquipLayer.attend`."""
+
+
+class PromptLayer(PruningLayer):
+    """Takes blocks of new tokens.
+
+    Attributes:
+        detour: What the passes of `EquipCache.edit` and `EquipCache.compress` do; else None.
+    """
+
+    detour: Detour | None
+
+    @abstractmethod
+    def step(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, mask: StepMask, asked: Asked
+    ) -> torch.Tensor:
+        """Take one token a row and attend."""
+
+    def take(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, asked: Asked) -> torch.Tensor:
+        """Take new tokens, a block together and drafts one by one; the attention of all, (batch, tokens, heads, head_dim)."""
+        table, tokens, rows = self.table, keys.shape[2], keys.shape[0]
+        running = self.enter(call, tokens, keys.device)
+        if self.detour is not None:
+            return self.detour.attend(self, query, keys, values, call, running)
+        length = self.passes.block_length(tokens, begun=bool(table.seen), recording=self.journal is not None)
+        outputs = []
+        with self.storage.space_for(rows, tokens, running.valid, length, running.shared):
+            for start, stop, limit in self._spans(running, length):
+                span = slice(start, stop)
+                questions = Questions(query[:, :, span], None, call.module, block.inputs_of(asked.inputs, start, stop))
+                self.record(None, stop - start)
+                outputs.append(self._block(questions, keys[:, :, span], values[:, :, span], call, running.part(start, stop), limit))
+            if length < tokens:
+                self.require_pruned()
+            for index in range(length, tokens):
+                span, part = slice(index, index + 1), running.part(index, index + 1)
+                allowed = None if part.allowed is None else part.allowed[:, 0, 0].expand(rows, -1)
+                real = None if part.valid is None else part.valid[:, None]
+                told = Asked(call.module, None, part.position_ids, block.inputs_of(asked.inputs, index, index + 1))
+                outputs.append(self.step(query[:, :, span], keys[:, :, span], values[:, :, span], call, (allowed, real), told))
+        if length:
+            self.prepare_graph()
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+
+    def _spans(self, running: Pass, length: int) -> list[tuple[int, int, Limit]]:
+        """The blocks of new tokens with what each is pruned to: a first prompt's question is one of its own."""
+        if not length:
+            return []
+        if self.table.seen or self.waiting:
+            return [(0, length, self.limit)]
+        ends = sorted({0, self.settings.question_in(length), length})
+        first = self.resolve(ends[1] if running.valid is None else int(running.valid[:, : ends[1]].sum(-1).max()))
+        return [(start, stop, self.limit if start else first) for start, stop in pairwise(ends)]
+
+    def _block(
+        self, questions: Questions, keys: torch.Tensor, values: torch.Tensor, call: Call, running: Pass, limit: Limit
+    ) -> torch.Tensor:
+        """Attend with a block of new tokens, then prune: (batch, tokens, heads, head_dim)."""
+        table, used, observed, output, bias = self.table, self.table.used, None, None, call.bias
+        new = self._incoming(keys, values, running, call)
+        index = new.index[:, 0]
+        query = self.rotation.to_frame(questions.states, running.positions(), index, table)
+        if not table.seen and running.whole and bias is None:
+            output = call.dense(query, new.frame, values).to(values.dtype)
+        if output is None or self.policy.observes != 0:
+            all_keys, all_values, allowed = new.frame, values, running.allowed
+            if used:
+                all_keys = torch.cat([self.rotation.frame(self.storage.read(used)[0], table), new.frame], 2)
+                all_values = torch.cat([self.storage.read(used)[1], values], 2)
+            if table.seen:
+                allowed = None if allowed is None else block.with_new(block.mask_of_slots(allowed, table.text_index()), allowed)
+                columns = None if bias is None else self.columns(bias, running.tokens)
+                bias = None if bias is None else block.with_new(block.bias_of_slots(bias, columns, keys.shape[1]), bias)
+            visible = Visibility(self.holding(), used, running.valid, allowed)
+            if output is None:
+                output = block.attend(query, all_keys, all_values, call, visible, bias)
+            if self.policy.observes != 0:
+                observed = block.observe(query, all_keys, call, visible, self._window(running.tokens), bias)
+        self._count(new, running)
+        self.arrive(new, limit, Questions(query, index, questions.module, questions.inputs), observed)
+        return output
+
+    def _incoming(self, keys: torch.Tensor, values: torch.Tensor, running: Pass, call: Call | None) -> Incoming:
+        """New tokens, with their places in their rows and in the frame."""
+        self.regularise(keys, running.valid is not None, None if call is None else call.bias)
+        table, tokens, batch, device = self.table, running.tokens, keys.shape[0], keys.device
+        steps = torch.arange(tokens, device=device)
+        positions, text = (steps + table.seen).expand(batch, 1, -1), None
+        if table.counts is not None:
+            text = positions
+            steps = steps.expand(batch, -1) if running.valid is None else running.valid.cumsum(-1) - 1
+            positions = steps[:, None] + table.counts
+        if running.valid is not None:
+            positions = torch.where(running.valid[:, None], positions, -1)
+            text = torch.where(running.valid[:, None], text, -1)  # type: ignore[arg-type]
+        index, places = self.rotation.index_of_new(table, positions), running.positions()
+        frame = self.rotation.to_frame(keys, places, index[:, 0], table)
+        return Incoming(self.rotation.stored(keys, places), frame, values, positions.to(torch.int32), index, text, places[:, -1:])
+
+    def _count(self, new: Incoming, running: Pass) -> None:
+        """Count new tokens as seen."""
+        table = self.table
+        table.advance(running.tokens)
+        if table.counts is not None:
+            table.counts = table.counts + (new.positions >= 0).sum(-1, keepdim=True, dtype=torch.int32)
+
+    def _window(self, tokens: int) -> int | None:
+        """How many of a block's last queries the policy observes."""
+        window = self.policy.observes
+        return None if window is None or (self.table.used and tokens < window) else window
+
+    def adopt(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        positions: torch.Tensor,
+        padding: torch.Tensor | None,
+        queries: LastQueries | None = None,
+    ) -> None:
+        tokens, policy, observed, questions = keys.shape[2], self.policy, None, Questions()
+        running = self.passes.of_prompt(positions, padding, tokens, keys.device)
+        self.choose_angles(running.positions)
+        if policy.observes != 0:
+            observed = block.observe_adopted(queries, keys, running.valid, policy.observes)
+        elif policy.reads_queries and queries is None:
+            raise UnsupportedError(f"queries: {policy.name!r} scores a prompt by its last queries, and got none. Pass them, or use 'keydiff'.")
+        longest = tokens if running.valid is None else int(running.valid.sum(-1).max())
+        limit = self.limit if self.waiting else self.resolve(longest)
+        with self.storage.space_for(keys.shape[0], tokens, running.valid, tokens, running.shared):
+            new = self._incoming(keys, values, running, None)
+            self._count(new, running)
+            if queries is not None:
+                self.scaling = queries.scaling
+                questions = Questions(queries.states, new.index[:, 0, -queries.states.shape[2] :])
+            self.arrive(new, limit, questions, observed)
+        self.prepare_graph()

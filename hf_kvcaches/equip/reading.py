@@ -1,0 +1,123 @@
+"""The second reading of a context: what its tokens get of attention while the model reproduces it (KVzip, arXiv 2505.23416)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from hf_kvcaches import compat
+from hf_kvcaches.core.call import Call
+from hf_kvcaches.core.step import Pass
+from hf_kvcaches.equip import block
+from hf_kvcaches.equip.prompt import Detour, PromptLayer
+from hf_kvcaches.kernels.blocks import Visibility
+
+
+@contextmanager
+def detours(layers: Sequence[PromptLayer], passes: Sequence[Detour]) -> Iterator[None]:
+    """Have each layer's new tokens take a detour, without gradients."""
+    for layer, detour in zip(layers, passes, strict=True):
+        layer.detour = detour
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for layer in layers:
+            layer.detour = None
+
+
+class Reconstruction:
+    """The most that any query of the repeated context gave to each slot of one layer; the layer takes none of these tokens.
+
+    Weights are shared among the tokens of the repeated chunk: no table of all tokens by all tokens is made.
+
+    Attributes:
+        span: Where the repeated chunk begins and ends in the text.
+        received: (batch, kv_heads, slots), float32, the largest over the heads of a group.
+    """
+
+    def __init__(self, layer: PromptLayer) -> None:
+        self.span = (0, 0)
+        self.received = torch.zeros(*layer.storage.shape, layer.table.used, device=layer.device)
+
+    def attend(self, layer: Any, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: Pass) -> torch.Tensor:
+        """Attention of repeated tokens over the context and each other, (batch, tokens, heads, head_dim)."""
+        table, rotation, used = layer.table, layer.rotation, layer.table.used
+        steps = torch.arange(running.tokens, device=keys.device)[None] if running.valid is None else running.valid.cumsum(-1) - 1
+        count = table.count if isinstance(table.count, int) else table.count.view(-1, 1)
+        index = rotation.index_of_new(table, steps.clamp(min=0) + count)
+        query, keys = (rotation.to_frame(x, running.positions(), index, table) for x in (query, keys))
+        past_keys, past_values = layer.storage.read(used)
+        past_keys = rotation.frame(past_keys, table)
+        text = table.text_index()[:, :1]  # nothing is pruned yet: all heads hold the same tokens
+        inside = (text >= self.span[0]) & (text < self.span[1])
+        columns = inside.any(0).any(0).nonzero()[:, 0]
+        self._observe(inside[..., columns], columns, query, past_keys[:, :, columns], call, running.valid)
+        kept = int(columns[-1]) + 1 if columns.numel() else 0
+        visible = Visibility((text[..., :kept] >= 0) & (text[..., :kept] < self.span[1]), kept, running.valid)
+        all_keys, all_values = (torch.cat([past[:, :, :kept], new], 2) for past, new in ((past_keys, keys), (past_values, values)))
+        return block.attend(query, all_keys, all_values, call, visible, call.bias)
+
+    def _observe(
+        self, inside: torch.Tensor, columns: torch.Tensor, query: torch.Tensor, keys: torch.Tensor, call: Call, valid: torch.Tensor | None
+    ) -> None:
+        """Note what the chunk's slots get of its repetition.
+
+        Args:
+            inside: True for slots of the chunk, (batch, 1, columns).
+            columns: The slots that belong to the chunk in any row.
+            keys: In these slots, (batch, kv_heads, columns, head_dim), in one frame with the queries.
+            valid: True where a repeated token is real, (batch, tokens), or None for all.
+        """
+        grouped = (query * call.scaling).unflatten(1, (keys.shape[1], -1))
+        scores = (grouped @ keys[:, :, None].mT).float()
+        if call.softcap is not None:
+            scores = call.softcap * torch.tanh(scores / call.softcap)
+        hidden = ~inside[:, :, None, None]
+        weights = scores.masked_fill_(hidden, torch.finfo(scores.dtype).min).softmax(-1)
+        if valid is not None:
+            weights = weights.masked_fill(hidden, 0.0) * valid[:, None, None, :, None]
+        self.received[..., columns] = torch.maximum(self.received[..., columns], weights.amax((2, 3)))
+
+
+def reconstruct(cache: Any, model: Any, layers: list[Any], ids: torch.Tensor, chunk: int) -> list[torch.Tensor]:
+    """Feed a context again, and return what the slots of each layer got of it.
+
+    Args:
+        cache: An `EquipCache` that holds the context.
+        model: The model that filled it.
+        layers: Those with full attention; others are put back as they were.
+        ids: Of the context, (rows, tokens).
+        chunk: Tokens fed at a time.
+    """
+    others = {index: copy.deepcopy(layer) for index, layer in enumerate(cache.layers) if layer not in layers}
+    text = layers[0].table.text
+    real = torch.ones(ids.shape[0], cache.seen, dtype=torch.bool, device=ids.device)
+    if text is not None:
+        index = torch.where(text < 0, cache.seen, text)[:, 0].to(ids.device)
+        real = real.new_zeros(ids.shape[0], cache.seen + 1).scatter_(1, index, True)[:, :-1]
+    passes = [Reconstruction(layer) for layer in layers]
+    try:
+        with detours(layers, passes):
+            for start in range(0, ids.shape[1], chunk):
+                part = ids[:, start : start + chunk]
+                for reconstruction in passes:
+                    reconstruction.span = (start, start + part.shape[1])
+                mask = torch.cat([real, real[:, start : start + part.shape[1]]], 1).long()
+                model(
+                    input_ids=part,
+                    attention_mask=mask if not bool(mask.all()) else None,
+                    position_ids=(mask.cumsum(1) - 1).clamp(min=0)[:, -part.shape[1] :],
+                    **compat.cache_kwargs(model, cache),
+                    logits_to_keep=1,
+                )
+                for index, layer in others.items():
+                    cache.layers[index] = copy.deepcopy(layer)
+    finally:
+        for index, layer in others.items():
+            cache.layers[index] = layer
+    return [reconstruction.received for reconstruction in passes]

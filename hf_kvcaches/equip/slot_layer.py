@@ -1,0 +1,368 @@
+"""The state of one layer of an `EquipCache`: its slots, their limits, and what transformers may ask of them between passes."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from hf_kvcaches import compat
+from hf_kvcaches.core.call import AnsweringLayer
+from hf_kvcaches.core.parallel import HeadShard, require_heads
+from hf_kvcaches.core.rope import RotaryGeometry
+from hf_kvcaches.core.step import Pass, Passes
+from hf_kvcaches.equip.allocation import Assembly
+from hf_kvcaches.equip.budgets import Limit, slots_for
+from hf_kvcaches.equip.policies import Policy
+from hf_kvcaches.equip.ragged import Ragged
+from hf_kvcaches.equip.rollback import Journal, Undo
+from hf_kvcaches.equip.rotation import Given, Shifted, Unrotated
+from hf_kvcaches.equip.settings import EquipSettings
+from hf_kvcaches.equip.slots import SlotTable
+from hf_kvcaches.equip.storage import Flat, Slots
+from hf_kvcaches.equip.streamed import Streamed
+from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError
+
+# What a file has of a layer beside its table.
+_LIMITS = {"slots": int, "recent": int, "waiting": bool, "shifted": bool}
+
+
+class Asked(NamedTuple):
+    """What the model's attention module is called with.
+
+    Args:
+        mask: The mask that it will attend with; False where it has another name.
+        positions: The model's positions of the new tokens, (batch or 1, tokens), or None.
+        inputs: All arguments, for policies that read them, or None.
+    """
+
+    module: nn.Module
+    mask: Any
+    positions: torch.Tensor | None
+    inputs: Mapping[str, Any] | None
+
+
+class SlotLayer(AnsweringLayer):
+    """Slots for at most a budget of tokens.
+
+    Attributes:
+        geometry: How the model rotates the layer's keys.
+        rotation: How they are kept.
+        storage: Keys and values of the slots.
+        table: Which token each slot holds.
+        slots: How many slots there may be in each head, in the mean; 0 before the prompt.
+        recent: How many of the newest tokens are protected while decoding.
+        waiting: Whether nothing is pruned yet, because the policy waits for `EquipCache.compress`.
+        journal: What can be taken back, while that is asked for.
+        asked: What the attention module of the running pass is called with, where a hook tells it.
+        assembly: The layers that share their slots.
+        shard: Which heads the layer has, under tensor parallelism; None for all.
+        heads: KV heads of the model's layer in all processes together; None where nothing looks at several heads.
+    """
+
+    is_croppable = True
+    cache_name = "EquipCache"
+
+    def __init__(
+        self,
+        settings: EquipSettings,
+        geometry: RotaryGeometry,
+        rotation: Given,
+        passes: Passes[Pass],
+        storage: Flat,
+        assembly: Assembly,
+        layer_idx: int,
+        heads: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.settings, self.geometry, self.rotation, self.passes = settings, geometry, rotation, passes
+        self.assembly, self.shard, self.heads = assembly, assembly.shard, heads
+        self._first = (rotation, storage)
+        self.journal: Journal | None = None
+        self._clear()
+
+    def _clear(self) -> None:
+        self.rotation, self.storage = self._first
+        self.storage.clear()
+        self.table = SlotTable()
+        self.slots = self.recent = 0
+        self.waiting, self.scaling = self.policy.deferred > 0, 1.0
+        self.asked: Asked | None = None
+        self.arrival: Any = None
+        self.detour: Any = None
+
+    @property
+    def policy(self) -> Policy:
+        """Which tokens stay."""
+        return self.settings.policy
+
+    @property
+    def seen(self) -> int:  # type: ignore[override]
+        """Tokens fed in."""
+        return int(self.table.clock) if self.table.stale and self.table.clock is not None else self.table.seen
+
+    @property
+    def kept(self) -> int:
+        """Slots that hold a token, in the mean over the heads of the fullest row."""
+        if self.table.positions is None:
+            return 0
+        return round(float(self.table.kept().float().mean(1).max()))
+
+    @property
+    def limit(self) -> Limit:
+        """How many tokens stay of all that came."""
+        return Limit(self.slots, self.recent)
+
+    def kept_positions(self) -> torch.Tensor:
+        """For each slot the index of its token in the text, padding included, (batch, kv_heads, slots); -1: empty."""
+        self.table.catch_up()
+        slots = self.slots if self.table.rooms is None else int(self.table.rooms.max())
+        return self.table.text_positions(self.storage.shape[1], slots)
+
+    def get_seq_length(self) -> int:
+        table = self.table
+        return table.clock if torch.compiler.is_compiling() and table.clock is not None else self.seen  # type: ignore[return-value]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        if torch.compiler.is_compiling():
+            # Any number but that of the new tokens would grow with each step, and a graph would take it for a constant.
+            return query_length, 0
+        if query_length == 1:
+            return 1, self.seen  # slots need no mask of the text: which of them hold a token is known here
+        return super().get_mask_sizes(query_length)
+
+    @property
+    def is_compileable(self) -> bool:  # type: ignore[override]
+        """Whether `torch.compile` may take single tokens: see `graphs.py`."""
+        settings, late = self.settings, self.settings.decode_budget is not None or self.settings.question_start is not None
+        if late or self.journal is not None or not self.policy.in_graphs or not self.storage.in_graphs:
+            return False
+        if self.geometry.changes_at is not None and not isinstance(self.rotation, Given):
+            return False
+        if isinstance(self.storage, Streamed) and self.table.seen and self.storage.sink_keys is None and settings.sinks:
+            return False
+        return self.shard is None or not self.policy.asks_all_heads
+
+    def check_new_tokens(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Refuse keys and values that can't follow those of the layer, (batch, kv_heads, tokens, head_dim)."""
+        self.storage.check(key_states, value_states)
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        if self.heads is not None:
+            require_heads(key_states.shape[1], self.shard, self.heads, "EquipCache with these settings")
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def resolve(self, prompt: int) -> Limit:
+        """Decide on the number of slots when the first tokens are there; return what these are pruned to.
+
+        Args:
+            prompt: The tokens of the longest row.
+        """
+        limit = self.settings.limit_of(prompt)
+        self.take_limits(limit, prompt)
+        return limit
+
+    def limit_of_context(self, behind: int) -> tuple[Limit, int]:
+        """What a context that is held is pruned to, and the tokens of its longest row.
+
+        Args:
+            behind: How many of the newest tokens are not context.
+        """
+        counts = self.table.counts
+        context = (self.table.seen if counts is None else int(counts.max())) - behind
+        return self.settings.limit_of(context, behind), context
+
+    def take_limits(self, limit: Limit, prompt: int) -> None:
+        """Set how many slots there are from now on.
+
+        Args:
+            limit: What the prompt is pruned to.
+            prompt: Its tokens, in the longest row.
+        """
+        decode = self.settings.decode_budget
+        slots = limit.slots if decode is None else slots_for(decode, prompt)
+        if slots < limit.slots:
+            raise ConfigError.of("decode_budget", f"at least the budget, {limit.slots} tokens", slots)
+        self.slots, self.recent, self.waiting = slots, self.settings.recent_of(slots), False
+
+    def own(self, needs_graph: bool) -> None:
+        """Make sure that tensors may be written in place: not where an autograd graph or inference mode holds on to them."""
+        self.storage.own(needs_graph)
+        outside = not torch.is_inference_mode_enabled()
+        if needs_graph or (outside and any(tensor.is_inference() for tensor in self.table.tensors().values())):
+            self.table.map(torch.clone)
+
+    def own_for(self, *new: torch.Tensor) -> None:
+        """`own` where new tokens are about to be written."""
+        needs_graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in new)
+        if needs_graph or (self.table.positions is not None and not torch.is_inference_mode_enabled()):
+            self.own(needs_graph)
+
+    def prepare_graph(self) -> None:
+        """Make sure after an uncompiled pass that the next one may be compiled."""
+        table = self.table
+        if table.positions is None or not compat.compiles(self.device) or not self.is_compileable:
+            table.clock = None
+            return
+        device = table.positions.device
+        if table.rooms is None:
+            self.storage.reserve(self.slots, self.slots)
+            table.reserve(self.storage.capacity)
+        with torch.inference_mode(False):  # a graph may run outside of that mode, in which alone the mode's tensors can be changed
+            if table.clock is None or table.clock.device != device:
+                table.clock = torch.zeros((), dtype=torch.long, device=device)
+            for part in (table, self.storage):
+                part.map(lambda tensor: tensor.clone() if tensor.is_inference() else tensor)
+        table.clock.fill_(table.seen)
+        if isinstance(self.rotation, Unrotated):
+            self.rotation.on_read(torch.zeros(1, 1, 1, dtype=torch.int32, device=device), self.storage.capacity)
+        for tensor in (*self.storage.tensors().values(), *table.tensors().values()):
+            # Without it CUDA graphs would leave out what changes them.
+            torch._dynamo.mark_static_address(tensor, guard=False)
+
+    # What is taken back.
+
+    def activate_past_recording(self) -> None:
+        """From now on tokens can be taken back with `crop`, up to the last crop. Several tokens at once count as so many steps."""
+        if self.settings.head_budgets == "global" and not self.seen:
+            raise UnsupportedError(
+                "activate_past_recording: with head_budgets='global' a prompt is pruned when its last layer has been read, and drafts in the "
+                "same call would need the pruned prompt before. Feed the prompt first, pass head_budgets='layer' or None, or decode without "
+                "an assistant."
+            )
+        self.record_past = True
+
+    @property
+    def record_past(self) -> bool:
+        """Whether tokens can be taken back."""
+        return self.journal is not None
+
+    @record_past.setter
+    def record_past(self, value: bool) -> None:
+        self.table.catch_up()
+        self.journal = (self.journal or Journal()) if value else None
+        self.prepare_graph()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take the last tokens back: slots and scores are as if they had never come.
+
+        Args:
+            tokens_to_remove: Minus the number of tokens, as in transformers. 0 only makes final what came.
+        """
+        tokens, table = -int(tokens_to_remove), self.table
+        if not 0 <= tokens <= self.seen:
+            raise ConfigError.of("tokens_to_remove", f"a number from -{self.seen} to 0", -tokens, "crop(-n) removes the last n tokens.")
+        table.catch_up()
+        whole = self.policy.order_only and table.filled == table.seen and table.counts is None
+        if self.journal is not None and (self.journal.covers(tokens) or not whole):
+            for undo in self.journal.last(tokens):
+                self._undo(undo)
+            if isinstance(self.storage, Streamed) and tokens:
+                self.follow(None)
+        elif tokens and not whole:
+            raise UnsupportedError(
+                "crop: tokens were pruned or scored, so EquipCache can take back only what it has recorded. "
+                "Call activate_past_recording() before the tokens that may be taken back, or build the cache anew from the shorter text."
+            )
+        elif tokens:
+            self._forget_last(tokens)
+        self.make_final()
+
+    @abstractmethod
+    def follow(self, newest: torch.Tensor | None) -> None:
+        """Have the sinks of a stream follow its newest token, at the model's position (batch or 1, 1); None: counted."""
+
+    def _undo(self, undo: Undo) -> None:
+        if undo.slot is None:
+            self.storage = undo.storage
+            self.storage.restore(undo.raw)
+            self.rotation = undo.rotation
+        else:
+            self.storage.write(undo.slot, undo.raw)
+        self.table = undo.table
+        self.table.reserve(self.storage.capacity)
+
+    def _forget_last(self, tokens: int) -> None:
+        """Empty the slots of the last tokens of a layer that still holds every token, in order."""
+        table = self.table
+        assert table.positions is not None
+        assert table.scores is not None
+        assert table.filled is not None
+        table.filled -= tokens
+        table.positions[..., table.filled :] = -1
+        table.scores[..., table.filled :] = -torch.inf
+        table.set_order(table.kept(), self.rotation.unrotated)
+        table.advance(-tokens)
+
+    def record(self, slot: Slots | None, tokens: int) -> None:
+        """Note what new tokens are going to change, while that is asked for.
+
+        Args:
+            slot: The slots that steps overwrite, or None for all.
+        """
+        if self.journal is not None:
+            raw = self.storage.snapshot() if slot is None else self.storage.gather(slot)
+            self.journal.add(Undo(tokens, self.table.clone(), slot, raw, self.storage, self.rotation))
+
+    def make_final(self) -> None:
+        """End a change that came from outside of a forward pass: what came before can't be taken back any more."""
+        if self.journal is not None:
+            self.journal.clear()
+        self.storage.trim(None if self.table.positions is None else self.table.kept())
+        self.prepare_graph()
+
+    # What transformers may do with all rows.
+
+    def owned_tensors(self) -> dict[str, torch.Tensor]:
+        return self.storage.tensors() | self.table.tensors()
+
+    def reset(self) -> None:
+        self._clear()
+        self.assembly.clear()
+        self.is_initialized = False
+        if self.journal is not None:
+            self.journal.clear()
+
+    def _map_rows(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.table.catch_up()
+        self.storage.map_rows(function)
+        self.table.map(function, rows=True)
+        if self.table.positions is not None and self.table.filled is None:
+            self.table.find_filled()
+        self.make_final()
+
+    def _move(self, device: torch.device | str) -> None:
+        for part in (self.storage, self.table):
+            part.map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def export_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        self.table.catch_up()
+        tensors, counters = self.table.export()
+        stored = {f"slots.{name}": tensor for name, tensor in self.storage.export().items()}
+        limits = {"slots": self.slots, "recent": self.recent, "waiting": self.waiting, "shifted": isinstance(self.rotation, Shifted)}
+        return tensors | stored, counters | limits
+
+    def import_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
+        self.reset()
+        stored = {name.removeprefix("slots."): tensor for name, tensor in tensors.items() if name.startswith("slots.")}
+        table = {name: tensor for name, tensor in tensors.items() if not name.startswith("slots.")}
+        limits = {name: values.get(name) for name in _LIMITS}
+        if any(type(limits[name]) is not kind for name, kind in _LIMITS.items()):
+            raise ArtifactError(f"The stored state of an EquipLayer doesn't fit: {limits}. Save the cache again.")
+        self.slots, self.recent, self.waiting = values["slots"], values["recent"], values["waiting"]
+        self.table = SlotTable.imported(table, {name: value for name, value in values.items() if name not in limits})
+        if isinstance(self.rotation, Shifted) and not values["shifted"]:
+            self.rotation, self.storage = self.rotation.otherwise, Flat(self.settings.backend)
+        if "rooms" in stored:
+            self.storage = Ragged(self.settings.backend)
+        if stored:
+            if missing := set(self.storage.exported) - set(stored):
+                raise ArtifactError(f"A layer's slots are stored without {sorted(missing)}. Save the cache again.")
+            self.storage.take(stored, None if self.table.positions is None else self.table.kept(), self.slots)
+            self.lazy_initialization(*self.storage.read(1))
+        self.prepare_graph()

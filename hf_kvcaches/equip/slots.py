@@ -1,0 +1,209 @@
+"""Which token each slot holds, and what it is worth."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+import torch
+
+from hf_kvcaches.equip.policies.tokens import UNSCORED, unscored
+from hf_kvcaches.equip.storage import Slots
+from hf_kvcaches.errors import ArtifactError
+
+_EMPTY_DISTANCE = 1 << 30
+# What a slot that is added holds, by field.
+_EMPTY: dict[str, float] = {"positions": -1, "scores": -math.inf, "distances": _EMPTY_DISTANCE, "text": -1, "gathering": 0.0}
+_COUNTERS = ("seen", "filled", "since")
+
+
+@dataclass
+class SlotTable:
+    """The tokens of one layer, slot by slot, in any order; after a block in order of position.
+
+    A token's position is the number of real tokens before it in its row: padding is not counted.
+
+    Args:
+        positions: (batch, 1 or kv_heads, slots), int32; -1: empty.
+        scores: (batch, 1 or kv_heads, slots), float32: +inf for sinks and for slots that a head does not have, -inf for empty ones, above
+            `UNSCORED` for tokens that were not scored yet. The lowest is evicted next.
+        distances: Tokens of the cache that came since, as `positions`; only where keys are rotated by it.
+        text: The index of a token in the text as it was fed in, as `positions`, int64; None where no row was ever padded.
+        counts: Real tokens of each row so far, (batch, 1, 1), int32; None where no row was ever padded.
+        gathering: What the queries since the last scoring gave to each slot, (batch, kv_heads, slots), float32.
+        queries: These queries, (batch, heads, interval, head_dim), as the model rotated them.
+        asked: Queries of the context, rotated behind its end, that a later refit needs, (batch, heads, queries, head_dim).
+        rooms: How many slots each head has, (batch, kv_heads, 1); None where all have as many.
+        clock: `seen` as a tensor, for compiled graphs, which take a number in Python for a constant.
+        seen: Tokens fed in, padding included.
+        filled: Slots in use where these are the first ones of all rows and heads; None where rows or heads differ.
+        since: Steps since the last scoring.
+    """
+
+    positions: torch.Tensor | None = None
+    scores: torch.Tensor | None = None
+    distances: torch.Tensor | None = None
+    text: torch.Tensor | None = None
+    counts: torch.Tensor | None = None
+    gathering: torch.Tensor | None = None
+    queries: torch.Tensor | None = None
+    asked: torch.Tensor | None = None
+    rooms: torch.Tensor | None = None
+    clock: torch.Tensor | None = None
+    seen: int = 0
+    filled: int | None = 0
+    since: int = 0
+    stale: bool = False
+
+    @property
+    def used(self) -> int:
+        """How many slots, from the first on, may hold a token."""
+        if self.positions is None:
+            return 0
+        whole = self.filled is None or torch.compiler.is_compiling()
+        return self.positions.shape[-1] if whole else self.filled  # type: ignore[return-value]
+
+    @property
+    def count(self) -> int | torch.Tensor:
+        """Real tokens of each row so far: a number, or (batch, 1, 1); in a graph a tensor."""
+        if self.counts is not None:
+            return self.counts
+        return self.clock if torch.compiler.is_compiling() and self.clock is not None else self.seen
+
+    def kept(self) -> torch.Tensor:
+        """How many tokens are kept, (batch, 1 or kv_heads, 1)."""
+        assert self.positions is not None
+        return (self.positions >= 0).sum(-1, keepdim=True)
+
+    def known_scores(self) -> torch.Tensor:
+        """What the policy has said of the slots in use, (batch, 1 or kv_heads, slots); -inf where it has said nothing."""
+        assert self.scores is not None
+        scores = self.scores[..., : self.used]
+        return torch.where(scores >= UNSCORED, -math.inf, scores)
+
+    def take(self, slot: Slots, real: torch.Tensor | None) -> None:
+        """Say that the new token of each row is in a slot.
+
+        Args:
+            slot: (batch, 1 or kv_heads, 1).
+            real: Which rows have a new token, (batch, 1, 1), or None for all.
+        """
+        assert self.positions is not None
+        assert self.scores is not None
+        graph = torch.compiler.is_compiling() and self.clock is not None
+        seen: int | torch.Tensor = self.clock if graph else self.seen  # type: ignore[assignment]
+        self._put(self.positions, slot, seen if self.counts is None else self.counts, real)
+        # By the text's count: only the order within a row matters.
+        self._put(self.scores, slot, unscored(seen) if isinstance(seen, torch.Tensor) else seen * 2.0**77 + UNSCORED, real)
+        if self.distances is not None:
+            nearer = self.distances < self.distances.gather(2, slot)
+            self.distances.add_(nearer if real is None else nearer & real)
+            self._put(self.distances, slot, 0, real)
+        if self.text is not None:
+            self._put(self.text, slot, seen, real)
+        if self.counts is not None:
+            self.counts = self.counts + (1 if real is None else real)
+
+    def advance(self, tokens: int) -> None:
+        """Count tokens that were fed in."""
+        if self.clock is not None:
+            self.clock.add_(tokens)
+        if torch.compiler.is_compiling():
+            self.stale = True
+        else:
+            self.seen += tokens
+
+    def catch_up(self) -> None:
+        """Read the counters anew after compiled steps."""
+        if self.stale:
+            assert self.clock is not None
+            self.seen, self.stale = int(self.clock), False
+            self.find_filled()
+
+    def find_filled(self) -> None:
+        """Set `filled` from the positions."""
+        kept = self.kept()
+        low, high = kept.aminmax()
+        self.filled = int(low) if self.rooms is None and bool(low == high) else None
+
+    def pad(self, rows: int, device: torch.device) -> None:
+        """Count each row's tokens by itself from now on."""
+        if self.counts is None:
+            self.counts = torch.full((rows, 1, 1), self.seen, dtype=torch.int32, device=device)
+            self.text = None if self.positions is None else self.positions.long()
+
+    def text_index(self) -> torch.Tensor:
+        """For each slot in use the index of its token in the text, (batch, 1 or kv_heads, slots in use); -1: empty."""
+        assert self.positions is not None
+        return (self.positions.long() if self.text is None else self.text)[..., : self.used]
+
+    def reserve(self, capacity: int) -> None:
+        """Make room for a number of slots."""
+        for name, fill in _EMPTY.items():
+            tensor = getattr(self, name)
+            if tensor is not None and tensor.shape[-1] < capacity:
+                setattr(self, name, torch.nn.functional.pad(tensor, (0, capacity - tensor.shape[-1]), value=fill))
+
+    def set_order(self, kept: torch.Tensor, distances: bool) -> None:
+        """Set the distances of slots in order of position.
+
+        Args:
+            kept: How many of them hold a token, (batch, 1 or kv_heads, 1).
+            distances: Whether there are any.
+        """
+        assert self.positions is not None
+        self.distances = None
+        if distances:
+            away = kept - 1 - torch.arange(self.positions.shape[-1], device=kept.device)
+            self.distances = torch.where(away < 0, _EMPTY_DISTANCE, away).to(torch.int32).contiguous()
+
+    def text_positions(self, kv_heads: int, slots: int) -> torch.Tensor:
+        """For each slot the index of its token in the text as it was fed in, padding included, (batch, kv_heads, slots); -1: empty."""
+        if self.positions is None:
+            return torch.empty(0, 0, 0, dtype=torch.long)
+        index = (self.positions if self.text is None else self.text).long()[..., :slots]
+        return torch.nn.functional.pad(index, (0, slots - index.shape[-1]), value=-1).expand(-1, kv_heads, -1)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All tensors by name."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor], *, rows: bool = False) -> None:
+        """Replace all tensors, or with `rows` those that belong to rows."""
+        for name, tensor in self.tensors().items():
+            if not (rows and name == "clock"):
+                setattr(self, name, function(tensor))
+
+    def clone(self) -> Self:
+        """A copy that shares no tensor."""
+        copied = copy.copy(self)
+        copied.map(torch.clone)
+        return copied
+
+    def export(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Tensors of rows, and counters, for a file."""
+        tensors = {name: tensor for name, tensor in self.tensors().items() if name != "clock"}
+        return tensors, {name: getattr(self, name) for name in _COUNTERS}
+
+    @classmethod
+    def imported(cls, tensors: dict[str, torch.Tensor], counters: dict[str, Any]) -> SlotTable:
+        """What `export` gave."""
+        known = {field.name for field in fields(cls)} - {"clock"}
+        wrong = (set(tensors) - known) | (set(counters) ^ set(_COUNTERS))
+        numbers = [number for name, number in counters.items() if name != "filled" or number is not None]
+        if wrong or not all(type(number) is int and 0 <= number < 1 << 40 for number in numbers):
+            raise ArtifactError(f"The stored state of an EquipLayer doesn't fit: {sorted(wrong) or counters}. Save the cache again.")
+        values: dict[str, Any] = {**tensors, **counters}
+        return cls(**values)
+
+    def _put(self, tensor: torch.Tensor, slot: Slots, value: float | torch.Tensor, real: torch.Tensor | None) -> None:
+        """Write a value to the slot of each row and head, where the row has a new token."""
+        if real is not None:
+            value = torch.where(real, value, tensor.gather(2, slot))
+        tensor.scatter_(2, slot, value.to(tensor.dtype).expand(slot.shape) if isinstance(value, torch.Tensor) else value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self.clone()

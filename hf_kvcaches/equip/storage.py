@@ -1,0 +1,277 @@
+"""Where the keys and values of slots lie: one buffer a row.
+
+Other layouts are subclasses: `ragged.py` (heads of different lengths), `quantized.py`, `coded.py`, `paged.py`, `latent.py`. What they
+differ in is how keys and values are encoded (`encode`, `decode`), and where the result lies (`raw`, `gather`, `hold`, `write`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar, Self
+
+import torch
+
+from hf_kvcaches.errors import ConfigError, UnsupportedError
+from hf_kvcaches.kernels import slots as kernels
+from hf_kvcaches.kernels.arguments import Attended, RotationTables
+from hf_kvcaches.kernels.launch import Backend
+
+# Slots of every row and head: (batch, 1 or kv_heads, tokens).
+Slots = torch.Tensor
+# What is kept of tokens: (batch, kv_heads, tokens, any number) each.
+Raw = tuple[torch.Tensor, ...]
+
+
+class Flat:
+    """Keys and values, (batch, kv_heads, slots, head_dim) each; what is empty is zeros.
+
+    Attributes:
+        names: The tensors of slots, in the order of what `encode` gives.
+        exported: The tensors of rows in a file.
+        in_graphs: Whether compiled graphs may write to it.
+        no_gradients: Why there are no gradients, as a sentence; "" where there are.
+    """
+
+    names: ClassVar[tuple[str, ...]] = ("keys", "values")
+    exported: ClassVar[tuple[str, ...]] = names
+    in_graphs: ClassVar[bool] = True
+    no_gradients: ClassVar[str] = ""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self.keys: torch.Tensor | None = None
+        self.values: torch.Tensor | None = None
+        self._bases: tuple[tuple[int, ...], torch.Tensor] | None = None
+
+    @property
+    def capacity(self) -> int:
+        """How many slots there are by now."""
+        first = getattr(self, self.names[0])
+        return 0 if first is None else first.shape[2]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and KV heads; zeros before the first token."""
+        return (0, 0) if self.keys is None else (self.keys.shape[0], self.keys.shape[1])
+
+    def check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Refuse new tokens that can't follow those in the store, (batch, kv_heads, tokens, head_dim)."""
+        for old, new in ((self.keys, keys), (self.values, values)):
+            if old is not None and (self.shape[0] != new.shape[0] or old.dtype != new.dtype):
+                raise wrong_rows(self.shape[0], old.dtype, new)
+
+    def prepare(self, keys: torch.Tensor, real: torch.Tensor, empty: torch.Tensor) -> None:
+        """Look at the keys of a block before they are encoded.
+
+        Args:
+            keys: (batch, kv_heads, tokens, head_dim).
+            real: True for tokens, (batch, 1 or kv_heads, tokens).
+            empty: True for rows that keep no token, (batch, 1, 1, 1).
+        """
+
+    def space_for(
+        self, rows: int, tokens: int, valid: torch.Tensor | None, block: int, shared: Callable[[str, Callable[[], Any]], Any]
+    ) -> AbstractContextManager[None]:
+        """Within it there is memory for the new tokens of a pass: for all layers, or the first of them refuses and nothing has changed.
+
+        Args:
+            valid: True for real tokens, (batch, tokens), or None for all.
+            block: How many of the tokens are one block.
+            shared: Makes what the layers of a pass share, by name.
+        """
+        return nullcontext()
+
+    # How tokens are kept.
+
+    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> Raw:
+        """Keys and values as they are kept."""
+        return keys, values
+
+    def decode(self, raw: Raw) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values, in the model's dtype, from what is kept of them."""
+        keys, values = raw
+        return keys, values
+
+    # Where they are kept.
+
+    def raw(self, used: int) -> Raw:
+        """What is kept in the first slots."""
+        return tuple(tensor[:, :, :used] for tensor in self._slots())
+
+    def gather(self, slots: Slots) -> Raw:
+        """Copies of what is kept in some slots."""
+        return tuple(pick(tensor, slots) for tensor in self.raw(self.capacity))
+
+    def hold(self, raw: Raw, most: int) -> None:
+        """Make these the first slots, and all others empty.
+
+        Args:
+            most: How many slots there may ever be.
+        """
+        slots = room_for(raw[0].shape[2], most)
+        for name, tensor in zip(self.names, raw, strict=True):
+            setattr(self, name, extended(tensor, slots))
+
+    def write(self, slots: Slots, raw: Raw) -> None:
+        """Overwrite slots, in one indexed write."""
+        buffers = self._slots()
+        if buffers[0].is_cuda and len(raw) == 2 and not torch.compiler.is_compiling():
+            kernels.write_slots(buffers[0], buffers[1], slots, raw[0], raw[1], backend=self.backend, check=False)
+        elif slots.shape[:2] == (1, 1):
+            for buffer, new in zip(buffers, raw, strict=True):
+                buffer.index_copy_(2, slots.view(-1), new)
+        else:
+            index = self._flat_index(slots, buffers[0].shape)
+            for buffer, new in zip(buffers, raw, strict=True):
+                buffer.view(-1, buffer.shape[-1]).index_copy_(0, index, new.reshape(-1, new.shape[-1]))
+
+    # What is made of these.
+
+    def read(self, used: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the first slots."""
+        return self.decode(self.raw(used))
+
+    def rebuild(self, index: Slots | None, new: Raw | None, used: int, most: int) -> None:
+        """Keep some of the tokens in slots and of new ones, in that order. What stays is not encoded again.
+
+        Args:
+            index: Of each slot to come, among the slots in use and the new tokens behind them; None: all.
+            new: New tokens, as `encode` gave them.
+            used: Slots in use.
+            most: How many slots there may ever be.
+        """
+        raw = self.raw(used) if used else ()
+        if new is not None:
+            raw = tuple(torch.cat(parts, 2) for parts in zip(raw, new, strict=True)) if raw else new
+        self.hold(raw if index is None else tuple(self.pick(tensor, index) for tensor in raw), most)
+
+    def pick(self, tensor: torch.Tensor, index: Slots) -> torch.Tensor:
+        """Some tokens of what is kept, (batch, kv_heads, tokens, width)."""
+        return pick(tensor, index)
+
+    def reserve(self, slots: int, most: int) -> None:
+        """Make room for a number of slots, of at most `most`."""
+        if slots > self.capacity:
+            self.hold(self.raw(self.capacity), max(slots, min(most, slots + slots // 2)))
+
+    def attend(self, query: torch.Tensor, used: int, scaling: float, *, rotation: RotationTables | None = None, **options: Any) -> Attended:
+        """Attention of one query a row over the first slots; arguments as in `slot_attention`."""
+        keys, values = self.read(used)
+        backend: Backend = "torch" if torch.compiler.is_compiling() else self.backend
+        return kernels.slot_attention(query, keys, values, scaling, rotation=rotation, backend=backend, check=False, **options)
+
+    # Memory and rows.
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All tensors by name."""
+        return {name: tensor for name, tensor in vars(self).items() if isinstance(tensor, torch.Tensor)}
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Replace all tensors that belong to it alone; dimension 0 is the batch."""
+        for name, tensor in Flat.tensors(self).items():
+            setattr(self, name, function(tensor))
+        self._bases = None
+
+    def map_rows(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Pick rows."""
+        self.map(function)
+
+    def own(self, needs_graph: bool) -> None:
+        """Make sure that tensors may be written in place.
+
+        Args:
+            needs_graph: Whether an autograd graph holds on to what is there.
+        """
+        if needs_graph and self.no_gradients:
+            raise UnsupportedError(self.no_gradients)
+        outside = not torch.is_inference_mode_enabled()
+        if needs_graph or (outside and any(tensor.is_inference() for tensor in Flat.tensors(self).values())):
+            self.map(torch.clone)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        for name in self.tensors():
+            setattr(self, name, None)
+        self._bases = None
+
+    def trim(self, kept: torch.Tensor | None) -> None:
+        """Give memory back after tokens were dropped; one buffer a row has none to give.
+
+        Args:
+            kept: How many slots of each row are in use, (batch, 1 or kv_heads, 1), or None where there are no rows.
+        """
+
+    def snapshot(self) -> Any:
+        """All that it holds, as it is now; `restore` may be given it once."""
+        return {name: tensor.clone() for name, tensor in self.tensors().items()}
+
+    def restore(self, snapshot: Any) -> None:
+        """Go back to a snapshot."""
+        self.clear()
+        for name, tensor in snapshot.items():
+            setattr(self, name, tensor)
+
+    def export(self) -> dict[str, torch.Tensor]:
+        """What a file holds: `exported`, or nothing."""
+        return {name: tensor.contiguous() for name in self.exported if (tensor := getattr(self, name)) is not None}
+
+    def take(self, tensors: dict[str, torch.Tensor], kept: torch.Tensor | None, most: int) -> None:
+        """Take over what `export` gave.
+
+        Args:
+            kept: How many slots of each row are in use, (batch, 1 or kv_heads, 1).
+            most: How many slots there may ever be.
+        """
+        for name, tensor in tensors.items():
+            setattr(self, name, tensor)
+
+    def _slots(self) -> list[torch.Tensor]:
+        return [getattr(self, name) for name in self.names]
+
+    def _flat_index(self, slots: Slots, shape: torch.Size) -> torch.Tensor:
+        """Slots as an index of rows of a contiguous buffer's last dimension."""
+        key = (*shape[:3], slots.device.index or 0)
+        if self._bases is None or self._bases[0] != key or torch.compiler.is_compiling():
+            bases = torch.arange(0, shape[0] * shape[1] * shape[2], shape[2], device=slots.device).view(shape[0], shape[1], 1)
+            if torch.compiler.is_compiling():
+                return (bases + slots).flatten()
+            self._bases = key, bases
+        return (self._bases[1] + slots).flatten()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copied = copy.copy(self)
+        copied.map(torch.clone)  # deepcopy refuses tensors that are part of an autograd graph
+        return copied
+
+
+def wrong_rows(rows: int, dtype: torch.dtype | None, new: torch.Tensor) -> ConfigError:
+    """The error for new tokens of another batch or dtype."""
+    return ConfigError(
+        f"The cache holds {rows} rows of {dtype}, and the model came with {new.shape[0]} rows of {new.dtype}. "
+        "Use a new cache, or reset() this one; batch_repeat_interleave and batch_select_indices change its rows."
+    )
+
+
+def room_for(slots: int, most: int) -> int:
+    """How many slots to make room for, of at most `most`."""
+    # A budget may be far more than is ever needed; half as many again each time copies a token three times at most.
+    return max(slots, min(most, max(64, slots + slots // 2)))
+
+
+def extended(tensor: torch.Tensor, slots: int) -> torch.Tensor:
+    """A buffer that begins with a tensor's slots; the others are zeros, because what is masked is still multiplied by zero."""
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        return torch.nn.functional.pad(tensor, (0, 0, 0, slots - tensor.shape[2])).contiguous()
+    buffer = tensor.new_zeros((*tensor.shape[:2], slots, tensor.shape[-1]))
+    buffer[:, :, : tensor.shape[2]] = tensor
+    return buffer
+
+
+def pick(tensor: torch.Tensor, slots: Slots) -> torch.Tensor:
+    """Copies of what is in some slots, (batch, kv_heads, tokens, width)."""
+    batch, heads, _, width = tensor.shape
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        tensor = tensor.clone()  # the gradient of `gather` looks at all of it, and slots are overwritten before that
+    return tensor.gather(2, slots[..., None].expand(batch, heads, slots.shape[-1], width))
