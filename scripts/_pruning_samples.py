@@ -62,10 +62,10 @@ class Sample:
 
 @dataclass(frozen=True)
 class Chat:
-    """The first message, later turns as the user's and the assistant's token ids, and questions about the first message."""
+    """Turns as the user's and the assistant's token ids, and a question about the first one with its answer."""
 
     turns: list[tuple[list[int], list[int]]]
-    questions: list[tuple[list[int], list[int]]]
+    question: tuple[list[int], list[int]]
 
 
 class Book:
@@ -99,9 +99,9 @@ class Book:
         return list(accumulate(len(encode(self.tokenizer, f" {sentence}")) for sentence in sentences))
 
 
-def needle(rng: random.Random, digits: int = 7) -> Fact:
-    """A number."""
-    place, number = rng.choice(PLACES), "".join(rng.choice("0123456789") for _ in range(digits))
+def needle(rng: random.Random) -> Fact:
+    """A number of seven digits."""
+    place, number = rng.choice(PLACES), "".join(rng.choice("0123456789") for _ in range(7))
     begins = f"The secret number of the {place} is"
     return Fact(f"{begins} {number}.", f"What is the secret number of the {place}?", begins, f" {number}")
 
@@ -140,15 +140,15 @@ def question_of(tokenizer: Any, fact: Fact) -> tuple[list[int], list[int]]:
 
 
 def chats(book: Book, count: int, tokens: int, seed: int) -> Iterator[Chat]:
-    """Chats of about so many tokens whose first message states a number of four digits and two facts, which are asked for in the end."""
+    """Chats of about so many tokens whose first message states a fact, which is asked for in the end."""
     for number in range(count):
         rng = random.Random(f"pruning chat {seed} {number}")
-        stated = [needle(rng, 4), *facts(rng, (FACTS[0], FACTS[0]))]
-        turns = [turn(book.tokenizer, f"Please remember: {' '.join(fact.note for fact in stated)}", "I will.", begins=True)]
+        [fact] = facts(rng, FACTS[:1])
+        turns = [turn(book.tokenizer, f"Please remember this: {fact.note}", "Yes, I will remember it.", begins=True)]
         while sum(len(message) + len(reply) for message, reply in turns) < tokens:
             section, reply = (" ".join(book.read(rng, length)[0]) for length in (SECTION, REPLY))
             turns.append(turn(book.tokenizer, f"What comes to your mind when you read this? {section}", reply))
-        yield Chat(turns, [turn(book.tokenizer, fact.question, f"{fact.begins}{fact.answer}", fact.answer) for fact in stated])
+        yield Chat(turns, turn(book.tokenizer, fact.question, f"{fact.begins}{fact.answer}", fact.answer))
 
 
 def turn(tokenizer: Any, message: str, reply: str, answer: str = "", *, begins: bool = False) -> tuple[list[int], list[int]]:

@@ -66,9 +66,7 @@ COLUMNS = (
     "round_q3_ms step_ms step_q1_ms step_q3_ms ratio ratio_q1 ratio_q3 error"
 ).split()
 SHOWN = {"ours ms": "{ours_ms:.2f}", "floor ms": "{floor_ms:.2f}", "ours/floor": "{overhead:.3f}"}
-SHOWN |= {f"over {side}": f"{{{side}}}" for side in (FULL, SHIFT, PUBLISHED, FUSED, GATHER, PAGES)} | {
-    "logit error": "{error:.1e}"
-}
+SHOWN |= {f"over {side}": f"{{{side}}}" for side in (FULL, SHIFT, PUBLISHED, FUSED, GATHER, PAGES)} | {"logit error": "{error:.1e}"}
 
 
 class Run:

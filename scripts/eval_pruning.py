@@ -7,7 +7,7 @@ Contexts of book text are read in one call and pruned before any question is kno
 which may grow while it answers. **needles**: a number of seven digits anywhere in the text. **facts**: three facts in words, asked for in
 other words. An answer is right if greedy decoding writes exactly its tokens; counted are those that the full cache gets right. **loss**:
 of the next 32 tokens of the book, in nats a token beyond the full cache's. **chats**: turns of some 200 tokens in `BUDGET` slots, the
-replies fed one token at a time; what the first message said, a number of four digits and two facts, is asked for in the end.
+replies fed one token at a time; the fact that the first message stated is asked for in the end.
 
 The probe and the budgets of heads are calibrated on other parts of the text. The numbers of the documentation have seed 1; what was chosen
 by measurement was chosen with seed 0. Rows are kept in `--state` as they are measured: a run that is cut off goes on where it was.
@@ -181,7 +181,7 @@ class Evaluation:
                     self.model(torch.tensor([ids], device=self.device), logits_to_keep=1, **compat.cache_kwargs(self.model, cache))
         synchronize(self.device)
         seconds, size = time.perf_counter() - start, bytes_of(cache)
-        right = [answer.matches for answer in suite.answers(self.model, cache, chat.questions)]
+        right = [answer.matches for answer in suite.answers(self.model, cache, [chat.question])]
         return {
             "tokens": sum(len(message) + len(reply) for message, reply in chat.turns),
             "bytes": size,
@@ -226,9 +226,7 @@ class Evaluation:
         """A cache in chats."""
         pairs = self._found("chat", f"{name} {BUDGET}")
         row = {"task": "chat", "cache": name, "peer": False, "budget": BUDGET, "samples": len(pairs)}
-        asked = [answers_of(pair) for pair in pairs]
-        facts = [answer for answers in asked for answer in answers[1:]]
-        return row | counted("needle", [answers[0] for answers in asked]) | counted("fact", facts) | costs(pairs)
+        return row | counted("fact", [answer for pair in pairs for answer in answers_of(pair)]) | costs(pairs)
 
 
 def bytes_of(cache: Cache) -> int:

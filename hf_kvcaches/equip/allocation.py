@@ -82,7 +82,7 @@ def compared(layers: Sequence[Candidates], shard: HeadShard | None = None) -> li
     left = (slots - rooms.sum(1, keepdim=True)).clamp(min=0)  # what short rows and a budget for decoding leave goes to all heads alike
     number = torch.arange(rooms.shape[1], device=device)
     rooms = (rooms + left // rooms.shape[1] + (number < left % rooms.shape[1]))[..., None]
-    return [_of_these(*pair, layer, shard) for *pair, layer in zip(kept, rooms.split(heads, 1), layers, strict=True)]
+    return [_of_these(part, room, layer, shard) for part, room, layer in zip(kept, rooms.split(heads, 1), layers, strict=True)]
 
 
 def with_rooms(layer: Candidates, rooms: torch.Tensor) -> torch.Tensor:

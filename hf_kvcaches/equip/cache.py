@@ -59,18 +59,18 @@ class EquipReport(CacheReport):
 class EquipCache(AnsweringCache):
     """Keeps a fixed number of tokens: a new one is written over the one that a policy gives up, and nothing is moved.
 
-    EQUIP: EQUivariant preserving In-Place updates for Efficient token-pruning (Ramachandran et al.). Attention does not care in which order
-    keys and values lie, so evicting and inserting are one write.
+    EQUIP: EQUivariant preserving In-Place updates for Efficient token-pruning (Ramachandran et al.). Attention does not care in which
+    order keys and values lie, so evicting and inserting are one write.
 
-    **Departs from the paper**: rotary positions need no second cache of rotated keys (`rotation.py`). A prompt attends densely and is pruned
-    when it has been read. Several tokens at once attend to all that was kept and to each other, and are pruned then. Heads and layers share
-    their slots.
+    **Departs from the paper**: rotary positions need no second cache of rotated keys (`rotation.py`). A prompt attends densely and is
+    pruned when it has been read. Several tokens at once attend to all that was kept and to each other, and are pruned then. Heads and
+    layers share their slots.
 
     **Refuses**: a model that does not ask this package's attention; cropping tokens that were not recorded (`activate_past_recording`);
     ready masks that differ by head; what does not go together (`settings.py`, and the table in `docs/equip.md`).
 
-    **Memory per token**: that of keys and values, for `budget` tokens of each head in the mean and no more, and 8 to 16 bytes a slot and key
-    head. `storage` holds keys and values in 0.53 ("int8") or 0.30 ("int4") of half precision's bytes at a head size of 64; `codec` in
+    **Memory per token**: that of keys and values, for `budget` tokens of each head in the mean and no more, and 8 to 16 bytes a slot and
+    key head. `storage` holds keys and values in 0.53 ("int8") or 0.30 ("int4") of half precision's bytes at a head size of 64; `codec` in
     `codec.bytes_ratio`; while a layer runs, its keys and values are there in the model's dtype too.
 
     Args:
@@ -83,8 +83,8 @@ class EquipCache(AnsweringCache):
         recent: Newest tokens that always stay; None for the policy's own number.
         decode_budget: Tokens to keep while decoding, where these are more than `budget`: a number, or a fraction of the prompt. None: as
             many as of the prompt.
-        head_budgets: How heads share the slots by their scores: "global" over all heads and layers, "layer" within a layer, `HeadBudgets` by
-            shares that were measured once, None: each head has as many; "auto": as suits the policy.
+        head_budgets: How heads share the slots by their scores: "global" over all heads and layers, "layer" within a layer, `HeadBudgets`
+            by shares that were measured once, None: each head has as many; "auto": as suits the policy.
         question_start: The index of the first prompt's token at which its question begins, negative to count from the end. What is
             before it is pruned before the question is read, and fractions are of it. None: nothing is a question.
         positions: "compact": counted within the cache, as in StreamingLLM; "original": as they were in the text.
@@ -370,7 +370,7 @@ class EquipCache(AnsweringCache):
         if not torch.compiler.is_compiling() and isinstance(layer, EquipLayer) and layer.table.stale:
             for pruned in self._pruned:
                 pruned.table.catch_up()
-                pruned.own(False)
+                pruned.own()
         return super().get_seq_length(layer_idx)
 
     @property

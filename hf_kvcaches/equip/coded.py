@@ -13,7 +13,7 @@ from hf_kvcaches.codec.codec import KVCodec
 from hf_kvcaches.codec.coder import LayerCoder
 from hf_kvcaches.equip.paged import Paged
 from hf_kvcaches.equip.pages import PageBook
-from hf_kvcaches.equip.storage import Flat, Raw, Slots, extended, pick
+from hf_kvcaches.equip.storage import Flat, Raw, Slots, extended, pick, read_decoded
 from hf_kvcaches.kernels.launch import Backend
 
 
@@ -59,9 +59,11 @@ class Coded(Flat):
     in_graphs = False
     no_gradients = "codec: codes are integers, which have no gradients. Call the model under torch.no_grad()."
 
+    read = read_decoded
+
     def __init__(self, backend: Backend, codec: KVCodec, layer_idx: int, sinks: int, codes: FlatCodes | PagedCodes) -> None:
         super().__init__(backend)
-        self.codec, self.layer_idx, self.sinks, self.codes = codec, layer_idx, sinks, codes
+        self.codec, self.layer_idx, self.sinks, self.codes, self.reserves = codec, layer_idx, sinks, codes, codes.reserves
 
     @property
     def capacity(self) -> int:
@@ -94,6 +96,8 @@ class Coded(Flat):
         self.codes.rebuild(None if index is None else self._by_byte(index, like), coded, used, most)
         index = torch.arange(used + count, device=like.device)[None, None] if index is None else index
         first = index[..., : self.sinks].expand(*like.shape[:2], -1)
+        if not first.shape[-1]:
+            return self._hold_sinks(tuple(states[:, :, :0] for states in (self._slots() if new is None else new[1:])))
         # What a slot behind the sinks held exists as codes alone, new tokens exactly.
         exact: Raw = self._coder(like).decode(self.codes.raw(first.shape[-1])[0][..., 0])
         if used:
@@ -102,8 +106,10 @@ class Coded(Flat):
         if new is not None:
             arrived = (pick(tensor, (first - used).clamp(min=0)) for tensor in new[1:])
             exact = tuple(torch.where((first >= used)[..., None], *parts) for parts in zip(arrived, exact, strict=True))
-        for name, tensor in zip(self.names, exact, strict=True):
-            setattr(self, name, extended(tensor, self.sinks + 1))
+        return self._hold_sinks(exact)
+
+    def _hold_sinks(self, exact: Raw) -> None:
+        self.keys, self.values = (extended(states, self.sinks + 1) for states in exact)
 
     # What codes and sinks do, each for themselves. Pages come first: a pool that is exhausted changes nothing.
 

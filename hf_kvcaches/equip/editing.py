@@ -100,9 +100,7 @@ def _open(layer: Any, start: int, stop: int, tokens: int) -> None:
             )
         keys, values = layer.storage.read(table.used)
         keys = geometry.shift(keys, torch.where(behind, moved, 0))
-        layer.storage.hold(layer.storage.encode(keys, values), layer.slots) if table.rooms is None else layer.storage.write(
-            torch.arange(table.used, device=keys.device).expand(*keys.shape[:2], -1), (keys, values)
-        )
+        layer.storage.hold(layer.storage.encode(keys, values), layer.slots)
     for name in ("positions", "text"):
         if (places := getattr(table, name)) is not None:
             places[..., : table.used] += torch.where(behind, moved, 0).to(places.dtype)
@@ -149,10 +147,9 @@ class Insertion:
         output = block.attend(query, all_keys, all_values, call, visible, None)
         observed = None
         if layer.policy.observes != 0:
-            window = layer.policy.observes
-            observed = block.observe(query, all_keys, call, visible, None if window is None or tokens < window else window)
-        new = Incoming(rotation.stored(keys, places), frame, values, positions.to(torch.int32), index, text, places[:, -1:])
-        new = new if table.text is not None else Incoming(*(getattr(new, name) if name != "text" else None for name in new.__dataclass_fields__))
+            observed = block.observe(query, all_keys, call, visible, layer.policy.observes)
+        told = None if table.text is None else text
+        new = Incoming(rotation.stored(keys, places), frame, values, positions.to(torch.int32), index, told, places[:, -1:])
         layer.arrive(new, layer.limit, Questions(None, None, call.module), observed)
         return output
 

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from hf_kvcaches import compat
 from hf_kvcaches.core.decoder import EXPANSION
 from hf_kvcaches.core.view import LayerView, previous_attention
-from hf_kvcaches.equip.storage import Flat, Raw
+from hf_kvcaches.equip.storage import Flat, Raw, read_decoded
 from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.kernels.arguments import Attended
 from hf_kvcaches.kernels.launch import Backend
@@ -151,6 +151,8 @@ class Latent(Flat):
     """
 
     names = exported = ("keys",)
+
+    read = read_decoded
 
     def __init__(self, backend: Backend, rotated: int, latent_dim: int) -> None:
         # One key of 576 dimensions for 128 heads is beyond what the kernels hold in shared memory.

@@ -46,17 +46,22 @@ class EquipLayer(PromptLayer):
 
     def _plain_step(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Take one token a row; return keys and values of all slots in use."""
-        self.check_new_tokens(keys, values)
-        asked, self.asked = self.asked, None
+        table, storage, asked, self.asked = self.table, self.storage, self.asked, None
+        assert storage.keys is not None
         assert asked is not None
-        self.own_for(keys, values)
+        if keys.shape[0] != storage.keys.shape[0] or keys.dtype != storage.keys.dtype:
+            self.check_new_tokens(keys, values)
+        if self.frozen or torch.is_grad_enabled():
+            self.own(keys, values)
         slot, at = self._next_slot(None)
-        self.table.take(slot, None)
-        self.storage.write(at, (keys, values))
-        self.table.advance(1)
-        self.follow(asked.positions)
-        self._learn(None, slot, None, None, asked)
-        return self.storage.read(self.table.used)
+        table.take(slot, None)
+        storage.write(at, (keys, values))
+        if isinstance(storage, Streamed):
+            self.follow(asked.positions)
+        if not self.policy.order_only:
+            self._learn(None, slot, None, None, asked)
+        assert table.filled is not None
+        return storage.read(table.filled)
 
     def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call) -> torch.Tensor:
         """Take the new tokens and give their queries' attention, (batch, tokens, heads, head_dim).
@@ -71,40 +76,43 @@ class EquipLayer(PromptLayer):
         if torch.compiler.is_compiling():
             graphs.require_compileable(self, call, keys.shape[2])
             return self.step(query, keys, values, call, (None, None), asked)
-        self.table.catch_up()
+        if self.table.stale:
+            self.table.catch_up()
         self.scaling = call.scaling
-        self.own_for(query, keys, values)
-        if keys.shape[2] > 1 or not self.table.seen or self.journal is not None or self.detour is not None:
+        if self.frozen or torch.is_grad_enabled():
+            self.own(query, keys, values)
+        alone = keys.shape[2] == 1 and self.table.seen and not (self.storage.pooled or self.waiting)
+        if not alone or self.journal is not None or self.detour is not None:
             return self.take(query, keys, values, call, asked)
-        self.require_pruned()
-        return self.step(query, keys, values, call, self.passes.memo("mask", asked.mask, lambda: self.read_step(asked.mask)), asked)
+        mask = call.mask if asked.mask is False else asked.mask
+        return self.step(query, keys, values, call, self.passes.memo("mask", mask, lambda: self.read_step(mask)), asked)
 
-    def step(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, mask: StepMask, asked: Asked
-    ) -> torch.Tensor:
+    def step(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, mask: StepMask, asked: Asked) -> torch.Tensor:
         """Take one token a row and attend: (batch, 1, heads, head_dim).
 
         Args:
-            mask: Which tokens of the text the query may see, (batch, tokens), or None for all; and which rows have a new token, (batch, 1, 1).
+            mask: Which tokens of the text the query may see, and which rows have a new token.
         """
         allowed, real = mask
         table, shown = self.table, query
-        if not torch.compiler.is_compiling():
+        if self.geometry.changes_at is not None:
             self.choose_angles(lambda: table.seen)
-            self.regularise(keys, real is not None or allowed is not None, call.bias)
+        if real is not None or isinstance(self.rotation, Shifted):
+            self.regularise(keys, real is not None, call.bias)
         slot, at = self._next_slot(real)
         table.take(slot, real)
-        table.advance(1)
         if self.rotation.unrotated:
-            undo = self.undo_turn(asked.positions)
-            query, keys = undo(query), undo(keys)
+            # One operation for both: a rotation of so few numbers costs what its launches do.
+            query, keys = self.undo_turn(asked.positions)(torch.cat([query, keys], 1)).split([query.shape[1], keys.shape[1]], 1)
         raw = self.storage.encode(keys, values)
         if real is not None:
             raw = tuple(torch.where(real[..., None], new, old) for new, old in zip(raw, self.storage.gather(at), strict=True))
         self.storage.write(at, raw)
-        self.follow(asked.positions)
+        if isinstance(self.storage, Streamed):
+            self.follow(asked.positions)
         output, weights = self._answer(query, call, allowed)
-        self._learn(weights, slot, shown, real, asked)
+        if not self.policy.order_only:
+            self._learn(weights, slot, shown, real, asked)
         return output
 
     def _next_slot(self, real: torch.Tensor | None) -> tuple[Slots, Slots]:
@@ -116,11 +124,12 @@ class EquipLayer(PromptLayer):
             if real is None:
                 self._reserve(table.filled + 1)
                 at = self._numbers()[table.filled : table.filled + 1].view(1, 1, 1)
-                self.record(at, 1)
+                if self.journal is not None:
+                    self.record(at, 1)
                 table.filled += 1
                 return at.expand(*table.scores.shape[:2], 1), at
             table.filled = None  # rows fill up apart from each other
-        if not graph and table.rooms is None:
+        if not graph and table.rooms is None and table.filled is None:
             self._reserve(min(self.slots, table.seen + 1))
         if isinstance(self.storage, Streamed) and not graph:
             self.storage.keep_sinks(self.settings.sinks)
@@ -129,7 +138,8 @@ class EquipLayer(PromptLayer):
             start: Any = table.count + 1 - self.recent
             scores = scores.masked_fill(table.positions >= (max(0, start) if isinstance(start, int) else start.clamp(min=0)), math.inf)
         slot = scores.argmin(-1, keepdim=True)
-        self.record(slot, 1)
+        if self.journal is not None:
+            self.record(slot, 1)
         return slot, slot
 
     def _reserve(self, slots: int) -> None:
@@ -152,8 +162,8 @@ class EquipLayer(PromptLayer):
         assert table.positions is not None
         if table.filled is None or allowed is not None or torch.compiler.is_compiling():
             valid = table.positions[..., :used] >= 0
-        if allowed is not None and table.text is not None:
-            valid &= block.mask_of_slots(allowed[:, None, None], table.text[..., :used])[:, :, 0]
+            if allowed is not None:
+                valid = valid & block.mask_of_slots(allowed[:, None, None], table.text_index())[:, :, 0]
         if call.bias is not None:
             return self._answer_with_bias(query, call, valid)
         watched = self.policy.observes != 0
@@ -181,7 +191,7 @@ class EquipLayer(PromptLayer):
         keys = self.rotation.frame(keys, self.table)
         if isinstance(self.rotation, Unrotated):
             query = self.rotation.to(torch.full((1, 1, 1), used - 1, device=query.device))(query)
-        bias = block.bias_of_slots(call.bias[:, :, -1:], self.columns(call.bias, used, 0), self.storage.shape[1])
+        bias = block.bias_of_slots(call.bias[:, :, -1:], self.columns(call.bias, 0), self.storage.shape[1])
         # Every slot comes "before" the query, whose own token is in one of them.
         visible = Visibility(valid, used, torch.zeros(batch, 1, dtype=torch.bool, device=query.device))
         output, weights = block_attention(
@@ -209,36 +219,36 @@ class EquipLayer(PromptLayer):
         table, policy = self.table, self.policy
         assert table.scores is not None
         if policy.interval is None:
-            before = None if real is None or policy.order_only else table.scores.clone()
+            before = table.scores.clone() if real is not None and not policy.order_only else None
             if weights is not None:
                 policy.watch(table.scores[..., : weights.shape[-1]], weights.detach(), slot)
             elif asked.inputs is not None and (score := policy.score_new(dict(asked.inputs), asked.module)) is not None:
                 table.scores.scatter_(2, slot, score)
-            if before is not None:
+            if before is not None and real is not None:
                 table.scores = torch.where(real, table.scores, before)
             return
         if weights is not None and table.gathering is not None:
-            table.gathering.scatter_(2, slot.expand(*weights.shape[:2], 1), 0.0)
-            table.gathering[..., : weights.shape[-1]].add_(weights.detach())
+            table.gathering[..., : weights.shape[-1]].add_(weights.detach() if real is None else weights.detach() * real)
         if query is not None and policy.reads_queries:
             if table.queries is None:
                 table.queries = query.new_zeros(*query.shape[:2], policy.interval, query.shape[3])
             table.queries[:, :, table.since : table.since + 1] = query.detach()
         table.since += 1
         if table.since == policy.interval:
-            self._score_again(asked.module)
+            self._score_again(asked)
 
-    def _score_again(self, module: nn.Module | None) -> None:
+    def _score_again(self, asked: Asked) -> None:
         """Score all tokens by what came since the last scoring."""
         table, interval = self.table, self.policy.interval
         assert table.scores is not None
         assert interval is not None
-        questions = Questions(module=module)
+        questions, attention = Questions(module=asked.module), None if table.gathering is None else table.gathering[..., : table.used]
         if table.queries is not None:
-            places = torch.arange(1 - interval, 1, device=table.queries.device) + self.places(None)
-            index = self.rotation.index_of_new(table, places)
-            questions = Questions(self.rotation.to_frame(table.queries, places, index, table), index, module)
-        scores = self.policy.checked_score(self.shown(None, questions, table.gathering, self.slots))
+            steps = torch.arange(1 - interval, 1, device=table.queries.device)
+            index = self.rotation.index_of_new(table, steps + self.places(None))
+            states = self.rotation.to_frame(table.queries, steps + self.places(asked.positions), index, table)
+            questions = Questions(states, index, asked.module)
+        scores = self.policy.checked_score(self.shown(None, questions, attention, self.slots))
         current = table.scores[..., : table.used]
         current.copy_(torch.where(current.isinf(), current, scores))
         table.since = 0

@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 
 from hf_kvcaches.equip.pages import LayerPages, PageBook
-from hf_kvcaches.equip.storage import Flat, Raw, Slots, wrong_rows
+from hf_kvcaches.equip.storage import Flat, Raw, Slots, read_decoded, wrong_rows
 from hf_kvcaches.kernels import slots as kernels
 from hf_kvcaches.kernels.arguments import Attended
 from hf_kvcaches.kernels.launch import Backend
@@ -22,8 +22,12 @@ class Paged(Flat):
     On CUDA, attention reads the pages where they are. Elsewhere they are gathered first, and all numbers are those of the flat layout.
     """
 
+    reserves = True
+    pooled = True
     in_graphs = False  # which pages are written to is known in Python only
     no_gradients = "EquipCache on pages has no gradients: run the model under torch.no_grad(), or leave page_size and pool out."
+
+    read = read_decoded
 
     def __init__(self, backend: Backend, book: PageBook, budget: int | float, page_size: int | None = None) -> None:
         super().__init__(backend)
@@ -81,7 +85,8 @@ class Paged(Flat):
     def hold(self, raw: Raw, most: int) -> None:
         self._claim(raw[0].shape[0], raw[0].shape[2], most)
         self.book.separate(self.pages)
-        self.write(torch.arange(raw[0].shape[2], device=raw[0].device)[None, None], raw)
+        if raw[0].shape[2]:
+            self.write(torch.arange(raw[0].shape[2], device=raw[0].device)[None, None], raw)
 
     def write(self, slots: Slots, raw: Raw) -> None:
         if self.pages.shared:

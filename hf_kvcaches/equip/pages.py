@@ -200,17 +200,17 @@ class PageBook:
 
     def provide(self, wanted: Sequence[tuple[LayerPages, list[int]]], spare: int = 0) -> None:
         """Give rows of layers the pages that they lack for so many slots in use, and have spare ones besides; all or none."""
-        lacking: list[list[int]] = []
-        for pages, used in wanted:
-            pages.rows += [[] for _ in used[len(pages.rows) :]]
-            for row, count in zip(pages.rows, used, strict=False):
-                lacking += [row] * (pages.pages_for(count) - len(row))
+        layers = [[*pages.rows, *([] for _ in used[len(pages.rows) :])] for pages, used in wanted]
+        counts = [map(pages.pages_for, used) for pages, used in wanted]
+        lacking = [
+            row for rows, need in zip(layers, counts, strict=True) for row, n in zip(rows, need, strict=False) for _ in range(n - len(row))
+        ]
         taken = self.pool.take(len(lacking) + max(0, spare - len(self.spare)))
         for row in lacking:
             row.append(taken.pop())
         self.spare += taken
-        for pages, _ in wanted if lacking else ():
-            pages.table = None
+        for (pages, _), rows in zip(wanted, layers, strict=True):
+            pages.rows, pages.table = rows, None if lacking else pages.table
 
     def separate(self, pages: LayerPages, blocks: Sequence[Iterable[int]] | None = None) -> None:
         """Replace pages with other holders before they are written to, in the blocks of each row, or all of them wholly."""

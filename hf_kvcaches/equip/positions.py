@@ -85,13 +85,15 @@ class PositionedLayer(SlotLayer):
         if not isinstance(storage, Streamed) or not isinstance(rotation, Shifted) or storage.sink_keys is None:
             return
         if not graph and table.seen == table.filled:
-            return storage.follow(None) if storage.moved else None
+            if storage.moved:
+                storage.follow(None)
+            return
         kept: Any = table.filled
         if graph:
             assert isinstance(table.count, torch.Tensor)
             kept = table.count.clamp(max=self.slots)
-        name = ("follow", id(rotation), None if graph else kept)
-        return storage.follow(self.passes.memo(name, newest, lambda: rotation.follow(self.places(newest), kept)))
+        name = ("follow", id(rotation.otherwise), None if graph else kept)
+        storage.follow(self.passes.memo(name, newest, lambda: rotation.follow(self.places(newest), kept)))
 
     def regularise(self, like: torch.Tensor, padded: bool, bias: torch.Tensor | None) -> None:
         """Give up what only holds for a stream without padding, as far as the model's angles are exact.
@@ -101,7 +103,9 @@ class PositionedLayer(SlotLayer):
         """
         if padded:
             self.table.pad(like.shape[0], like.device)
-        if isinstance(self.rotation, Shifted) and (padded or self.table.counts is not None or bias is not None or self.table.seen >= LONGEST):
+        if isinstance(self.rotation, Shifted) and (
+            padded or self.table.counts is not None or bias is not None or self.table.seen >= LONGEST
+        ):
             self.unshift()
 
     def unshift(self) -> None:

@@ -38,9 +38,7 @@ class PromptLayer(PruningLayer):
     detour: Detour | None
 
     @abstractmethod
-    def step(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, mask: StepMask, asked: Asked
-    ) -> torch.Tensor:
+    def step(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, mask: StepMask, asked: Asked) -> torch.Tensor:
         """Take one token a row and attend."""
 
     def take(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, asked: Asked) -> torch.Tensor:
@@ -63,6 +61,8 @@ class PromptLayer(PruningLayer):
                 span, part = slice(index, index + 1), running.part(index, index + 1)
                 allowed = None if part.allowed is None else part.allowed[:, 0, 0].expand(rows, -1)
                 real = None if part.valid is None else part.valid[:, None]
+                if allowed is not None and real is None:
+                    real = torch.ones(rows, 1, 1, dtype=torch.bool, device=keys.device)
                 told = Asked(call.module, None, part.position_ids, block.inputs_of(asked.inputs, index, index + 1))
                 outputs.append(self.step(query[:, :, span], keys[:, :, span], values[:, :, span], call, (allowed, real), told))
         if length:
@@ -86,6 +86,7 @@ class PromptLayer(PruningLayer):
         table, used, observed, output, bias = self.table, self.table.used, None, None, call.bias
         new = self._incoming(keys, values, running, call)
         index = new.index[:, 0]
+        assert questions.states is not None
         query = self.rotation.to_frame(questions.states, running.positions(), index, table)
         if not table.seen and running.whole and bias is None:
             output = call.dense(query, new.frame, values).to(values.dtype)
@@ -96,13 +97,13 @@ class PromptLayer(PruningLayer):
                 all_values = torch.cat([self.storage.read(used)[1], values], 2)
             if table.seen:
                 allowed = None if allowed is None else block.with_new(block.mask_of_slots(allowed, table.text_index()), allowed)
-                columns = None if bias is None else self.columns(bias, running.tokens)
-                bias = None if bias is None else block.with_new(block.bias_of_slots(bias, columns, keys.shape[1]), bias)
+                if bias is not None:
+                    bias = block.with_new(block.bias_of_slots(bias, self.columns(bias, running.tokens), keys.shape[1]), bias)
             visible = Visibility(self.holding(), used, running.valid, allowed)
             if output is None:
                 output = block.attend(query, all_keys, all_values, call, visible, bias)
             if self.policy.observes != 0:
-                observed = block.observe(query, all_keys, call, visible, self._window(running.tokens), bias)
+                observed = block.observe(query, all_keys, call, visible, self.policy.observes, bias)
         self._count(new, running)
         self.arrive(new, limit, Questions(query, index, questions.module, questions.inputs), observed)
         return output
@@ -131,11 +132,6 @@ class PromptLayer(PruningLayer):
         if table.counts is not None:
             table.counts = table.counts + (new.positions >= 0).sum(-1, keepdim=True, dtype=torch.int32)
 
-    def _window(self, tokens: int) -> int | None:
-        """How many of a block's last queries the policy observes."""
-        window = self.policy.observes
-        return None if window is None or (self.table.used and tokens < window) else window
-
     def adopt(
         self,
         keys: torch.Tensor,
@@ -150,7 +146,9 @@ class PromptLayer(PruningLayer):
         if policy.observes != 0:
             observed = block.observe_adopted(queries, keys, running.valid, policy.observes)
         elif policy.reads_queries and queries is None:
-            raise UnsupportedError(f"queries: {policy.name!r} scores a prompt by its last queries, and got none. Pass them, or use 'keydiff'.")
+            raise UnsupportedError(
+                f"queries: {policy.name!r} scores a prompt by its last queries, and got none. Pass them, or use 'keydiff'."
+            )
         longest = tokens if running.valid is None else int(running.valid.sum(-1).max())
         limit = self.limit if self.waiting else self.resolve(longest)
         with self.storage.space_for(keys.shape[0], tokens, running.valid, tokens, running.shared):

@@ -86,9 +86,7 @@ class PruningLayer(PositionedLayer):
         heads = max(part.shape[1] for part in parts)
         return torch.cat([part.expand(-1, heads, -1) for part in parts], -1)
 
-    def arrive(
-        self, new: Incoming | None, limit: Limit, questions: Questions, attention: torch.Tensor | None, behind: int = 0
-    ) -> None:
+    def arrive(self, new: Incoming | None, limit: Limit, questions: Questions, attention: torch.Tensor | None, behind: int = 0) -> None:
         """Score slots in use and new tokens, and prune, now or when all layers have scored.
 
         Args:
@@ -98,8 +96,6 @@ class PruningLayer(PositionedLayer):
         if attention is not None and policy.observes is None and table.used:  # the sum over all queries so far
             assert table.scores is not None
             attention = attention + torch.nn.functional.pad(table.scores[..., : table.used], (0, attention.shape[-1] - table.used))
-        elif attention is not None and table.gathering is not None:
-            attention = attention + torch.nn.functional.pad(table.gathering[..., : table.used], (0, attention.shape[-1] - table.used))
         again = new is None and attention is None and (policy.observes != 0 or policy.reads_queries or policy.reads_inputs)
         frame = None
         if policy.order_only:
@@ -278,7 +274,9 @@ class PruningLayer(PositionedLayer):
         assert table.positions is not None
         assert table.scores is not None
         heads = max(gone.shape[1], table.positions.shape[1])
-        positions, scores = (tensor[..., :used].expand(-1, heads, -1) for tensor in (table.positions, table.scores.expand(-1, table.positions.shape[1], -1)))
+        positions, scores = (
+            tensor[..., :used].expand(-1, heads, -1) for tensor in (table.positions, table.scores.expand(-1, table.positions.shape[1], -1))
+        )
         positions = torch.where(gone, -1, positions)
         scores = torch.where(scores.isinf(), unscored(positions), scores)  # an edit may have moved the sinks
         scores = torch.where(positions < 0, -math.inf, torch.where(positions < sinks, math.inf, scores))

@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from hf_kvcaches.equip.storage import Flat, Raw, wrong_rows
+from hf_kvcaches.equip.storage import Flat, Raw, read_decoded, wrong_rows
 from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.kernels.launch import Backend
 from hf_kvcaches.kernels.quantization import dequantize, quantize
@@ -41,6 +41,8 @@ class Quantized(Flat):
     exported = (*names, "center", "spread")
     in_graphs = False  # the first tokens choose the channels' scales
     no_gradients = "storage: integers have no gradients. Run the model under torch.no_grad(), or leave storage out."
+
+    read = read_decoded
 
     def __init__(self, backend: Backend, storage: Storage) -> None:
         super().__init__(backend)

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import torch
 
-from hf_kvcaches.equip.storage import Flat, Raw, Slots, extended
+from hf_kvcaches.equip.storage import Flat, Raw, Slots, extended, read_decoded
 from hf_kvcaches.kernels import slots as kernels
 from hf_kvcaches.kernels.arguments import Attended, RotationTables
 from hf_kvcaches.kernels.launch import Backend, choose
@@ -27,6 +27,8 @@ class Ragged(Flat):
 
     exported = ("keys", "values", "rooms")
     no_gradients = "head_budgets: there are no gradients. Run the model under torch.no_grad(), or pass head_budgets=None."
+
+    read = read_decoded
 
     def __init__(self, backend: Backend) -> None:
         super().__init__(backend)

@@ -98,8 +98,8 @@ def reconstruct(cache: Any, model: Any, layers: list[Any], ids: torch.Tensor, ch
     text = layers[0].table.text
     real = torch.ones(ids.shape[0], cache.seen, dtype=torch.bool, device=ids.device)
     if text is not None:
-        index = torch.where(text < 0, cache.seen, text)[:, 0].to(ids.device)
-        real = real.new_zeros(ids.shape[0], cache.seen + 1).scatter_(1, index, True)[:, :-1]
+        places = torch.where(text < 0, cache.seen, text)[:, 0].to(ids.device)
+        real = real.new_zeros(ids.shape[0], cache.seen + 1).scatter_(1, places, True)[:, :-1]
     passes = [Reconstruction(layer) for layer in layers]
     try:
         with detours(layers, passes):

@@ -57,10 +57,8 @@ class Turn:
         if heads not in (1, x.shape[1]):  # one angle a key head, and queries of several heads
             cos, sin = (table.repeat_interleave(x.shape[1] // heads, 1) for table in (cos, sin))
         pairs = x if rotary == x.shape[-1] else x[..., :rotary]
-        if self.layout == "interleaved":
-            swapped = pairs.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-        else:
-            swapped = pairs.roll(rotary // 2, -1)
+        interleaved = self.layout == "interleaved"
+        swapped = pairs.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if interleaved else pairs.roll(rotary // 2, -1)
         rotated = torch.addcmul(pairs * cos, swapped, sin).to(x.dtype)
         return rotated if rotary == x.shape[-1] else torch.cat([rotated, x[..., rotary:]], -1)
 
@@ -142,7 +140,7 @@ class Unrotated(Given):
 
     def undo(self, positions: torch.Tensor) -> Turn:
         """From the model's positions, (batch or 1, tokens), to none."""
-        return Turn.by(-self.rounded(positions)[:, None], self.geometry.layout)
+        return Turn.by(-self._model_angles(positions)[:, None], self.geometry.layout)
 
     def to(self, index: torch.Tensor) -> Turn:
         """From none to positions, (batch or 1, heads or 1, tokens)."""
@@ -150,8 +148,10 @@ class Unrotated(Given):
 
     def rounded(self, positions: torch.Tensor) -> torch.Tensor:
         """The model's angles at its positions: (..., rotary_dim / 2), float64, with float32's precision."""
-        frequencies = self.geometry.frequencies_on(positions.device)
-        return (positions[..., None].float() * frequencies.float()).double()
+        return self._model_angles(positions).double()
+
+    def _model_angles(self, positions: torch.Tensor) -> torch.Tensor:
+        return positions[..., None].float() * self.geometry.frequencies_on(positions.device).float()
 
     def on_read(self, distances: torch.Tensor, length: int) -> RotationTables:
         """What rotates each key back by its distance, as kernels take it.

@@ -81,11 +81,20 @@ class EquipSettings:
             ),
             (shared and in_few_bits, "head_budgets: such heads are held in the model's dtype. Leave storage and codec out, or pass None."),
             (shared and latents, "head_budgets: latents are common to all heads. Pass None."),
-            (latents and in_few_bits, "storage, codec: this model keeps latents, which are held in its dtype. Leave storage and codec out."),
+            (
+                latents and in_few_bits,
+                "storage, codec: this model keeps latents, which are held in its dtype. Leave storage and codec out.",
+            ),
             (self.refit and in_few_bits, "refit: refitted values are held in the model's dtype. Leave storage and codec out, or refit."),
             (self.refit and latents, "refit: latents are keys and values at once. Leave refit out."),
-            (self.refit and policy.order_only, f"refit: {policy.name!r} reads no queries, and keeps recent values as they are. Leave it out."),
-            (latents and policy.reads_inputs, "policy: it reads the inputs of heads, and this model keeps latents. Use 'keydiff' or 'snapkv'."),
+            (
+                self.refit and policy.order_only,
+                f"refit: {policy.name!r} reads no queries, and keeps recent values as they are. Leave it out.",
+            ),
+            (
+                latents and policy.reads_inputs,
+                "policy: it reads the inputs of heads, and this model keeps latents. Use 'keydiff' or 'snapkv'.",
+            ),
             (
                 self.head_budgets == "global" and self.question_start is not None,
                 "head_budgets: 'global' prunes when the last layer has read the prompt, and a question is read by each layer before. Feed "
@@ -109,7 +118,9 @@ class EquipSettings:
         if self.head_budgets is not None and alike:
             raise scores_alike(policy)
         if self.head_budgets == "global" and not policy.comparable:
-            what = "'layer', None, or a policy whose scores mean the same in all layers, as probabilities of attention do ('future', 'kvzip')"
+            what = (
+                "'layer', None, or a policy whose scores mean the same in all layers, as probabilities of attention do ('future', 'kvzip')"
+            )
             raise ConfigError.of("head_budgets", what, f"'global' with {name!r}")
 
     def question_in(self, tokens: int) -> int:

@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.call import AnsweringLayer
-from hf_kvcaches.core.parallel import HeadShard, require_heads
+from hf_kvcaches.core.parallel import require_heads
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.core.step import Pass, Passes
 from hf_kvcaches.equip.allocation import Assembly
@@ -49,6 +49,7 @@ class SlotLayer(AnsweringLayer):
     """Slots for at most a budget of tokens.
 
     Attributes:
+        policy: Which tokens stay.
         geometry: How the model rotates the layer's keys.
         rotation: How they are kept.
         storage: Keys and values of the slots.
@@ -61,6 +62,7 @@ class SlotLayer(AnsweringLayer):
         assembly: The layers that share their slots.
         shard: Which heads the layer has, under tensor parallelism; None for all.
         heads: KV heads of the model's layer in all processes together; None where nothing looks at several heads.
+        frozen: Whether tensors may be from inference mode, outside of which they can't be written in place.
     """
 
     is_croppable = True
@@ -80,6 +82,8 @@ class SlotLayer(AnsweringLayer):
         super().__init__()
         self.layer_idx = layer_idx
         self.settings, self.geometry, self.rotation, self.passes = settings, geometry, rotation, passes
+        self.policy: Policy = settings.policy
+        self.frozen = False
         self.assembly, self.shard, self.heads = assembly, assembly.shard, heads
         self._first = (rotation, storage)
         self.journal: Journal | None = None
@@ -94,11 +98,6 @@ class SlotLayer(AnsweringLayer):
         self.asked: Asked | None = None
         self.arrival: Any = None
         self.detour: Any = None
-
-    @property
-    def policy(self) -> Policy:
-        """Which tokens stay."""
-        return self.settings.policy
 
     @property
     def seen(self) -> int:  # type: ignore[override]
@@ -190,18 +189,17 @@ class SlotLayer(AnsweringLayer):
             raise ConfigError.of("decode_budget", f"at least the budget, {limit.slots} tokens", slots)
         self.slots, self.recent, self.waiting = slots, self.settings.recent_of(slots), False
 
-    def own(self, needs_graph: bool) -> None:
-        """Make sure that tensors may be written in place: not where an autograd graph or inference mode holds on to them."""
-        self.storage.own(needs_graph)
-        outside = not torch.is_inference_mode_enabled()
-        if needs_graph or (outside and any(tensor.is_inference() for tensor in self.table.tensors().values())):
-            self.table.map(torch.clone)
+    def own(self, *new: torch.Tensor) -> None:
+        """Make sure that tensors may be written in place: not where an autograd graph or inference mode holds on to them.
 
-    def own_for(self, *new: torch.Tensor) -> None:
-        """`own` where new tokens are about to be written."""
-        needs_graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in new)
-        if needs_graph or (self.table.positions is not None and not torch.is_inference_mode_enabled()):
-            self.own(needs_graph)
+        Args:
+            *new: What is about to be written.
+        """
+        needs_graph, inside = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in new), torch.is_inference_mode_enabled()
+        if needs_graph or (self.frozen and not inside):
+            self.storage.own(needs_graph)
+            self.table.map(torch.clone)
+        self.frozen = inside
 
     def prepare_graph(self) -> None:
         """Make sure after an uncompiled pass that the next one may be compiled."""
@@ -231,9 +229,9 @@ class SlotLayer(AnsweringLayer):
         """From now on tokens can be taken back with `crop`, up to the last crop. Several tokens at once count as so many steps."""
         if self.settings.head_budgets == "global" and not self.seen:
             raise UnsupportedError(
-                "activate_past_recording: with head_budgets='global' a prompt is pruned when its last layer has been read, and drafts in the "
-                "same call would need the pruned prompt before. Feed the prompt first, pass head_budgets='layer' or None, or decode without "
-                "an assistant."
+                "activate_past_recording: with head_budgets='global' a prompt is pruned when its last layer has been read, and drafts in "
+                "the same call would need the pruned prompt before. Feed the prompt first, pass head_budgets='layer' or None, or decode "
+                "without an assistant."
             )
         self.record_past = True
 

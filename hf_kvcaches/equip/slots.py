@@ -85,7 +85,7 @@ class SlotTable:
         return torch.where(scores >= UNSCORED, -math.inf, scores)
 
     def take(self, slot: Slots, real: torch.Tensor | None) -> None:
-        """Say that the new token of each row is in a slot.
+        """Say that the new token of each row is in a slot, and count it.
 
         Args:
             slot: (batch, 1 or kv_heads, 1).
@@ -95,26 +95,36 @@ class SlotTable:
         assert self.scores is not None
         graph = torch.compiler.is_compiling() and self.clock is not None
         seen: int | torch.Tensor = self.clock if graph else self.seen  # type: ignore[assignment]
-        self._put(self.positions, slot, seen if self.counts is None else self.counts, real)
         # By the text's count: only the order within a row matters.
-        self._put(self.scores, slot, unscored(seen) if isinstance(seen, torch.Tensor) else seen * 2.0**77 + UNSCORED, real)
+        score = unscored(seen) if isinstance(seen, torch.Tensor) else seen * 2.0**77 + UNSCORED
+        written: list[tuple[torch.Tensor, float | torch.Tensor]] = [
+            (self.positions, seen if self.counts is None else self.counts),
+            (self.scores, score),
+        ]
         if self.distances is not None:
             nearer = self.distances < self.distances.gather(2, slot)
             self.distances.add_(nearer if real is None else nearer & real)
-            self._put(self.distances, slot, 0, real)
+            written.append((self.distances, 0))
         if self.text is not None:
-            self._put(self.text, slot, seen, real)
+            written.append((self.text, seen))
+        for tensor, value in written:
+            if real is not None:
+                value = torch.where(real, value, tensor.gather(2, slot))
+            tensor.scatter_(2, slot, value.to(tensor.dtype).expand(slot.shape) if isinstance(value, torch.Tensor) else value)
         if self.counts is not None:
             self.counts = self.counts + (1 if real is None else real)
+        if self.clock is not None:
+            self.clock.add_(1)
+        if graph:
+            self.stale = True
+        else:
+            self.seen += 1
 
     def advance(self, tokens: int) -> None:
         """Count tokens that were fed in."""
+        self.seen += tokens
         if self.clock is not None:
-            self.clock.add_(tokens)
-        if torch.compiler.is_compiling():
-            self.stale = True
-        else:
-            self.seen += tokens
+            self.clock.fill_(self.seen)
 
     def catch_up(self) -> None:
         """Read the counters anew after compiled steps."""
@@ -198,12 +208,6 @@ class SlotTable:
             raise ArtifactError(f"The stored state of an EquipLayer doesn't fit: {sorted(wrong) or counters}. Save the cache again.")
         values: dict[str, Any] = {**tensors, **counters}
         return cls(**values)
-
-    def _put(self, tensor: torch.Tensor, slot: Slots, value: float | torch.Tensor, real: torch.Tensor | None) -> None:
-        """Write a value to the slot of each row and head, where the row has a new token."""
-        if real is not None:
-            value = torch.where(real, value, tensor.gather(2, slot))
-        tensor.scatter_(2, slot, value.to(tensor.dtype).expand(slot.shape) if isinstance(value, torch.Tensor) else value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self.clone()

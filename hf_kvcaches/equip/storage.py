@@ -32,12 +32,16 @@ class Flat:
         exported: The tensors of rows in a file.
         in_graphs: Whether compiled graphs may write to it.
         no_gradients: Why there are no gradients, as a sentence; "" where there are.
+        reserves: Whether new tokens have to come within `space_for`, single ones, too.
     """
 
     names: ClassVar[tuple[str, ...]] = ("keys", "values")
     exported: ClassVar[tuple[str, ...]] = names
     in_graphs: ClassVar[bool] = True
     no_gradients: ClassVar[str] = ""
+    pooled: bool = False
+    """Whether slots share memory with other caches, so that there may be no room for a token."""
+    reserves: bool = False
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
@@ -116,7 +120,7 @@ class Flat:
 
     def write(self, slots: Slots, raw: Raw) -> None:
         """Overwrite slots, in one indexed write."""
-        buffers = self._slots()
+        buffers = [getattr(self, name) for name in self.names]
         if buffers[0].is_cuda and len(raw) == 2 and not torch.compiler.is_compiling():
             kernels.write_slots(buffers[0], buffers[1], slots, raw[0], raw[1], backend=self.backend, check=False)
         elif slots.shape[:2] == (1, 1):
@@ -131,7 +135,9 @@ class Flat:
 
     def read(self, used: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the first slots."""
-        return self.decode(self.raw(used))
+        assert self.keys is not None
+        assert self.values is not None
+        return self.keys[:, :, :used], self.values[:, :, :used]
 
     def rebuild(self, index: Slots | None, new: Raw | None, used: int, most: int) -> None:
         """Keep some of the tokens in slots and of new ones, in that order. What stays is not encoded again.
@@ -244,6 +250,11 @@ class Flat:
         copied = copy.copy(self)
         copied.map(torch.clone)  # deepcopy refuses tensors that are part of an autograd graph
         return copied
+
+
+def read_decoded(storage: Flat, used: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`read` of a storage that encodes, or whose slots lie elsewhere."""
+    return storage.decode(storage.raw(used))
 
 
 def wrong_rows(rows: int, dtype: torch.dtype | None, new: torch.Tensor) -> ConfigError:

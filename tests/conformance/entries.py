@@ -95,13 +95,10 @@ EQUIP: list[tuple[str, Any]] = [
 # One policy that needs nothing, one that scores by attention.
 EVERYWHERE = ("streaming", "h2o")
 # A file doesn't bring the code of a policy (here: of `RoundedKeyNorm`).
-NOT_INTEGERS = frozenset({"gradients"})
 OWN_POLICY = frozenset({"saved_and_loaded", "device_map_and_saving"})
 # A library stays where it is.
 SAVING = frozenset({"saved_and_loaded", "device_map_and_saving"})
-# Pages are shared, and go back when they are not needed.
-NOT_ON_PAGES = frozenset({"gradients", "offload_and_prefetch"})
-# Heads of different lengths lie in one buffer, which is written in place; and codes are integers.
+# Codes are integers, and pages are shared.
 WITHOUT_GRADIENTS = frozenset({"gradients"})
 
 
@@ -253,7 +250,7 @@ ENTRIES = [
             partial(EquipCache, policy=policy, budget=10, sinks=2, head_budgets=share),
             lossless=False,
             every_family=False,
-            refuses=WITHOUT_GRADIENTS | (ASSISTED if share == "global" else frozenset()),
+            refuses=ASSISTED if share == "global" else frozenset(),
             records=True,
             fast=name == "future",
         )
@@ -265,7 +262,7 @@ ENTRIES = [
             partial(EquipCache, policy=policy, budget=10, sinks=2, head_budgets=None, page_size=4),
             lossless=False,
             every_family=False,
-            refuses=NOT_ON_PAGES,
+            refuses=WITHOUT_GRADIENTS,
             records=True,
         )
         # Pages are the same under all policies: one that slides, one that scores the prompt.
@@ -277,7 +274,7 @@ ENTRIES = [
         partial(EquipCache, policy="streaming", budget=10, sinks=2, storage="int8"),
         lossless=False,
         every_family=False,
-        refuses=NOT_INTEGERS,
+        refuses=WITHOUT_GRADIENTS,
         records=True,
     ),
     *(
@@ -286,7 +283,7 @@ ENTRIES = [
             partial(coded_equip, policy=policy, budget=10, sinks=2, head_budgets=None),
             lossless=False,
             every_family=False,
-            refuses=NOT_INTEGERS,
+            refuses=WITHOUT_GRADIENTS,
             records=True,
             fast=name == "streaming",
         )
@@ -298,7 +295,7 @@ ENTRIES = [
         partial(coded_equip, policy=SNAPKV, budget=10, sinks=2, head_budgets=None, page_size=4),
         lossless=False,
         every_family=False,
-        refuses=NOT_ON_PAGES,
+        refuses=WITHOUT_GRADIENTS,
         records=True,
     ),
     Entry(

@@ -48,7 +48,7 @@ def test_caches_that_have_lost_something_are_refused() -> None:
     feed(models.twin_of(model), static, tokens(PROMPT), [PROMPT])
     for past in (halved, static, prefilled(cache=EquipCache(model, "streaming", 16)), prefilled(cache=EquipCache(model, "streaming", 64))):
         with pytest.raises(ConfigError, match=r"past.layers\[[01]\]: expected a layer with every key and value"):
-            EquipCache.from_cache(past, model)
+            EquipCache.from_cache(past, model, "keydiff")
 
 
 def test_a_summary_of_a_prompt_is_refused() -> None:
@@ -57,7 +57,7 @@ def test_a_summary_of_a_prompt_is_refused() -> None:
     past.layers[1] = WarmLayer()
     past.layers[1].take_slots(LayerSlots(states, states, counts, counts), PROMPT)
     with pytest.raises(ConfigError, match=r"past.layers\[1\]: expected a layer with every key and value, got 'WarmLayer'"):
-        EquipCache.from_cache(past, model)
+        EquipCache.from_cache(past, model, "keydiff")
 
 
 def test_what_is_no_source_is_refused() -> None:
@@ -65,10 +65,10 @@ def test_what_is_no_source_is_refused() -> None:
     past = prefilled()
     for nothing in (None, past.layers, model, past.layers[0].keys, EncoderDecoderCache(past, DynamicCache())):
         with pytest.raises(ConfigError, match="past: expected a DynamicCache"):
-            EquipCache.from_cache(nothing, model)
+            EquipCache.from_cache(nothing, model, "keydiff")
     for empty in (DynamicCache(), DynamicCache(config=model.config), GrowingCache(model)):
         with pytest.raises(ConfigError, match="past: expected a cache that holds a prompt"):
-            EquipCache.from_cache(empty, model)
+            EquipCache.from_cache(empty, model, "keydiff")
 
 
 def test_a_prefill_that_failed_is_refused() -> None:
@@ -76,11 +76,11 @@ def test_a_prefill_that_failed_is_refused() -> None:
     broken = prefilled(cache=SegmentReuseCache(model, SegmentStore("memory")))
     broken.stage = Stage.FILLING
     with pytest.raises(ConfigError, match="reset"):
-        EquipCache.from_cache(broken, model)
+        EquipCache.from_cache(broken, model, "keydiff")
     past = prefilled(cache=GrowingCache(model))
     past.layers[1].crop(-2)
     with pytest.raises(ConfigError, match="keys of 37 tokens"):
-        EquipCache.from_cache(past, model)
+        EquipCache.from_cache(past, model, "keydiff")
 
 
 @pytest.mark.parametrize(
@@ -93,30 +93,30 @@ def test_a_prefill_that_failed_is_refused() -> None:
 )
 def test_another_models_cache_is_refused(changes: dict[str, int], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
-        EquipCache.from_cache(prefilled(), models.build("llama", **changes))
+        EquipCache.from_cache(prefilled(), models.build("llama", **changes), "keydiff")
 
 
 def test_layers_of_another_kind_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"past.layers\[0\].*DynamicSlidingWindowLayer"):
-        EquipCache.from_cache(prefilled("gemma2"), models.tiny("llama"))
+        EquipCache.from_cache(prefilled("gemma2"), models.tiny("llama"), "keydiff")
     with pytest.raises(ConfigError, match=r"past.layers\[0\]"):
-        EquipCache.from_cache(prefilled("gemma2"), models.build("gemma2", sliding_window=4))
+        EquipCache.from_cache(prefilled("gemma2"), models.build("gemma2", sliding_window=4), "keydiff")
 
 
 def test_masks_and_queries_are_of_all_tokens_and_layers() -> None:
     model, past = models.tiny("llama"), prefilled(rows=2)
     mask = torch.ones(2, PROMPT, dtype=torch.long)
     with pytest.raises(ConfigError, match=r"attention_mask: expected \(batch, 37\)"):
-        EquipCache.from_cache(past, model, attention_mask=mask[:, 1:])
+        EquipCache.from_cache(past, model, "keydiff", attention_mask=mask[:, 1:])
     with pytest.raises(ConfigError, match="positions"):
-        EquipCache.from_cache(past, model, position_ids=torch.arange(5)[None])
+        EquipCache.from_cache(past, model, "keydiff", position_ids=torch.arange(5)[None])
     with pytest.raises(ConfigError, match="queries: expected one value for each of 2 layers"):
-        EquipCache.from_cache(past, model, queries=[None])
+        EquipCache.from_cache(past, model, "keydiff", queries=[None])
     with pytest.raises(ConfigError, match="padding"):
-        EquipCache.from_cache(past, model, attention_mask=(torch.arange(PROMPT) > 2).long()[None])
+        EquipCache.from_cache(past, model, "keydiff", attention_mask=(torch.arange(PROMPT) > 2).long()[None])
     mask[0, -1] = 0
     with pytest.raises(ConfigError, match="padding at the start"):
-        EquipCache.from_cache(past, model, attention_mask=mask)
+        EquipCache.from_cache(past, model, "keydiff", attention_mask=mask)
 
 
 def test_segments_that_were_reused_are_pruned(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_a_model_without_attention_has_nothing_to_adopt() -> None:
     past = DynamicCache(config=model.config)
     model(tokens(8) % 40 + 5, past_key_values=past)
     with pytest.raises(ConfigError, match="past: expected a cache with layers of attention"):
-        EquipCache.from_cache(past, model)
+        EquipCache.from_cache(past, model, "keydiff")
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3"])

@@ -1,4 +1,4 @@
-"""Texts, policies and schemes that the tests of `EquipCache` share."""
+"""Texts and policies that the tests of `EquipCache` share."""
 
 from __future__ import annotations
 
@@ -9,19 +9,15 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_kvcaches.equip.cache import EquipCache
-from hf_kvcaches.equip.policies import CURPolicy, KeyDiffPolicy, LagKVPolicy, LeveragePolicy, SnapKVPolicy
+from hf_kvcaches.equip.policies import KeyDiffPolicy, SnapKVPolicy
 from tests import tiny
 from tests.conformance import models
 from tests.conformance.driving import feed
 from tests.reference.oracles import ReferenceCache
 from tests.reference.policies import (
     EQUIP,
-    CURReference,
     H2OReference,
     KeyDiffReference,
-    KeyNormReference,
-    LagKVReference,
-    LeverageReference,
     SnapKVReference,
     StreamingReference,
     TOVAReference,
@@ -29,7 +25,6 @@ from tests.reference.policies import (
 
 BUDGET, SINKS = 16, 4
 
-_PERIODIC = {**EQUIP, "interval": 5, "few_recent": True}
 # For each policy: how EquipCache is told, the reference, and how that is told what EquipCache does otherwise than the paper.
 POLICIES: dict[str, tuple[Any, type[ReferenceCache], dict[str, Any]]] = {
     "streaming": ("streaming", StreamingReference, {}),
@@ -40,19 +35,10 @@ POLICIES: dict[str, tuple[Any, type[ReferenceCache], dict[str, Any]]] = {
         SnapKVReference,
         {**EQUIP, "window": 6, "kernel_size": 3, "pooling": "mean"},
     ),
-    "lagkv": (LagKVPolicy(lag_size=4), LagKVReference, {**EQUIP, "lag_size": 4, "share": None}),
-    "knorm": ("knorm", KeyNormReference, {**EQUIP, "recent": 1, "skip_layers": 0}),
-    "keydiff": (KeyDiffPolicy(interval=5), KeyDiffReference, {**_PERIODIC, "block": None}),
-    "leverage": (LeveragePolicy(interval=5), LeverageReference, {**_PERIODIC, "leave_out_sinks": True, "ridge": 1e-2}),
-    "cur": (CURPolicy(window=4, interval=5), CURReference, {**_PERIODIC, "window": 4}),
+    "keydiff": (KeyDiffPolicy(interval=5), KeyDiffReference, {**EQUIP, "interval": 5, "few_recent": True, "block": None}),
 }
-# Positions and the way they are kept.
-COMPACT = ("frames", "on_read", "rotated_keys")
-SCHEMES = (*(("compact", rope) for rope in COMPACT), ("original", "auto"))
-# Those in which heads may keep different numbers of tokens.
-each_way = pytest.mark.parametrize(
-    "way", [{"rope": "frames"}, {"rope": "on_read"}, {"positions": "original"}], ids=lambda way: str(*way.values())
-)
+POSITIONS = ("compact", "original")
+both_positions = pytest.mark.parametrize("positions", POSITIONS)
 
 _ORDER = 1 + torch.randperm(models.VOCABULARY - 1, generator=torch.Generator().manual_seed(3))
 
@@ -86,7 +72,7 @@ def build(model: Any, policy: str, budget: Any = BUDGET, **options: Any) -> Equi
         budget: As in `EquipCache`.
         **options: As in `EquipCache`.
     """
-    return EquipCache(model, POLICIES[policy][0], budget, **{"sinks": SINKS, **options})
+    return EquipCache(model, POLICIES[policy][0], budget, **{"sinks": SINKS, "head_budgets": None, **options})
 
 
 def build_reference(model: PreTrainedModel, policy: str, budget: int = BUDGET, **options: Any) -> ReferenceCache:

@@ -1,4 +1,4 @@
-"""`EquipCache` keeps the same tokens and gives the same logits as the slow references, in all ways of keeping positions."""
+"""`EquipCache` keeps the same tokens and gives the same logits as the slow references, with compact and original positions."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ import torch
 
 from tests.conformance import models
 from tests.conformance.driving import feed, left_padded
-from tests.equip.cases import BUDGET, POLICIES, SCHEMES, build, build_reference, held, steps, text
+from tests.equip.cases import BUDGET, POLICIES, both_positions, build, build_reference, held, steps, text
 
 pytestmark = pytest.mark.full
 
 TOLERANCE = 1e-4
 
-# Two schemes that share least.
-DIFFERENT = (("compact", "frames"), ("original", "auto"))
+every_policy = pytest.mark.parametrize("policy", POLICIES)
 
 
 def padded(spans: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,9 +70,9 @@ def reference_run(policy: str, positions: str, name: str, family: str) -> tuple[
     return run(build_reference(model, policy, case(name)[3], positions=positions), name, model)
 
 
-def compare(policy: str, positions: str, rope: str, name: str, family: str) -> None:
+def compare(policy: str, positions: str, name: str, family: str) -> None:
     model = models.tiny(family)
-    logits, kept = run(build(model, policy, case(name)[3], positions=positions, rope=rope), name, model)
+    logits, kept = run(build(model, policy, case(name)[3], positions=positions), name, model)
     expected, expected_kept = reference_run(policy, positions, name, family)
     for index, (now, then) in enumerate(zip(kept, expected_kept, strict=True)):
         for layer, (one, other) in enumerate(zip(now, then, strict=True)):
@@ -81,59 +80,55 @@ def compare(policy: str, positions: str, rope: str, name: str, family: str) -> N
     assert float((logits - expected).abs().max()) <= TOLERANCE
 
 
-def every(*schemes: tuple[str, str], wrong: dict[str, str] | None = None, but: str = "") -> pytest.MarkDecorator:
-    """All policies but one in these schemes; `wrong` gives the reason why one of them is known to differ."""
-    known = wrong or {}
-    params = []
-    for policy in (name for name in POLICIES if name != but):
-        for positions, rope in schemes:
-            reason = known.get(policy)
-            marks = [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
-            params.append(pytest.param(policy, positions, rope, id=f"{policy}-{positions}-{rope}", marks=marks))
-    return pytest.mark.parametrize(("policy", "positions", "rope"), params)
+@every_policy
+@both_positions
+def test_decoding_far_beyond_the_budget_equals_the_reference(policy: str, positions: str) -> None:
+    compare(policy, positions, "prompt longer than the budget", "llama")
 
 
-@every(*SCHEMES)
-def test_decoding_far_beyond_the_budget_equals_the_reference(policy: str, positions: str, rope: str) -> None:
-    compare(policy, positions, rope, "prompt longer than the budget", "llama")
+@every_policy
+@both_positions
+def test_a_model_without_grouped_heads_equals_the_reference(policy: str, positions: str) -> None:
+    compare(policy, positions, "prompt longer than the budget", "llama_mha")
 
 
-# Twelve keys of a head hardly fill its dimensions, and their leverages differ by less than rounding.
-@every(*DIFFERENT, but="leverage")
-def test_a_model_without_grouped_heads_equals_the_reference(policy: str, positions: str, rope: str) -> None:
-    compare(policy, positions, rope, "prompt longer than the budget", "llama_mha")
+@every_policy
+@both_positions
+def test_a_cache_that_fills_up_while_decoding_equals_the_reference(policy: str, positions: str) -> None:
+    compare(policy, positions, "prompt shorter than the budget", "llama")
 
 
-@every(*DIFFERENT)
-def test_a_cache_that_fills_up_while_decoding_equals_the_reference(policy: str, positions: str, rope: str) -> None:
-    compare(policy, positions, rope, "prompt shorter than the budget", "llama")
+@every_policy
+@both_positions
+def test_blocks_between_steps_equal_the_reference(policy: str, positions: str) -> None:
+    compare(policy, positions, "blocks and steps in turn", "llama")
 
 
-@every(*SCHEMES)
-def test_blocks_between_steps_equal_the_reference(policy: str, positions: str, rope: str) -> None:
-    compare(policy, positions, rope, "blocks and steps in turn", "llama")
+@every_policy
+@both_positions
+def test_short_blocks_between_steps_equal_the_reference(policy: str, positions: str) -> None:
+    compare(policy, positions, "short blocks", "llama")
 
 
-@every(*DIFFERENT, wrong={"snapkv": "a block shorter than the window is an observation of its own only in the reference"})
-def test_short_blocks_between_steps_equal_the_reference(policy: str, positions: str, rope: str) -> None:
-    compare(policy, positions, rope, "short blocks", "llama")
+@every_policy
+@both_positions
+def test_left_padded_rows_equal_the_reference(policy: str, positions: str) -> None:
+    compare(policy, positions, "padded batch", "llama")
 
 
-@every(*SCHEMES)
-def test_left_padded_rows_equal_the_reference(policy: str, positions: str, rope: str) -> None:
-    compare(policy, positions, rope, "padded batch", "llama")
+@every_policy
+@both_positions
+def test_rows_that_fill_up_at_different_times_equal_the_reference(policy: str, positions: str) -> None:
+    compare(policy, positions, "padded batch of which some rows fill up later", "llama")
 
 
-@every(*DIFFERENT)
-def test_rows_that_fill_up_at_different_times_equal_the_reference(policy: str, positions: str, rope: str) -> None:
-    compare(policy, positions, rope, "padded batch of which some rows fill up later", "llama")
+@every_policy
+@both_positions
+def test_a_padded_prompt_read_in_chunks_equals_the_reference(policy: str, positions: str) -> None:
+    compare(policy, positions, "padded batch read in chunks", "llama")
 
 
-@every(*SCHEMES)
-def test_a_padded_prompt_read_in_chunks_equals_the_reference(policy: str, positions: str, rope: str) -> None:
-    compare(policy, positions, rope, "padded batch read in chunks", "llama")
-
-
-@every(*SCHEMES)
-def test_a_row_without_a_token_in_a_step_stays_as_it_was(policy: str, positions: str, rope: str) -> None:
-    compare(policy, positions, rope, "steps without a token for some rows", "llama")
+@every_policy
+@both_positions
+def test_a_row_without_a_token_in_a_step_stays_as_it_was(policy: str, positions: str) -> None:
+    compare(policy, positions, "steps without a token for some rows", "llama")

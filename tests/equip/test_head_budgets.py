@@ -1,4 +1,4 @@
-"""Budgets per head: which tokens each head keeps, what is attended to, and what it weighs."""
+"""Budgets per head, within a layer and over all: which tokens each head keeps, what is attended to, and what it weighs."""
 
 from __future__ import annotations
 
@@ -10,24 +10,20 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_kvcaches import EquipCache
-from hf_kvcaches.core.rope import RotaryGeometry
-from hf_kvcaches.equip.heads import chosen, shares
+from hf_kvcaches import EquipCache, HeadBudgets
+from hf_kvcaches.equip.allocation import Candidates, compared, protected
 from hf_kvcaches.equip.pages import PagePool
-from hf_kvcaches.equip.policies import KeyNormPolicy, Policy
-from hf_kvcaches.equip.ragged import RaggedStore
-from hf_kvcaches.equip.rotation import SlotRotation
-from hf_kvcaches.equip.store import FlatStore
-from hf_kvcaches.equip.tokens import Tokens
+from hf_kvcaches.equip.policies import Policy
+from hf_kvcaches.equip.policies.tokens import Tokens
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from tests import tiny
 from tests.conformance import models
 from tests.conformance.driving import left_padded
-from tests.equip.cases import BUDGET, build, build_reference, each_way, positions_of, text
+from tests.equip.cases import BUDGET, both_positions, build, build_reference, positions_of, text
 from tests.equip.cases import feed_all as feed
 from tests.reference.oracles import Head, ReferenceCache, ReferenceLayer, Row
 
-SCORED = ("h2o", "snapkv", "knorm", "keydiff", "leverage", "cur", "lagkv")
+both_ways = pytest.mark.parametrize("shared", ["layer", "global"])
 
 
 @pytest.fixture(autouse=True)
@@ -41,13 +37,37 @@ def model():
     return tiny.llama()
 
 
-def cache_of(model: Any, policy: Any = "expected_attention", budget: Any = BUDGET, **options: Any) -> EquipCache:
-    return EquipCache(model, policy, budget, head_budgets="adakv", **options)
+class SkewedPolicy(Policy):
+    """The first head's tokens are all worth more than the others'."""
+
+    comparable = True
+
+    def score(self, tokens: Tokens) -> torch.Tensor:
+        return tokens.values.float().norm(dim=-1) + 99.0 * (torch.arange(tokens.keys.shape[1]) == 0)[:, None]
+
+
+class AlikePolicy(Policy):
+    def score(self, tokens: Tokens) -> torch.Tensor:
+        return tokens.values.float().norm(dim=-1).mean(1, keepdim=True)
+
+
+def cache_of(model: Any, policy: Any = "h2o", budget: Any = BUDGET, shared: Any = "layer", **options: Any) -> EquipCache:
+    return EquipCache(model, policy, budget, head_budgets=shared, **options)
+
+
+def shares_of(model: Any) -> HeadBudgets:
+    """The first head of each layer gets twice as much as the second."""
+    return HeadBudgets({layer: torch.tensor([4 / 3, 2 / 3]) for layer in range(model.config.num_hidden_layers)})
 
 
 def rooms(cache: EquipCache, layer: int = 0) -> list[list[int]]:
     """How many slots each head of each row has."""
-    return cache.layers[layer].store.rooms[..., 0].tolist()
+    return cache.layers[layer].table.rooms[..., 0].tolist()
+
+
+def slots(cache: EquipCache, row: int = 0) -> int:
+    """How many slots all heads of a row have."""
+    return sum(sum(rooms(cache, layer)[row]) for layer in range(len(cache.layers)))
 
 
 def kept(cache: EquipCache) -> list[list[list[int]]]:
@@ -61,35 +81,30 @@ def kept(cache: EquipCache) -> list[list[list[int]]]:
 # The oracle: lists of tokens, a head at a time.
 
 
-def stay(scores: list[list[float]], positions: list[list[int]], budget: int, first: int, sinks: int, recent: int) -> list[list[int]]:
-    """For each head the indices of the tokens that stay, in plain loops; an empty slot has the position -1.
-
-    Args:
-        first: The position of the row's first token.
-    """
-    ranked = []
-    guarded: list[tuple[int, int]] = []
+def stay(scores: list[list[float]], positions: list[list[int]], budget: int, sinks: int, recent: int) -> list[list[int]]:
+    """For each head the indices of the tokens that stay, in plain loops; an empty slot has the position -1."""
+    ranked, guarded = [], []
+    newest = max(map(max, positions)) - recent
     for head, (worths, places) in enumerate(zip(scores, positions, strict=True)):
-        newest = sorted(place for place in places if place >= 0)[-recent:] if recent else []
-        tokens = []
-        for index, (worth, place) in enumerate(zip(worths, places, strict=True)):
-            if place < 0:
-                continue
-            protected = place < first + sinks or place in newest
-            tokens.append((protected, 0.0 if protected else worth, place, -head, index))
+        tokens = [
+            (place < sinks or place > newest, worth, place, head, index)
+            for index, (worth, place) in enumerate(zip(worths, places, strict=True))
+            if place >= 0
+        ]
         tokens.sort(reverse=True)
-        protected = sum(token[0] for token in tokens)
-        own = protected + math.ceil((budget - protected) / 5)
-        guarded += [(head, token[-1]) for token in tokens[:own]]
-        ranked += tokens
+        first = sum(token[0] for token in tokens)
+        floor = first + math.ceil((budget - first) / 5)
+        guarded += tokens[:floor]
+        ranked += tokens[floor:]
     ranked.sort(reverse=True)
-    rest = [(-head, index) for *_, head, index in ranked if (-head, index) not in guarded]
-    chosen = guarded + rest[: max(0, budget * len(scores) - len(guarded))]
-    return [sorted(index for of, index in chosen if of == head) for head in range(len(scores))]
+    chosen = guarded + ranked[: max(0, budget * len(scores) - len(guarded))]
+    return [sorted(index for *_, of, index in chosen if of == head) for head in range(len(scores))]
 
 
 class SharedLayer(ReferenceLayer):
-    """A reference whose heads have slots of their own number."""
+    """A reference whose heads have slots of their own number, together with those of `partners`."""
+
+    partners: list[SharedLayer]
 
     def take(self, row: Row, query: torch.Tensor, new: list[Head], step: bool, scaling: float, softcap: float | None) -> torch.Tensor:
         room = vars(row).setdefault("room", [self.budget] * self.kv_heads)
@@ -105,127 +120,117 @@ class SharedLayer(ReferenceLayer):
         ]
         self.rescore(row, [part.mean(0).float() for part in probabilities], block=not step)
         output = torch.cat([part @ head.values.to(part.dtype) for part, head in zip(probabilities, row.heads, strict=True)])
-        if not step:
-            scores, ranks = ([getattr(head, name).tolist() for head in row.heads] for name in ("scores", "ranks"))
-            stays = stay(scores, ranks, self.budget, 0, self.sinks, self.recent)
-            row.heads = [head.gather(torch.tensor(index)) for head, index in zip(row.heads, stays, strict=True)]
-            left = self.budget * self.kv_heads - sum(map(len, row.heads))
-            share, more = divmod(left, self.kv_heads)
-            row.room = [len(head) + share + (number < more) for number, head in enumerate(row.heads)]
+        if not step and self is self.partners[-1]:
+            self.share([layer.rows[self.rows.index(row)] for layer in self.partners])
         return output.transpose(0, 1)
 
+    def share(self, rows: list[Row]) -> None:
+        """Prune the heads of a row in all layers that share their slots."""
+        heads = [head for row in rows for head in row.heads]
+        scores, ranks = ([getattr(head, name).tolist() for head in heads] for name in ("scores", "ranks"))
+        stays = stay(scores, ranks, self.budget, self.sinks, self.recent)
+        share, more = divmod(self.budget * len(heads) - sum(map(len, stays)), len(heads))
+        left = [head.gather(torch.tensor(index)) for head, index in zip(heads, stays, strict=True)]
+        room = [len(head) + share + (number < more) for number, head in enumerate(left)]
+        for index, row in enumerate(rows):
+            span = slice(index * self.kv_heads, (index + 1) * self.kv_heads)
+            row.heads, row.room = left[span], room[span]
 
-def oracle(model: Any, policy: str, **options: Any) -> ReferenceCache:
+
+def oracle(model: Any, policy: str, shared: str, **options: Any) -> ReferenceCache:
     reference = build_reference(model, policy, **options)
     kind = type(reference.layers[0])
     for layer in reference.layers:
         layer.__class__ = type("Shared", (SharedLayer, kind), {"take": SharedLayer.take})
+        layer.partners = reference.layers if shared == "global" else [layer]
     return reference
 
 
-def kept_by(reference: ReferenceCache) -> list[list[list[int]]]:
-    return [[[*map(int, head.positions)] for row in layer.rows for head in row.heads] for layer in reference.layers]
-
-
 @pytest.mark.parametrize("seed", range(12))
-def test_the_layers_best_scores_stay_besides_each_heads_own(seed):
+def test_the_best_scores_of_all_heads_stay_besides_each_heads_own(seed):
     generator = torch.Generator().manual_seed(seed)
-    heads, slots, sinks, recent = 3, 30, seed % 3 * 2, seed % 4
-    scores = torch.randn(2, heads, slots, generator=generator) + 3 * torch.randn(2, heads, 1, generator=generator)
-    if seed % 2:  # ties, and what is not scored yet
-        scores = scores.round()
-    if seed % 3 == 2:
-        scores[:, 1, : 9 + seed] = torch.inf
-    positions = torch.arange(slots).expand(2, heads, slots).clone()
-    positions[1, :, :5] = -1
+    heads, tokens, sinks, recent = 3, 30, seed % 3 * 2, seed % 4
+    scores = [torch.randn(2, heads, tokens, generator=generator) + 3 * torch.randn(2, heads, 1, generator=generator) for _ in range(2)]
+    positions = torch.arange(tokens).expand(2, heads, tokens).clone()
+    positions[1] -= 5  # five tokens of padding
     positions[0, 2, 8 : 8 + seed] = -1
-    first = torch.tensor([0, 5])
-    kept = chosen(KeyNormPolicy(), scores, positions, 9, sinks_end=first[:, None, None] + sinks, recent=recent)
-    for row in range(2):
-        expected = stay(scores[row].tolist(), positions[row].tolist(), 9, int(first[row]), sinks, recent)
-        assert [kept[row, head].nonzero()[:, 0].tolist() for head in range(heads)] == expected
-    assert kept.sum((1, 2)).tolist() == [27, 27]
+    positions = positions.clamp(min=-1)
+    count = torch.tensor([30, 25])[:, None, None]
+    parts = [Candidates(protected(part, positions, count, sinks, recent), 9, 9) for part in scores]
+    for layers in ([parts[0]], parts):
+        stays = compared(layers)
+        for row in range(2):
+            worths = [head for part in scores[: len(layers)] for head in part[row].tolist()]
+            expected = stay(worths, positions[row].tolist() * len(layers), 9, sinks, recent)
+            assert [head.nonzero()[:, 0].tolist() for mask, _ in stays for head in mask[row]] == expected
+            assert sum(int(slots[row].sum()) for _, slots in stays) == 9 * heads * len(layers)
 
 
 def test_one_head_may_get_nearly_all_but_the_others_keep_a_fifth_of_theirs():
     scores = torch.rand(1, 4, 100) + torch.tensor([9.0, 0.0, 0.0, 0.0])[:, None]
-    kept = chosen(KeyNormPolicy(), scores, torch.arange(100).expand(1, 4, 100), 24, sinks_end=4, recent=0)
+    worth = protected(scores, torch.arange(100).expand(1, 4, 100), 100, 4, 0)
+    ((kept, slots),) = compared([Candidates(worth, 24, 30)])
     assert kept.sum(-1).tolist() == [[72, 8, 8, 8]]
+    assert slots.flatten().tolist() == [78, 14, 14, 14]  # what a budget for decoding leaves goes to all alike
 
 
-def test_slots_left_over_go_to_all_heads_alike():
-    assert shares(torch.tensor([[[5], [1]], [[3], [3]]]), 5).flatten().tolist() == [7, 3, 5, 5]
-    assert shares(torch.tensor([[[5], [2]]]), 5).flatten().tolist() == [7, 3]
-    assert shares(torch.tensor([[[3], [3]]]), 5) is None
-
-
-@each_way
-@pytest.mark.parametrize("policy", SCORED)
-def test_kept_tokens_and_logits_are_those_of_lists_of_tokens(policy, way):
+@both_positions
+@pytest.mark.parametrize(
+    ("policy", "shared", "recent"),
+    [("h2o", "layer", 3), ("snapkv", "layer", None), ("keydiff", "layer", 2), ("h2o", "global", 3), ("snapkv", "global", None)],
+)
+def test_kept_tokens_and_logits_are_those_of_lists_of_tokens(policy, shared, recent, positions):
     model = models.tiny("llama")
-    ids = text(80)
-    cache = build(model, policy, head_budgets="adakv", **way)
-    reference = oracle(model, policy, positions=way.get("positions", "compact"))
-    start, spans = 0, (40, *[1] * 12, 9, 6, *[1] * 7)
-    for span in spans:
+    ids, start = text(80), 0
+    cache = build(model, policy, head_budgets=shared, positions=positions, recent=recent)
+    reference = oracle(model, policy, shared, positions=positions, recent=recent)
+    for span in (40, *[1] * 12, 9, 6, *[1] * 7):
         new, start = ids[:, start : start + span], start + span
         torch.testing.assert_close(feed(model, cache, new), feed(model, reference, new), atol=1e-4, rtol=1e-4)
-        assert [row for layer in kept(cache) for row in layer[0]] == [head for layer in kept_by(reference) for head in layer]
-        for layer in range(len(cache.layers)):
-            assert sum(rooms(cache, layer)[0]) == 2 * BUDGET
+        expected = [head.positions.tolist() for layer in reference.layers for row in layer.rows for head in row.heads]
+        assert [head for layer in kept(cache) for head in layer[0]] == expected
+        assert slots(cache) == 4 * BUDGET
+        lengths = [len(head) for head in expected]
+        assert cache.report().spread == (min(lengths), max(lengths))
 
 
-@each_way
-def test_rows_with_padding_keep_what_they_keep_alone(model, way):
-    alone = [tiny.ids(1, tokens, seed=tokens) for tokens in (44, 31, 10)]
+@both_ways
+@both_positions
+def test_rows_with_padding_keep_what_they_keep_alone(model, positions, shared):
+    alone = [tiny.ids(1, tokens, seed=tokens) for tokens in (44, 31, 20)]
     ids, mask = left_padded(alone)
-    cache = cache_of(model, "keydiff", **way)
+    cache = cache_of(model, shared=shared, positions=positions)
     together = [feed(model, cache, ids, mask)[:, -1]]
     more = tiny.ids(3, 8, seed=9)
     for step in range(8):
         mask = torch.nn.functional.pad(mask, (0, 1), value=1)
         together.append(feed(model, cache, more[:, step : step + 1], mask)[:, -1])
     for row, ids in enumerate(alone):
-        single = cache_of(model, "keydiff", **way)
-        expected = [
-            feed(model, single, ids)[:, -1],
-            *(feed(model, single, more[row : row + 1, step : step + 1])[:, -1] for step in range(8)),
-        ]
-        torch.testing.assert_close(torch.stack(together)[:, row], torch.stack(expected)[:, 0], atol=2e-4, rtol=1e-4)
+        single = cache_of(model, shared=shared, positions=positions)
+        parts = [ids, *more[row : row + 1].split(1, 1)]
+        expected = torch.stack([feed(model, single, part)[:, -1] for part in parts])
+        torch.testing.assert_close(torch.stack(together)[:, row], expected[:, 0], atol=2e-4, rtol=1e-4)
         assert [[len(head) for head in layer[row]] for layer in kept(cache)] == [[len(head) for head in layer[0]] for layer in kept(single)]
 
 
-def test_a_layer_takes_no_more_than_the_slots_of_its_heads():
+@both_ways
+def test_memory_follows_the_slots_of_all_heads_and_not_the_longest_one(shared):
     model = tiny.llama(num_attention_heads=8, num_key_value_heads=8, hidden_size=512)
-    uniform, cache = (EquipCache(model, SkewedPolicy(), 64, head_budgets=way) for way in (None, "adakv"))
+    uniform, cache = (cache_of(model, SkewedPolicy(), 64, way) for way in (None, shared))
     for each in (uniform, cache):
         feed(model, each, tiny.ids(2, 300))
     assert [row[0] for row in rooms(cache)] == [300, 300]  # all tokens of the first head
-    slots = sum(sum(row) for layer in range(4) for row in rooms(cache, layer))
-    assert slots == 4 * 2 * 8 * 64
-    weight = 2 * 64 * 4  # keys and values of a slot
-    longest = 4 * 2 * 8 * max(rooms(cache)[0])
-    states = sum(sum(t.nbytes for t in (layer.store.keys, layer.store.values)) for layer in cache.layers)
-    assert states == slots * weight
-    assert cache.report().bytes < 1.2 * uniform.report().bytes < 0.5 * longest * weight
+    assert slots(cache) == 4 * 8 * 64
+    assert cache.report().spread[1] == 300
+    states = sum(layer.storage.keys.nbytes + layer.storage.values.nbytes for layer in cache.layers)
+    assert states == 2 * slots(cache) * 2 * 64 * 4
+    assert cache.report().bytes < 1.2 * uniform.report().bytes < states * 300 / 64 / 2
 
 
-class SkewedPolicy(Policy):
-    """The first head's tokens are all worth more than the others'."""
-
-    def score(self, tokens: Tokens) -> torch.Tensor:
-        return tokens.values.float().norm(dim=-1) + 99.0 * (torch.arange(tokens.keys.shape[1]) == 0)[:, None]
-
-
-class AlikePolicy(Policy):
-    def score(self, tokens: Tokens) -> torch.Tensor:
-        return tokens.values.float().norm(dim=-1).mean(1, keepdim=True)
-
-
-@each_way
-@pytest.mark.parametrize("policy", ["h2o", "expected_attention"])
-def test_drafts_taken_back_were_never_there(model, policy, way):
-    cache = cache_of(model, policy, **way)
+@both_positions
+@pytest.mark.parametrize(("policy", "shared"), [("h2o", "layer"), ("h2o", "global"), ("future", "global")])
+def test_drafts_taken_back_were_never_there(model, policy, shared, positions):
+    cache = cache_of(model, policy, shared=shared, positions=positions)
     ids = tiny.ids(2, 60, seed=5)
     feed(model, cache, ids[:, :40])
     cache.activate_past_recording()
@@ -238,9 +243,10 @@ def test_drafts_taken_back_were_never_there(model, policy, way):
     torch.testing.assert_close(feed(model, cache, ids[:, 50:55]), feed(model, plain, ids[:, 50:55]), atol=1e-4, rtol=1e-4)
 
 
-@each_way
-def test_rows_are_picked_repeated_and_reordered(model, way):
-    cache = cache_of(model, "h2o", **way)
+@both_ways
+@both_positions
+def test_rows_are_picked_repeated_and_reordered(model, positions, shared):
+    cache = cache_of(model, shared=shared, positions=positions)
     ids = tiny.ids(2, 50, seed=6)
     feed(model, cache, ids[:, :40])
     more, picked = tiny.ids(3, 9, seed=8), torch.tensor([1, 0, 1])
@@ -251,45 +257,51 @@ def test_rows_are_picked_repeated_and_reordered(model, way):
     cache.batch_select_indices(torch.tensor([0, 1, 2]))
     torch.testing.assert_close(feed(model, cache, more), feed(model, other, more), atol=1e-5, rtol=1e-5)
     for row, source in enumerate(picked.tolist()):
-        single = cache_of(model, "h2o", **way)
+        single = cache_of(model, shared=shared, positions=positions)
         feed(model, single, ids[source : source + 1, :40])
         feed(model, single, more[row : row + 1])
         assert [layer[row] for layer in kept(cache)] == [layer[0] for layer in kept(single)]
 
 
-def test_generate_with_beams_drafts_and_another_turn(model):
+@both_ways
+def test_generate_with_beams_drafts_and_another_turn(model, shared):
     ids = tiny.ids(1, 40, seed=7)
-    plain = cache_of(model, "h2o")
+    plain = cache_of(model, shared=shared)
     options = {"max_new_tokens": 12, "do_sample": False}
     first = model.generate(ids, past_key_values=plain, **options)
-    drafted = model.generate(ids, past_key_values=cache_of(model, "h2o"), prompt_lookup_num_tokens=3, **options)
-    assert torch.equal(first, drafted)
+    drafting = cache_of(model, shared=shared)
+    if shared == "global":  # each head of an empty cache needs to know what the last layer's heads score
+        with pytest.raises(UnsupportedError, match="prompt first"):
+            model.generate(ids, past_key_values=drafting, prompt_lookup_num_tokens=3, **options)
+    else:
+        assert torch.equal(first, model.generate(ids, past_key_values=drafting, prompt_lookup_num_tokens=3, **options))
     turn = torch.cat([first, tiny.ids(1, 20, seed=8)], 1)
     model.generate(turn, past_key_values=plain, **options)
     assert plain.seen > turn.shape[1]
-    assert sum(rooms(plain)[0]) == 2 * BUDGET
-    beams = model.generate(ids, past_key_values=cache_of(model, "h2o"), num_beams=3, **options)
+    assert slots(plain) == 8 * BUDGET
+    beams = model.generate(ids, past_key_values=cache_of(model, shared=shared), num_beams=3, **options)
     assert torch.equal(beams[:, :40], ids)
 
 
-@pytest.mark.parametrize("policy", ["keydiff", "kvzip", "compactor"])
-def test_compress_shares_anew_and_leaves_what_stands_behind(model, policy):
+@pytest.mark.parametrize(("policy", "shared"), [("keydiff", "layer"), ("kvzip", "layer"), ("compactor", "layer"), ("kvzip", "global")])
+def test_compress_shares_anew_and_leaves_what_stands_behind(model, policy, shared):
     ids = tiny.ids(1, 50, seed=9)
-    cache = cache_of(model, policy, 24, decode_budget=60)
+    cache = cache_of(model, policy, 24, shared, decode_budget=60)
     feed(model, cache, ids[:, :44])
     feed(model, cache, ids[:, 44:])
     cache.compress(model, upto=44, input_ids=ids)
-    for layer in range(4):
-        assert sum(map(len, kept(cache)[layer][0])) == 48
-        assert sum(rooms(cache, layer)[0]) == 120
-        for head in kept(cache)[layer][0]:
-            assert set(range(44, 50)) | set(range(4)) <= set(head)
+    heads = [head for layer in kept(cache) for head in layer[0]]
+    assert sum(map(len, heads)) == 8 * 24
+    assert slots(cache) == 8 * 60
+    for head in heads:
+        assert set(range(44, 50)) | set(range(4)) <= set(head)
     assert feed(model, cache, tiny.ids(1, 3)).isfinite().all()
 
 
-@each_way
-def test_evicted_tokens_leave_slots_that_are_filled_again_in_each_head(model, way):
-    cache = cache_of(model, SkewedPolicy(), **way)
+@both_ways
+@both_positions
+def test_evicted_tokens_leave_slots_that_are_filled_again_in_each_head(model, positions, shared):
+    cache = cache_of(model, SkewedPolicy(), shared=shared, positions=positions)
     ids = tiny.ids(1, 60, seed=10)
     feed(model, cache, ids[:, :40])
     room, gone = rooms(cache)[0], positions_of(cache)[6:12]
@@ -303,24 +315,25 @@ def test_evicted_tokens_leave_slots_that_are_filled_again_in_each_head(model, wa
     assert rooms(cache)[0] == room
 
 
-@each_way
-def test_an_edit_shares_anew(model, way):
-    cache = cache_of(model, "keydiff", **way)
+@both_ways
+@both_positions
+def test_an_edit_shares_anew(model, positions, shared):
+    cache = cache_of(model, shared=shared, positions=positions)
     feed(model, cache, tiny.ids(1, 40, seed=11))
     cache.edit(model, 36, 38, [5, 6, 7, 8, 9])
     assert cache.seen == 43
-    assert sum(rooms(cache)[0]) == 2 * BUDGET
+    assert slots(cache) == 8 * BUDGET
     assert feed(model, cache, tiny.ids(1, 4)).isfinite().all()
 
 
-def test_the_same_tokens_go_on_after_a_file_and_in_a_copy(model, tmp_path):
-    cache = cache_of(model, "h2o")
+@pytest.mark.parametrize("shared", ["layer", "global", "measured"])
+def test_the_same_tokens_go_on_after_a_file_and_in_a_copy(model, tmp_path, shared):
+    cache = cache_of(model, shared=shares_of(model) if shared == "measured" else shared)
     ids, more = tiny.ids(2, 40, seed=12), tiny.ids(2, 9, seed=13)
     feed(model, cache, ids)
     cache.save(tmp_path / "cache.safetensors")
     loaded = EquipCache.load(tmp_path / "cache.safetensors", model)
     assert loaded.settings() == cache.settings()
-    assert loaded.settings()["head_budgets"] == "adakv"
     others = [loaded, copy.deepcopy(cache)]
     feed(model, copy.deepcopy(cache), tiny.ids(2, 30))  # a copy shares nothing
     for each in others:
@@ -331,13 +344,27 @@ def test_the_same_tokens_go_on_after_a_file_and_in_a_copy(model, tmp_path):
         assert kept(each) == kept(twin)
 
 
-def test_short_prompts_fill_up_before_anything_is_shared(model):
-    cache, uniform = cache_of(model, "h2o"), EquipCache(model, "h2o", BUDGET)
+@both_positions
+def test_measured_budgets_give_each_head_its_share_of_the_free_slots(model, positions):
+    cache = cache_of(model, "keydiff", 22, shares_of(model), recent=3, decode_budget=25, positions=positions)
+    ids = tiny.ids(2, 50, seed=16)
+    feed(model, cache, ids[:, :40])
+    assert [[len(head) for head in row] for layer in kept(cache) for row in layer] == [[27, 17]] * 8  # 7 sinks and recent of 22 each
+    feed(model, cache, ids[:, 40:])
+    assert rooms(cache) == [[31, 19]] * 2
+    for layer in kept(cache):
+        for row in layer:
+            assert all({0, 1, 2, 3, 47, 48, 49} <= set(head) for head in row)
+
+
+@both_ways
+def test_short_prompts_fill_up_before_anything_is_shared(model, shared):
+    cache, uniform = cache_of(model, shared=shared), cache_of(model, shared=None)
     ids = tiny.ids(2, 40, seed=14)
     for part in (ids[:, :8], *ids[:, 8:24].split(1, 1)):
         torch.testing.assert_close(feed(model, cache, part), feed(model, uniform, part), atol=1e-5, rtol=1e-5)
     feed(model, cache, ids[:, 24:])
-    assert [sum(row) for row in rooms(cache)] == [2 * BUDGET] * 2
+    assert [slots(cache, row) for row in range(2)] == [8 * BUDGET] * 2
 
 
 def test_a_budget_for_decoding_adds_the_same_slots_to_each_head(model):
@@ -363,19 +390,32 @@ def test_bfloat16_stays_near_float32():
         assert torch.nn.functional.cosine_similarity(actual, logits, dim=-1).min() > 0.95
 
 
-def test_softcap_and_learned_positions():
-    for model in (tiny.gemma2(layer_types=["full_attention"] * 4), tiny.gpt2()):
-        cache = cache_of(model, "keydiff")
+@both_ways
+def test_softcap_and_learned_positions_and_sliding_layers(shared):
+    for model in (tiny.gemma2(layer_types=["full_attention"] * 4), tiny.gpt2(), tiny.gemma2()):
+        cache = cache_of(model, shared=shared)
         feed(model, cache, tiny.ids(1, 40))
         for step in range(5):
             assert feed(model, cache, tiny.ids(1, 1, seed=step)).isfinite().all()
 
 
-def test_everything_kept_is_the_full_cache(model):
+@both_ways
+def test_everything_kept_is_the_full_cache(model, shared):
     ids = tiny.ids(2, 40, seed=17)
-    cache, past = cache_of(model, "keydiff", 64), DynamicCache(config=model.config)
+    cache, past = cache_of(model, budget=64, shared=shared), DynamicCache(config=model.config)
     for part in (ids[:, :30], *ids[:, 30:36].split(1, 1), ids[:, 36:]):
         torch.testing.assert_close(feed(model, cache, part), feed(model, past, part), atol=1e-4, rtol=1e-4)
+
+
+def test_each_policy_shares_as_suits_it_unless_told(model):
+    for policy, options, expected in (
+        ("future", {}, "global"),
+        ("h2o", {}, None),
+        ("future", {"question_start": -3}, None),
+        ("future", {"page_size": 8}, None),
+        ("future", {"head_budgets": None}, None),
+    ):
+        assert EquipCache(model, policy, 32, **options).settings()["head_budgets"] == expected
 
 
 @pytest.mark.parametrize(
@@ -383,44 +423,27 @@ def test_everything_kept_is_the_full_cache(model):
     [
         ("streaming", {}, ConfigError, "same tokens"),
         ("tova", {}, ConfigError, "same tokens"),
+        ("keydiff", {"shared": "global"}, ConfigError, "all layers"),
+        ("h2o", {"shared": "global", "question_start": -3}, UnsupportedError, "question"),
+        ("h2o", {"shared": "uniform"}, ConfigError, "HeadBudgets"),
         ("h2o", {"page_size": 8}, UnsupportedError, "page"),
-        ("h2o", {"rope": "rotated_keys"}, UnsupportedError, "on_read"),
+        ("h2o", {"storage": "int8"}, UnsupportedError, "dtype"),
     ],
 )
 def test_what_can_not_share_slots_is_refused_when_the_cache_is_made(model, policy, options, error, why):
-    with pytest.raises(error, match=f"^head_budgets: .*{why}"):
+    with pytest.raises(error, match=f"(?s)^head_budgets: .*{why}"):
         cache_of(model, policy, **options)
 
 
 def test_other_refusals(model):
-    with pytest.raises(ConfigError, match="head_budgets"):
-        EquipCache(model, head_budgets="uniform")
     with pytest.raises(UnsupportedError, match="head_budgets"):
-        cache_of(model, "h2o", pool=PagePool(model, pages=8, page_size=8))
+        cache_of(model, pool=PagePool(model, pages=8, page_size=8))
     with pytest.raises(ConfigError, match="same tokens"):
         feed(model, cache_of(model, AlikePolicy()), tiny.ids(1, 40))
-    with torch.enable_grad(), pytest.raises(UnsupportedError, match="gradients"):
-        model(input_ids=tiny.ids(1, 40), past_key_values=cache_of(model, "h2o"), use_cache=True)
-
-
-@pytest.mark.parametrize("rotated", [False, True])
-def test_one_head_after_the_other_gives_what_a_padded_tensor_gives(rotated):
-    """On an accelerator heads are padded."""
-    geometry = RotaryGeometry.from_config(tiny.llama().config)
-    store = RaggedStore(SlotRotation("on_read" if rotated else "given", geometry), "torch")
-    sizes = torch.tensor([[5, 1, 9], [2, 7, 3]])[..., None]
-    keys, values, query = torch.randn(2, 3, 9, 8), torch.randn(2, 3, 9, 6), torch.randn(2, 6, 1, 8)
-    store.install(keys, values, sizes, sizes)
-    valid = torch.arange(9) < sizes
-    options = {
-        "valid": valid & torch.arange(9).remainder(4).ne(2),
-        "leading": 4 if rotated else 1,
-        "leading_query": torch.randn(2, 6, 1, 8),
-        "softcap": 3.0,
-        "sink_logits": torch.randn(6),
-        "want_weights": True,
-        "ranks": torch.randint(9, (2, 1, 9)) if rotated else None,
-    }
-    actual, expected = store.attend(query, 9, 0.5, **options), FlatStore.attend(store, query, 9, 0.5, **options)
-    torch.testing.assert_close(actual[0], expected[0])
-    torch.testing.assert_close(actual[1], expected[1])
+    with pytest.raises(ConfigError, match="this model"):
+        feed(model, cache_of(model, "keydiff", shared=shares_of(tiny.llama(num_hidden_layers=2))), tiny.ids(1, 40))
+    with torch.enable_grad():
+        cache = cache_of(model)
+        model(input_ids=tiny.ids(1, 40), past_key_values=cache, use_cache=True)
+        with pytest.raises(UnsupportedError, match="gradients"):
+            model(input_ids=tiny.ids(1, 1), past_key_values=cache, use_cache=True)

@@ -1,4 +1,4 @@
-"""Pages: the same numbers as one buffer a row, no page lost or shared, and nothing changed where there is no room."""
+"""Pages: the same numbers as one buffer a row, no page lost, shared until one writes, and nothing changed where there is no room."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import threading
+from collections import Counter
 from functools import cache
 
 import pytest
@@ -15,9 +16,8 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_kvcaches.equip.cache import EquipCache
-from hf_kvcaches.equip.coded import CodedStore
+from hf_kvcaches.equip.coded import Coded
 from hf_kvcaches.equip.layer import EquipLayer
-from hf_kvcaches.equip.paged import PagedStore
 from hf_kvcaches.equip.pages import LayerPages, PagePool
 from hf_kvcaches.errors import ConfigError, PoolExhausted, UnsupportedError
 from tests import tiny
@@ -25,10 +25,11 @@ from tests.conformance.entries import calibrated, codec_of
 
 BUDGET = 18
 # "codec": as many bytes a slot in all layers; "small_codec": other ones in each.
-SCHEMES: dict[str, dict] = {"frames": {"rope": "frames"}, "on_read": {"rope": "on_read"}, "original": {"positions": "original"}}
+SCHEMES: dict[str, dict] = {"compact": {}, "original": {"positions": "original"}}
+PLAIN = ("streaming", "keydiff")
 CODECS = ("codec", "small_codec")
-each_scheme = pytest.mark.parametrize("scheme", ["frames", "on_read", *CODECS])
-with_codec = pytest.mark.parametrize("scheme", ["frames", "codec"])
+each_scheme = pytest.mark.parametrize("scheme", ["compact", *CODECS])
+with_codec = pytest.mark.parametrize("scheme", ["compact", "codec"])
 
 
 @cache
@@ -67,9 +68,22 @@ def paged_layers(cache_: EquipCache) -> list[EquipLayer]:
 
 
 def pages_of(layer: EquipLayer) -> LayerPages:
-    store = layer.store.codes if isinstance(layer.store, CodedStore) else layer.store
-    assert isinstance(store, PagedStore)
-    return store.pages
+    storage = layer.storage.codes if isinstance(layer.storage, Coded) else layer.storage
+    return storage.pages
+
+
+def pool_of(cache_: EquipCache) -> PagePool:
+    storage = paged_layers(cache_)[0].storage
+    return (storage.codes if isinstance(storage, Coded) else storage).book.pool
+
+
+def same(actual: torch.Tensor, expected: torch.Tensor, rounds: bool) -> None:
+    """In one buffer the sinks of a stream alone are rotated, or the model attends itself, which rounds otherwise."""
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4 * float(expected.abs().max()) * rounds)
+
+
+def flat_cache(policy: str, **options) -> EquipCache:
+    return EquipCache(model(), policy, BUDGET, head_budgets=None, **options)
 
 
 def held_pages(cache_: EquipCache) -> list[int]:
@@ -77,9 +91,9 @@ def held_pages(cache_: EquipCache) -> list[int]:
 
 
 def check_conserved(pool: PagePool, *caches: EquipCache) -> None:
-    """Every page is free or belongs to one row."""
-    held = [page for each in caches for page in held_pages(each)]
-    assert len(held) == len(set(held))
+    """Every page is free or has as many holders as rows name it."""
+    held = Counter(page for each in caches for page in held_pages(each))
+    assert {page: count for page, count in held.items() if count > 1} == pool.holders(list(held))
     assert all(1 <= page <= pool.pages for page in held)
     assert len(held) + pool.free_pages == pool.pages
 
@@ -100,15 +114,15 @@ def same_state(one: dict, other: dict) -> bool:
 
 
 @pytest.mark.parametrize("scheme", [*SCHEMES, *CODECS])
-@pytest.mark.parametrize("policy", ["streaming", "h2o", "tova", "compactor"])
-def test_logits_are_those_of_the_flat_layout_bit_for_bit(policy: str, scheme: str) -> None:
+@pytest.mark.parametrize("policy", ["streaming", "h2o", "tova", "keydiff"])
+def test_logits_are_those_of_the_flat_layout(policy: str, scheme: str) -> None:
     options = options_of(scheme)
     for ids, mask in ((tiny.ids(1, 60), None), padded(60, 50, 37)):
-        flat = EquipCache(model(), policy, BUDGET, **options)
+        flat = flat_cache(policy, **options)
         expected = feed(flat, ids, 40, mask)
         for size in (1, 3, 16) if policy == "h2o" else (3,):
             paged = EquipCache(model(), policy, BUDGET, page_size=size, **options)
-            assert torch.equal(feed(paged, ids, 40, mask), expected)
+            same(feed(paged, ids, 40, mask), expected, policy in PLAIN)
             assert torch.equal(paged.kept_positions(1), flat.kept_positions(1))
 
 
@@ -116,8 +130,8 @@ def test_logits_are_those_of_the_flat_layout_bit_for_bit(policy: str, scheme: st
 def test_a_cache_that_fills_token_by_token_equals_the_flat_layout(scheme: str) -> None:
     (ids, mask), options = padded(50, 30), options_of(scheme)
     for policy in ("streaming", "h2o"):
-        expected = feed(EquipCache(model(), policy, BUDGET, **options), ids, 21, mask)
-        assert torch.equal(feed(EquipCache(model(), policy, BUDGET, page_size=4, **options), ids, 21, mask), expected)
+        expected = feed(flat_cache(policy, **options), ids, 21, mask)
+        same(feed(EquipCache(model(), policy, BUDGET, page_size=4, **options), ids, 21, mask), expected, policy in PLAIN)
 
 
 @pytest.mark.parametrize("coded", [False, True])
@@ -134,7 +148,7 @@ def test_an_adopted_prompt_equals_the_flat_layout(scheme: str) -> None:
     past, options = DynamicCache(config=model().config), options_of(scheme)
     with torch.no_grad():
         model()(tiny.ids(1, 40), past_key_values=past)
-    flat, paged = (EquipCache.from_cache(past, model(), "knorm", BUDGET, **pages, **options) for pages in ({}, {"page_size": 4}))
+    flat, paged = (EquipCache.from_cache(past, model(), "keydiff", BUDGET, **pages, **options) for pages in ({}, {"page_size": 4}))
     assert torch.equal(feed(paged, tiny.ids(1, 30, seed=4), 8), feed(flat, tiny.ids(1, 30, seed=4), 8))
 
 
@@ -144,7 +158,7 @@ def test_a_model_that_attends_by_itself_gets_the_same_tensors() -> None:
         feed(EquipCache(plain.config, "streaming", BUDGET, positions="original", **o), tiny.ids(1, 50), 30, on=plain)
         for o in ({}, {"page_size": 4})
     ]
-    assert torch.equal(*logits)
+    same(*logits, rounds=True)
 
 
 @each_scheme
@@ -163,23 +177,23 @@ def test_what_a_page_held_before_is_never_seen(scheme: str) -> None:
 # Several on one pool
 
 
-@pytest.mark.parametrize("schemes", [["on_read", "frames", "original"], ["small_codec"] * 3], ids=str)
+@pytest.mark.parametrize("schemes", [["compact", "compact", "original"], ["small_codec"] * 3], ids=str)
 def test_caches_that_take_turns_on_one_pool_don_t_see_each_other(schemes: list[str]) -> None:
     pool = PagePool(model(), pages=200, page_size=4)
     kinds = [(policy, options_of(scheme)) for policy, scheme in zip(("streaming", "h2o", "tova"), schemes, strict=True)]
     texts = [tiny.ids(1, 45, seed=seed) for seed in range(3)]
-    expected = [feed(EquipCache(model(), policy, BUDGET, **options), ids, 10) for (policy, options), ids in zip(kinds, texts, strict=True)]
+    expected = [feed(flat_cache(policy, **options), ids, 10) for (policy, options), ids in zip(kinds, texts, strict=True)]
     caches = [EquipCache(model(), policy, BUDGET, pool=pool, **options) for policy, options in kinds]
     spans = [slice(0, 10)] + [slice(at, at + 1) for at in range(10, 45)]
     logits = [[feed(each, ids[:, span], span.stop - span.start) for each, ids in zip(caches, texts, strict=True)] for span in spans]
     for index, wanted in enumerate(expected):
-        assert torch.equal(torch.cat([step[index] for step in logits], 1), wanted)
+        same(torch.cat([step[index] for step in logits], 1), wanted, kinds[index][0] in PLAIN)
     check_conserved(pool, *caches)
 
 
 def test_threads_take_and_give_back_pages_at_once() -> None:
     pool = PagePool(model(), pages=64, page_size=4)
-    pool.prepare(torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1, 8))
+    pool.open("", {"keys": (2, 4, 8)}, torch.float32, torch.device("cpu"))
     owners: list[int | None] = [None] * 65
     clashes = []
 
@@ -242,10 +256,11 @@ def test_codes_of_fewer_bytes_take_fewer_pages() -> None:
     pages = [len(row) for layer in paged_layers(made) for row in pages_of(layer).rows]
     assert max(pages) == 10
     assert min(pages) == -(-40 // (4 * wide // narrow))
-    assert made.pool.bytes == (made.pool.pages + 1) * 4 * wide
+    assert pool_of(made).bytes == (pool_of(made).pages + 1) * 4 * wide
     sinks = 2 * 2 * 5 * 2 * 2 * 8 * 4  # layers, rows, slots of sinks, keys and values, heads, head size, float32
-    states = sum(tensor.nbytes for layer in paged_layers(made) for tensor in layer.state.tensors().values())
-    assert made.report().bytes == sum(pages) * 4 * wide + sinks + states
+    assert (
+        sum(tensor.nbytes for layer in paged_layers(made) for tensor in layer.storage.tensors().values()) == sum(pages) * 4 * wide + sinks
+    )
 
 
 @with_codec
@@ -272,7 +287,7 @@ def test_pages_go_back_with_reset_and_with_the_cache(scheme: str) -> None:
 @pytest.mark.parametrize("policy", ["streaming", "h2o"])
 def test_an_exhausted_pool_changes_nothing_and_work_goes_on_when_pages_are_free(policy: str, scheme: str) -> None:
     ids, other, options = tiny.ids(2, 40), tiny.ids(1, 40, seed=2), options_of(scheme)
-    expected = feed(EquipCache(model(), policy, BUDGET, **options), ids, 5)
+    expected = feed(flat_cache(policy, **options), ids, 5)
     pool = PagePool(model(), pages=25, page_size=4)  # full caches hold 20 and 10
     waits, blocks = (EquipCache(model(), policy, BUDGET, pool=pool, **options) for _ in range(2))
     feed(blocks, other, 30)
@@ -287,7 +302,7 @@ def test_an_exhausted_pool_changes_nothing_and_work_goes_on_when_pages_are_free(
     check_conserved(pool, waits, blocks)
     blocks.reset()
     logits.append(feed(waits, ids[:, 12:], 1))
-    assert torch.equal(torch.cat(logits, 1), expected)
+    same(torch.cat(logits, 1), expected, policy in PLAIN)
 
 
 @with_codec
@@ -302,19 +317,46 @@ def test_a_prompt_that_does_not_fit_leaves_an_empty_cache_empty(scheme: str) -> 
     assert torch.equal(feed(made, tiny.ids(1, 16), 16), feed(EquipCache(model(), "h2o", BUDGET, **options), tiny.ids(1, 16), 16))
 
 
+@each_scheme
+def test_repeats_and_copies_take_no_page_until_something_is_written(scheme: str) -> None:
+    pool, options = PagePool(model(), pages=60, page_size=4), options_of(scheme)
+    made, flat = EquipCache(model(), "h2o", BUDGET, pool=pool, **options), flat_cache("h2o", **options)
+    for each in (made, flat):
+        feed(each, tiny.ids(1, 10), 10)
+    held = 60 - pool.free_pages
+    for each in (made, flat):
+        each.batch_repeat_interleave(4)
+    copied = copy.deepcopy(made)
+    assert (60 - pool.free_pages, pool_of(copied)) == (held, pool)
+    check_conserved(pool, made, copied)
+    new = tiny.ids(4, 12, seed=3)
+    assert torch.equal(feed(made, new[:, :1], 1), feed(flat, new[:, :1], 1))
+    assert 60 - pool.free_pages <= held + 2 * 4  # a page of each row and layer
+    before = state(copied)
+    assert torch.equal(feed(made, new[:, 1:], 1), feed(flat, new[:, 1:], 1))
+    assert same_state(before, state(copied))
+    check_conserved(pool, made, copied)
+    del copied
+    assert torch.equal(feed(made, new, 12), feed(flat, new, 12))
+    check_conserved(pool, made)
+
+
 @with_codec
-def test_rows_and_copies_that_don_t_fit_change_nothing(scheme: str) -> None:
+def test_copies_that_don_t_fit_once_they_are_written_change_nothing(scheme: str) -> None:
     pool = PagePool(model(), pages=30, page_size=4)
     made = EquipCache(model(), "h2o", BUDGET, pool=pool, **options_of(scheme))
     feed(made, tiny.ids(2, 30), 25)
-    before = state(made)
-    for attempt in (lambda: made.batch_repeat_interleave(2), lambda: copy.deepcopy(made), lambda: made.batch_select_indices([0, 0, 1, 1])):
-        with pytest.raises(PoolExhausted):
-            attempt()
-        assert same_state(before, state(made))
-        check_conserved(pool, made)
-    made.reorder_cache(torch.tensor([1, 1]))  # into the pages of the row that goes
-    check_conserved(pool, made)
+    copied = copy.deepcopy(made)
+    made.batch_repeat_interleave(2)
+    before = state(made), state(copied)
+    with pytest.raises(PoolExhausted):
+        feed(made, tiny.ids(4, 20), 20)
+    assert same_state(before[0], state(made))
+    check_conserved(pool, made, copied)
+    made.reset()
+    assert same_state(before[1], state(copied))
+    feed(copied, tiny.ids(2, 3), 1)
+    check_conserved(pool, copied)
 
 
 @with_codec
@@ -350,7 +392,7 @@ def test_beams_repeats_and_selections_equal_the_flat_layout(scheme: str) -> None
             change(each)
         new = tiny.ids(len(flat.kept_positions(0)), 3, seed=3)
         assert torch.equal(feed(paged, new, 1), feed(flat, new, 1))
-        check_conserved(paged.pool, paged)
+        check_conserved(pool_of(paged), paged)
 
 
 @with_codec
@@ -382,7 +424,7 @@ def test_taking_tokens_back_restores_pages_and_gives_back_the_rest(policy: str, 
     at = 12
     for drafts, refused in ((4, 3), (5, 5), (6, 0), (7, 4)):
         logits = [feed(each, ids[:, at : at + drafts], drafts) for each in (flat, paged)]
-        assert torch.equal(*logits)
+        same(*logits, policy in PLAIN)
         for each in (flat, paged):
             each.crop(-refused)
         at += drafts - refused
@@ -391,7 +433,7 @@ def test_taking_tokens_back_restores_pages_and_gives_back_the_rest(policy: str, 
         assert all([len(row) for row in pages_of(layer).rows] == [-(-min(at, BUDGET) // 2)] for layer in paged_layers(paged))
 
 
-@pytest.mark.parametrize("scheme", ["on_read", "frames", "codec"])
+@pytest.mark.parametrize("scheme", ["compact", "codec"])
 def test_edits_equal_the_flat_layout_and_give_pages_back(scheme: str) -> None:
     pool, options = PagePool(model(), pages=60, page_size=2), options_of(scheme)
     flat, paged = EquipCache(model(), "h2o", 30, **options), EquipCache(model(), "h2o", 30, pool=pool, **options)
@@ -417,7 +459,7 @@ def test_a_cache_whose_tokens_were_all_evicted_has_no_pages_and_goes_on(scheme: 
         each.evict(range(12))
     assert held_pages(paged) == []
     assert torch.equal(feed(paged, new, 1), feed(flat, new, 1))
-    check_conserved(paged.pool, paged)
+    check_conserved(pool_of(paged), paged)
 
 
 @each_scheme
@@ -430,9 +472,9 @@ def test_copies_pickles_and_files_go_on_alike(tmp_path, scheme: str) -> None:
     new = tiny.ids(2, 12, seed=4)
     expected = feed(made, new, 1)
     for other in others:
-        assert other.pool is not made.pool
+        assert pool_of(other) is not pool_of(made)
         assert torch.equal(feed(other, new, 1), expected)
-        check_conserved(other.pool, other)
+        check_conserved(pool_of(other), other)
 
 
 def test_a_loaded_cache_with_a_fraction_for_a_budget_keeps_as_many_tokens_as_the_saved_one(tmp_path) -> None:
@@ -442,30 +484,17 @@ def test_a_loaded_cache_with_a_fraction_for_a_budget_keeps_as_many_tokens_as_the
     made.save(tmp_path / "cache.safetensors")
     loaded = EquipCache.load(tmp_path / "cache.safetensors", model())
     assert torch.equal(feed(loaded, ids[:, 40:], 1), feed(made, ids[:, 40:], 1))
-    check_conserved(loaded.pool, loaded)
-
-
-@with_codec
-def test_a_copy_on_a_shared_pool_has_pages_of_its_own(scheme: str) -> None:
-    pool = PagePool(model(), pages=60, page_size=4)
-    made = EquipCache(model(), "streaming", BUDGET, pool=pool, **options_of(scheme))
-    feed(made, tiny.ids(1, 30), 25)
-    copied = copy.deepcopy(made)
-    assert copied.pool is pool
-    check_conserved(pool, made, copied)
-    before = state(made)
-    feed(copied, tiny.ids(1, 9, seed=5), 1)
-    assert same_state(before, state(made))
+    check_conserved(pool_of(loaded), loaded)
 
 
 @given(
-    st.sampled_from(["frames", "codec"]),
+    st.sampled_from(["compact", "codec"]),
     st.lists(
         st.tuples(st.sampled_from(["feed", "block", "reset", "reorder", "repeat", "select", "delete", "copy"]), st.integers(0, 2)),
         max_size=14,
     ),
 )
-def test_no_page_is_lost_or_shared_whatever_is_done(scheme: str, deeds: list[tuple[str, int]]) -> None:
+def test_no_page_is_lost_whatever_is_done(scheme: str, deeds: list[tuple[str, int]]) -> None:
     small = tiny_one_layer()
     pool, options = PagePool(small, pages=40, page_size=3), options_of(scheme, small)
     caches = [EquipCache(small, policy, 10, sinks=2, pool=pool, **options) for policy in ("streaming", "h2o", "tova")]
@@ -486,7 +515,7 @@ def test_no_page_is_lost_or_shared_whatever_is_done(scheme: str, deeds: list[tup
             elif deed == "copy":
                 caches[which] = copy.deepcopy(made)
             else:
-                caches[which] = EquipCache(small, "knorm", 10, sinks=2, pool=pool, **options)
+                caches[which] = EquipCache(small, "keydiff", 10, sinks=2, pool=pool, **options)
         except PoolExhausted:
             made.reset()
         del made
@@ -507,10 +536,9 @@ def test_a_pool_that_does_not_fit_is_refused() -> None:
         EquipCache(model(), page_size=8, pool=pool)
     with pytest.raises(ConfigError, match="1 key heads of size 8"):
         EquipCache(tiny_one_layer(), pool=pool)
-    for options in ({"dtype": torch.bfloat16}, {"device": "meta"}):
-        other = EquipCache(model(), budget=BUDGET, pool=PagePool(model(), 50, 4, **options))
-        with pytest.raises(ConfigError, match="room for 2 heads of size 8"):
-            feed(other, tiny.ids(1, 10), 10)
+    pool.open("keys and values", {"keys": (2, 4, 8), "values": (2, 4, 8)}, torch.bfloat16, torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"pool: expected pages of .* in torch\.float32 on cpu"):
+        feed(EquipCache(model(), budget=BUDGET, pool=pool), tiny.ids(1, 10), 10)
     for wrong in ({"page_size": 0}, {"pages": 0}, {"page_size": 2.5}, {"pages": True}):
         with pytest.raises(ConfigError):
             PagePool(model(), **wrong)
@@ -518,13 +546,13 @@ def test_a_pool_that_does_not_fit_is_refused() -> None:
         EquipCache(model(), page_size=0)
 
 
-@pytest.mark.parametrize(("first", "second"), [("codec", "small_codec"), ("codec", "frames"), ("frames", "codec")])
+@pytest.mark.parametrize(("first", "second"), [("codec", "small_codec"), ("codec", "compact"), ("compact", "codec")])
 def test_a_pool_with_pages_of_another_kind_is_refused_and_both_caches_stay_as_they_were(first: str, second: str) -> None:
     pool, ids = PagePool(model(), pages=50, page_size=4), tiny.ids(1, 20)
     one, other = (EquipCache(model(), "h2o", BUDGET, pool=pool, **options_of(scheme)) for scheme in (first, second))
     feed(one, ids[:, :15], 15)
     before = state(one)
-    with pytest.raises(ConfigError, match="pool: expected one with pages of"):
+    with pytest.raises(ConfigError, match="pool: expected pages of"):
         feed(other, ids, 15)
     assert same_state(before, state(one))
     assert (other.seen, held_pages(other)) == (0, [])
@@ -543,8 +571,6 @@ def test_gradients_other_rows_and_pickled_pools_are_refused(scheme: str) -> None
         feed(made, tiny.ids(2, 1), 1)
     with pytest.raises(UnsupportedError, match="save"):
         pickle.dumps(made)
-    with pytest.raises(UnsupportedError, match="offload"):
-        made.layers[0].offload()
 
 
 @with_codec

@@ -155,7 +155,7 @@ def test_scores_are_finite_whatever_a_policy_says():
             return torch.tensor([torch.nan, torch.inf, -torch.inf, 1e38, 0.0]).expand(2, 1, 5)
 
     low, most, least, large, zero = Wild().checked_score(tokens_of(0, 5))[0, 0].tolist()
-    assert low == least < zero < large == most < UNSCORED
+    assert low == least < zero < large < UNSCORED < most < torch.inf
 
 
 # One by one.

@@ -47,7 +47,9 @@ def test_fewer_tokens_than_slots_leave_the_rest_empty(padded: Any) -> None:
     assert not few.raw(SLOTS)[0][..., 4:, :][EXISTING[..., 4:]].any()
 
 
-@pytest.mark.parametrize("slots", [torch.tensor([[2, 9, 4], [6, 0, 0]])[..., None], torch.zeros(1, 1, 1, dtype=torch.long)], ids=["heads", "all"])
+@pytest.mark.parametrize(
+    "slots", [torch.tensor([[2, 9, 4], [6, 0, 0]])[..., None], torch.zeros(1, 1, 1, dtype=torch.long)], ids=["heads", "all"]
+)
 def test_writing_changes_these_slots_alone(ragged: Ragged, padded: Any, slots: torch.Tensor) -> None:
     before, index = ragged.gather(slots), slots[..., None].expand(ROWS, HEADS, 1, DIM)
     assert torch.equal(before[0], padded[0].gather(2, index))

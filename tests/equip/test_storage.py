@@ -147,7 +147,9 @@ def test_rows_without_a_new_token_keep_their_codes(model, storage):
     before = layer.storage.gather(slots)
     mask = torch.cat([mask, torch.tensor([[1], [0]])], 1)
     feed_all(model, cache, tiny.ids(2, 1), mask)
-    same = [[torch.equal(*rows) for rows in zip(new, old, strict=True)] for new, old in zip(layer.storage.gather(slots), before, strict=True)]
+    same = [
+        [torch.equal(*rows) for rows in zip(new, old, strict=True)] for new, old in zip(layer.storage.gather(slots), before, strict=True)
+    ]
     assert not all(first for first, _ in same)
     assert all(second for _, second in same)
 
@@ -279,7 +281,9 @@ def test_sinks_stay_exact_beside_codes(model):
         # Slot 0 stays exact, slot 7 moves to a sink's slot, and the new token is exact in another.
         index = torch.tensor([0, 7, 11, 1, 5])[None, None].expand(2, 2, 5)
         storage.rebuild(index, storage.encode(keys[:, :, 10:], values[:, :, 10:]), 10, 16)
-        expected = [torch.stack([s[:, :, 0], c[:, :, 7], s[:, :, 11], c[:, :, 1], c[:, :, 5]], 2) for s, c in ((keys, near), (values, values_near))]
+        expected = [
+            torch.stack([s[:, :, 0], c[:, :, 7], s[:, :, 11], c[:, :, 1], c[:, :, 5]], 2) for s, c in ((keys, near), (values, values_near))
+        ]
         torch.testing.assert_close(storage.read(5), tuple(expected))
         slots = torch.tensor([[2], [4]])[None].expand(2, 2, 1)
         before = storage.gather(slots)
@@ -297,7 +301,9 @@ def test_a_row_of_padding_fits_its_channels_when_its_first_tokens_come():
     first = storage.encode(keys[:, :, :5] + shift, values[:, :, :5])
     storage.rebuild(None, first, 0, 16)
     storage.prepare(keys[:, :, 5:] + shift, torch.ones(2, 1, 4, dtype=torch.bool), ~real[:, :, :1, None])
-    assert all(torch.equal(new[:1], old[:1]) for new, old in zip(storage.encode(keys[:, :, :5] + shift, values[:, :, :5]), first, strict=True))
+    assert all(
+        torch.equal(new[:1], old[:1]) for new, old in zip(storage.encode(keys[:, :, :5] + shift, values[:, :, :5]), first, strict=True)
+    )
     raw = alone.encode((keys[:, :, 5:] + shift)[1:], values[1:, :, 5:])
     assert torch.equal(storage.decode(storage.encode(keys[:, :, 5:] + shift, values[:, :, 5:]))[0][1:], alone.decode(raw)[0])
 

@@ -76,7 +76,7 @@ class Row:
     Args:
         heads: One for each key head; empty before the first real token.
         real: How many real tokens came.
-        observed: Queries since the last complete observation (SnapKV).
+        observed: Steps since the tokens were last scored.
     """
 
     heads: list[Head]
@@ -121,6 +121,9 @@ class ReferenceLayer(KVLayer):
             attention: For each key head (new tokens, n): the probabilities of every new query, mean over the heads of its group.
             block: Whether the queries came as a block and not as a decoding step.
         """
+
+    def idle(self, row: Row) -> None:
+        """Count a decoding step in which other rows got a token, and this one none."""
 
     @property
     def kept(self) -> int:
@@ -260,12 +263,14 @@ class ReferenceView(LayerView):
             raise UnsupportedError("The references follow padding alone. Leave other masks and position biases out.")
         real = torch.ones(batch, tokens, dtype=torch.bool) if read.valid is None else read.valid
         output = query.new_zeros(batch, tokens, heads, self.values.shape[-1])
+        step = tokens == 1 and self.start > 0
         for b, row in enumerate(self.layer.rows):
+            if step and not bool(real[b].any()):
+                self.layer.idle(row)
             for which in real[b].nonzero()[:, 0].split(self.layer.block or tokens):
                 if not which.numel():
                     continue
                 new = [self._head(b, h, which, row.real) for h in range(self.layer.kv_heads)]
-                step = tokens == 1 and self.start > 0
                 out = self.layer.take(row, query[b][:, which], new, step, kwargs["scaling"], kwargs.get("softcap"))
                 output[b, which] = out.to(query.dtype)
         return output, None

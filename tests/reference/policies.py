@@ -105,6 +105,12 @@ class SnapKVLayer(ReferenceLayer):
                 head.received = torch.zeros(len(head))
         row.observed %= self.window
 
+    def idle(self, row: Row) -> None:
+        row.observed = (row.observed + 1) % self.window
+        if row.observed == 0:
+            for head in row.heads:
+                head.scores, head.received = self._pooled(head), torch.zeros(len(head))
+
     def _pooled(self, head: Head) -> torch.Tensor:
         scores = torch.full((len(head),), torch.inf)
         earlier = len(head) - self.window
@@ -142,7 +148,7 @@ class SnapKVReference(ReferenceCache):
 
 
 class PeriodicLayer(ReferenceLayer):
-    """Scores all tokens after a block, and each time so many real ones have come; new ones stay until then."""
+    """Scores all tokens after a block, and again after each so many steps; new ones stay until then."""
 
     first_score = torch.inf
 
@@ -151,9 +157,13 @@ class PeriodicLayer(ReferenceLayer):
         self.cache, self.block = cache, cache.block
 
     def rescore(self, row: Row, attention: list[torch.Tensor], block: bool) -> None:
-        if block or row.real % self.cache.interval == 0:
+        row.observed = 0 if block else (row.observed + 1) % self.cache.interval
+        if row.observed == 0:
             for head in row.heads:
                 head.scores = self.cache.worth(head, self.geometry)
+
+    def idle(self, row: Row) -> None:
+        self.rescore(row, [], block=False)
 
 
 class PeriodicReference(ReferenceCache):
@@ -161,7 +171,7 @@ class PeriodicReference(ReferenceCache):
 
     Args:
         model: As in `ReferenceCache`.
-        interval: Tokens between two scorings while decoding.
+        interval: Steps between two scorings while decoding.
         few_recent: Whether a quarter of the budget, at most 64 tokens, holds the newest ones.
         block: Tokens of a prompt that are scored and pruned at a time; None for all.
         **settings: As in `ReferenceCache`.
@@ -181,7 +191,7 @@ class PeriodicReference(ReferenceCache):
 
 
 class KeyDiffReference(PeriodicReference):
-    """Keys that point elsewhere than the mean direction stay. The paper scores after each token, and a prompt in blocks.
+    """Keys, rotated as attention sees them, that point elsewhere than their mean stay. The paper scores after each token, prompts in blocks.
 
     Args:
         model: As in `ReferenceCache`.
@@ -193,5 +203,8 @@ class KeyDiffReference(PeriodicReference):
         super().__init__(model, block=block, **settings)
 
     def worth(self, head: Head, geometry: RotaryGeometry) -> torch.Tensor:
-        keys = functional.normalize(head.given.float(), dim=-1)
+        keys = head.given.float()
+        if self.positions == "compact":
+            keys = geometry.rotate(head.keys[None, None], torch.arange(len(head)))[0, 0].float()
+        keys = functional.normalize(keys, dim=-1)
         return -functional.cosine_similarity(keys, keys.mean(0), dim=-1)

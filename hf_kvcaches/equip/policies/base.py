@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from hf_kvcaches.equip.policies.tokens import Tokens
+from hf_kvcaches.equip.policies.tokens import Tokens, unscored
 from hf_kvcaches.errors import ConfigError, UnsupportedError, require_choice, whole_number
 
 # The policies of this package by name.
@@ -90,11 +90,12 @@ class Policy(ABC):
         """What each token is worth: (batch, 1 or kv_heads, tokens), higher stays.
 
         With 1 in the place of the heads, all heads of a layer keep the same tokens. What it says where there is no token does not matter.
+        A token that gets +inf is not scored: it stays, by age.
         """
 
     def checked_score(self, tokens: Tokens) -> torch.Tensor:
         """`score` as finite float32 numbers without gradients, or an error that names a wrong shape."""
-        scores = self.score(tokens)
+        scores = self.score(tokens).detach().float()
         batch, heads, slots, _ = tokens.keys.shape
         if tuple(scores.shape) not in ((batch, 1, slots), (batch, heads, slots)):
             raise ConfigError.of(
@@ -102,7 +103,7 @@ class Policy(ABC):
                 f"scores of the shape {(batch, heads, slots)}, or {(batch, 1, slots)} for all heads alike",
                 tuple(scores.shape),
             )
-        return scores.detach().float().nan_to_num(nan=-_HIGHEST).clamp(-_HIGHEST, _HIGHEST)
+        return torch.where(scores.isposinf(), unscored(tokens.positions), scores.nan_to_num(nan=-_HIGHEST).clamp(-_HIGHEST, _HIGHEST))
 
     def watch(self, scores: torch.Tensor, weights: torch.Tensor, slot: torch.Tensor) -> None:
         """Change the scores after a decode step, in place, for a policy that observes attention and has no `interval`.
@@ -112,6 +113,7 @@ class Policy(ABC):
             weights: What the query gave to each slot, (batch, kv_heads, slots), float32.
             slot: Of the new token, (batch, 1 or kv_heads, 1).
         """
+        return
 
     def score_new(self, inputs: dict[str, Any], module: nn.Module | None) -> torch.Tensor | None:
         """The score of a step's new token from what the model's attention is called with, (batch, kv_heads, 1); None: it has none yet."""
