@@ -63,7 +63,7 @@ class Coded(Flat):
 
     def __init__(self, backend: Backend, codec: KVCodec, layer_idx: int, sinks: int, codes: FlatCodes | PagedCodes) -> None:
         super().__init__(backend)
-        self.codec, self.layer_idx, self.sinks, self.codes, self.reserves = codec, layer_idx, sinks, codes, codes.reserves
+        self.codec, self.layer_idx, self.sinks, self.codes, self.pooled = codec, layer_idx, sinks, codes, codes.pooled
 
     @property
     def capacity(self) -> int:

@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import torch
-from torch import nn
 
 from hf_kvcaches.core.call import Call
 from hf_kvcaches.core.view import previous_attention
@@ -169,7 +168,8 @@ class EquipLayer(PromptLayer):
         watched = self.policy.observes != 0
         if isinstance(self.rotation, Unrotated):
             assert table.distances is not None
-            tables = self.rotation.on_read(table.distances[..., :used], self.storage.capacity)
+            distances = table.distances[..., :used]
+            tables = self.rotation.on_read(distances if valid is None else distances.clamp(max=used - 1), self.storage.capacity)
         elif valid is None and not watched and type(self.storage) in (Flat, Streamed):
             return previous_attention(call.module, query, *self.storage.read(used), None, **call.options)[0], None
         return self.storage.attend(

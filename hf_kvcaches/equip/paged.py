@@ -22,7 +22,6 @@ class Paged(Flat):
     On CUDA, attention reads the pages where they are. Elsewhere they are gathered first, and all numbers are those of the flat layout.
     """
 
-    reserves = True
     pooled = True
     in_graphs = False  # which pages are written to is known in Python only
     no_gradients = "EquipCache on pages has no gradients: run the model under torch.no_grad(), or leave page_size and pool out."

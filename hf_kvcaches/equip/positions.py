@@ -8,6 +8,7 @@ import torch
 
 from hf_kvcaches.core.call import Call
 from hf_kvcaches.core.step import Pass, TokenMask
+from hf_kvcaches.equip.block import require_one_mask
 from hf_kvcaches.equip.rotation import LONGEST, Shifted, Turn, Unrotated
 from hf_kvcaches.equip.slot_layer import SlotLayer
 from hf_kvcaches.equip.storage import Flat
@@ -53,8 +54,7 @@ class PositionedLayer(SlotLayer):
             read = TokenMask.read(mask, seen, 1)
             mask = torch.ones(1, 1, device=self.device, dtype=torch.bool) if read.shown is None else read.shown
         if mask.ndim == 4:
-            if mask.shape[1] != 1:
-                raise UnsupportedError("attention_mask: EquipCache can't follow a mask that differs by head. Give one for all heads.")
+            require_one_mask(mask)
             mask = mask[:, 0, -1]
         allowed = mask > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else mask.bool()
         if allowed.shape[1] not in (1, seen + 1):

@@ -143,13 +143,16 @@ class PruningLayer(PositionedLayer):
         if shared == "global" and self.journal is None:
             return self.assembly.add(self, candidates)
         if shared is None or (total <= limit.slots and self.table.rooms is None):
-            dense = self.table.counts is None and self.table.filled is not None and total <= limit.slots
-            return self._install(None if dense else best(worth, arrival.positions, limit.slots), None, None)
+            return self._install(None if self._dense() and total <= limit.slots else best(worth, arrival.positions, limit.slots), None, None)
         if isinstance(shared, dict):
             least = self.settings.sinks + max(1, limit.recent)
             shares = self._shares(worth.device)
             return self.settle(with_rooms(candidates, rooms_of(shares, limit.slots, least)), rooms_of(shares, self.slots, least))
         return self.settle(*compared([candidates], self.shard)[0])
+
+    def _dense(self) -> bool:
+        """Whether slots in use and new tokens, as they lie, are in order and without gaps; an edit has new ones in the middle."""
+        return self.table.counts is None and self.table.filled is not None and self.detour is None
 
     def settle(self, kept: torch.Tensor | None, rooms: torch.Tensor | None) -> None:
         """Keep some of the tokens that have arrived.
@@ -161,9 +164,8 @@ class PruningLayer(PositionedLayer):
         assert self.arrival is not None
         positions = self.arrival.positions
         if kept is None or rooms is None:
-            dense = self.table.counts is None and self.table.filled is not None
             everything = torch.arange(positions.shape[-1], device=positions.device).expand_as(positions)
-            return self._install(None if dense else in_order(everything, positions), None, None)
+            return self._install(None if self._dense() else in_order(everything, positions), None, None)
         index, lengths = indices_of(kept, positions)
         return self._install(index, lengths, rooms.expand(positions.shape[0], -1, -1).contiguous())
 

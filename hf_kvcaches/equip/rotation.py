@@ -22,7 +22,7 @@ import torch
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.equip.slots import SlotTable
 from hf_kvcaches.kernels.arguments import RotationTables
-from hf_kvcaches.kernels.rotation import Layout
+from hf_kvcaches.kernels.rotation import Layout, swap_pairs
 
 # Tokens up to which a stream is `Shifted`: further on the model's float32 angles are off by more than 4e-3 radians.
 LONGEST = 1 << 16
@@ -57,9 +57,7 @@ class Turn:
         if heads not in (1, x.shape[1]):  # one angle a key head, and queries of several heads
             cos, sin = (table.repeat_interleave(x.shape[1] // heads, 1) for table in (cos, sin))
         pairs = x if rotary == x.shape[-1] else x[..., :rotary]
-        interleaved = self.layout == "interleaved"
-        swapped = pairs.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if interleaved else pairs.roll(rotary // 2, -1)
-        rotated = torch.addcmul(pairs * cos, swapped, sin).to(x.dtype)
+        rotated = torch.addcmul(pairs * cos, swap_pairs(pairs, self.layout), sin).to(x.dtype)
         return rotated if rotary == x.shape[-1] else torch.cat([rotated, x[..., rotary:]], -1)
 
 
@@ -114,7 +112,7 @@ class Unrotated(Given):
 
     geometry: RotaryGeometry
     unrotated = True
-    _tables: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, repr=False)
+    _tables: dict[torch.device, RotationTables] = field(default_factory=dict, repr=False)
 
     def index_of_slots(self, table: SlotTable) -> torch.Tensor:
         assert table.distances is not None
@@ -162,11 +160,14 @@ class Unrotated(Given):
         """
         device = distances.device
         tables = self._tables.get(device)
-        if tables is None or len(tables[0]) < length:
+        if tables is None or len(tables.cos) < length:
             with torch.inference_mode(False):  # a later backward pass may need it
                 angles = self.exact(-torch.arange(max(64, length), device=device))
-                tables = self._tables[device] = angles.cos().float(), angles.sin().float()
-        return RotationTables(distances.clamp(max=len(tables[0]) - 1), *tables, self.geometry.layout)
+                turn = Turn.by(angles, self.geometry.layout)
+                full = torch.cat([turn.cos, turn.sin], -1)
+                tables = RotationTables(distances, angles.cos().float(), angles.sin().float(), self.geometry.layout, full)
+            self._tables[device] = tables._replace(positions=full[:0])
+        return tables._replace(positions=distances)
 
     def exact(self, positions: torch.Tensor) -> torch.Tensor:
         """Angles of positions: (..., rotary_dim / 2), float64."""

@@ -107,10 +107,13 @@ class SlotTable:
             written.append((self.distances, 0))
         if self.text is not None:
             written.append((self.text, seen))
+        if self.gathering is not None:
+            written.append((self.gathering, 0.0))
         for tensor, value in written:
+            at = slot.expand(-1, tensor.shape[1], -1)
             if real is not None:
-                value = torch.where(real, value, tensor.gather(2, slot))
-            tensor.scatter_(2, slot, value.to(tensor.dtype).expand(slot.shape) if isinstance(value, torch.Tensor) else value)
+                value = torch.where(real, value, tensor.gather(2, at))
+            tensor.scatter_(2, at, value.to(tensor.dtype).expand(at.shape) if isinstance(value, torch.Tensor) else value)
         if self.counts is not None:
             self.counts = self.counts + (1 if real is None else real)
         if self.clock is not None:

@@ -32,7 +32,6 @@ class Flat:
         exported: The tensors of rows in a file.
         in_graphs: Whether compiled graphs may write to it.
         no_gradients: Why there are no gradients, as a sentence; "" where there are.
-        reserves: Whether new tokens have to come within `space_for`, single ones, too.
     """
 
     names: ClassVar[tuple[str, ...]] = ("keys", "values")
@@ -41,7 +40,6 @@ class Flat:
     no_gradients: ClassVar[str] = ""
     pooled: bool = False
     """Whether slots share memory with other caches, so that there may be no room for a token."""
-    reserves: bool = False
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend

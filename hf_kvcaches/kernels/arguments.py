@@ -20,12 +20,15 @@ class RotationTables(NamedTuple):
         cos: (rows, rotary_dim / 2), with the model's `attention_scaling`, if it has one. Dimensions from rotary_dim on pass unchanged.
         sin: Like `cos`.
         layout: Which dimensions form a pair: `"half"`: i and i + rotary_dim / 2; `"interleaved"`: 2i and 2i + 1.
+        full: The same tables for each dimension, cosines before signed sines, (rows, 2 * rotary_dim): fewer operations for the torch
+            back-end. None: made of `cos` and `sin`.
     """
 
     positions: torch.Tensor
     cos: torch.Tensor
     sin: torch.Tensor
     layout: Layout = "half"
+    full: torch.Tensor | None = None
 
 
 class SlotOptions(NamedTuple):

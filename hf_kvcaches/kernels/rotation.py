@@ -34,6 +34,11 @@ def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: Layou
     return x
 
 
+def swap_pairs(x: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Exchanges the dimensions of each pair, (..., rotary_dim)."""
+    return x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if layout == "interleaved" else x.roll(x.shape[-1] // 2, -1)
+
+
 def _is_complex(x: torch.Tensor) -> bool:
     """Whether neighbouring dimensions can be read as complex numbers."""
     return x.stride(-1) == 1 and not any(step % 2 for step in (*x.stride()[:-1], x.storage_offset()))

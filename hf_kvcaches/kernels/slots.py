@@ -17,7 +17,7 @@ from hf_kvcaches.kernels import slots_reference
 from hf_kvcaches.kernels.arguments import Attended, RotationTables, SlotOptions
 from hf_kvcaches.kernels.checks import FLOATS, INTEGERS, check_layout, check_mask, check_query, check_tensor
 from hf_kvcaches.kernels.launch import Backend, choose
-from hf_kvcaches.kernels.rotation import rotate_
+from hf_kvcaches.kernels.rotation import rotate_, swap_pairs
 
 
 def slot_attention(
@@ -205,9 +205,7 @@ def _attention_torch(query: torch.Tensor, keys: torch.Tensor, values: torch.Tens
     heads = query.shape[1]
     group = heads // kv_heads
     if rotation is not None:
-        keys = keys.to(torch.promote_types(keys.dtype, rotation.cos.dtype), copy=True)
-        rotate_(keys, rotation.cos[rotation.positions], rotation.sin[rotation.positions], rotation.layout)
-        keys = keys.to(query.dtype)
+        keys = rotated_keys(keys, rotation).to(query.dtype)
     # Scaled within the product: one operation, and nothing is rounded twice.
     near = query.reshape(batch * kv_heads, group, dim)
     scores = _scores(near, keys, scaling)
@@ -232,6 +230,18 @@ def _attention_torch(query: torch.Tensor, keys: torch.Tensor, values: torch.Tens
         return output, None
     weights = (weights if group == 1 else weights.mean(1)).view(batch, kv_heads, slots)
     return output, weights.float()
+
+
+def rotated_keys(keys: torch.Tensor, rotation: RotationTables) -> torch.Tensor:
+    """Keys, (batch, kv_heads, slots, head_dim), rotated to their positions."""
+    if rotation.full is None:
+        keys = keys.to(torch.promote_types(keys.dtype, rotation.cos.dtype), copy=True)
+        return rotate_(keys, rotation.cos[rotation.positions], rotation.sin[rotation.positions], rotation.layout)
+    dims = rotation.full.shape[1] // 2
+    cos, sin = rotation.full[rotation.positions].split(dims, -1)
+    pairs = keys if dims == keys.shape[-1] else keys[..., :dims]
+    rotated = torch.addcmul(pairs * cos, swap_pairs(pairs, rotation.layout), sin)
+    return rotated if dims == keys.shape[-1] else torch.cat([rotated, keys[..., dims:]], -1)
 
 
 def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor:

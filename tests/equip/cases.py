@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -113,3 +114,23 @@ def padded(rows: int, tokens: int, *padding: int) -> tuple[torch.Tensor, torch.T
 def positions_of(cache: EquipCache, layer: int = 0, row: int = 0, head: int = 0) -> list[int]:
     """Of the tokens that one head of a row keeps."""
     return sorted(position for position in cache.kept_positions(layer)[row, head].tolist() if position >= 0)
+
+
+def stay(scores: list[list[float]], positions: list[list[int]], budget: int, sinks: int, recent: int) -> list[list[int]]:
+    """For each head the indices of the tokens that stay, in plain loops; an empty slot has the position -1."""
+    ranked, guarded = [], []
+    newest = max(map(max, positions)) - recent
+    for head, (worths, places) in enumerate(zip(scores, positions, strict=True)):
+        tokens = [
+            (place < sinks or place > newest, worth, place, head, index)
+            for index, (worth, place) in enumerate(zip(worths, places, strict=True))
+            if place >= 0
+        ]
+        tokens.sort(reverse=True)
+        first = sum(token[0] for token in tokens)
+        floor = first + math.ceil((budget - first) / 5)
+        guarded += tokens[:floor]
+        ranked += tokens[floor:]
+    ranked.sort(reverse=True)
+    chosen = guarded + ranked[: max(0, budget * len(scores) - len(guarded))]
+    return [sorted(index for *_, of, index in chosen if of == head) for head in range(len(scores))]

@@ -18,17 +18,17 @@ from hf_kvcaches.core.holder import LastQueries
 from hf_kvcaches.equip.budgets import pyramid_budgets
 from hf_kvcaches.equip.layer import EquipLayer
 from hf_kvcaches.equip.pages import PagePool
-from hf_kvcaches.equip.policies import H2OPolicy, LagKVPolicy, Policy, SnapKVPolicy
-from hf_kvcaches.equip.tokens import Tokens
+from hf_kvcaches.equip.policies import KeyDiffPolicy, Policy, SnapKVPolicy
+from hf_kvcaches.equip.policies.tokens import Tokens
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch, PoolExhausted, UnsupportedError
 from tests.conformance import models
 from tests.conformance.driving import TOLERANCES, feed, left_padded, tokens
-from tests.equip.cases import BUDGET, SCHEMES, SINKS, text
+from tests.equip.cases import BUDGET, POSITIONS, SINKS, text
 
 pytestmark = pytest.mark.full
 
 PROMPT, STEPS = 37, 12
-LAYOUTS = [(*scheme, page_size) for scheme in SCHEMES for page_size in (None, 5) if page_size is None or "rotated_keys" not in scheme]
+LAYOUTS = [(positions, page_size) for positions in POSITIONS for page_size in (None, 5)]
 
 
 class BroadKeys(Policy):
@@ -38,19 +38,14 @@ class BroadKeys(Policy):
         return tokens.keys.float().std(-1)
 
 
-POLICIES: dict[str, Any] = {
-    "streaming": "streaming",
-    "knorm": "knorm",
-    "lagkv": LagKVPolicy(lag_size=4),
-    "random": "random",
-    "own": BroadKeys(),
-}
+POLICIES: dict[str, Any] = {"streaming": "streaming", "keydiff": KeyDiffPolicy(interval=5), "own": BroadKeys()}
 OBSERVING: dict[str, Any] = {
     "snapkv": SnapKVPolicy(window=6, kernel_size=3),
     "snapkv_longer_than_the_prompt": SnapKVPolicy(window=41, kernel_size=3),
     "tova": "tova",
     "h2o": "h2o",
-    "h2o_average": H2OPolicy(average=True),
+    "future": "future",
+    "compactor": "compactor",
 }
 
 
@@ -113,17 +108,17 @@ def same_tensors(cache: EquipCache, other: EquipCache) -> None:
             torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-4, msg=lambda message, name=name: f"{name}: {message}")
 
 
-@pytest.mark.parametrize(("positions", "rope", "page_size"), LAYOUTS)
+@pytest.mark.parametrize(("positions", "page_size"), LAYOUTS)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_decoding_goes_on_as_behind_a_prefill(policy: str, positions: Any, rope: Any, page_size: int | None) -> None:
-    compare(models.tiny("llama"), POLICIES[policy], positions=positions, rope=rope, page_size=page_size)
+def test_decoding_goes_on_as_behind_a_prefill(policy: str, positions: Any, page_size: int | None) -> None:
+    compare(models.tiny("llama"), POLICIES[policy], positions=positions, page_size=page_size)
 
 
-@pytest.mark.parametrize(("positions", "rope", "page_size"), LAYOUTS)
+@pytest.mark.parametrize(("positions", "page_size"), LAYOUTS)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_padded_rows_go_on_as_behind_a_prefill(policy: str, positions: Any, rope: Any, page_size: int | None) -> None:
+def test_padded_rows_go_on_as_behind_a_prefill(policy: str, positions: Any, page_size: int | None) -> None:
     ids, mask = left_padded([text(49), text(31, 7), text(17, 40)])  # the last row's prompt is 5 tokens
-    compare(models.tiny("llama"), POLICIES[policy], ids=ids, mask=mask, positions=positions, rope=rope, page_size=page_size)
+    compare(models.tiny("llama"), POLICIES[policy], ids=ids, mask=mask, positions=positions, page_size=page_size)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -135,7 +130,7 @@ def test_any_budget(policy: str, budget: Any) -> None:
 
 def test_a_share_is_of_the_longest_row() -> None:
     ids, mask = left_padded([text(52), text(30, 7)])
-    cache = compare(models.tiny("llama"), "knorm", 0.5, ids=ids, mask=mask)
+    cache = compare(models.tiny("llama"), "keydiff", 0.5, ids=ids, mask=mask)
     assert cache.report().kept == (20, 20)
 
 
@@ -143,7 +138,7 @@ def test_a_share_is_of_the_longest_row() -> None:
     "family", ["llama_mha", "llama_mqa", "qwen3", "gemma2", "gemma3", "phi3", "gpt_neox", "gpt2", "opt", "qwen2_mixed"]
 )
 def test_any_model(family: str) -> None:
-    compare(models.tiny(family), "knorm")
+    compare(models.tiny(family), "keydiff")
 
 
 @pytest.mark.parametrize("prompt", [1, 4, 5, 63])
@@ -156,7 +151,7 @@ def test_awkward_sizes(policy: str, prompt: int) -> None:
 def test_a_model_with_windows_only() -> None:
     model = models.tiny("mistral_sliding")
     past = prefilled(models.twin_of(model), text(PROMPT))
-    cache, plain = EquipCache.from_cache(past, model), EquipCache(model)
+    cache, plain = EquipCache.from_cache(past, model, "keydiff"), EquipCache(model, "keydiff")
     feed(model, plain, text(PROMPT), [PROMPT])
     more = tokens(STEPS, seed=1)
     torch.testing.assert_close(feed(model, cache, more), feed(model, plain, more), rtol=0, atol=1e-4)
@@ -217,14 +212,14 @@ def test_policies_that_observe_queries_are_given_them(policy: str, padded: bool,
     same_slots(adopted, plain)
 
 
-@pytest.mark.parametrize("policy", ["h2o", "tova", "snapkv"])
+@pytest.mark.parametrize("policy", ["h2o", "tova", "snapkv", "future"])
 def test_policies_that_observe_queries_are_refused_without(policy: str) -> None:
     model = models.tiny("llama")
     past = prefilled(models.twin_of(model), text(PROMPT))
-    with pytest.raises(UnsupportedError, match=r"queries, which stored keys and values don't have. Use .*'lagkv' or 'streaming'"):
+    with pytest.raises(UnsupportedError, match=r"queries, which stored keys and values don't have. Use .*'keydiff' or 'streaming'"):
         EquipCache.from_cache(past, model, policy)
     assert EquipCache(model, policy).adopt_refused()
-    assert not EquipCache(model, "knorm").adopt_refused()
+    assert not EquipCache(model, "keydiff").adopt_refused()
     assert not EquipCache(model, "snapkv").adopt_refused(with_queries=True)
     assert EquipCache(model, "h2o").adopt_refused(with_queries=True)
 
@@ -244,7 +239,7 @@ def test_the_source_goes_on_and_shares_nothing() -> None:
     model = models.tiny("llama")
     past, untouched = (prefilled(models.twin_of(model), text(PROMPT)) for _ in range(2))
     before = [layer.keys.clone() for layer in past.layers]
-    cache = EquipCache.from_cache(past, model, budget=60)
+    cache = EquipCache.from_cache(past, model, "keydiff", 60)
     blocks = {layer.keys.untyped_storage().data_ptr() for layer in past.layers}
     assert not blocks & {tensor.untyped_storage().data_ptr() for tensor in cache.owned_tensors().values()}
     feed(model, cache, tokens(STEPS, seed=1))
@@ -271,7 +266,7 @@ def test_a_source_with_gradients_lends_its_numbers() -> None:
         past = DynamicCache(config=model.config)
         models.twin_of(model)(text(PROMPT), past_key_values=past)
         assert past.layers[0].keys.requires_grad
-        cache = EquipCache.from_cache(past, model, budget=60)
+        cache = EquipCache.from_cache(past, model, "keydiff", 60)
     assert not any(tensor.requires_grad for tensor in cache.owned_tensors().values())
 
 
@@ -280,9 +275,9 @@ def test_a_source_from_inference_mode() -> None:
     with torch.inference_mode():
         past = DynamicCache(config=model.config)
         models.twin_of(model)(text(PROMPT), past_key_values=past)
-    compare_to = EquipCache(model, "knorm", BUDGET)
+    compare_to = EquipCache(model, "keydiff", BUDGET)
     feed(model, compare_to, text(PROMPT), [PROMPT])
-    cache = EquipCache.from_cache(past, model, "knorm", BUDGET)
+    cache = EquipCache.from_cache(past, model, "keydiff", BUDGET)
     more = tokens(STEPS, seed=1)
     torch.testing.assert_close(feed(model, cache, more), feed(model, compare_to, more), rtol=0, atol=1e-4)
 
@@ -291,7 +286,7 @@ def test_a_source_that_was_cropped_counts_what_is_left() -> None:
     model = models.tiny("llama")
     past = prefilled(model, text(PROMPT), source=GrowingCache(model))
     past.crop(-10)
-    cache, plain = EquipCache.from_cache(past, model, "knorm", BUDGET), EquipCache(model, "knorm", BUDGET)
+    cache, plain = EquipCache.from_cache(past, model, "keydiff", BUDGET), EquipCache(model, "keydiff", BUDGET)
     feed(model, plain, text(PROMPT)[:, :-10], [PROMPT - 10])
     same_slots(cache, plain)
 
@@ -300,10 +295,10 @@ def test_positions_of_a_caller_who_counts_padding() -> None:
     model = models.tiny("llama")
     ids, mask = left_padded([text(37), text(19, 7)])
     positions = torch.arange(37)[None]
-    plain, past = EquipCache(model, "lagkv", BUDGET), DynamicCache(config=model.config)
+    plain, past = EquipCache(model, "keydiff", BUDGET), DynamicCache(config=model.config)
     for cache in (plain, past):
         model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
-    adopted = EquipCache.from_cache(past, model, "lagkv", BUDGET, attention_mask=mask, position_ids=positions)
+    adopted = EquipCache.from_cache(past, model, "keydiff", BUDGET, attention_mask=mask, position_ids=positions)
     mask = torch.nn.functional.pad(mask, (0, 1), value=1)
     step = {"input_ids": tokens(1, rows=2), "attention_mask": mask, "position_ids": torch.tensor([[37]])}
     got, expected = (model(**step, past_key_values=cache).logits for cache in (adopted, plain))
@@ -313,7 +308,7 @@ def test_positions_of_a_caller_who_counts_padding() -> None:
 # What comes after.
 
 
-def pair(policy: str = "knorm", budget: Any = BUDGET, rows: int = 1, **options: Any) -> tuple[PreTrainedModel, EquipCache, EquipCache]:
+def pair(policy: str = "keydiff", budget: Any = BUDGET, rows: int = 1, **options: Any) -> tuple[PreTrainedModel, EquipCache, EquipCache]:
     """An adopted cache, and one with a prefill of its own."""
     model, ids = models.tiny("llama"), text(PROMPT).expand(rows, -1)
     past = prefilled(model, ids, source=GrowingCache(model))
@@ -330,7 +325,7 @@ def go_on(model: Any, adopted: EquipCache, plain: EquipCache, spans: list[int] |
 
 
 @pytest.mark.parametrize("page_size", [None, 5])
-@pytest.mark.parametrize("policy", ["streaming", "knorm", "lagkv"])
+@pytest.mark.parametrize("policy", ["streaming", "keydiff"])
 def test_the_next_prompt_of_a_chat(policy: str, page_size: int | None) -> None:
     go_on(*pair(policy, page_size=page_size), spans=[9, 1, 2])
 
@@ -388,7 +383,7 @@ def test_saved_it_comes_back_if_it_is_known_who_computed_it(tmp_path: Path) -> N
     model, adopted, plain = pair()
     adopted.save(tmp_path / "cache.safetensors")
     go_on(model, EquipCache.load(tmp_path / "cache.safetensors", model), plain)
-    foreign = EquipCache.from_cache(prefilled(models.twin_of(model), text(PROMPT)), model, "knorm", BUDGET)
+    foreign = EquipCache.from_cache(prefilled(models.twin_of(model), text(PROMPT)), model, "keydiff", BUDGET)
     for _ in range(2):
         with pytest.raises(FingerprintMismatch, match="does not say which model"):
             foreign.save(tmp_path / "foreign.safetensors")
@@ -398,7 +393,7 @@ def test_saved_it_comes_back_if_it_is_known_who_computed_it(tmp_path: Path) -> N
 def test_a_source_of_another_model_is_not_saved_as_this_ones(tmp_path: Path) -> None:
     model, other = models.tiny("llama"), models.build("llama")
     other.model.layers[0].mlp.up_proj.weight.mul_(1.5)
-    cache = EquipCache.from_cache(prefilled(other, text(PROMPT), source=GrowingCache(other)), model, "knorm", BUDGET)
+    cache = EquipCache.from_cache(prefilled(other, text(PROMPT), source=GrowingCache(other)), model, "keydiff", BUDGET)
     with pytest.raises(FingerprintMismatch, match="changed"):
         cache.save(tmp_path / "cache.safetensors")
 
@@ -408,7 +403,7 @@ def test_a_source_of_another_model_is_not_saved_as_this_ones(tmp_path: Path) -> 
 
 def test_layers_adopt_one_by_one() -> None:
     model, past = models.tiny("llama"), prefilled(models.tiny("llama"), text(PROMPT))
-    plain, cache = EquipCache(model, "lagkv", BUDGET), EquipCache(model, "lagkv", BUDGET)
+    plain, cache = EquipCache(model, "keydiff", BUDGET), EquipCache(model, "keydiff", BUDGET)
     feed(model, plain, text(PROMPT), [PROMPT])
     for index, layer in enumerate(past.layers):
         cache.adopt_layer(index, layer.keys, layer.values, torch.arange(PROMPT)[None])
@@ -427,7 +422,7 @@ def test_what_does_not_fit_is_refused_and_the_layer_stays_empty() -> None:
         cache.adopt_layer(1, keys, keys, positions, torch.tensor([1]))
     with pytest.raises(UnsupportedError, match="queries"):
         cache.adopt_layer(1, keys, keys, positions)
-    small = EquipCache(model, "knorm", 0.2)
+    small = EquipCache(model, "keydiff", 0.2)
     with pytest.raises(ConfigError, match="budget: 2 tokens are too few"):
         small.adopt_layer(1, keys, keys, positions)
     small.adopt_layer(0, keys, keys, positions)
@@ -442,10 +437,10 @@ def test_a_pool_that_is_too_small_gives_back_what_was_taken() -> None:
     model = models.tiny("llama")
     past, pool = prefilled(models.twin_of(model), text(PROMPT)), PagePool(model, pages=7, page_size=4)
     with pytest.raises(PoolExhausted):
-        EquipCache.from_cache(past, model, "knorm", BUDGET, pool=pool)
+        EquipCache.from_cache(past, model, "keydiff", BUDGET, pool=pool)
     gc.collect()
     assert pool.free_pages == 7
-    assert EquipCache.from_cache(past, model, "knorm", 12, pool=pool).report().kept == (12, 12)
+    assert EquipCache.from_cache(past, model, "keydiff", 12, pool=pool).report().kept == (12, 12)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -455,7 +450,7 @@ def test_layers_are_offloaded(source: str) -> None:
     past = DynamicCache(config=model.config, offloading=True) if source == "DynamicCache" else GrowingCache(model, offloading=True)
     ids = text(PROMPT).cuda()
     feed(model, past, ids, [PROMPT])
-    adopted, plain = EquipCache.from_cache(past, model, "knorm", BUDGET, offloading=True), EquipCache(model, "knorm", BUDGET)
+    adopted, plain = EquipCache.from_cache(past, model, "keydiff", BUDGET, offloading=True), EquipCache(model, "keydiff", BUDGET)
     feed(model, plain, ids, [PROMPT])
     more = tokens(STEPS, seed=3).cuda()
     torch.testing.assert_close(feed(model, adopted, more), feed(model, plain, more), rtol=0, atol=1e-3)

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, DynamicCache, LlamaConfig
 
 from hf_kvcaches.core.rope import RotaryGeometry
-from hf_kvcaches.equip.axes import refuse_images
+from hf_kvcaches.equip.hooks import refuse_images
 from hf_kvcaches.errors import UnsupportedError
 from tests import tiny
 

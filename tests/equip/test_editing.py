@@ -10,14 +10,15 @@ import torch
 
 from hf_kvcaches.core.layers import KVLayer
 from hf_kvcaches.equip.cache import EquipCache
+from hf_kvcaches.equip.policies import Policy
+from hf_kvcaches.equip.policies.tokens import Tokens
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from tests.conformance import models
 from tests.conformance.driving import feed, left_padded
-from tests.equip.cases import POLICIES, SCHEMES, build, held, text
+from tests.equip.cases import POLICIES, both_positions, build, held, text
 
 # Deletes, replaces by as many, by more and by fewer, inserts, appends, begins anew.
 EDITS = [(5, 9, [7, 8]), (5, 9, [3, 4, 5, 6]), (10, 14, []), (3, 6, [9, 1, 2, 11, 12]), (6, 6, [9, 1, 2]), (30, 30, [5, 6]), (0, 2, [5])]
-each_scheme = pytest.mark.parametrize(("positions", "rope"), SCHEMES, ids=lambda value: value)
 
 
 @cache
@@ -53,26 +54,26 @@ def assert_goes_on_alike(model: Any, one: EquipCache, other: EquipCache, rows: i
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("policy", ["streaming", "h2o", "snapkv", "knorm"])
-@each_scheme
-def test_an_edited_cache_goes_on_as_one_that_read_the_edited_text(policy: str, positions: str, rope: str) -> None:
+@pytest.mark.parametrize("policy", ["streaming", "h2o", "snapkv", "keydiff"])
+@both_positions
+def test_an_edited_cache_goes_on_as_one_that_read_the_edited_text(policy: str, positions: str) -> None:
     model, ids = one_layer(), torch.cat([text(30), text(30, 9)])
     for start, stop, new in EDITS:
-        made = filled(model, policy, ids, positions=positions, rope=rope)
+        made = filled(model, policy, ids, positions=positions)
         made.edit(model, start, stop, new)
         whole = edited(ids, start, stop, new)
         assert torch.equal(held(made)[0][..., 60 - whole.shape[1] :], torch.arange(whole.shape[1]).expand(2, 2, -1))
-        assert_goes_on_alike(model, made, filled(model, policy, whole, positions=positions, rope=rope), rows=2)
+        assert_goes_on_alike(model, made, filled(model, policy, whole, positions=positions), rows=2)
 
 
-@pytest.mark.parametrize("policy", ["streaming", "knorm"])
-@each_scheme
-def test_what_is_pruned_after_an_edit_is_what_the_edited_text_would_lose(policy: str, positions: str, rope: str) -> None:
+@pytest.mark.parametrize("policy", ["streaming", "keydiff"])
+@both_positions
+def test_what_is_pruned_after_an_edit_is_what_the_edited_text_would_lose(policy: str, positions: str) -> None:
     model = one_layer()
     for start, stop, new in ((5, 9, [92, 93]), (6, 6, [92, 93]), (10, 14, [])):
-        made = filled(model, policy, text(30), 34, positions=positions, rope=rope)
+        made = filled(model, policy, text(30), 34, positions=positions)
         made.edit(model, start, stop, new)
-        fresh = filled(model, policy, edited(text(30), start, stop, new), 34, positions=positions, rope=rope)
+        fresh = filled(model, policy, edited(text(30), start, stop, new), 34, positions=positions)
         assert_goes_on_alike(model, made, fresh)
         assert torch.equal(held(made)[0], held(fresh)[0])
 
@@ -96,22 +97,21 @@ def test_after_an_edit_every_kept_token_is_where_the_edited_text_has_it(policy: 
         assert feed(model, made, text(30, 40), [5, *[1] * 25]).isfinite().all()
 
 
-@pytest.mark.parametrize("policy", ["streaming", "h2o", "knorm"])
-@pytest.mark.parametrize("rope", ["frames", "on_read", "rotated_keys"])
-def test_compact_positions_close_the_gap_of_what_was_evicted(policy: str, rope: str) -> None:
+@pytest.mark.parametrize("policy", ["streaming", "h2o", "keydiff"])
+def test_compact_positions_close_the_gap_of_what_was_evicted(policy: str) -> None:
     model, gone = one_layer(), [4, 5, 11, 29]
-    made = filled(model, policy, text(30), rope=rope)
+    made = filled(model, policy, text(30))
     made.evict(gone)
     rest = [position for position in range(30) if position not in gone]
     assert made.seen == 30
     kept = made.kept_positions(0)[0, 0]
     assert kept[kept >= 0].tolist() == rest
-    fresh = filled(model, policy, text(30)[:, rest], rope=rope)
+    fresh = filled(model, policy, text(30)[:, rest])
     more = text(20, 40)
     torch.testing.assert_close(feed(model, made, more), feed(model, fresh, more), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("policy", ["streaming", "h2o", "lagkv"])
+@pytest.mark.parametrize("policy", ["streaming", "h2o", "keydiff"])
 def test_evicting_what_a_pruned_cache_keeps_frees_slots_for_what_comes(policy: str) -> None:
     model = models.tiny("llama")
     made = filled(model, policy, torch.cat([text(30), text(30, 9)]), 16)
@@ -208,18 +208,18 @@ def test_edits_of_what_is_not_there_are_refused(start: int, stop: int, new: list
     assert same(state(made), before)
 
 
-@pytest.mark.parametrize("policy", ["streaming", "h2o", "knorm"])
-@each_scheme
-def test_rows_padded_at_the_start_are_edited_like_single_rows(policy: str, positions: str, rope: str) -> None:
+@pytest.mark.parametrize("policy", ["streaming", "h2o", "keydiff"])
+@both_positions
+def test_rows_padded_at_the_start_are_edited_like_single_rows(policy: str, positions: str) -> None:
     model, texts = models.tiny("llama"), [text(30), text(21, 9)]
     ids, mask = left_padded(texts)
-    made = build(model, policy, 24, positions=positions, rope=rope)
+    made = build(model, policy, 24, positions=positions)
     feed(model, made, ids, [30], mask)
     made.edit(model, 20, 23, [7, 8])
     more = text(6, 40).expand(2, -1)
     found = feed(model, made, more, mask=torch.cat([mask[:, :29], torch.ones_like(more)], 1))
     for row, (own, start) in enumerate(zip(texts, (20, 11), strict=True)):
-        alone = filled(model, policy, own, 24, positions=positions, rope=rope)
+        alone = filled(model, policy, own, 24, positions=positions)
         alone.edit(model, start, start + 3, [7, 8])
         torch.testing.assert_close(found[row], feed(model, alone, more[:1])[0], rtol=0, atol=1e-4)
 
@@ -275,37 +275,54 @@ LOST_SINKS = {
 }
 
 
-@pytest.mark.parametrize("rope", ["frames", "rotated_keys"])
+class Aged(Policy):
+    """Keeps what "streaming" keeps; that the oldest token is always evicted next is not known."""
+
+    interval = None
+
+    def recent(self, budget: int, sinks: int) -> int:
+        return budget - sinks
+
+    def score(self, tokens: Tokens) -> torch.Tensor:
+        return tokens.positions.float()
+
+
+def both_kinds(model: Any, ids: torch.Tensor, budget: int, mask: torch.Tensor | None = None) -> list[EquipCache]:
+    """A stream, which rotates its sinks alone, and a cache that rotates all keys on the way."""
+    caches = [EquipCache(model, policy, budget, sinks=4) for policy in ("streaming", Aged())]
+    for made in caches:
+        feed(model, made, ids, [ids.shape[1]], mask)
+    return caches
+
+
 @pytest.mark.parametrize("budget", [60, 16])
 @pytest.mark.parametrize("change", LOST_SINKS.values(), ids=LOST_SINKS)
-def test_without_some_of_its_sinks_a_cache_goes_on_as_one_that_rotates_keys_on_read(rope: str, budget: int, change: Any) -> None:
+def test_without_some_of_its_sinks_a_stream_goes_on_as_a_cache_that_rotates_all_keys(budget: int, change: Any) -> None:
     model, ids = models.tiny("llama"), torch.cat([text(30), text(30, 9)])
-    caches = [filled(model, "streaming", ids, budget, rope=each) for each in (rope, "on_read")]
+    caches = both_kinds(model, ids, budget)
     for made in caches:
         change(model, made)
-    assert_goes_on_alike(model, caches[0], caches[1], rows=2)
-    caches.append(EquipCache.from_bytes(caches[0].to_bytes(), model))
-    caches[2].activate_past_recording()
-    caches[1].activate_past_recording()
+    assert_goes_on_alike(model, *caches, rows=2)
+    caches[0] = EquipCache.from_bytes(caches[0].to_bytes(), model)
+    for made in caches:
+        made.activate_past_recording()
     for drafted in (4, 3):
-        assert_goes_on_alike(model, caches[2], caches[1], rows=2)
-        for made in caches[1:]:
+        assert_goes_on_alike(model, *caches, rows=2)
+        for made in caches:
             feed(model, made, text(drafted, 50).expand(2, -1), [drafted])
             made.crop(1 - drafted)
-        assert torch.equal(held(caches[2])[0].sort(-1).values, held(caches[1])[0].sort(-1).values)
-    for made in caches[1:]:
+        assert torch.equal(held(caches[0])[0], held(caches[1])[0])
+    for made in caches:
         made.reset()
         feed(model, made, ids, [30])
-    assert_goes_on_alike(model, caches[2], caches[1], rows=2)
+    assert_goes_on_alike(model, *caches, rows=2)
 
 
-@pytest.mark.parametrize("rope", ["frames", "rotated_keys"])
-def test_padded_rows_that_lose_a_sink_go_on_as_with_keys_that_are_rotated_on_read(rope: str) -> None:
+def test_padded_rows_of_a_stream_lose_a_sink() -> None:
     model = models.tiny("llama")
     ids, mask = left_padded([text(30), text(23, 9)])
-    caches = [build(model, "streaming", 16, rope=each) for each in (rope, "on_read")]
+    caches = both_kinds(model, ids, 16, mask)
     for made in caches:
-        feed(model, made, ids, [30], mask)
         made.evict([1, 8])
     more, longer = text(24, 40).expand(2, -1), torch.nn.functional.pad(mask, (0, 24), value=1)
     found, expected = (feed(model, made, more, [1] * 20 + [4], longer) for made in caches)

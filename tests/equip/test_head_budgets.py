@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from hf_kvcaches.errors import ConfigError, UnsupportedError
 from tests import tiny
 from tests.conformance import models
 from tests.conformance.driving import left_padded
-from tests.equip.cases import BUDGET, both_positions, build, build_reference, positions_of, text
+from tests.equip.cases import BUDGET, both_positions, build, build_reference, positions_of, stay, text
 from tests.equip.cases import feed_all as feed
 from tests.reference.oracles import Head, ReferenceCache, ReferenceLayer, Row
 
@@ -79,26 +78,6 @@ def kept(cache: EquipCache) -> list[list[list[int]]]:
 
 
 # The oracle: lists of tokens, a head at a time.
-
-
-def stay(scores: list[list[float]], positions: list[list[int]], budget: int, sinks: int, recent: int) -> list[list[int]]:
-    """For each head the indices of the tokens that stay, in plain loops; an empty slot has the position -1."""
-    ranked, guarded = [], []
-    newest = max(map(max, positions)) - recent
-    for head, (worths, places) in enumerate(zip(scores, positions, strict=True)):
-        tokens = [
-            (place < sinks or place > newest, worth, place, head, index)
-            for index, (worth, place) in enumerate(zip(worths, places, strict=True))
-            if place >= 0
-        ]
-        tokens.sort(reverse=True)
-        first = sum(token[0] for token in tokens)
-        floor = first + math.ceil((budget - first) / 5)
-        guarded += tokens[:floor]
-        ranked += tokens[floor:]
-    ranked.sort(reverse=True)
-    chosen = guarded + ranked[: max(0, budget * len(scores) - len(guarded))]
-    return [sorted(index for *_, of, index in chosen if of == head) for head in range(len(scores))]
 
 
 class SharedLayer(ReferenceLayer):

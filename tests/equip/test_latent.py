@@ -126,7 +126,7 @@ class _OfLatents(ReferenceCache):
 
 
 @pytest.mark.parametrize("positions", ["compact", "original"])
-@pytest.mark.parametrize("policy", ["h2o", "tova", "snapkv", "keydiff"])
+@pytest.mark.parametrize("policy", ["h2o", "tova", "keydiff"])
 def test_a_policy_that_scores_keeps_what_its_reference_keeps(policy: str, positions: str) -> None:
     model = build()
     chosen, kind, options = POLICIES[policy]

@@ -64,7 +64,7 @@ def steps(model: PreTrainedModel, cache: Any, ids: torch.Tensor, mask: torch.Ten
     return torch.cat(parts, 1)
 
 
-@pytest.mark.parametrize("policy", ["streaming", "h2o", "compactor", "tova"])
+@pytest.mark.parametrize("policy", ["streaming", "h2o", "compactor", "tova", "future"])
 @pytest.mark.parametrize("padding", [(), (7, 0)], ids=["whole", "padded"])
 @pytest.mark.parametrize("paged", [False, True])
 def test_with_room_for_all_the_logits_are_those_of_the_full_cache(model, policy, padding, paged):

@@ -6,22 +6,20 @@ import pytest
 import torch
 
 from hf_kvcaches import ConfigError, EquipCache, UnsupportedError
-from hf_kvcaches.equip import cache as cache_module
 from tests.conformance import models
 from tests.conformance.driving import feed, tokens
 
 
-def test_a_saved_cache_comes_back_with_the_rotation_that_it_was_kept_in(monkeypatch, tmp_path) -> None:
+def test_a_saved_stream_comes_back_with_its_keys_as_they_were_rotated(tmp_path) -> None:
     model, text = models.tiny("llama"), tokens(30, seed=1)
-    with monkeypatch.context() as patch:
-        patch.setattr(cache_module, "_rotates_on_read", lambda model: True)  # as on an accelerator in half precision
-        cache = EquipCache(model, "h2o", 12)
-    feed(model, cache, text, [24, *[1] * 6])
-    cache.save(tmp_path / "cache.safetensors")
-    again = EquipCache.load(tmp_path / "cache.safetensors", model)
-    assert again.settings()["rope"] == cache.settings()["rope"] == "on_read"
-    more = tokens(8, seed=2)
-    torch.testing.assert_close(feed(model, again, more), feed(model, cache, more))
+    for mask in (None, torch.tensor([[0] * 5 + [1] * 25])):  # a padded row's keys are kept without rotation
+        cache = EquipCache(model, "streaming", 12)
+        feed(model, cache, text, [24, *[1] * 6], mask)
+        cache.save(tmp_path / "cache.safetensors")
+        again = EquipCache.load(tmp_path / "cache.safetensors", model)
+        more = tokens(8, seed=2)
+        mask = None if mask is None else torch.nn.functional.pad(mask, (0, 8), value=1)
+        torch.testing.assert_close(feed(model, again, more, mask=mask), feed(model, cache, more, mask=mask), rtol=0, atol=1e-5)
 
 
 def test_logits_of_a_whole_prompt_are_no_drafts() -> None:
@@ -62,11 +60,6 @@ def test_an_empty_cache_has_nothing_to_forget_or_to_edit() -> None:
         cache.edit(model, 0, 0, [3, 4])
     with pytest.raises(ConfigError, match="budget"):
         EquipCache(model, "streaming", None)
-
-
-def test_the_papers_second_cache_is_not_kept_on_pages() -> None:
-    with pytest.raises(UnsupportedError, match="rope='on_read'"):
-        EquipCache(models.tiny("llama"), "streaming", 40, rope="rotated_keys", page_size=4)
 
 
 def test_a_mask_that_differs_by_head_is_refused() -> None:

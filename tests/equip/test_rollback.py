@@ -12,10 +12,9 @@ from hf_kvcaches.equip.cache import EquipCache
 from hf_kvcaches.errors import UnsupportedError
 from tests.conformance import models
 from tests.conformance.driving import feed, generate, left_padded
-from tests.equip.cases import COMPACT, POLICIES, build, held, text
+from tests.equip.cases import POLICIES, POSITIONS, both_positions, build, held, text
 
-EVERY = [(policy, rope) for policy in POLICIES for rope in (COMPACT if policy in ("streaming", "h2o") else ("frames",))]
-each_cache = pytest.mark.parametrize(("policy", "rope"), EVERY)
+each_cache = pytest.mark.parametrize(("policy", "positions"), [(policy, positions) for policy in POLICIES for positions in POSITIONS])
 
 
 def model() -> Any:
@@ -37,17 +36,17 @@ def assert_same(one: EquipCache, other: tuple[dict[str, torch.Tensor], list[dict
         torch.testing.assert_close(tensor, other[0][name], rtol=0, atol=0, equal_nan=True, msg=name)
 
 
-def warm(policy: str, rope: str, rows: int = 1, **options: Any) -> EquipCache:
+def warm(policy: str, positions: str = "compact", rows: int = 1) -> EquipCache:
     """A full cache that begins to record."""
-    cache = build(model(), policy, rope=rope, **options)
+    cache = build(model(), policy, positions=positions)
     feed(model(), cache, torch.cat([text(30, 7 * row) for row in range(rows)]), [25, *[1] * 5])
     cache.activate_past_recording()
     return cache
 
 
 @each_cache
-def test_all_drafts_taken_back_leave_the_cache_bit_for_bit_as_it_was(policy: str, rope: str) -> None:
-    cache = warm(policy, rope, rows=2)
+def test_all_drafts_taken_back_leave_the_cache_bit_for_bit_as_it_was(policy: str, positions: str) -> None:
+    cache = warm(policy, positions, rows=2)
     before = state(cache)
     feed(model(), cache, torch.cat([text(7, 50), text(7, 60)]), [7])
     cache.crop(-7)
@@ -66,7 +65,7 @@ def test_drafts_attend_as_single_tokens_do(family: str, prompt: int) -> None:
     torch.testing.assert_close(found, feed(other, single, text(9, 50), keep=0), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("positions", ["compact", "original"])
+@both_positions
 def test_drafts_of_padded_rows_attend_as_single_tokens_do(positions: str) -> None:
     ids, mask = left_padded([text(30), text(22, 30)])
     together, single = (build(model(), "streaming", positions=positions) for _ in range(2))
@@ -80,10 +79,10 @@ def test_drafts_of_padded_rows_attend_as_single_tokens_do(positions: str) -> Non
 
 
 @each_cache
-def test_drafts_of_which_some_stay_equal_single_steps_bit_for_bit(policy: str, rope: str) -> None:
+def test_drafts_of_which_some_stay_equal_single_steps_bit_for_bit(policy: str, positions: str) -> None:
     # No token twice: where two keys of one token are worth the same, rounding would decide.
     prompt, last, others = text(95, 1).split([30, 5, 60], 1)
-    cache = build(model(), policy, rope=rope)
+    cache = build(model(), policy, positions=positions)
     feed(model(), cache, prompt, [25, *[1] * 5])
     cache.activate_past_recording()
     plain = copy.deepcopy(cache)
@@ -109,14 +108,14 @@ def test_drafts_of_which_some_stay_equal_single_steps_bit_for_bit(policy: str, r
 def test_cuts_leave_the_same_bits_whatever_was_drafted(policy: str) -> None:
     ways = []
     for drafts in (text(4, 70), text(4, 20)):
-        cache = warm(policy, "frames")
+        cache = warm(policy)
         feed(model(), cache, torch.cat([text(3, 50), drafts], 1), [7])
         cache.crop(-4)
         ways.append(cache)
     assert_same(ways[0], state(ways[1]))
 
 
-@pytest.mark.parametrize("policy", ["streaming", "h2o", "knorm"])
+@pytest.mark.parametrize("policy", ["streaming", "h2o", "keydiff"])
 def test_padded_rows_are_taken_back_as_they_were(policy: str) -> None:
     ids, mask = left_padded([text(30), text(12, 30), text(21, 60)])
     cache = build(model(), policy)
@@ -144,18 +143,18 @@ def test_a_prompt_with_drafts_behind_it_in_the_first_call_is_pruned_as_the_promp
     torch.testing.assert_close(feed(model(), drafted, text(9, 50)), feed(model(), plain, text(9, 50)), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize(("policy", "rope"), [case for case in EVERY if case[0] not in ("lagkv", "knorm")])
-def test_assisted_generation_equals_plain_greedy_decoding(policy: str, rope: str) -> None:
-    greedy = generate(model(), text(40), build(model(), policy, rope=rope), new=24).sequences
+@each_cache
+def test_assisted_generation_equals_plain_greedy_decoding(policy: str, positions: str) -> None:
+    greedy = generate(model(), text(40), build(model(), policy, positions=positions), new=24).sequences
     assistant = models.assistant_for("llama", torch.float32)
     for options in ({"assistant_model": assistant}, {"prompt_lookup_num_tokens": 4}):
-        found = generate(model(), text(40), build(model(), policy, rope=rope), new=24, **options).sequences
+        found = generate(model(), text(40), build(model(), policy, positions=positions), new=24, **options).sequences
         assert torch.equal(found, greedy), list(options)
 
 
-@pytest.mark.parametrize("policy", ["streaming", "h2o", "lagkv"])
+@pytest.mark.parametrize("policy", ["streaming", "h2o", "keydiff"])
 def test_cropping_more_than_was_recorded_is_refused_and_loses_nothing(policy: str) -> None:
-    cache = warm(policy, "frames")
+    cache = warm(policy)
     feed(model(), cache, text(4, 50), [4])
     before = state(cache)
     with pytest.raises(UnsupportedError, match=r"activate_past_recording\(\)"):
@@ -181,7 +180,7 @@ def test_cropping_without_a_record_is_refused_once_tokens_are_gone_and_possible_
 
 
 def test_a_copy_made_while_recording_takes_back_its_own_tokens() -> None:
-    cache = warm("h2o", "frames")
+    cache = warm("h2o")
     before = state(cache)
     feed(model(), cache, text(3, 50), [3])
     fork = copy.deepcopy(cache)
@@ -195,7 +194,7 @@ def test_a_copy_made_while_recording_takes_back_its_own_tokens() -> None:
 
 
 def test_what_was_recorded_before_a_crop_is_final() -> None:
-    cache = warm("h2o", "frames")
+    cache = warm("h2o")
     feed(model(), cache, text(3, 50), [3])
     cache.crop(0)
     with pytest.raises(UnsupportedError, match="remembers 0"):
@@ -203,25 +202,18 @@ def test_what_was_recorded_before_a_crop_is_final() -> None:
     assert cache.seen == 33
 
 
-@pytest.mark.parametrize(
-    ("policy", "rope"),
-    [
-        ("streaming", "frames"),
-        ("streaming", "on_read"),
-        ("h2o", "frames"),
-        ("knorm", "frames"),
-    ],
-)
-def test_padded_questions_that_are_recorded_equal_those_of_single_rows(policy: str, rope: str) -> None:
+@pytest.mark.parametrize("policy", ["streaming", "h2o", "keydiff"])
+@both_positions
+def test_padded_questions_that_are_recorded_equal_those_of_single_rows(policy: str, positions: str) -> None:
     prompts, questions = [text(30), text(20, 30)], [text(5, 60), text(3, 70)]
     ids, mask = left_padded(prompts)
     asked, asked_mask = left_padded(questions)
-    cache = build(model(), policy, rope=rope)
+    cache = build(model(), policy, positions=positions)
     feed(model(), cache, ids, [30], mask)
     cache.activate_past_recording()
     logits = feed(model(), cache, asked, [5], torch.cat([mask, asked_mask], 1))
     for row in range(2):
-        alone = build(model(), policy, rope=rope)
+        alone = build(model(), policy, positions=positions)
         feed(model(), alone, prompts[row], [prompts[row].shape[1]])
         alone.activate_past_recording()
         expected = feed(model(), alone, questions[row], [questions[row].shape[1]])

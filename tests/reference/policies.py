@@ -191,7 +191,7 @@ class PeriodicReference(ReferenceCache):
 
 
 class KeyDiffReference(PeriodicReference):
-    """Keys, rotated as attention sees them, that point elsewhere than their mean stay. The paper scores after each token, prompts in blocks.
+    """Keys that point elsewhere than their mean, as attention sees them, stay. The paper scores after each token, prompts in blocks.
 
     Args:
         model: As in `ReferenceCache`.

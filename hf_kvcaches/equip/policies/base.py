@@ -103,7 +103,8 @@ class Policy(ABC):
                 f"scores of the shape {(batch, heads, slots)}, or {(batch, 1, slots)} for all heads alike",
                 tuple(scores.shape),
             )
-        return torch.where(scores.isposinf(), unscored(tokens.positions), scores.nan_to_num(nan=-_HIGHEST).clamp(-_HIGHEST, _HIGHEST))
+        finite = scores.nan_to_num(nan=-_HIGHEST).clamp(-_HIGHEST, _HIGHEST)
+        return torch.where(scores.isposinf(), unscored(tokens.positions[:, : scores.shape[1]]), finite)
 
     def watch(self, scores: torch.Tensor, weights: torch.Tensor, slot: torch.Tensor) -> None:
         """Change the scores after a decode step, in place, for a policy that observes attention and has no `interval`.
