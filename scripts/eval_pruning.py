@@ -47,6 +47,7 @@ TASKS = ("needle", "facts")
 BUDGET, CHAT_TOKENS = 512, 3000
 CALIBRATION = (6, 700)  # texts, and tokens of each
 PRESSES = ("kvzip", "compactor")
+PEERS = [f"kvpress {press}" for press in PRESSES]
 PROBE, HEADS = "probe", "HeadBudgets"
 # By name: the policy, and other arguments.
 CACHES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -105,7 +106,7 @@ class Evaluation:
         suite.run([item for task, prompts in tasks.items() for item in self._items(task, prompts)], self.log)
         if self.args.kvpress:
             self._ask_kvpress(tasks)
-        rows = [self._row(name, ratio) for ratio in self.args.ratios for name in [*self.args.caches, *self._peers()]]
+        rows = [self._row(name, ratio) for ratio in self.args.ratios for name in [*self.args.caches, *PEERS]]
         if self.args.chats:
             suite.run(list(self._chat_items()), self.log)
             rows += [self._chat_row(name) for name in self.args.caches if name.split(",")[0] != "kvzip"]
@@ -188,9 +189,6 @@ class Evaluation:
             "seconds": seconds,
             "right": right,
         }
-
-    def _peers(self) -> list[str]:
-        return [f"kvpress {press}" for press in PRESSES]
 
     def _ask_kvpress(self, tasks: dict[str, list[Sample]]) -> None:
         """Have the interpreter that kvpress is installed for measure its presses, and take its rows."""

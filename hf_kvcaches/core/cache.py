@@ -123,6 +123,8 @@ class KVCache(continuation.CacheArgument, SavedCache, Cache, ABC):
             states = super().update(key_states, value_states, layer_idx, *args)
             if isinstance(states[0], NewTokens):
                 states[0].afterwards = partial(super().offload, layer_idx, self.only_non_sliding)
+            elif isinstance(self.layers[layer_idx], AnsweringLayer):
+                super().offload(layer_idx, self.only_non_sliding)
         else:
             states = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
         if type(states[0]) is not torch.Tensor and isinstance(states[0], view.LayerView):

@@ -138,12 +138,6 @@ def observe_adopted(queries: LastQueries | None, keys: torch.Tensor, valid: torc
     return observe(queries.states[:, :, available - count :], keys, queries, Visibility(slots, earlier, new), window)
 
 
-def require_one_mask(mask: torch.Tensor) -> None:
-    """Refuse a mask, (batch or 1, heads, tokens, tokens of the text), that differs by head."""
-    if mask.shape[1] != 1:
-        raise UnsupportedError("attention_mask: EquipCache can't follow a mask that differs by head. Give one for all heads.")
-
-
 def mask_of_slots(allowed: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
     """What a mask of the model's own says about slots, (batch, 1 or kv_heads, tokens, slots).
 
@@ -151,7 +145,6 @@ def mask_of_slots(allowed: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
         allowed: (batch or 1, 1, tokens, tokens of the text).
         text: The index of each slot's token in the text, (batch, 1 or kv_heads, slots); -1: empty.
     """
-    require_one_mask(allowed)
     index = text.clamp(min=0)[:, :, None].expand(-1, -1, allowed.shape[2], -1)
     return allowed.expand(*text.shape[:2], -1, -1).gather(-1, index)
 

@@ -18,6 +18,7 @@ from hf_kvcaches.core.step import Pass
 from hf_kvcaches.equip import block
 from hf_kvcaches.equip.block import Incoming, Questions
 from hf_kvcaches.equip.reading import detours
+from hf_kvcaches.equip.slots import SlotTable
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.kernels.blocks import Visibility
 
@@ -90,9 +91,10 @@ def _check(cache: Any, layers: list[Any], start: int, stop: int, new_ids: torch.
 def _open(layer: Any, start: int, stop: int, tokens: int) -> None:
     """Drop the span, and move what follows to make room for so many tokens."""
     layer.unshift()
+    layer.own()
     table, geometry, moved = layer.table, layer.geometry, tokens - (stop - start)
     text = table.text_index()
-    behind = text >= stop
+    behind, dropped = text >= stop, (text >= start) & (text < stop)
     if moved and stop < layer.seen and not layer.rotation.unrotated and geometry.kind != "none":
         if geometry.refusal is not None:
             raise UnsupportedError(
@@ -107,7 +109,7 @@ def _open(layer: Any, start: int, stop: int, tokens: int) -> None:
     table.advance(moved)
     if table.counts is not None:
         table.counts = table.counts + moved
-    layer.drop((text >= start) & (text < stop))
+    layer.drop(dropped)
 
 
 def _insert(cache: Any, model: Any, layers: list[Any], start: int, new_ids: torch.Tensor) -> None:
@@ -133,28 +135,32 @@ class Insertion:
         table, rotation, used, batch, tokens = layer.table, layer.rotation, layer.table.used, *keys.shape[::2]
         padding = 0 if table.counts is None else (table.seen - table.counts)
         text = torch.arange(self.start, self.start + tokens, device=keys.device).expand(batch, 1, -1)
-        positions = text - padding
+        index = positions = text - padding
         earlier = (table.text_index() >= 0) & (table.text_index() < self.start)
-        index, places, frame = positions, running.positions(), keys
+        if rotation.unrotated and used:
+            index = _make_room(table, earlier, tokens)
+        places = running.positions()
+        frame, query = (rotation.to_frame(x, places, index[:, 0], table) for x in (keys, query))
         past_keys, past_values = layer.storage.read(used) if used else (keys[:, :, :0], values[:, :, :0])
-        if rotation.unrotated:
-            index = earlier.sum(-1, keepdim=True) + torch.arange(tokens, device=keys.device)
-            ranks = torch.where(earlier, earlier.sum(-1, keepdim=True) - 1 - _newer(table.positions[..., :used], earlier), 0)
-            past_keys = rotation.to(ranks)(past_keys)
-            frame, query = rotation.to(index)(rotation.stored(keys, places)), rotation.to(index)(rotation.stored(query, places))
-        visible = Visibility(earlier, used, None)
-        all_keys, all_values = torch.cat([past_keys, frame], 2), torch.cat([past_values, values], 2)
-        output = block.attend(query, all_keys, all_values, call, visible, None)
-        observed = None
+        all_keys = torch.cat([rotation.frame(past_keys, table) if used else past_keys, frame], 2)
+        visible, observed = Visibility(earlier, used, None), None
+        output = block.attend(query, all_keys, torch.cat([past_values, values], 2), call, visible, None)
         if layer.policy.observes != 0:
             observed = block.observe(query, all_keys, call, visible, layer.policy.observes)
         told = None if table.text is None else text
         new = Incoming(rotation.stored(keys, places), frame, values, positions.to(torch.int32), index, told, places[:, -1:])
-        layer.arrive(new, layer.limit, Questions(None, None, call.module), observed)
+        layer.arrive(new, layer.limit, Questions(query, index[:, 0], call.module), observed)
         return output
 
 
-def _newer(positions: torch.Tensor, earlier: torch.Tensor) -> torch.Tensor:
-    """How many of the earlier tokens come behind each, (batch, 1 or kv_heads, slots)."""
-    order = torch.where(earlier, positions, -1).argsort(-1, descending=True)
-    return order.argsort(-1)
+def _make_room(table: SlotTable, earlier: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Move what follows on in the frame, so that new tokens have one index in all rows and heads: (1, 1, tokens).
+
+    Args:
+        earlier: True for what is before them, (batch, 1 or kv_heads, slots in use).
+    """
+    assert table.distances is not None
+    used, first = table.used, earlier.sum(-1).max()
+    later = (table.text_index() >= 0) & ~earlier
+    table.distances[..., :used] += (used - first - later.sum(-1, keepdim=True) - tokens * later).to(torch.int32)
+    return (first + torch.arange(tokens, device=earlier.device)).view(1, 1, -1)

@@ -50,10 +50,10 @@ class EquipLayer(PromptLayer):
         assert asked is not None
         if keys.shape[0] != storage.keys.shape[0] or keys.dtype != storage.keys.dtype:
             self.check_new_tokens(keys, values)
-        if self.frozen or torch.is_grad_enabled():
+        if self.frozen != torch.is_inference_mode_enabled() or torch.is_grad_enabled():
             self.own(keys, values)
         slot, at = self._next_slot(None)
-        table.take(slot, None)
+        table.take(slot, None, self.settings.sinks, self.policy.first_score)
         storage.write(at, (keys, values))
         if isinstance(storage, Streamed):
             self.follow(asked.positions)
@@ -78,7 +78,7 @@ class EquipLayer(PromptLayer):
         if self.table.stale:
             self.table.catch_up()
         self.scaling = call.scaling
-        if self.frozen or torch.is_grad_enabled():
+        if self.frozen != torch.is_inference_mode_enabled() or torch.is_grad_enabled():
             self.own(query, keys, values)
         alone = keys.shape[2] == 1 and self.table.seen and not (self.storage.pooled or self.waiting)
         if not alone or self.journal is not None or self.detour is not None:
@@ -99,7 +99,7 @@ class EquipLayer(PromptLayer):
         if real is not None or isinstance(self.rotation, Shifted):
             self.regularise(keys, real is not None, call.bias)
         slot, at = self._next_slot(real)
-        table.take(slot, real)
+        table.take(slot, real, self.settings.sinks, self.policy.first_score)
         if self.rotation.unrotated:
             # One operation for both: a rotation of so few numbers costs what its launches do.
             query, keys = self.undo_turn(asked.positions)(torch.cat([query, keys], 1)).split([query.shape[1], keys.shape[1]], 1)
@@ -223,7 +223,9 @@ class EquipLayer(PromptLayer):
             if weights is not None:
                 policy.watch(table.scores[..., : weights.shape[-1]], weights.detach(), slot)
             elif asked.inputs is not None and (score := policy.score_new(dict(asked.inputs), asked.module)) is not None:
-                table.scores.scatter_(2, slot, score)
+                sink: Any = table.count <= self.settings.sinks
+                if sink is not True:
+                    table.scores.scatter_(2, slot, score if sink is False else torch.where(sink, math.inf, score))
             if before is not None and real is not None:
                 table.scores = torch.where(real, table.scores, before)
             return

@@ -8,7 +8,6 @@ import torch
 
 from hf_kvcaches.core.call import Call
 from hf_kvcaches.core.step import Pass, TokenMask
-from hf_kvcaches.equip.block import require_one_mask
 from hf_kvcaches.equip.rotation import LONGEST, Shifted, Turn, Unrotated
 from hf_kvcaches.equip.slot_layer import SlotLayer
 from hf_kvcaches.equip.storage import Flat
@@ -28,6 +27,8 @@ class PositionedLayer(SlotLayer):
         table = self.table
         before = table.seen if table.counts is None else table.counts.view(-1, 1).long()
         running = self.passes.enter(call, table.seen, tokens, device, before)
+        if running.allowed is not None:
+            _require_one(running.allowed)
         self.choose_angles(running.positions)
         return running
 
@@ -54,7 +55,7 @@ class PositionedLayer(SlotLayer):
             read = TokenMask.read(mask, seen, 1)
             mask = torch.ones(1, 1, device=self.device, dtype=torch.bool) if read.shown is None else read.shown
         if mask.ndim == 4:
-            require_one_mask(mask)
+            _require_one(mask)
             mask = mask[:, 0, -1]
         allowed = mask > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else mask.bool()
         if allowed.shape[1] not in (1, seen + 1):
@@ -146,3 +147,9 @@ class PositionedLayer(SlotLayer):
                 f"policy: {self.policy.name!r} prunes in cache.compress(model), which has to be called after the context and before the "
                 "first token that follows. A context may come in several calls of more than one token each."
             )
+
+
+def _require_one(mask: torch.Tensor) -> None:
+    """Refuse a mask, (batch or 1, heads, tokens, tokens of the text), that differs by head."""
+    if mask.shape[1] != 1:
+        raise UnsupportedError("attention_mask: EquipCache can't follow a mask that differs by head. Give one for all heads.")

@@ -95,8 +95,6 @@ class PromptLayer(PruningLayer):
             if used:
                 all_keys = torch.cat([self.rotation.frame(self.storage.read(used)[0], table), new.frame], 2)
                 all_values = torch.cat([self.storage.read(used)[1], values], 2)
-            if allowed is not None:
-                block.require_one_mask(allowed)
             if table.seen:
                 allowed = None if allowed is None else block.with_new(block.mask_of_slots(allowed, table.text_index()), allowed)
                 if bias is not None:

@@ -143,7 +143,8 @@ class PruningLayer(PositionedLayer):
         if shared == "global" and self.journal is None:
             return self.assembly.add(self, candidates)
         if shared is None or (total <= limit.slots and self.table.rooms is None):
-            return self._install(None if self._dense() and total <= limit.slots else best(worth, arrival.positions, limit.slots), None, None)
+            dense = self._dense() and total <= limit.slots
+            return self._install(None if dense else best(worth, arrival.positions, limit.slots), None, None)
         if isinstance(shared, dict):
             least = self.settings.sinks + max(1, limit.recent)
             shares = self._shares(worth.device)

@@ -195,15 +195,17 @@ class SlotLayer(AnsweringLayer):
         Args:
             *new: What is about to be written.
         """
-        needs_graph, inside = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in new), torch.is_inference_mode_enabled()
+        inside = torch.is_inference_mode_enabled()
+        needs_graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in new)
         if needs_graph or (self.frozen and not inside):
             self.storage.own(needs_graph)
             self.table.map(torch.clone)
-        self.frozen = inside
+            self.frozen = False
+        self.frozen |= inside
 
     def prepare_graph(self) -> None:
-        """Make sure after an uncompiled pass that the next one may be compiled."""
-        table = self.table
+        """Make sure after an uncompiled pass, or a change from outside, that the next pass may be compiled."""
+        table, self.frozen = self.table, self.frozen or torch.is_inference_mode_enabled()
         if table.positions is None or not compat.compiles(self.device) or not self.is_compileable:
             table.clock = None
             return

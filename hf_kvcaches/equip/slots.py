@@ -84,19 +84,28 @@ class SlotTable:
         scores = self.scores[..., : self.used]
         return torch.where(scores >= UNSCORED, -math.inf, scores)
 
-    def take(self, slot: Slots, real: torch.Tensor | None) -> None:
+    def take(self, slot: Slots, real: torch.Tensor | None, sinks: int, first: float | None) -> None:
         """Say that the new token of each row is in a slot, and count it.
 
         Args:
             slot: (batch, 1 or kv_heads, 1).
             real: Which rows have a new token, (batch, 1, 1), or None for all.
+            sinks: How many of a row's first tokens always stay.
+            first: The score of a token that has just come; None: it has none.
         """
         assert self.positions is not None
         assert self.scores is not None
         graph = torch.compiler.is_compiling() and self.clock is not None
         seen: int | torch.Tensor = self.clock if graph else self.seen  # type: ignore[assignment]
         # By the text's count: only the order within a row matters.
-        score = unscored(seen) if isinstance(seen, torch.Tensor) else seen * 2.0**77 + UNSCORED
+        score: Any = first
+        if first is None:
+            score = unscored(seen) if isinstance(seen, torch.Tensor) else seen * 2.0**77 + UNSCORED
+        count = self.count
+        if isinstance(count, torch.Tensor):
+            score = torch.where(count < sinks, math.inf, score)
+        elif count < sinks:
+            score = math.inf
         written: list[tuple[torch.Tensor, float | torch.Tensor]] = [
             (self.positions, seen if self.counts is None else self.counts),
             (self.scores, score),

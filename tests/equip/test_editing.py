@@ -32,7 +32,7 @@ def edited(ids: torch.Tensor, start: int, stop: int, new: list[int]) -> torch.Te
 
 
 def filled(model: Any, policy: str, ids: torch.Tensor, budget: int = 60, **options: Any) -> EquipCache:
-    made = build(model, policy, budget, **options)
+    made = build(model, policy, budget, **options) if policy in POLICIES else EquipCache(model, policy, budget, head_budgets=None)
     feed(model, made, ids, [ids.shape[1]])
     return made
 
@@ -78,7 +78,7 @@ def test_what_is_pruned_after_an_edit_is_what_the_edited_text_would_lose(policy:
         assert torch.equal(held(made)[0], held(fresh)[0])
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [*POLICIES, "future", "compactor", "expected_attention"])
 def test_after_an_edit_every_kept_token_is_where_the_edited_text_has_it(policy: str) -> None:
     model = models.tiny("llama")
     for start, stop, new in EDITS:
@@ -124,6 +124,15 @@ def test_evicting_what_a_pruned_cache_keeps_frees_slots_for_what_comes(policy: s
     assert made.seen == 55
     assert made.report().kept == (16, 16)
     assert (made.kept_positions(0) >= 0).all()
+
+
+def test_what_was_read_in_inference_mode_is_edited_outside_of_it() -> None:
+    model = models.tiny("llama")
+    with torch.inference_mode():
+        made, other = (filled(model, "h2o", text(30), 16) for _ in range(2))
+        other.edit(model, 5, 9, [7, 8])
+    made.edit(model, 5, 9, [7, 8])
+    assert_goes_on_alike(model, made, other)
 
 
 def test_original_positions_keep_the_gap() -> None:

@@ -62,9 +62,15 @@ def test_an_empty_cache_has_nothing_to_forget_or_to_edit() -> None:
         EquipCache(model, "streaming", None)
 
 
-def test_a_mask_that_differs_by_head_is_refused() -> None:
-    model, text = models.tiny("llama"), tokens(6, seed=1)
-    mask = torch.ones(1, 4, 6, 6, dtype=torch.bool).tril()
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("policy", ["h2o", "streaming"])
+def test_a_mask_that_differs_by_head_is_refused(policy: str, drafts: bool) -> None:
+    model, text, cache = models.tiny("llama"), tokens(12, seed=1), EquipCache(models.tiny("llama"), policy, 12)
+    before = 6 if drafts else 0
+    if drafts:
+        feed(model, cache, text[:, :6], [6])
+        cache.activate_past_recording()
+    mask = torch.ones(1, 4, 6, before + 6, dtype=torch.bool).tril(before)
     mask[:, 1, 3:, 0] = False
     with pytest.raises(UnsupportedError, match="head"), torch.no_grad():
-        model(input_ids=text, attention_mask=mask, past_key_values=EquipCache(model, "h2o", 12))
+        model(input_ids=text[:, before : before + 6], attention_mask=mask, past_key_values=cache)

@@ -44,6 +44,7 @@ class Policy(ABC):
         by_head: Whether each head has scores of its own.
         comparable: Whether scores mean the same in all heads and layers, as probabilities of attention do.
         head_budgets: How heads share the budget where the user does not say: "global", "layer" or None.
+        first_score: The score of a token that has just been decoded; None: it has none yet.
         order_only: Whether the oldest token is evicted whatever it holds.
         deferred: Tokens of a chunk that `EquipCache.compress`, up to which a context is kept whole, feeds again; 0: nothing waits.
         asks_all_heads: Whether it asks the tokens for `heads`, `of_all_heads` or `of_these_heads`, which the processes of tensor
@@ -59,6 +60,7 @@ class Policy(ABC):
     by_head: bool = True
     comparable: ClassVar[bool] = False
     head_budgets: ClassVar[str | None] = None
+    first_score: ClassVar[float | None] = None
     order_only: ClassVar[bool] = False
     deferred: int = 0
     asks_all_heads: bool = False

@@ -23,6 +23,7 @@ class H2OPolicy(Policy, built_in=True):
     name = "h2o"
     interval = None
     observes = None
+    first_score = 0.0
     comparable = True
 
     def recent(self, budget: int, sinks: int) -> int:
@@ -32,4 +33,4 @@ class H2OPolicy(Policy, built_in=True):
         return tokens.observed
 
     def watch(self, scores: torch.Tensor, weights: torch.Tensor, slot: torch.Tensor) -> None:
-        scores.scatter_(2, slot.expand(*scores.shape[:2], 1), 0.0).add_(weights)
+        scores.add_(weights)

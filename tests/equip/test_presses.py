@@ -1,4 +1,4 @@
-"""Policies made of others, and presses of kvpress."""
+"""Presses of kvpress as policies, and what a policy is shown."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_kvcaches import EquipCache
-from hf_kvcaches.equip.policies import BlockPolicy, ChunkPolicy, CriticalPolicy, KeyNormPolicy, Policy
-from hf_kvcaches.equip.tokens import Tokens
+from hf_kvcaches.equip.policies import Policy
+from hf_kvcaches.equip.policies.tokens import Tokens
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from tests import tiny
+from tests.equip.cases import both_positions, positions_of
 from tests.equip.cases import feed_all as feed
-from tests.equip.cases import padded, positions_of
 
 TOKENS = 48
 
@@ -38,91 +37,11 @@ def model() -> PreTrainedModel:
     return tiny.llama()
 
 
-class Last(Policy):
-    """The last number of each key."""
-
-    name = "last"
-
-    def score(self, tokens: Tokens) -> torch.Tensor:
-        return tokens.keys[..., -1].float()
-
-
-def kept_alone(model: PreTrainedModel, policy: Any, budget: int, ids: torch.Tensor, **options: Any) -> list[list[list[int]]]:
-    """What each layer and head keeps of one row."""
-    cache = EquipCache(model, policy, budget, sinks=0, recent=0, positions="original", **options)
-    feed(model, cache, ids)
-    return [[positions_of(cache, layer, 0, head) for head in range(2)] for layer in range(4)]
-
-
 def keys_of(model: PreTrainedModel, ids: torch.Tensor) -> list[torch.Tensor]:
     """Of each layer, (kv_heads, tokens, head_dim)."""
     past = DynamicCache(config=model.config)
     feed(model, past, ids)
     return [layer.keys[0] for layer in past.layers]
-
-
-def test_every_chunk_keeps_the_same_share_chosen_within_it(model):
-    ids = tiny.ids(1, TOKENS, seed=1)
-    kept = kept_alone(model, ChunkPolicy(Last(), size=12), TOKENS // 3, ids)
-    for layer, keys in enumerate(keys_of(model, ids)):
-        for head in range(2):
-            best = [start + keys[head, start : start + 12, -1].topk(4).indices for start in range(0, TOKENS, 12)]
-            assert kept[layer][head] == sorted(torch.cat(best).tolist())
-
-
-def test_blocks_are_pruned_as_they_come(model):
-    ids, budget, size = tiny.ids(1, TOKENS, seed=2), 10, 8
-    found = kept_alone(model, BlockPolicy("keydiff", size=size), budget, ids)
-    for layer, keys in enumerate(keys_of(model, ids)):
-        for head in range(2):
-            kept = torch.arange(budget)
-            for start in range(budget, TOKENS, size):
-                kept = torch.cat([kept, torch.arange(start, min(start + size, TOKENS))])
-                unit = functional.normalize(keys[head, kept], dim=-1)
-                kept = kept[(-functional.cosine_similarity(unit, unit.mean(0, keepdim=True), dim=-1)).topk(budget).indices].sort().values
-            assert found[layer][head] == kept.tolist()
-
-
-def test_a_part_of_the_budget_goes_to_values_that_change_the_output_most(model):
-    ids, budget = tiny.ids(1, TOKENS, seed=3), 12
-    found = kept_alone(model, CriticalPolicy(KeyNormPolicy(), share=0.25, epsilon=20.0), budget, ids)
-    past = DynamicCache(config=model.config)
-    feed(model, past, ids)
-    for index, layer in enumerate(past.layers):
-        rows = model.model.layers[index].self_attn.o_proj.weight.T.unflatten(0, (2, 2, -1))  # (kv_heads, group, head_dim, hidden)
-        for head in range(2):
-            first = (-layer.keys[0, head].norm(dim=-1)).topk(budget // 4).indices
-            lengths = (layer.values[0, head] @ rows[head]).abs().sum(-1).mean(0)
-            # Lengths of keys are below 0, and count as 0.
-            worth = (20.0 * lengths).scatter(0, first, torch.inf)
-            assert found[index][head] == sorted(worth.topk(budget).indices.tolist())
-
-
-@pytest.mark.parametrize(
-    "policy", [ChunkPolicy("h2o", size=8), BlockPolicy("cur", size=8), "critical", CriticalPolicy("expected_attention")]
-)
-def test_composed_policies_decode_with_padding_and_after_a_copy(model, policy):
-    ids, mask = padded(2, TOKENS + 6, 7, 0)
-    cache = EquipCache(model, policy, 20, recent=4)
-    feed(model, cache, ids[:, :TOKENS], mask[:, :TOKENS])
-    other = copy.deepcopy(cache)
-    for step in range(TOKENS, TOKENS + 6):
-        one, two = (feed(model, c, ids[:, step : step + 1], mask[:, : step + 1]) for c in (cache, other))
-        assert bool(one.isfinite().all())
-        assert torch.equal(one, two)
-    assert len(positions_of(cache, 1, 0, 1)) == len(positions_of(cache, 1, 1, 1)) == 20
-
-
-@pytest.mark.parametrize("make", [ChunkPolicy, BlockPolicy, CriticalPolicy])
-def test_policies_without_scores_cannot_be_composed(make):
-    for inner in ("streaming", "kvzip"):
-        with pytest.raises(UnsupportedError, match=inner):
-            make(inner)
-    with pytest.raises(ConfigError, match="policy"):
-        make("no such policy")
-
-
-# Presses
 
 
 class WindowPress:
@@ -233,28 +152,50 @@ def test_scores_of_a_wrong_shape_are_refused(model):
         feed(model, EquipCache.from_press(press, model, 16), tiny.ids(1, TOKENS))
 
 
-def test_a_policy_sees_its_budget_the_attention_and_what_that_is_called_with(model):
-    seen: list[Tokens] = []
+class Looking(Policy):
+    """Asks for all there is, and remembers what it was shown."""
 
-    class Looking(Policy):
-        reads_inputs = True
+    reads_inputs = True
+    interval, observes, reads_queries = 4, 4, True
 
-        def score(self, tokens: Tokens) -> torch.Tensor:
-            seen.append(replace(tokens))
-            return tokens.keys[..., 0].float()
+    def __init__(self) -> None:
+        self.shown: list[Tokens] = []
 
-    cache = EquipCache(model, Looking(), 16, recent=2)
-    feed(model, cache, tiny.ids(1, TOKENS))
-    first = seen[0]
-    assert first.budget == 16
+    def score(self, tokens: Tokens) -> torch.Tensor:
+        self.shown.append(replace(tokens, attention=tokens.observed.clone()))
+        return tokens.keys[..., 0].float()
+
+
+@both_positions
+def test_a_policy_is_shown_what_it_asks_for(model, positions):
+    cache, ids, past = EquipCache(model, Looking(), 16, recent=2, positions=positions), tiny.ids(1, TOKENS + 4), DynamicCache()
+    feed(model, cache, ids[:, :TOKENS])
+    first = cache.policy.shown[0]
+    assert (first.budget, first.count, first.sinks, first.scores) == (16, TOKENS, 4, None)
     assert first.module is model.model.layers[0].self_attn
     assert first.inputs is not None
     assert first.inputs["hidden_states"].shape == (1, TOKENS, 32)
+    assert first.queries is not None
+    assert first.queries.shape == (1, 4, TOKENS, 8)
+    feed(model, past, ids)
+    keys = past.layers[0].keys
+    torch.testing.assert_close(first.keys, keys[:, :, :TOKENS], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(first.attention.sum(-1), torch.full((1, 2), 4.0))
+    for step in range(4):
+        feed(model, cache, ids[:, TOKENS + step : TOKENS + step + 1])
+    again = cache.policy.shown[4]
+    assert (again.count, again.inputs, again.queries.shape) == (TOKENS + 4, None, (1, 4, 4, 8))
+    assert (again.attention.sum(-1) > 2).all()  # evicted tokens take theirs along
+    positions = again.positions.long()
+    given = keys[..., 0].gather(-1, positions).masked_fill(positions >= TOKENS, -torch.inf)
+    torch.testing.assert_close(again.scores[positions >= 4], given[positions >= 4])
+    unrotated = first.geometry.unrotate(keys, torch.arange(TOKENS + 4))
+    torch.testing.assert_close(again.unrotated_keys(), unrotated.take_along_dim(positions[..., None], 2), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("policy", ["compactor", "leverage", "expected_attention", ChunkPolicy("leverage")], ids=repr)
+@pytest.mark.parametrize("policy", ["future", "compactor", "expected_attention"])
 def test_keys_whose_angles_are_not_known_are_scored_as_they_are(policy):
     model = tiny.llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0})
-    cache = EquipCache(model, policy, 16, positions="original")
+    cache = EquipCache(model, policy, 16, positions="original", head_budgets=None)
     feed(model, cache, tiny.ids(1, TOKENS))
     assert len(positions_of(cache)) == 16

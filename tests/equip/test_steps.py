@@ -1,0 +1,104 @@
+"""What a decode step gives the model: the slots themselves where its own attention can read them; and what a pass leaves behind."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+
+from hf_kvcaches.equip.cache import EquipCache
+from hf_kvcaches.equip.layer import EquipLayer
+from hf_kvcaches.equip.policies import Policy
+from hf_kvcaches.equip.policies.tokens import Tokens
+from tests.conformance import models
+from tests.conformance.driving import feed, left_padded
+from tests.equip.cases import BUDGET, both_positions, build, build_reference, steps, text
+
+
+@pytest.fixture
+def handed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What layers have handed out as keys."""
+    keys, update = list[Any](), EquipLayer.update
+
+    def spy(layer: EquipLayer, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        states = update(layer, *args, **kwargs)
+        keys.append(states[0])
+        return states
+
+    monkeypatch.setattr(EquipLayer, "update", spy)
+    return keys
+
+
+@pytest.mark.parametrize(("policy", "positions"), [("streaming", "compact"), ("streaming", "original"), ("keydiff", "original")])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_plain_step_is_the_models_own_attention_over_the_slots(handed: list[Any], policy: str, positions: str, masked: bool) -> None:
+    model, ids = models.tiny("llama"), text(50)
+    cache = build(model, policy, positions=positions)
+    logits = feed(model, cache, ids, steps(30, 50), torch.ones_like(ids) if masked else None)
+    assert all(type(keys) is torch.Tensor for keys in handed[2:]), "a mask that hides nothing is none"
+    assert {tuple(keys.shape) for keys in handed[2:]} == {(1, 2, BUDGET, 16)}
+    expected = feed(model, build_reference(model, policy, positions=positions), ids, steps(30, 50))
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
+
+
+@both_positions
+@pytest.mark.parametrize("lengths", [(30, 22), (30, 10, 22)], ids=["full", "filling up"])
+def test_padding_is_read_when_its_tokens_come_and_not_attended_later(positions: str, lengths: tuple[int, ...]) -> None:
+    model, (ids, mask) = models.tiny("llama"), left_padded([text(length, 5 * length) for length in lengths])
+    more = text(20, 60).expand(len(lengths), -1)
+    mask = torch.cat([mask, torch.ones_like(more)], 1)
+    found = feed(model, build(model, "streaming", positions=positions), torch.cat([ids, more], 1), steps(30, 50), mask)
+    for row, length in enumerate(lengths):
+        alone = torch.cat([ids[row : row + 1, 30 - length :], more[:1]], 1)
+        expected = feed(model, build(model, "streaming", positions=positions), alone, steps(length, length + 20))
+        torch.testing.assert_close(found[row : row + 1], expected, rtol=0, atol=1e-4)
+
+
+@both_positions
+def test_what_a_step_hands_out_outlives_the_layer_being_offloaded(
+    handed: list[Any], monkeypatch: pytest.MonkeyPatch, positions: str
+) -> None:
+    model, ids = models.tiny("llama"), text(40)
+    expected = feed(model, build(model, "streaming", positions=positions), ids, steps(30, 40))
+    offload, away = EquipLayer.offload, list[EquipLayer]()
+
+    def spy(layer: EquipLayer) -> None:
+        read = [handed[-1].clone()] if type(handed[-1]) is torch.Tensor else []
+        offload(layer)
+        away.append(layer)
+        assert all(torch.equal(handed[-1], before) for before in read)
+
+    monkeypatch.setattr(EquipLayer, "offload", spy)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "default_stream", MagicMock())
+    monkeypatch.setattr(torch, "Stream", MagicMock())
+    cache = build(model, "streaming", positions=positions, offloading=True)
+    torch.testing.assert_close(feed(model, cache, ids, steps(30, 40)), expected)
+    assert away == cache.layers * 11, "each layer once a pass"
+
+
+class Reading(Policy):
+    reads_inputs = True
+
+    def score(self, tokens: Tokens) -> torch.Tensor:
+        return -tokens.values.float().norm(dim=-1)
+
+
+def test_hybrids_keep_no_hidden_states() -> None:
+    model, states = models.build("gemma3"), list[Any]()
+    cache = EquipCache(model, Reading(), BUDGET)
+
+    def note(module: Any, args: Any, kwargs: Any) -> None:
+        states.append(weakref.ref(kwargs["hidden_states"]))
+
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(note, with_kwargs=True)
+    for span in (30, 1, 5, 1):
+        feed(model, cache, text(span), [span])
+        gc.collect()
+        assert not any(state() is not None for state in states)
+    assert len(states) == 4 * len(cache.layers)
