@@ -236,8 +236,6 @@ def replaced_forward(module: nn.Module) -> Any:
 
 # Accelerate's hooks that move weights and inputs, and do nothing else.
 _MOVING = frozenset(("AlignDevicesHook", "CpuOffload", "UserCpuOffloadHook"))
-
-
 # Where a config has the name of its attention implementation, which is read in every layer of every step: its property is slow.
 ATTENTION_NAME = "_attn_implementation_internal"
 
@@ -249,8 +247,6 @@ def can_switch_attention(model: PreTrainedModel) -> bool:
 
 # By which name `generate` hands its cache on: that of its own argument, which 5.24 renamed.
 GENERATE_CACHE = "cache" if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters else "past_key_values"
-
-
 CACHE_NAMES = ("cache", "past_key_values")
 
 
@@ -348,3 +344,8 @@ def assert_in_graph(condition: torch.Tensor, message: str) -> None:
 def compiles(device: torch.device) -> bool:
     """Whether steps may be compiled: on accelerators `generate` does, and elsewhere whoever has called `torch.compile` before."""
     return device.type != "cpu" or "torch._dynamo.backends.common" in sys.modules
+
+
+def mark_static(tensor: torch.Tensor) -> None:
+    """Say that a tensor stays where it is, for graphs that are replayed."""
+    torch._dynamo.mark_static_address(tensor, guard=False)

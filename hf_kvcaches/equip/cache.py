@@ -27,7 +27,7 @@ from hf_kvcaches.equip.layer import EquipLayer
 from hf_kvcaches.equip.paged import Paged
 from hf_kvcaches.equip.pages import PagePool, open_book
 from hf_kvcaches.equip.policies import Policy, PressPolicy, resolve_policy
-from hf_kvcaches.equip.quantized import Quantized
+from hf_kvcaches.equip.quantized import QuantizedSlots
 from hf_kvcaches.equip.reading import reconstruct
 from hf_kvcaches.equip.rotation import Given, Shifted, Unrotated
 from hf_kvcaches.equip.settings import EquipSettings, resolve_head_budgets
@@ -191,7 +191,7 @@ class EquipCache(AnsweringCache):
             sizes: Any = self.config.per_layer_config[layer_idx]
             return Latent(backend, sizes.qk_rope_head_dim, sizes.kv_lora_rank)
         if settings.storage is not None:
-            return Quantized(backend, settings.storage)
+            return QuantizedSlots(backend, settings.storage)
         return (Streamed if isinstance(rotation, Shifted) else Flat)(backend)
 
     def _make_rotation(self, geometry: RotaryGeometry) -> Given:

@@ -24,7 +24,7 @@ _GROUP = 32
 _PRIOR = 16
 
 
-class Quantized(Flat):
+class QuantizedSlots(Flat):
     """Keys and values of slots as integers, two in a byte with "int4".
 
     **Bytes per token and KV head**, for a model in half precision: `2 * head_dim * bits / 8` for the numbers, 4 for the key's scale and

@@ -223,7 +223,7 @@ class SlotLayer(AnsweringLayer):
             self.rotation.on_read(torch.zeros(1, 1, 1, dtype=torch.int32, device=device), self.storage.capacity)
         for tensor in (*self.storage.tensors().values(), *table.tensors().values()):
             # Without it CUDA graphs would leave out what changes them.
-            torch._dynamo.mark_static_address(tensor, guard=False)
+            compat.mark_static(tensor)
 
     # What is taken back.
 

@@ -14,7 +14,7 @@ from transformers import GPT2Config, PreTrainedModel
 from hf_kvcaches import EquipCache, FingerprintMismatch, KVCodec
 from hf_kvcaches.equip.coded import Coded, FlatCodes, PagedCodes
 from hf_kvcaches.equip.pages import PageBook, PagePool
-from hf_kvcaches.equip.quantized import Quantized
+from hf_kvcaches.equip.quantized import QuantizedSlots
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from tests import tiny
 from tests.conformance.driving import feed
@@ -273,7 +273,7 @@ def test_sinks_stay_exact_beside_codes_and_a_token_that_takes_their_slot_is_what
 
 
 def test_a_row_of_padding_fits_its_channels_when_its_first_tokens_come():
-    storage, alone = Quantized("auto", "int4"), Quantized("auto", "int4")
+    storage, alone = QuantizedSlots("auto", "int4"), QuantizedSlots("auto", "int4")
     keys, values, shift = torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 8), torch.randn(2, 2, 1, 8) * 30
     real, empty = torch.tensor([[True], [False]])[:, None].expand(2, 1, 5), torch.ones(2, 1, 1, 1, dtype=torch.bool)
     storage.prepare(keys[:, :, :5] + shift, real, empty)
