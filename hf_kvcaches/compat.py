@@ -256,11 +256,7 @@ def cache_of(kwargs: Mapping[str, Any]) -> Any:
 
 
 def cache_kwargs(model: object, cache: Any) -> dict[str, Any]:
-    """The arguments that make a forward pass use a cache, by the name that the installed transformers does not warn about.
-
-    Args:
-        cache: None for a pass without one.
-    """
+    """The arguments that make a forward pass use a cache (None: without one), by the name that transformers does not warn about."""
     name = "cache" if "cache" in parameter_names(type(base_model(model))) else "past_key_values"
     return {name: cache, "use_cache": cache is not None}
 

@@ -3,9 +3,9 @@
     python scripts/eval_pruning.py [--model smollm2|gemma3|FOLDER] [--samples 48] [--tokens 600] [--ratios 0.5 0.25 0.125]
         [--caches NAME ...] [--chats [COUNT]] [--kvpress PYTHON] [--csv FILE]
 
-Contexts of book text are read in one call and pruned before any question is known; each question is asked on a copy of the pruned cache,
-which may grow while it answers. **needles**: a number of seven digits anywhere in the text. **facts**: three facts in words, asked for in
-other words. An answer is right if greedy decoding writes exactly its tokens; counted are those that the full cache gets right. **loss**:
+Contexts of book text are read in one call and pruned before any question is known; each question is asked, with its answer in the same
+call, of a copy of the pruned cache. **needles**: a number of seven digits anywhere in the text. **facts**: three facts in words, asked for
+in other words. An answer is right if greedy decoding writes exactly its tokens; counted are those that the full cache gets right. **loss**:
 of the next 32 tokens of the book, in nats a token beyond the full cache's. **chats**: turns of some 200 tokens in `BUDGET` slots, the
 replies fed one token at a time; the fact that the first message stated is asked for in the end.
 
@@ -121,7 +121,7 @@ class Evaluation:
             yield Item(task, FULL_CACHE, number, lambda sample=sample: [self._asked(sample, self._full)])
             for name in self.args.caches:
                 for ratio in self.args.ratios:
-                    make = lambda name=name, ratio=ratio: self.make(name, ratio, decode_budget=1.0)  # noqa: E731
+                    make = lambda name=name, ratio=ratio: self.make(name, ratio)  # noqa: E731
                     yield Item(task, f"{name} {ratio:g}", number, lambda sample=sample, make=make: [self._asked(sample, make)])
 
     def _asked(self, sample: Sample, make: Callable[[], Cache]) -> Row:
@@ -138,12 +138,12 @@ class Evaluation:
     def _full(self) -> Cache:
         return DynamicCache(config=compat.base_model(self.model).config)
 
-    def make(self, name: str, budget: float, **options: Any) -> EquipCache:
+    def make(self, name: str, budget: float) -> EquipCache:
         """An empty cache by its name in the table."""
         policy, more = CACHES[name]
         if more.get("head_budgets") == HEADS:
             more = more | {"head_budgets": self.heads}
-        return EquipCache(self.model, self.probe if policy == PROBE else policy, budget, **more, **options)
+        return EquipCache(self.model, self.probe if policy == PROBE else policy, budget, **more)
 
     @cached_property
     def probe(self) -> KeepProbe:

@@ -161,6 +161,8 @@ class EquipCache(AnsweringCache):
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         module = latent_modules(self.model).get(layer_idx) if self._latents else None
+        if torch.compiler.is_compiling() and self.is_compileable and not self.layers[layer_idx].takes_graph(key_states.shape[2]):
+            return _update_uncompiled(self, key_states, value_states, layer_idx, *args, **kwargs)
         if module is None or layer_idx >= len(self.layers) or not isinstance(self.layers[layer_idx], EquipLayer):
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         require_absorbable(module)
@@ -377,3 +379,6 @@ class EquipCache(AnsweringCache):
     def _pruned(self) -> list[EquipLayer]:
         """The layers with full attention."""
         return [layer for layer in self.layers if isinstance(layer, EquipLayer)]
+
+
+_update_uncompiled = torch.compiler.disable(AnsweringCache.update, reason="EquipCache compiles single tokens behind an uncompiled prompt")

@@ -32,7 +32,7 @@ def _tell(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if layer.policy.reads_inputs:
             inputs = {name: value for name, value in kwargs.items() if not isinstance(value, Cache)}
             inputs["hidden_states"] = args[0] if args else kwargs["hidden_states"]
-        mask = None if cache.unmasked else kwargs.get("attention_mask", False)
+        mask = None if getattr(cache, "unmasked", False) else kwargs.get("attention_mask", False)
         layer.asked = Asked(module, mask, kwargs.get("position_ids"), inputs)
 
 

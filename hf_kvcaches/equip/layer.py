@@ -34,7 +34,7 @@ class EquipLayer(PromptLayer):
 
     def _hands_out(self, keys: torch.Tensor) -> bool:
         """Whether the model's own attention may have the slots as they are: all in use hold a token, and no mask hides one."""
-        if self.asked is None or self.asked.mask is not None or not self.table.filled or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or self.asked is None or self.asked.mask is not None or not self.table.filled:
             return False
         policy, rotation = self.policy, self.rotation
         watched = policy.observes != 0 or (policy.reads_queries and policy.interval is not None)
@@ -159,7 +159,7 @@ class EquipLayer(PromptLayer):
         """Attention of one query a row over the slots, and its weights where the policy observes them."""
         table, used, valid, tables = self.table, self.table.used, None, None
         assert table.positions is not None
-        if table.filled is None or allowed is not None or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or table.filled is None or allowed is not None:
             valid = table.positions[..., :used] >= 0
             if allowed is not None:
                 valid = valid & block.mask_of_slots(allowed[:, None, None], table.text_index())[:, :, 0]

@@ -78,23 +78,23 @@ class PositionedLayer(SlotLayer):
         """From the model's position of the newest token to none."""
         rotation = self.rotation
         assert isinstance(rotation, Unrotated)
+        if torch.compiler.is_compiling():  # a graph would be compiled anew for each cache's `id`
+            return rotation.undo(self.places(positions))
         turn: Turn = self.passes.memo(("undo", id(rotation)), positions, lambda: rotation.undo(self.places(positions)))
         return turn
 
     def follow(self, newest: torch.Tensor | None) -> None:
-        storage, rotation, table, graph = self.storage, self.rotation, self.table, torch.compiler.is_compiling()
+        storage, rotation, table = self.storage, self.rotation, self.table
         if not isinstance(storage, Streamed) or not isinstance(rotation, Shifted) or storage.sink_keys is None:
             return
-        if not graph and table.seen == table.filled:
-            if storage.moved:
-                storage.follow(None)
-            return
-        kept: Any = table.filled
-        if graph:
+        if torch.compiler.is_compiling():
             assert isinstance(table.count, torch.Tensor)
-            kept = table.count.clamp(max=self.slots)
-        name = ("follow", id(rotation.otherwise), None if graph else kept)
-        storage.follow(self.passes.memo(name, newest, lambda: rotation.follow(self.places(newest), kept)))
+            return storage.follow(rotation.follow(self.places(newest), table.count.clamp(max=self.slots)))
+        if table.seen == table.filled:
+            return storage.follow(None) if storage.moved else None
+        kept: Any = table.filled
+        name = ("follow", id(rotation.otherwise), kept)
+        return storage.follow(self.passes.memo(name, newest, lambda: rotation.follow(self.places(newest), kept)))
 
     def regularise(self, like: torch.Tensor, padded: bool, bias: torch.Tensor | None) -> None:
         """Give up what only holds for a stream without padding, as far as the model's angles are exact.
@@ -104,10 +104,10 @@ class PositionedLayer(SlotLayer):
         """
         if padded:
             self.table.pad(like.shape[0], like.device)
-        if isinstance(self.rotation, Shifted) and (
-            padded or self.table.counts is not None or bias is not None or self.table.seen >= LONGEST
-        ):
-            self.unshift()
+        if isinstance(self.rotation, Shifted):
+            long = not torch.compiler.is_compiling() and self.table.seen >= LONGEST
+            if padded or self.table.counts is not None or bias is not None or long:
+                self.unshift()
 
     def unshift(self) -> None:
         """Rotate keys on the way from now on: what is evicted next need not be the oldest token, or rows differ."""
@@ -125,7 +125,7 @@ class PositionedLayer(SlotLayer):
 
     def holding(self) -> torch.Tensor | None:
         """True for slots in use that hold a token, (batch, 1 or kv_heads, slots in use), or None where all do."""
-        whole = self.table.filled is not None and not torch.compiler.is_compiling()
+        whole = not torch.compiler.is_compiling() and self.table.filled is not None
         return None if whole or self.table.positions is None else self.table.positions >= 0
 
     def columns(self, bias: torch.Tensor, tokens: int) -> torch.Tensor:

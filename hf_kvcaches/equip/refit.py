@@ -10,8 +10,6 @@ import torch
 
 from hf_kvcaches.equip.policies.future import piece
 
-_NOTHING = -1e30
-
 
 def refit(
     queries: torch.Tensor,
@@ -22,6 +20,8 @@ def refit(
     kept: torch.Tensor,
     stays: torch.Tensor,
     scaling: float,
+    *,
+    afterwards: tuple[torch.Tensor, torch.Tensor] | None = None,
     ridge: float = 0.05,
 ) -> torch.Tensor:
     """Values of kept tokens, (batch, kv_heads, n, value_dim), by ridge regression on what queries get of all tokens.
@@ -38,24 +38,31 @@ def refit(
         kept: Which of them stay, (batch, kv_heads, n).
         stays: False where `kept` names none, (batch, 1 or kv_heads, n).
         scaling: What the model's attention multiplies scores with.
+        afterwards: The queries and the kept keys, (batch, kv_heads, n, head_dim), as they are rotated once the others are gone, where that
+            is otherwise: compact positions bring them closer together.
         ridge: Relative to the mean of the diagonal.
     """
     (batch, heads, tokens, _), group = keys.shape, queries.shape[1] // keys.shape[1]
     rows = asked.expand(batch, -1).repeat(1, group).repeat_interleave(heads, 0)[..., None]  # (batch * kv_heads, group * queries, 1)
-    queries, keys, states = queries.reshape(batch * heads, rows.shape[1], -1), keys.flatten(0, 1), values.flatten(0, 1)
+    later, chosen = afterwards or (queries, keys.take_along_dim(kept[..., None], 2))
+    asking, later = (part.reshape(batch * heads, rows.shape[1], -1) for part in (queries, later))
+    keys, states, chosen = keys.flatten(0, 1), values.flatten(0, 1), chosen.flatten(0, 1)
     missing, absent = ((~part).expand(batch, heads, -1).flatten(0, 1)[:, None] for part in (real, stays))
     index, step, refitted = kept.flatten(0, 1)[..., None], max(1, piece(keys) // (rows.shape[1] * tokens)), []
     for start in range(0, batch * heads, step):
         part = slice(start, start + step)
-        asking, picks, valid = queries[part].float() * scaling, index[part], rows[part]
-        logits = asking @ keys[part].float().mT
-        expected = logits.masked_fill_(missing[part], _NOTHING).softmax(-1) @ states[part].float()
-        kept_keys, kept_values = (whole[part].take_along_dim(picks, 1).float() for whole in (keys, states))
-        weights = (asking @ kept_keys.mT).masked_fill_(absent[part], _NOTHING).softmax(-1) * valid
+        before = _weights(asking[part], keys[part], missing[part], scaling)
+        after = _weights(later[part], chosen[part], absent[part], scaling)
+        old, weights = states[part].take_along_dim(index[part], 1).float(), after * rows[part]
         gram = weights @ weights.mT
         diagonal = gram.diagonal(dim1=1, dim2=2)
-        damping = ridge * diagonal.sum(-1, keepdim=True) / valid.sum(1).clamp(min=1)
+        damping = ridge * diagonal.sum(-1, keepdim=True) / rows[part].sum(1).clamp(min=1)
         diagonal.add_(damping.clamp(min=torch.finfo(torch.float32).tiny))
-        residual = (expected - weights @ kept_values) * valid
-        refitted.append(kept_values + weights.mT @ torch.cholesky_solve(residual, torch.linalg.cholesky(gram)))
+        residual = (before @ states[part].float() - weights @ old) * rows[part]
+        refitted.append(old + weights.mT @ torch.cholesky_solve(residual, torch.linalg.cholesky(gram)))
     return torch.cat(refitted).unflatten(0, (batch, heads)).to(values.dtype)
+
+
+def _weights(queries: torch.Tensor, keys: torch.Tensor, hidden: torch.Tensor, scaling: float) -> torch.Tensor:
+    """What each query gives to each key that is not hidden."""
+    return ((queries.float() * scaling) @ keys.float().mT).masked_fill_(hidden, -1e30).softmax(-1)

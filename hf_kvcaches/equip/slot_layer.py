@@ -142,9 +142,13 @@ class SlotLayer(AnsweringLayer):
             return False
         if self.geometry.changes_at is not None and not isinstance(self.rotation, Given):
             return False
-        if isinstance(self.storage, Streamed) and self.table.seen and self.storage.sink_keys is None and settings.sinks:
+        if isinstance(self.storage, Streamed) and self.storage.sink_keys is None and settings.sinks and self.table.seen:
             return False
         return self.shard is None or not self.policy.asks_all_heads
+
+    def takes_graph(self, tokens: int) -> bool:
+        """Whether a graph may have these new tokens of each row, where `is_compileable` says that it may have any."""
+        return tokens == 1 and self.table.clock is not None
 
     def check_new_tokens(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Refuse keys and values that can't follow those of the layer, (batch, kv_heads, tokens, head_dim)."""

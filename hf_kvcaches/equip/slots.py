@@ -63,7 +63,7 @@ class SlotTable:
         """How many slots, from the first on, may hold a token."""
         if self.positions is None:
             return 0
-        whole = self.filled is None or torch.compiler.is_compiling()
+        whole = torch.compiler.is_compiling() or self.filled is None
         return self.positions.shape[-1] if whole else self.filled  # type: ignore[return-value]
 
     @property

@@ -149,7 +149,7 @@ def test_without_what_it_reads_a_policy_says_how_to_get_it(policy, hint):
         policy.score(tokens_of(0, 5, attention=None, queries=None))
 
 
-def test_scores_are_finite_whatever_a_policy_says():
+def test_scores_are_finite_and_infinity_says_that_there_is_none_yet():
     class Wild(Policy):
         def score(self, tokens: Tokens) -> torch.Tensor:
             return torch.tensor([torch.nan, torch.inf, -torch.inf, 1e38, 0.0]).expand(2, 1, 5)
@@ -169,8 +169,8 @@ def test_streaming_scores_by_age_and_protects_all_but_the_sinks():
     assert (StreamingPolicy().order_only, StreamingPolicy().recent(512, 4)) == (True, 508)
 
 
-def test_h2o_sums_what_tokens_get_and_begins_anew_in_an_overwritten_slot():
-    scores = torch.tensor([[[torch.inf, 2.0, 5.0, -torch.inf]]]).repeat(1, 2, 1)
+def test_h2o_sums_what_tokens_get_from_nothing_on():
+    scores = torch.tensor([[[torch.inf, 2.0, H2OPolicy().first_score, -torch.inf]]]).repeat(1, 2, 1)
     weights = torch.tensor([[[0.1, 0.2, 0.3, 0.0], [0.4, 0.1, 0.2, 0.0]]])
     H2OPolicy().watch(scores, weights, torch.tensor([[[2]]]))
     expected = torch.tensor([[[torch.inf, 2.2, 0.3, -torch.inf], [torch.inf, 2.1, 0.2, -torch.inf]]])
@@ -204,7 +204,7 @@ def test_kvzip_takes_the_second_reading_and_until_then_keeps_what_it_said_and_al
     scores = KVZipPolicy().checked_score(replace(tokens, attention=None, scores=before))
     assert torch.equal(scores[..., [0, 1, 2, 5]], before[..., [0, 1, 2, 5]])
     assert (scores[..., 4] > scores[..., 3]).all()
-    assert (scores[..., 3] > 1e9).all()
+    assert (scores[..., 3] >= UNSCORED).all()
     first = KVZipPolicy().checked_score(replace(tokens, attention=None))
     assert (first.diff(dim=-1) > 0).all()
 
@@ -244,6 +244,16 @@ def test_future_queries_count_positions_from_the_index_that_keys_are_rotated_to(
     moved = replace(moved, query_index=tokens.query_index + 100)
     policy = FuturePolicy(queries=4, chunk=5)
     torch.testing.assert_close(policy.score(moved), policy.score(tokens), atol=1e-5, rtol=1e-4)
+
+
+def test_future_queries_take_turns_over_the_positions_behind_the_end():
+    tokens = tokens_of(4, 12, padding=(0, 5))
+    plain, _ = future_queries(tokens, 12, 3)
+    turning, _ = future_queries(tokens, 12, 3, spread=4)
+    for row, padding in enumerate((0, 5)):
+        turns = torch.arange(12 - padding) % 4
+        expected = GEOMETRY.shift(plain[row : row + 1, :, padding:], turns)
+        torch.testing.assert_close(turning[row : row + 1, :, padding:], expected, atol=1e-5, rtol=1e-4)
 
 
 def test_a_score_does_not_fall_and_old_scores_of_new_tokens_do_not_count():

@@ -84,3 +84,16 @@ def test_refitted_values_have_the_dtype_of_the_values():
     assert refitted.dtype == torch.bfloat16
     plain, better = errors(queries, keys, values, index, refitted, 0.25)
     assert better < 0.6 * plain
+
+
+def test_values_are_fitted_to_the_rotation_that_keys_have_afterwards():
+    queries, keys, values, index = case(4)
+    kept = keys.take_along_dim(index[..., None], 2)
+    turned = torch.linalg.qr(torch.randn(16, 16, generator=torch.Generator().manual_seed(1))).Q
+    every = (everywhere(1, 160), keys, values, everywhere(2, 1, 90), index, everywhere(2, 1, 30), 0.25)
+    plain = refit(queries, *every)
+    torch.testing.assert_close(refit(queries, *every, afterwards=(queries @ turned, kept @ turned)), plain, atol=1e-4, rtol=1e-4)
+    halved, full = 0.5 * kept, attend(queries, keys, values, 0.25)
+    other = refit(queries, *every, afterwards=(queries, halved))
+    near, far = (float((attend(queries, halved, fitted, 0.25) - full).square().mean()) for fitted in (other, plain))
+    assert near < far

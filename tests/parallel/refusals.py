@@ -57,7 +57,7 @@ def library(model: PreTrainedModel, **options: Any) -> WarmStartLibrary:
 
 
 def of_config(model: PreTrainedModel, made: dict[str, Any]) -> None:
-    text_of(model, IDS, EquipCache(model.config, "streaming", 8, sinks=2, recent=2, positions="original"))
+    text_of(model, IDS, EquipCache(model.config, "keydiff", 8, sinks=2, recent=2, head_budgets="layer", positions="original"))
 
 
 def as_codes(model: PreTrainedModel, made: dict[str, Any]) -> None:

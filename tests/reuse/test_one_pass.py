@@ -84,7 +84,7 @@ def test_rows_of_which_different_numbers_of_tokens_are_computed_share_the_pass()
 
 def test_a_holder_takes_the_prompt_over_from_that_pass() -> None:
     model = tiny.llama()
-    cache = warm(model, decode_with=EquipCache(model, "snapkv", 80))
+    cache = warm(model, decode_with=EquipCache(model, "snapkv", 80, head_budgets=None))
     with watched(model) as tokens:
         logits = answer(model, MOVED, cache)
     assert len(tokens) == 2

@@ -27,7 +27,7 @@ def test_it_proves_equality_first_then_prints_a_row_for_each_cell_and_a_line_for
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("same logits as") == 12
     assert done.stdout.index("same logits as") < done.stdout.index("ours/floor")
-    assert done.stdout.count("float32 gqa 1 x 32") >= 3, "one in each table: streaming, and h2o with both positions"
+    assert done.stdout.count("float32 gqa 1 x 32") >= 5, "one in each table: streaming and h2o with both positions, and future"
     assert "float32 mha, batch >= 8 (paper: 1.62x on 60 cores): not measured" in done.stdout
     lines = done.stdout.splitlines()
     for claim, verdict in {"1.15x the floor, float32 gqa": "met (", "at least 25x": "met ("}.items():
@@ -37,16 +37,23 @@ def test_it_proves_equality_first_then_prints_a_row_for_each_cell_and_a_line_for
 @pytest.mark.full
 def test_its_numbers_stand_in_a_file_with_what_they_depend_on(quick):
     rows = rows_of(quick[0] / "equip.csv")
-    assert {row["measure"] for row in rows} == {"decode", "write", "flat", "drafts", "compress"}
+    assert {row["measure"] for row in rows} == {"decode", "write", "flat", "drafts", "prune"}
     assert all(row[name] for row in rows for name in ("hardware", "device", "threads", "python", "torch", "transformers", "hf_kvcaches"))
-    streaming = [row for row in rows if (row["measure"], row["policy"], row["batch"]) == ("decode", "streaming", "2")]
-    assert len(streaming) == len({row["side"] for row in streaming}) == 10
+    for policy, positions, sides in (
+        ("streaming", "compact", 9),
+        ("streaming", "original", 7),
+        ("h2o", "compact", 7),
+        ("future", "compact", 5),
+    ):
+        cell = {"measure": "decode", "policy": policy, "positions": positions, "batch": "2"}
+        measured = [row["side"] for row in rows if cell.items() <= row.items()]
+        assert len(measured) == len(set(measured)) == sides, (policy, positions)
     for row in [row for row in rows if row["measure"] == "decode"]:
         for name in ("round{}_ms", "step{}_ms", "ratio{}"):
             low, middle, high = (float(row[name.format(quartile)]) for quartile in ("_q1", "", "_q3"))
             assert 0 < low <= middle <= high
     errors = [float(row["error"]) for row in rows if row["error"]]
-    assert len(errors) == 6, "one for each cell"
+    assert len(errors) == 10, "one for each cell"
     assert max(errors) <= 1e-4
 
 
@@ -73,8 +80,19 @@ def test_what_its_file_has_already_is_not_measured_again(quick, tmp_path):
     assert {line for line in lines if ",flat,h2o,compact," not in line} <= set(found)
 
 
+@pytest.mark.full
+def test_one_part_is_measured_alone(tmp_path):
+    done = bench("--quick", "--part", "prune", "--csv", tmp_path / "equip.csv")
+    assert done.returncode == 0, done.stderr
+    measured = {(row["measure"], row["policy"], row["side"]) for row in rows_of(tmp_path / "equip.csv")}
+    policies = ("future", "compactor", "KeepProbe", "kvzip")
+    assert measured == {("prune", policy, side) for policy in policies for side in ("whole", "pruned")}
+    assert "reading and pruning 4,096 tokens at most 2.2x their prefill, kvzip" in done.stdout
+
+
 def test_a_bar_is_judged_by_the_geometric_mean_over_the_cells_of_large_batches(script):
-    where = {"measure": "decode", "policy": "streaming", "dtype": "float32", "kv": "mha", "side": "re-rotate all (published formula)"}
+    where = {"measure": "decode", "policy": "streaming", "positions": "compact", "dtype": "float32", "kv": "mha"}
+    where["side"] = "re-rotate all (published formula)"
     rows = [where | {"batch": batch, "ratio": ratio} for batch, ratio in ((8, 2.0), (32, 3.2), (1, 0.1))]
     judged = [bar.verdict(rows) for bar in script.bars() if "streaming at least" in bar.claim and "float32" in bar.claim]
     assert judged[0].endswith(": met (2.53x in geometric mean, 2.00 to 3.20 in 2 cells)")

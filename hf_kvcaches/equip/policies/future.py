@@ -49,8 +49,11 @@ class FuturePolicy(Policy, built_in=True):
         return with_earlier(tokens, future_attention(tokens, *future_queries(tokens, self.queries, self.ahead), chunk=self.chunk))
 
 
-def future_queries(tokens: Tokens, most: int, ahead: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Some of the queries, evenly spaced and rotated to `ahead` positions behind the end of the tokens.
+def future_queries(tokens: Tokens, most: int, ahead: int, spread: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """Some of the queries, evenly spaced and rotated to positions behind the end of the tokens.
+
+    Args:
+        spread: To how many positions, of which the first is `ahead` behind the end, the queries are rotated in turn.
 
     Returns:
         The queries, (batch, heads, n, head_dim), and True for real ones, (batch or 1, n). Padding comes first.
@@ -58,13 +61,14 @@ def future_queries(tokens: Tokens, most: int, ahead: int) -> tuple[torch.Tensor,
     queries, index = tokens.asked, tokens.query_index
     assert index is not None
     length, n = index.shape[-1], min(most, index.shape[-1])
-    spread = (index >= 0).sum(-1, keepdim=True).clamp(min=n)  # a row's real queries, which are the last ones in order
-    picks = length - spread + spread * torch.arange(n, device=index.device) // n
+    real = (index >= 0).sum(-1, keepdim=True).clamp(min=n)  # a row's real queries, which are the last ones in order
+    picks = length - real + real * torch.arange(n, device=index.device) // n
     picks = index.argsort(dim=-1, stable=True).gather(-1, picks)
     index, queries = index.gather(-1, picks), queries.detach().take_along_dim(picks[:, None, :, None], 2)
     if (geometry := rotation(tokens)) is not None:
         end = tokens.end.flatten(1) if isinstance(tokens.end, torch.Tensor) else tokens.end
-        queries = geometry.shift(queries, end + ahead - index)
+        turn = ((index >= 0).cumsum(-1) - 1).clamp(min=0) % spread
+        queries = geometry.shift(queries, end + ahead + turn - index)
     return queries, index >= 0
 
 

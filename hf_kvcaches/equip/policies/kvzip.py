@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_kvcaches.equip.policies.base import Policy, count
-from hf_kvcaches.equip.policies.tokens import Tokens, unscored
+from hf_kvcaches.equip.policies.tokens import UNSCORED, Tokens
 
 
 @dataclass(frozen=True)
@@ -34,5 +34,6 @@ class KVZipPolicy(Policy, built_in=True):
     def score(self, tokens: Tokens) -> torch.Tensor:
         if tokens.attention is not None:
             return tokens.attention
-        later = unscored(tokens.positions) / 4  # the highest of all scores, and still by age
-        return later if tokens.scores is None else torch.where(tokens.scores.isneginf(), later, tokens.scores)
+        if tokens.scores is None:
+            return torch.full(tokens.positions.shape, torch.inf, device=tokens.keys.device)
+        return torch.where(tokens.scores.abs() < UNSCORED, tokens.scores, torch.inf)  # later tokens stay
