@@ -11,6 +11,7 @@
 #   DEMO_ARGS    more arguments for scripts/demo.py
 #   DEVICE       what `make bench` measures: cpu or cuda
 #   EVAL_ARGS    arguments for scripts/eval_real.py
+#   PRUNING_ARGS arguments for scripts/eval_pruning.py, such as --chats
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -26,6 +27,7 @@ MODEL ?=
 DEMO_ARGS ?=
 DEVICE ?= cpu
 EVAL_ARGS ?=
+PRUNING_ARGS ?=
 
 # Twice quiet: errors are shown, pip's warnings about its own sources are not.
 PIP_INSTALL := -m pip install --quiet --quiet --no-input --disable-pip-version-check
@@ -123,6 +125,7 @@ bench: $(VENV)/.installed
 
 eval: $(VENV)/.installed
 	$(VENV)/bin/python scripts/eval_real.py --csv docs/benchmarks --plot docs/benchmarks/real.png $(EVAL_ARGS)
+	for model in smollm2 gemma3; do $(VENV)/bin/python scripts/eval_pruning.py --model .models/$$model $(PRUNING_ARGS) || exit 1; done
 	$(VENV)/bin/python scripts/docs_tables.py
 
 # What a user gets from `pip install`: no extras, no source tree on the path.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 
 from _docs_numbers import Row, nats, one, percent, table, times, translated_recall, where
-from _docs_real import FIRST, MODELS, continuation, found_needles, text_of
+from _docs_real import FIRST, MODELS, PRUNED, kept_share, lost, text_of
 
 SPEED = "speed-cpu"  # every cache at one size; the methods' own benchmarks differ in size
 Line = tuple[str, str, str, str, str]
@@ -63,14 +63,14 @@ def growing() -> Line:
 
 
 def equip() -> Line:
-    half, quarter = (found_needles(FIRST, "compactor", share) for share in ("0.5", "0.25"))
-    quality = f"{half} needles found at half, {quarter} at a quarter; the text's continuation loses "
+    half, quarter = (kept_share(PRUNED, "future", ratio, "needles") for ratio in ("0.5", "0.25"))
+    quality = f"{half} of needles found at half, {quarter} at a quarter; the text's continuation loses "
     return (
         "[Long chats](docs/guides/long-chats.md) and streams in bounded memory",
         "[`EquipCache`](docs/equip.md)",
         "a fixed number of tokens, such as a quarter of the prompt",
-        speed("decode step", "decode_ratio", "EquipCache", "policy='compactor'"),
-        f"{quality}{continuation(FIRST, 'compactor', '0.5')} and {continuation(FIRST, 'compactor', '0.25')} nats",
+        speed("decode step", "decode_ratio", "EquipCache", "policy='future'"),
+        f"{quality}{lost(PRUNED, 'future', '0.5')} and {lost(PRUNED, 'future', '0.25')} nats",
     )
 
 

@@ -12,7 +12,7 @@ MODELS = {
     for name, title in (("real-smollm2", "SmolLM2-135M"), ("real-gemma3", "Gemma 3 270M"))
     if (BENCHMARKS / f"{name}.csv").exists()
 }
-FIRST = "real-smollm2"
+FIRST, PRUNED = "real-smollm2", "pruning-smollm2"
 BUDGETS = {"0.5": "half", "0.25": "a quarter", "0.125": "an eighth"}
 
 
@@ -22,58 +22,30 @@ def cells(name: str, **values: str) -> Row | None:
     return found[0] if found else None
 
 
-def found_needles(name: str, cache: str, share: str, task: str = "all") -> str:
-    """Needles found of those that the full cache finds."""
-    row = cells(name, section="needles", task=task, cache=cache, share=share)
-    return "" if row is None else f"{row['right']} of {row['questions']}"
+def kept_share(name: str, cache: str, ratio: str, what: str) -> str:
+    """Needles or facts that are answered, of those that the full cache answers."""
+    row = cells(name, task="prompt", cache=cache, ratio=ratio)
+    return "" if row is None or row[f"of_{what}"] in ("", "0") else percent(int(row[what]) / int(row[f"of_{what}"]))
 
 
-def continuation(name: str, cache: str, share: str) -> str:
+def lost(name: str, cache: str, ratio: str) -> str:
     """What a context's own continuation loses, in nats."""
-    row = cells(name, section="needles", task="all", cache=cache, share=share)
-    return "" if row is None else f"{float(row['continuation_loss']):+.2f}"
+    row = cells(name, task="prompt", cache=cache, ratio=ratio)
+    return "" if row is None else f"{float(row['loss']):+.3f}"
 
 
-def caches(name: str, section: str, column: str = "cache") -> list[str]:
-    """The caches of a section in the order in which they were measured, those of the package first."""
-    found = [row for row in rows(name) if row["section"] == section and row[column] and row["kl"] + row["questions"]]
-    return list(dict.fromkeys(row[column] for row in sorted(found, key=lambda row: row["peer"] == "True")))
+def pruning(name: str = PRUNED) -> str:
+    """Needles, facts and continuation by cache and budget, and facts recalled in chats."""
+    chats = {row["cache"]: row for row in where(name, task="chat")} if cells(name, task="chat") else {}
+    header = ("Cache", *(f"{what} at {word}" for what in ("needles", "facts", "loss") for word in BUDGETS.values()), "chats")
+    named = dict.fromkeys(row["cache"] for row in sorted(where(name, task="prompt"), key=lambda row: row["peer"] == "True"))
 
+    def line(cache: str) -> tuple[str, ...]:
+        kept = (kept_share(name, cache, ratio, what) for what in ("needles", "facts") for ratio in BUDGETS)
+        chat = f"{chats[cache]['facts']} of {chats[cache]['of_facts']}" if cache in chats else ""
+        return cache, *kept, *(lost(name, cache, ratio) for ratio in BUDGETS), chat
 
-def shown(cache: str) -> str:
-    """A cache's name in a table: policies of this package as code, peers as they are."""
-    return cache if cache.startswith(("kvpress", "KIVI", "rotation", "QuantizedCache")) or " " in cache else f"`{cache}`"
-
-
-def pruning(name: str = FIRST, tasks: bool = False) -> str:
-    """Needles and continuation by cache and budget.
-
-    Args:
-        tasks: Whether each kind of needle has a column, at each budget a line.
-    """
-    named = [cache for cache in caches(name, "needles") if cache != "full cache"]
-    if not tasks:
-        header = (
-            "Policy",
-            *(f"needles found at {word}" for word in BUDGETS.values()),
-            *(f"continuation at {word}" for word in BUDGETS.values()),
-        )
-        lines = (
-            (
-                shown(cache),
-                *(found_needles(name, cache, share) for share in BUDGETS),
-                *(continuation(name, cache, share) for share in BUDGETS),
-            )
-            for cache in named
-        )
-        return table(header, lines)
-    kinds = [task for task in dict.fromkeys(row["task"] for row in rows(name) if row["section"] == "needles") if task not in ("", "all")]
-    lines = (
-        (shown(cache), word, *(found_needles(name, cache, share, kind) for kind in kinds), continuation(name, cache, share))
-        for cache in named
-        for share, word in BUDGETS.items()
-    )
-    return table(("Cache", "tokens kept", *kinds, "continuation, nats"), lines)
+    return table(header, map(line, named))
 
 
 def codes(*names: str) -> str:
@@ -113,6 +85,12 @@ def reuse(name: str = FIRST) -> str:
     return table(("Cache", "prompts", "saved", "mean KL", "worst prompt", "same token"), lines)
 
 
+def pruning_of_all() -> str:
+    """Pruning of each model in which it was measured, under its name."""
+    files = {name.replace("real-", "pruning-"): title for name, title in MODELS.items()}
+    return "\n\n".join(f"**{title}**\n\n{pruning(name)}" for name, title in files.items() if (BENCHMARKS / f"{name}.csv").exists())
+
+
 def text_of(name: str = FIRST) -> str:
     """The text that codes were measured on."""
     return where(name, section="codes")[0]["task"]
@@ -123,7 +101,7 @@ def of_all(make: Callable[[str], str], section: str) -> str:
     measured = {
         name: title
         for name, title in MODELS.items()
-        if any(row["section"] == section and row["kl"] + row["questions"] for row in rows(name))
+        if any(row["section"] == section and row["kl"] for row in rows(name))
     }
     return "\n\n".join(f"**{title}**\n\n{make(name)}" for name, title in measured.items())
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from _docs_cases import cases
 from _docs_numbers import first_token, nats, one, percent, table, translated_recall
-from _docs_real import FIRST, codes, codes_of_all, of_all, pruning, quantized, reuse
+from _docs_real import FIRST, codes, codes_of_all, of_all, pruning, pruning_of_all, quantized, reuse
 
 
 def shared_context() -> str:
@@ -80,7 +80,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "long-chats": pruning,
     "long-documents": lambda: codes(FIRST),
     "warm-starts": warm_starts,
-    "real-needles": lambda: of_all(lambda name: pruning(name, tasks=True), "needles"),
+    "real-pruning": pruning_of_all,
     "real-codes": codes_of_all,
     "real-quantized": lambda: of_all(quantized, "quantized"),
     "real-reuse": lambda: of_all(reuse, "reuse"),

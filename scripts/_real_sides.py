@@ -12,12 +12,9 @@ import torch
 from _kivi import KiviCache, KiviCoding, share
 from transformers import Cache, QuantizedCache
 
-from hf_kvcaches import EquipCache, KVCodec, SegmentReuseCache, SegmentStore, SubspaceCache, WarmStartCache, WarmStartLibrary
+from hf_kvcaches import KVCodec, SegmentReuseCache, SegmentStore, SubspaceCache, WarmStartCache, WarmStartLibrary
 from hf_kvcaches.codec.past import CodecCoding, PastCoding
 
-POLICIES = ("future", "kvzip", "compactor", "keydiff", "snapkv", "streaming")
-PRESSES = ("compactor", "kvzip", "adakv expected attention")
-BUDGETS = (0.5, 0.25, 0.125)
 SHARES = (0.125, 0.1875, 0.25)
 WINDOWS = (0, 64)
 SINKS = 4
@@ -30,7 +27,7 @@ class Side:
     """One cache in the tables.
 
     Args:
-        share: Of the bytes of keys and values in 16 bits, or of the tokens.
+        share: Of the bytes of keys and values in 16 bits.
         recent: Newest tokens that stay exact.
         peer: Whether it is somebody else's.
     """
@@ -43,15 +40,6 @@ class Side:
     def __str__(self) -> str:
         window = f", {self.recent} recent" if self.recent else ""
         return f"{self.name} {self.share:g}{window}"
-
-
-def pruned(model: Any) -> dict[Side, Callable[[], Cache]]:
-    """`EquipCache` by policy and budget."""
-    return {
-        Side(policy, budget): lambda policy=policy, budget=budget: EquipCache(model, policy, budget)
-        for budget in BUDGETS
-        for policy in POLICIES
-    }
 
 
 class RotatedCoding(PastCoding):

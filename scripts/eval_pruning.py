@@ -165,7 +165,7 @@ class Evaluation:
         for number, chat in enumerate(chats(self.book, self.args.chats, CHAT_TOKENS, self.args.seed)):
             makers: dict[str, Callable[[], Cache]] = {FULL_CACHE: self._full}
             makers |= {
-                f"{name} {BUDGET}": lambda name=name: self.make(name, BUDGET)  # type: ignore[misc]
+                f"{name} {BUDGET}": lambda name=name: self.make(name, BUDGET)
                 for name in self.args.caches
                 if name.split(",")[0] != "kvzip"  # which reads a context again when it has ended
             }

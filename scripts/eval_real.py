@@ -1,25 +1,21 @@
-"""What every cache loses on real language models, beside its peers: needles, the text's own continuation, codes, segments, warm starts.
+"""What caches lose on real language models, beside their peers: codes, segments, warm starts. `eval_pruning.py` measures pruning.
 
     python scripts/eval_real.py [--model .models/smollm2 .models/gemma3] [--tasks ...] [--wikitext FILE] [--csv FOLDER] [--plot FILE]
 
 `make models` makes the folders of the two models. Rows are kept in `--state` as they are measured: a run that is cut off goes on where it
 was. Texts are this repository's prose unless `--wikitext` names a file of WikiText-2 (CC BY-SA, not part of this repository).
 
-**needles**: contexts of prose with one or four facts are pruned before a question is known; counted are the answers that the full cache
-gives. The loss of the context's own next 32 tokens is measured behind the same pruned cache. **codes**: rows of text are read in one pass,
+**codes**: rows of text are read in one pass,
 in which each token sees a coded past, the newest token included, but for 4 first tokens. **quantized**: the same token by token behind a
 prompt of 256 tokens that is read exactly, for caches that can't be read in one pass. **requests**: an agent's prompts with the same pages
 in other orders. **pairs**: prompts that resemble the one that was served before. The last two compare the 16 tokens behind a prompt.
 
-Peers: KIVI and random rotations are written anew here (`_kivi.py`, `_real_sides.py`); `QuantizedCache` needs `optimum-quanto` and `hqq`;
-`--kvpress PYTHON` names the interpreter of an environment with kvpress, which measures its presses on the same prompts.
+Peers: KIVI and random rotations are written anew here (`_kivi.py`, `_real_sides.py`); `QuantizedCache` needs `optimum-quanto` and `hqq`.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -41,8 +37,7 @@ from hf_kvcaches.core.rope_families import head_sizes
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.evaluate.verify import verify_text
 
-TASKS = ("needles", "codes", "quantized", "requests", "pairs")
-SCRIPT = ROOT / "scripts" / "_kvpress_rows.py"
+TASKS = ("codes", "quantized", "requests", "pairs")
 
 
 class Evaluation:
@@ -54,62 +49,19 @@ class Evaluation:
         self.folder = name
         self.prose = (TESTBED / "prose.txt").read_text(encoding="utf-8")
         self.text = "WikiText-2" if args.wikitext else "prose.txt"
-        # Contexts beyond a window of the model's other layers: within it those would answer alone.
-        window = getattr(self.model.config, "sliding_window", None) or 0
-        self.tokens = args.tokens or max(600, min(2 * window, 900))
-        self.log = Log(args.state and args.state / f"{self.name}-{self.tokens}-{args.row_tokens}.jsonl")
+        self.log = Log(args.state and args.state / f"{self.name}-{args.row_tokens}.jsonl")
 
     def measure(self) -> list[Row]:
         """The summary rows of all that the log holds in the end."""
         for task in () if self.args.report else self.args.tasks:
             suite.run(list(getattr(self, task)()), self.log)
-            if task == "needles" and self.args.kvpress:
-                self._ask_kvpress()
-        return [{"model": self.name, **row} for row in report.summaries(self.log.rows, self.tokens)]
+        return [{"model": self.name, **row} for row in report.summaries(self.log.rows)]
 
     def _note(self, task: str, cache: str, note: str) -> None:
         """Keeps the reason why something was not measured."""
         item = Item(task, cache, report.NOT_MEASURED, list)
         if not self.log.has(item):
             self.log.add(item, [{"note": note}])
-
-    def needles(self) -> Iterator[Item]:
-        caches = {str(side): make for side, make in sides.pruned(self.model).items() if side.name in self.args.policies}
-        yield from suite.needle_items(self.model, self._needle_prompts(), caches)
-
-    def _needle_prompts(self) -> list[prompts.NeedlePrompt]:
-        counts = {1: self.args.single, 4: self.args.several}
-        return [
-            prompt
-            for kind in self.args.kinds
-            for needles, count in counts.items()
-            for prompt in prompts.needle_prompts(self.tokenizer, count, kind, needles, tokens=self.tokens, prose=self.prose)
-        ]
-
-    def _ask_kvpress(self) -> None:
-        """Has the interpreter that kvpress is installed for measure its presses, and takes its rows."""
-        if getattr(self.model.config, "sliding_window", None):
-            return self._note(
-                "needles", "kvpress", "not for text models with windows: KVzip refuses them, other presses prune windows as well"
-            )
-        found: list[dict[str, Any]] = []
-        for item, prompt in zip(self._needle_samples(), self._needle_prompts(), strict=True):
-            questions = [(prompt.question, prompt.answer), *prompt.others, (prompt.continuation[:1], prompt.continuation[1:])]
-            found.append({"task": item.task, "sample": item.sample, "context": prompt.context, "questions": questions})
-        assert self.log.path is not None
-        work = {"model": str(Path(self.folder).resolve()), "dtype": str(self.model.dtype).removeprefix("torch."), "prompts": found}
-        work |= {"threads": torch.get_num_threads(), "presses": self.args.presses, "budgets": sides.BUDGETS}
-        path = self.log.path.with_suffix(".prompts.json")
-        path.write_text(json.dumps(work), encoding="utf-8")
-        done = subprocess.run([self.args.kvpress, SCRIPT, path, self.log.path], check=False)
-        if done.returncode:
-            self._note("needles", "kvpress", f"{self.args.kvpress} ended with {done.returncode}")
-        self.log = Log(self.log.path)
-        return None
-
-    def _needle_samples(self) -> list[Item]:
-        """The items of the full cache, one for each prompt."""
-        return list(suite.needle_items(self.model, self._needle_prompts(), {}))
 
     @cached_property
     def ids(self) -> list[int]:
@@ -186,18 +138,11 @@ def parse() -> argparse.Namespace:
     parser.set_defaults(dtype="float32")
     parser.add_argument("--model", nargs="+", default=[str(ROOT / ".models" / name) for name in ("smollm2", "gemma3")], help="folders")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--policies", nargs="+", choices=sides.POLICIES, default=list(sides.POLICIES))
-    parser.add_argument("--presses", nargs="+", default=list(sides.PRESSES), help="of kvpress")
-    parser.add_argument("--kvpress", help="the Python of an environment in which kvpress is installed")
     parser.add_argument("--wikitext", type=Path, help="WikiText-2, as one file of text")
     parser.add_argument("--state", type=Path, default=ROOT / ".eval", help="where rows and codecs are kept between runs")
     parser.add_argument("--report", action="store_true", help="measure nothing: tables, files and picture of what --state holds")
     parser.add_argument("--csv", type=Path, help="the folder for real-NAME.csv")
     parser.add_argument("--plot", type=Path, help="write a picture here (needs matplotlib)")
-    parser.add_argument("--tokens", type=int, help="of a context with needles; default: 600, and more for models with windows")
-    parser.add_argument("--kinds", nargs="+", choices=prompts.NEEDLE_KINDS, default=list(prompts.NEEDLE_KINDS), help="of needles")
-    parser.add_argument("--single", type=int, default=4, help="contexts with one needle, of each kind")
-    parser.add_argument("--several", type=int, default=3, help="contexts with four needles, of each kind")
     parser.add_argument("--rows", type=int, default=6, help="rows of a text that are read with coded past")
     parser.add_argument("--row-tokens", type=int, default=384)
     parser.add_argument("--calibrate", type=int, default=16384, help="tokens at the beginning of a text that a codec is calibrated on")
@@ -206,10 +151,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--page", type=int, default=100, help="tokens of a page in requests and pairs")
     args = parser.parse_args()
     args.quantized = (sides.QUANTIZED_PROMPT, sides.QUANTIZED_STEPS)
-    check_counts(args, ("tokens", "single", "several", "rows", "row_tokens", "calibrate", "requests_count", "pairs_count", "page"))
+    check_counts(args, ("rows", "row_tokens", "calibrate", "requests_count", "pairs_count", "page"))
     if args.quick:
-        small: dict[str, Any] = {"tokens": 120, "single": 1, "several": 1, "rows": 1, "row_tokens": 64, "calibrate": 1024, "page": 40}
-        vars(args).update(small, requests_count=2, pairs_count=1, policies=args.policies[:2], quantized=(32, 4))
+        small: dict[str, Any] = {"rows": 1, "row_tokens": 64, "calibrate": 1024, "page": 40}
+        vars(args).update(small, requests_count=2, pairs_count=1, quantized=(32, 4))
     return args
 
 

@@ -51,14 +51,12 @@ class Arrival:
         positions: Of all tokens, (batch, 1 or kv_heads, slots in use + tokens), int32; -1: none.
         text: Their indices in the text, or None.
         scores: What the policy says of all, +inf for sinks, -inf where there is no token, as `positions`.
-        frame: The keys of all, rotated alike, where a refit needs them.
     """
 
     new: Incoming | None
     positions: torch.Tensor
     text: torch.Tensor | None
     scores: torch.Tensor
-    frame: torch.Tensor | None
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ class PositionedLayer(SlotLayer):
     def follow(self, newest: torch.Tensor | None) -> None:
         storage, rotation, table = self.storage, self.rotation, self.table
         if not isinstance(storage, Streamed) or not isinstance(rotation, Shifted) or storage.sink_keys is None:
-            return
+            return None
         if torch.compiler.is_compiling():
             assert isinstance(table.count, torch.Tensor)
             return storage.follow(rotation.follow(self.places(newest), table.count.clamp(max=self.slots)))

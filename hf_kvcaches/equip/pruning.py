@@ -19,8 +19,8 @@ from hf_kvcaches.equip.storage import Slots
 from hf_kvcaches.equip.streamed import Streamed
 from hf_kvcaches.errors import ConfigError
 
-# Queries of a context that a refit looks at.
-_REFITTED = 256
+# Queries of a context that a refit looks at, and to how many positions behind its end they are rotated in turn.
+_REFITTED, _AHEAD = 256, 96
 
 
 class PruningLayer(PositionedLayer):
@@ -97,7 +97,6 @@ class PruningLayer(PositionedLayer):
             assert table.scores is not None
             attention = attention + torch.nn.functional.pad(table.scores[..., : table.used], (0, attention.shape[-1] - table.used))
         again = new is None and attention is None and (policy.observes != 0 or policy.reads_queries or policy.reads_inputs)
-        frame = None
         if policy.order_only:
             scores = unscored(positions)
         elif again:  # nothing new is known
@@ -106,7 +105,6 @@ class PruningLayer(PositionedLayer):
         else:
             tokens = self.shown(new, questions, attention, limit.slots, behind)
             scores = policy.checked_score(tokens)
-            frame = tokens.keys
             self._remember(tokens)
         heads = max(scores.shape[1], positions.shape[1])
         positions = positions.expand(-1, heads, -1)
@@ -117,16 +115,25 @@ class PruningLayer(PositionedLayer):
             text = torch.cat([part.expand(-1, heads, -1) for part in parts], -1)
         sinks = positions < self.settings.sinks
         scores = torch.where(positions < 0, -math.inf, torch.where(sinks, math.inf, scores))
-        self.arrival = Arrival(new, positions, text, scores, frame if self.settings.refit else None)
+        self.arrival = Arrival(new, positions, text, scores)
         self._allocate(limit)
 
     def _remember(self, tokens: Tokens) -> None:
         """Keep queries of the context for a refit."""
         table = self.table
         if self.settings.refit and tokens.queries is not None:
-            asked, real = future_queries(tokens, _REFITTED, 32)
+            asked, real = future_queries(tokens, _REFITTED, 0, _AHEAD)
             asked = torch.where(real[:, None, :, None], asked, asked[:, :, -1:])  # padding asks what the last query asks
-            table.asked = asked if table.asked is None else torch.cat([table.asked, asked], 2)[:, :, -_REFITTED:]
+            asked = self._moved(asked, 1 - tokens.end)
+            if table.asked is not None:
+                asked = torch.cat([table.asked, asked], 2)
+                asked = asked[:, :, torch.arange(_REFITTED, device=asked.device) * asked.shape[2] // _REFITTED]
+            table.asked = asked
+
+    def _moved(self, x: torch.Tensor, by: int | torch.Tensor) -> torch.Tensor:
+        """Queries or keys, rotated further by a number of positions, where their angles are known."""
+        geometry = self.rotation.geometry or self.geometry
+        return geometry.shift(x, by) if geometry.kind == "rope" and geometry.refusal is None else x
 
     def _allocate(self, limit: Limit) -> None:
         """Choose which tokens stay, as far as this layer can choose alone."""
@@ -224,22 +231,32 @@ class PruningLayer(PositionedLayer):
         assert index is not None
         picked = tuple(storage.pick(tensor, index) for tensor in raw)
         if refits:
-            picked = (picked[0], self._refitted(arrival, raw[1], index, positions))
+            picked = (picked[0], self._refitted(arrival, picked[0], raw[1], index, positions))
         if rooms is None:
             return storage.hold(picked, self.slots)
         self.storage = Ragged.of(picked, rooms, self.settings.backend)
         return None
 
-    def _refitted(self, arrival: Arrival, values: torch.Tensor, index: Slots, positions: torch.Tensor) -> torch.Tensor:
-        """The values of kept tokens, refitted to what queries of the context get of all."""
-        table, keys = self.table, arrival.frame
-        if keys is None:
-            keys = self.shown(arrival.new, Questions(), None, None).keys
+    def _refitted(
+        self, arrival: Arrival, kept_keys: torch.Tensor, values: torch.Tensor, index: Slots, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """The values of kept tokens, refitted to what queries of the context get of all.
+
+        Args:
+            kept_keys: Of these tokens, as they are kept.
+            values: Of all tokens.
+            index: Which tokens are kept, at these `positions`.
+        """
+        table, tokens, stays = self.table, self.shown(arrival.new, Questions(), None, None), positions >= 0
         assert table.asked is not None
-        asked, table.asked = table.asked, None
+        asked, table.asked, afterwards = table.asked, None, None
+        if self.rotation.unrotated:  # what is gone no longer lies between queries and keys
+            distances = stays.sum(-1, keepdim=True) - 1 - torch.arange(stays.shape[-1], device=asked.device)
+            afterwards = asked, self._moved(kept_keys, -distances.clamp(min=0).expand(*kept_keys.shape[:3]))
         every = torch.ones(1, asked.shape[2], dtype=torch.bool, device=asked.device)
         index = index.expand(-1, values.shape[1], -1)
-        return refit(asked, every, keys, values, arrival.positions >= 0, index, positions >= 0, self.scaling)
+        asked = self._moved(asked, tokens.end - 1)
+        return refit(asked, every, tokens.keys, values, tokens.real, index, stays, self.scaling, afterwards=afterwards)
 
     def _prepare(self, keys: torch.Tensor, real: torch.Tensor) -> None:
         """Have the storage look at new keys before they are encoded."""
@@ -284,7 +301,7 @@ class PruningLayer(PositionedLayer):
         scores = torch.where(scores.isinf(), unscored(positions), scores)  # an edit may have moved the sinks
         scores = torch.where(positions < 0, -math.inf, torch.where(positions < sinks, math.inf, scores))
         text = None if table.text is None else torch.where(gone, -1, table.text[..., :used].expand(-1, heads, -1))
-        self.arrival = Arrival(None, positions, text, scores, None)
+        self.arrival = Arrival(None, positions, text, scores)
         every = torch.arange(used, device=positions.device).expand_as(positions)
         index = in_order(every, positions)[..., : int((positions >= 0).sum(-1).max())]
         table.filled = None

@@ -79,7 +79,7 @@ class RoundedKeyNorm(Policy):
     interval = 1
 
     def score(self, tokens: Tokens) -> torch.Tensor:
-        return tokens.keys.float().norm(dim=-1).mul(-(2**10)).round()
+        return tokens.keys.float().norm(dim=-1).mul(-(2**10)).round() + tokens.positions / 2**10
 
 
 SNAPKV = SnapKVPolicy(window=3, kernel_size=3)

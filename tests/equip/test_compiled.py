@@ -93,12 +93,6 @@ def enabled(model: PreTrainedModel) -> Iterator[None]:
         disable(model)
 
 
-def same_state(one: EquipCache, other: EquipCache) -> None:
-    """Asserts that two caches would go on alike."""
-    assert torch.equal(one.kept_positions(0), other.kept_positions(0))
-    assert one.layers[0].export_state()[1] == other.layers[0].export_state()[1]
-
-
 @pytest.mark.parametrize("prompt", [5, 20])
 @pytest.mark.parametrize("options", WAYS, ids=str)
 def test_compiled_steps_equal_uncompiled_ones_and_are_compiled_once(model: Any, plain: Any, options: Any, prompt: int) -> None:
