@@ -98,11 +98,7 @@ def text_of(name: str = FIRST) -> str:
 
 def of_all(make: Callable[[str], str], section: str) -> str:
     """A table for each model in which a section was measured, under its name."""
-    measured = {
-        name: title
-        for name, title in MODELS.items()
-        if any(row["section"] == section and row["kl"] for row in rows(name))
-    }
+    measured = {name: title for name, title in MODELS.items() if any(row["section"] == section and row["kl"] for row in rows(name))}
     return "\n\n".join(f"**{title}**\n\n{make(name)}" for name, title in measured.items())
 
 

@@ -15,9 +15,7 @@ from shared.results import rows_where, show, write_csv
 from hf_kvcaches.cli import suite
 from hf_kvcaches.cli.suite import Row
 
-COLUMNS = (
-    "model section task cache share recent peer samples tokens kl perplexity change worst agreement saved note"
-).split()
+COLUMNS = ("model section task cache share recent peer samples tokens kl perplexity change worst agreement saved note").split()
 _NAMED = re.compile(r"(?P<cache>.+?) (?P<share>[\d.]+)(?:, (?P<recent>\d+) recent)?$")
 SHOWN: dict[str, Mapping[str, str]] = {
     "codes": {

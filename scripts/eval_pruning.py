@@ -25,12 +25,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+import _pruning_report as report
 import torch
 from _pruning_samples import FACTS_PER_TEXT, Book, Chat, Sample, chats, samples
 from shared import ROOT, TESTBED
-from shared.bars import Bar, verdicts
+from shared.bars import verdicts
 from shared.cli import arguments, begin, check_counts, load, run_script
-from shared.numbers import mean
 from shared.results import Row, environment, show, write_csv
 from shared.timing import synchronize
 from transformers import Cache, DynamicCache
@@ -63,27 +63,6 @@ CACHES: dict[str, tuple[str, dict[str, Any]]] = {
     "snapkv": ("snapkv", {}),
     "streaming": ("streaming", {}),
     "h2o": ("h2o", {}),
-}
-# Of SmolLM2 with 600 tokens: shares of needles and of facts, and the loss.
-BARS = (
-    ("kvzip, refit", 0.25, 1.0, 0.97, 0.03),
-    ("kvzip, refit", 0.125, 0.97, 0.95, 0.10),
-    ("probe, refit", 0.25, 0.97, 0.95, 0.04),
-    ("probe, refit", 0.125, 0.90, 0.90, 0.10),
-    ("compactor, HeadBudgets", 0.25, 0.97, 0.85, 0.11),
-    ("future", 0.5, 0.95, None, None),
-    ("future", 0.25, 0.85, None, None),
-)
-COLUMNS = "task cache peer ratio budget samples needles of_needles facts of_facts loss bytes seconds".split()
-SHOWN = {
-    "cache": "{cache}",
-    "ratio": "{ratio:g}",
-    "budget": "{budget}",
-    "needles": "{needle_share:.0%} of {of_needles}",
-    "facts": "{fact_share:.0%} of {of_facts}",
-    "loss": "{loss:+.3f}",
-    "MiB": "{mib:.1f}",
-    "seconds": "{seconds:.2f}",
 }
 
 
@@ -216,15 +195,15 @@ class Evaluation:
         needles, facts = (self._found(task, f"{name} {ratio:g}") for task in TASKS)
         pairs = [*needles, *facts]
         row = {"task": "prompt", "cache": name, "peer": name.startswith("kvpress"), "ratio": ratio, "samples": len(pairs)}
-        row |= counted("needle", [answer for pair in needles for answer in answers_of(pair)])
-        row |= counted("fact", [answer for pair in facts for answer in answers_of(pair)])
-        return row | {"loss": mean([row["continuation"] - full["continuation"] for row, full in pairs])} | costs(pairs)
+        row |= report.counted("needle", [answer for pair in needles for answer in report.answers_of(pair)])
+        row |= report.counted("fact", [answer for pair in facts for answer in report.answers_of(pair)])
+        return row | {"loss": report.loss(pairs)} | report.costs(pairs)
 
     def _chat_row(self, name: str) -> Row:
         """A cache in chats."""
         pairs = self._found("chat", f"{name} {BUDGET}")
         row = {"task": "chat", "cache": name, "peer": False, "budget": BUDGET, "samples": len(pairs)}
-        return row | counted("fact", [answer for pair in pairs for answer in answers_of(pair)]) | costs(pairs)
+        return row | report.counted("fact", [answer for pair in pairs for answer in report.answers_of(pair)]) | report.costs(pairs)
 
 
 def bytes_of(cache: Cache) -> int:
@@ -232,36 +211,6 @@ def bytes_of(cache: Cache) -> int:
     if isinstance(cache, EquipCache):
         return cache.report().bytes
     return measured_bytes(tensor for layer in cache.layers for tensor in vars(layer).values() if isinstance(tensor, torch.Tensor))
-
-
-def answers_of(pair: tuple[Row, Row]) -> list[bool | None]:
-    """Which answers are right; None where the full cache's is not."""
-    row, full = pair
-    return [right if possible else None for right, possible in zip(row["right"], full["right"], strict=True)]
-
-
-def counted(what: str, answers: Sequence[bool | None]) -> Row:
-    """Right answers of those that the full cache gets right."""
-    known = [answer for answer in answers if answer is not None]
-    return {f"{what}s": sum(known), f"of_{what}s": len(known), f"{what}_share": mean(known)}
-
-
-def costs(pairs: Sequence[tuple[Row, Row]]) -> Row:
-    """Mean bytes and seconds, where they were measured."""
-    size, seconds = (mean([row[name] for row, _ in pairs if name in row]) for name in ("bytes", "seconds"))
-    return {"bytes": size, "mib": size / 2**20, "seconds": seconds}
-
-
-def bars() -> list[Bar]:
-    """What is promised of SmolLM2."""
-    found = []
-    for cache, ratio, needles, facts, loss in BARS:
-        where = {"task": "prompt", "cache": cache, "ratio": ratio}
-        found.append(Bar(f"{cache} at {ratio:g} keeps {needles:.0%} of the needles", where, "needle_share", least=needles, unit=""))
-        if facts is not None:
-            found.append(Bar(f"{cache} at {ratio:g} keeps {facts:.0%} of the facts", where, "fact_share", least=facts, unit=""))
-            found.append(Bar(f"{cache} at {ratio:g} loses at most {loss} nats", where, "loss", most=loss, unit=""))
-    return found
 
 
 def parse() -> argparse.Namespace:
@@ -286,15 +235,15 @@ def main() -> None:
     device = begin(args)
     evaluation = Evaluation(args, device)
     rows = evaluation.measure()
-    print(show(rows, SHOWN))
+    print(show(rows, report.SHOWN))
     if evaluation.name == "smollm2":
-        print(verdicts(bars(), rows))
+        print(verdicts(report.bars(), rows))
     fixed = environment(device) | {"model": evaluation.name, "text": args.text.name, "tokens": evaluation.tokens, "seed": args.seed}
     path = args.csv or ROOT / "docs" / "benchmarks" / f"pruning-{evaluation.name}.csv"
     rounded = [
-        {name: round(row[name], 4) if isinstance(row[name], float) else row[name] for name in COLUMNS if name in row} for row in rows
+        {name: round(row[name], 4) if isinstance(row[name], float) else row[name] for name in report.COLUMNS if name in row} for row in rows
     ]
-    write_csv(path, rounded, fixed, COLUMNS)
+    write_csv(path, rounded, fixed, report.COLUMNS)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import _pruning_report
 import _real_report
 import _segments_verdicts
 import _translation_report
@@ -32,6 +33,7 @@ from shared.results import Row, read_csv
 PICTURES: dict[str, tuple[Callable[[Sequence[Row]], list[Panel]], str]] = {
     "equip-cpu": (bench_equip.panels, bench_equip.PICTURE),
     "growing-cpu": (bench_growing.panels, bench_growing.PICTURE),
+    "pruning": (_pruning_report.panels, _pruning_report.PICTURE),
     "real": (_real_report.panels, _real_report.PICTURE),
     "segments-speed-cpu": (bench_segments.panels, "SegmentReuseCache"),
     "subspace-quality": (eval_subspace.panels, "SubspaceCache with a codec, and plain quantization"),
@@ -54,8 +56,8 @@ def of_last_computers(rows: Sequence[Row]) -> list[Row]:
 
 
 def rows_of(name: str, folder: Path) -> list[Row]:
-    """The rows of a picture: those of its file, or for `real` those of each model's."""
-    paths = sorted(folder.glob("real-*.csv")) if name == "real" else [folder / f"{name}.csv"]
+    """The rows of a picture: those of its file, or of each model's file."""
+    paths = sorted(folder.glob(f"{name}-*.csv")) if name in ("pruning", "real") else [folder / f"{name}.csv"]
     return [row for path in paths if path.exists() for row in of_last_computers(read_csv(path))]
 
 

@@ -19,12 +19,14 @@ class Limit:
     recent: int
 
 
-def resolve_budgets(budget: Any, layers: int) -> tuple[int | float, ...]:
+def resolve_budgets(budget: Any, layers: Any) -> tuple[int | float, ...]:
     """One checked budget for each layer, in plain numbers.
 
     Args:
         budget: A number of tokens, a share of the prompt, or one of these for each layer, also in numbers of NumPy's.
+        layers: How many layers there are, or a model's config.
     """
+    layers = layers if isinstance(layers, int) else len(compat.layer_plan(layers))
     if not isinstance(budget, Sequence) or isinstance(budget, str):
         return (one_budget("budget", budget),) * layers
     if len(budget) != layers:

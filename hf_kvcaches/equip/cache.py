@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, Self
 
 import torch
@@ -13,7 +13,6 @@ from hf_kvcaches.codec.codec import KVCodec
 from hf_kvcaches.core.holder import AnsweringCache
 from hf_kvcaches.core.parallel import shard_of
 from hf_kvcaches.core.refusal import Refusal
-from hf_kvcaches.core.report import CacheReport, summarise
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.equip import editing
 from hf_kvcaches.equip.allocation import Assembly
@@ -22,38 +21,19 @@ from hf_kvcaches.equip.calibrated.head_budgets import HeadBudgets
 from hf_kvcaches.equip.calibrated.keep_probe import KeepProbe
 from hf_kvcaches.equip.coded import Coded, FlatCodes, PagedCodes
 from hf_kvcaches.equip.hooks import TELLING, refuse_images
-from hf_kvcaches.equip.latent import Latent, hand_out_uncompiled, latent_modules, require_absorbable
+from hf_kvcaches.equip.latent import Latent, hand_out_uncompiled, keeps_latents, latent_modules, require_absorbable
 from hf_kvcaches.equip.layer import EquipLayer
 from hf_kvcaches.equip.paged import Paged
 from hf_kvcaches.equip.pages import PagePool, open_book
 from hf_kvcaches.equip.policies import Policy, PressPolicy, resolve_policy
 from hf_kvcaches.equip.quantized import QuantizedSlots
 from hf_kvcaches.equip.reading import reconstruct
+from hf_kvcaches.equip.report import EquipReport
 from hf_kvcaches.equip.rotation import Given, Shifted, Unrotated
 from hf_kvcaches.equip.settings import EquipSettings, resolve_head_budgets
 from hf_kvcaches.equip.storage import Flat
 from hf_kvcaches.equip.streamed import Streamed
-from hf_kvcaches.errors import ConfigError, UnsupportedError, is_number, whole_number
-
-
-@dataclass(frozen=True)
-class EquipReport(CacheReport):
-    """What an `EquipCache` holds, and how many tokens it may keep.
-
-    Args:
-        policy: The name of the policy.
-        budget: Of each layer that is pruned: tokens, or before the prompt a share of it.
-        spread: How many tokens the head with the fewest and the one with the most keep.
-    """
-
-    policy: str = ""
-    budget: tuple[int | float, ...] = ()
-    spread: tuple[int, int] = (0, 0)
-
-    def _shown(self, name: str) -> str:
-        if name == "spread":
-            return "{} to {} tokens a head".format(*self.spread)
-        return summarise(self.budget) if name == "budget" else super()._shown(name)
+from hf_kvcaches.errors import ConfigError, UnsupportedError, whole_number
 
 
 class EquipCache(AnsweringCache):
@@ -124,17 +104,14 @@ class EquipCache(AnsweringCache):
     ) -> None:
         policy = resolve_policy(policy)  # where model and policy are swapped, this says so
         base, config = compat.split_model(model)
-        self._latents = base is not None and bool(getattr(config, "kv_lora_rank", None) and latent_modules(base))
+        self._latents = base is not None and keeps_latents(base, config)
         self._book, self._shard = open_book(config, page_size, pool), shard_of(model)
         in_one_buffer = self._book is None and storage is None and codec is None and not self._latents and question_start is None
         heads = resolve_head_budgets(head_budgets, policy, in_one_buffer)
         pages = None if self._book is None else self._book.pool.page_size
-        budgets = resolve_budgets(budget, len(compat.layer_plan(config)))
-        limits = (policy, budgets, sinks, recent, decode_budget, heads, question_start)
+        limits = (policy, resolve_budgets(budget, config), sinks, recent, decode_budget, heads, question_start)
         self._settings = EquipSettings(*limits, positions, backend, pages, storage, codec, refit)
         self._settings.check(model, latents=self._latents, offloading=offloading)
-        for module in latent_modules(base).values() if self._latents else ():
-            require_absorbable(module)
         self._rotations: list[Unrotated] = []
         self._assembly = Assembly(self._shard)
         self._shared_codec = codec if codec is None else codec.of_heads(self._shard)
@@ -244,12 +221,7 @@ class EquipCache(AnsweringCache):
             **options: As for the constructor.
         """
         policy = PressPolicy(press)
-        if budget is None:
-            ratio: Any = getattr(press, "compression_ratio", None)
-            if not is_number(ratio) or not 0 <= ratio < 1:
-                raise ConfigError.of("budget", "a budget, where the press has no compression_ratio from 0 to 1", ratio)
-            budget = 1.0 - ratio
-        return cls(model, policy, budget, **options)
+        return cls(model, policy, policy.share_left() if budget is None else budget, **options)
 
     @property
     def adopt_window(self) -> int | None:
@@ -258,16 +230,13 @@ class EquipCache(AnsweringCache):
 
     def adopt_refused(self, with_queries: bool = False) -> Refusal | None:
         if self._latents:
-            return Refusal(
-                "model: EquipCache prunes latents as the model makes them, and takes none over. Feed the text to the EquipCache."
-            )
+            return Refusal("model: EquipCache prunes latents as the model makes them, and takes none over. Feed it the text.")
         needed, name = self.adopt_window, self.policy.name or type(self.policy).__name__
         if needed == 0 or (with_queries and needed is not None):
             return None
         whose, others = ("all queries", "'future', ") if needed is None else (f"a prompt's last {needed} queries", "")
-        return Refusal(
-            f"policy: {name!r} scores by {whose}, which stored keys and values don't have. Use {others}'keydiff' or 'streaming'."
-        )
+        why = f"{name!r} scores by {whose}, which stored keys and values don't have"
+        return Refusal(f"policy: {why}. Use {others}'keydiff' or 'streaming'.")
 
     @property
     def pool(self) -> PagePool | None:

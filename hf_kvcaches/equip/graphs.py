@@ -13,7 +13,30 @@ import torch
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.call import Call
+from hf_kvcaches.equip.rotation import Unrotated
 from hf_kvcaches.errors import UnsupportedError
+
+
+def prepare(layer: Any) -> None:
+    """Make sure after an uncompiled pass of an `EquipLayer`, or a change from outside, that the next pass may be compiled."""
+    table, storage, layer.frozen = layer.table, layer.storage, layer.frozen or torch.is_inference_mode_enabled()
+    if table.positions is None or not compat.compiles(layer.device) or not layer.is_compileable:
+        table.clock = None
+        return
+    device = table.positions.device
+    if table.rooms is None:
+        storage.reserve(layer.slots, layer.slots)
+        table.reserve(storage.capacity)
+    with torch.inference_mode(False):  # a graph may run outside of that mode, in which alone the mode's tensors can be changed
+        if table.clock is None or table.clock.device != device:
+            table.clock = torch.zeros((), dtype=torch.long, device=device)
+        for part in (table, storage):
+            part.map(lambda tensor: tensor.clone() if tensor.is_inference() else tensor)
+    table.clock.fill_(table.seen)
+    if isinstance(layer.rotation, Unrotated):
+        layer.rotation.on_read(torch.zeros(1, 1, 1, dtype=torch.int32, device=device), storage.capacity)
+    for tensor in (*storage.tensors().values(), *table.tensors().values()):
+        compat.mark_static(tensor)  # without it CUDA graphs would leave out what changes them
 
 
 def require_compileable(layer: Any, call: Call, tokens: int) -> None:

@@ -50,6 +50,14 @@ def latent_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
     return _by_model[model]
 
 
+def keeps_latents(model: PreTrainedModel, config: Any) -> bool:
+    """Whether a model's attention keeps latents; refuses those that can't be pruned."""
+    modules = latent_modules(model) if getattr(config, "kv_lora_rank", None) else {}
+    for module in modules.values():
+        require_absorbable(module)
+    return bool(modules)
+
+
 def require_absorbable(module: nn.Module) -> None:
     """Refuse a module whose expansion is more than a product with one weight."""
     projection: Any = module.kv_b_proj

@@ -9,17 +9,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from hf_kvcaches import compat
 from hf_kvcaches.core.call import AnsweringLayer
 from hf_kvcaches.core.parallel import require_heads
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.core.step import Pass, Passes
+from hf_kvcaches.equip import graphs
 from hf_kvcaches.equip.allocation import Assembly
 from hf_kvcaches.equip.budgets import Limit, slots_for
 from hf_kvcaches.equip.policies import Policy
 from hf_kvcaches.equip.ragged import Ragged
 from hf_kvcaches.equip.rollback import Journal, Undo
-from hf_kvcaches.equip.rotation import Given, Shifted, Unrotated
+from hf_kvcaches.equip.rotation import Given, Shifted
 from hf_kvcaches.equip.settings import EquipSettings
 from hf_kvcaches.equip.slots import SlotTable
 from hf_kvcaches.equip.storage import Flat, Slots
@@ -207,28 +207,6 @@ class SlotLayer(AnsweringLayer):
             self.frozen = False
         self.frozen |= inside
 
-    def prepare_graph(self) -> None:
-        """Make sure after an uncompiled pass, or a change from outside, that the next pass may be compiled."""
-        table, self.frozen = self.table, self.frozen or torch.is_inference_mode_enabled()
-        if table.positions is None or not compat.compiles(self.device) or not self.is_compileable:
-            table.clock = None
-            return
-        device = table.positions.device
-        if table.rooms is None:
-            self.storage.reserve(self.slots, self.slots)
-            table.reserve(self.storage.capacity)
-        with torch.inference_mode(False):  # a graph may run outside of that mode, in which alone the mode's tensors can be changed
-            if table.clock is None or table.clock.device != device:
-                table.clock = torch.zeros((), dtype=torch.long, device=device)
-            for part in (table, self.storage):
-                part.map(lambda tensor: tensor.clone() if tensor.is_inference() else tensor)
-        table.clock.fill_(table.seen)
-        if isinstance(self.rotation, Unrotated):
-            self.rotation.on_read(torch.zeros(1, 1, 1, dtype=torch.int32, device=device), self.storage.capacity)
-        for tensor in (*self.storage.tensors().values(), *table.tensors().values()):
-            # Without it CUDA graphs would leave out what changes them.
-            compat.mark_static(tensor)
-
     # What is taken back.
 
     def activate_past_recording(self) -> None:
@@ -250,7 +228,7 @@ class SlotLayer(AnsweringLayer):
     def record_past(self, value: bool) -> None:
         self.table.catch_up()
         self.journal = (self.journal or Journal()) if value else None
-        self.prepare_graph()
+        graphs.prepare(self)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take the last tokens back: slots and scores are as if they had never come.
@@ -318,7 +296,7 @@ class SlotLayer(AnsweringLayer):
         if self.journal is not None:
             self.journal.clear()
         self.storage.trim(None if self.table.positions is None else self.table.kept())
-        self.prepare_graph()
+        graphs.prepare(self)
 
     # What transformers may do with all rows.
 
@@ -369,4 +347,4 @@ class SlotLayer(AnsweringLayer):
                 raise ArtifactError(f"A layer's slots are stored without {sorted(missing)}. Save the cache again.")
             self.storage.take(stored, None if self.table.positions is None else self.table.kept(), self.slots)
             self.lazy_initialization(*self.storage.read(1))
-        self.prepare_graph()
+        graphs.prepare(self)

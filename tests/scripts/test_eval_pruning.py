@@ -86,6 +86,7 @@ def test_a_chat_begins_with_the_fact_that_is_asked_for(book):
 
 
 def test_counted_are_the_answers_that_the_full_cache_gives():
-    answers = script.answers_of(({"right": [True, False, True]}, {"right": [True, True, False]}))
+    report = import_script("_pruning_report")
+    answers = report.answers_of(({"right": [True, False, True]}, {"right": [True, True, False]}))
     assert answers == [True, False, None]
-    assert script.counted("fact", answers) == {"facts": 1, "of_facts": 2, "fact_share": 0.5}
+    assert report.counted("fact", answers) == {"facts": 1, "of_facts": 2, "fact_share": 0.5}

@@ -10,7 +10,6 @@ import torch
 from tests.scripts.running import import_script, rows_of, run_script
 
 
-
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory):
     folder = tmp_path_factory.mktemp("real")

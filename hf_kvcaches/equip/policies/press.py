@@ -9,7 +9,7 @@ import torch
 
 from hf_kvcaches.equip.policies.base import Policy
 from hf_kvcaches.equip.policies.tokens import Tokens
-from hf_kvcaches.errors import ConfigError, UnsupportedError
+from hf_kvcaches.errors import ConfigError, UnsupportedError, is_number
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,13 @@ class PressPolicy(Policy):
     def __post_init__(self) -> None:
         if not callable(getattr(self.press, "score", None)):
             raise ConfigError.of("press", "an object with score(module, hidden_states, keys, values, attentions, kwargs)", self.press)
+
+    def share_left(self) -> float:
+        """The budget that the press's `compression_ratio` leaves."""
+        ratio: Any = getattr(self.press, "compression_ratio", None)
+        if not is_number(ratio) or not 0 <= ratio < 1:
+            raise ConfigError.of("budget", "a budget, where the press has no compression_ratio from 0 to 1", ratio)
+        return 1.0 - float(ratio)
 
     def recent(self, budget: int, sinks: int) -> int:
         return 1
