@@ -42,12 +42,10 @@ class EquipCache(AnsweringCache):
     EQUIP: EQUivariant preserving In-Place updates for Efficient token-pruning (Ramachandran et al.). Attention does not care in which
     order keys and values lie, so evicting and inserting are one write.
 
-    **Departs from the paper**: rotary positions need no second cache of rotated keys (`rotation.py`). A prompt attends densely and is
-    pruned when it has been read. Several tokens at once attend to all that was kept and to each other, and are pruned then. Heads and
-    layers share their slots.
+    **Departs from the paper**: rotary positions need no second cache of rotated keys. Several tokens at once attend to all that was kept
+    and to each other, and are pruned then. Heads and layers share their slots.
 
-    **Refuses**: a model that does not ask this package's attention; cropping tokens that were not recorded (`activate_past_recording`);
-    ready masks that differ by head; what does not go together (`settings.py`, and the table in `docs/equip.md`).
+    **Refuses**: cropping tokens that were not recorded (`activate_past_recording`); masks that differ by head; what does not go together.
 
     **Memory per token**: that of keys and values, for `budget` tokens of each head in the mean and no more, and 8 to 16 bytes a slot and
     key head. `storage` holds keys and values in 0.53 ("int8") or 0.30 ("int4") of half precision's bytes at a head size of 64; `codec` in
@@ -55,8 +53,7 @@ class EquipCache(AnsweringCache):
 
     Args:
         model: A transformers model, or its config; with a config, what needs attention weights or padding is refused.
-        policy: "future", "kvzip", "snapkv", "compactor", "expected_attention", "keydiff", "h2o", "tova", "streaming", a `Policy`, or a
-            `KeepProbe`.
+        policy: "future", "kvzip", "snapkv", "compactor", "expected_attention", "keydiff", "h2o", "tova", "streaming", or an object.
         budget: Tokens to keep in each head, in the mean: a number, a fraction of the (longest) prompt, or one of these for each layer. The
             prompt is what the first call brings: with `prefill_chunk_size` the first chunk, so give a number there.
         sinks: First tokens of each row that always stay.
@@ -106,8 +103,8 @@ class EquipCache(AnsweringCache):
         base, config = compat.split_model(model)
         self._latents = base is not None and keeps_latents(base, config)
         self._book, self._shard = open_book(config, page_size, pool), shard_of(model)
-        in_one_buffer = self._book is None and storage is None and codec is None and not self._latents and question_start is None
-        heads = resolve_head_budgets(head_budgets, policy, in_one_buffer)
+        in_one_buffer = self._book is None and storage is None and codec is None and not self._latents
+        heads = resolve_head_budgets(head_budgets, policy, in_one_buffer, question_start)
         pages = None if self._book is None else self._book.pool.page_size
         limits = (policy, resolve_budgets(budget, config), sinks, recent, decode_budget, heads, question_start)
         self._settings = EquipSettings(*limits, positions, backend, pages, storage, codec, refit)

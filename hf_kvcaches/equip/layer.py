@@ -220,9 +220,12 @@ class EquipLayer(PromptLayer):
         assert table.scores is not None
         if policy.interval is None:
             before = table.scores.clone() if real is not None and not policy.order_only else None
+            if weights is not None and self.shard is not None and not policy.by_head:
+                weights = self.shard.gather(weights)
             if weights is not None:
                 policy.watch(table.scores[..., : weights.shape[-1]], weights.detach(), slot)
             elif asked.inputs is not None and (score := policy.score_new(dict(asked.inputs), asked.module)) is not None:
+                score = score if self.shard is None else score[:, self.shard.span(score.shape[1])]
                 sink: Any = table.count <= self.settings.sinks
                 if sink is not True:
                     table.scores.scatter_(2, slot, score if sink is False else torch.where(sink, math.inf, score))

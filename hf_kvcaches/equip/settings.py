@@ -64,10 +64,27 @@ class EquipSettings:
             latents: Whether the model keeps latents.
             offloading: Whether layers wait in CPU memory.
         """
+        for refused, message in self._refusals(latents, offloading):
+            if refused:
+                raise UnsupportedError(message)
+        self._check_heads()
+        for needed, what, instead in (
+            (
+                self.policy.mixes_heads,
+                f"The policy {self.policy.name!r}",
+                "Use a policy that scores each head by itself: 'h2o' or 'snapkv'.",
+            ),
+            (latents, "Pruning latents, which are common to all heads,", "Use DynamicCache."),
+        ):
+            if needed:
+                require_all_heads(model, what, instead, any_plan=latents)
+
+    def _refusals(self, latents: bool, offloading: bool) -> tuple[tuple[Any, str], ...]:
+        """What does not go together, each with whether that is asked for."""
         policy, paged, shared = self.policy, self.page_size is not None, self.head_budgets is not None
         two_limits = policy.deferred or self.decode_budget is not None or self.question_start is not None
         in_few_bits = self.codec or self.storage
-        table = (
+        return (
             (paged and shared, "head_budgets: a page belongs to all heads of a layer. Leave page_size and pool out, or pass None."),
             (paged and two_limits, "page_size, pool: pages are for one budget. Leave out decode_budget, question_start and 'kvzip'."),
             (paged and latents, "page_size, pool: this model keeps latents, which are not kept on pages. Leave page_size and pool out."),
@@ -101,16 +118,6 @@ class EquipSettings:
                 "the context in a call of its own, or pass head_budgets='layer'.",
             ),
         )
-        for refused, message in table:
-            if refused:
-                raise UnsupportedError(message)
-        self._check_heads()
-        for needed, what, instead in (
-            (policy.mixes_heads, f"The policy {policy.name!r}", "Use a policy that scores each head by itself: 'h2o' or 'snapkv'."),
-            (latents, "Pruning latents, which are common to all heads,", "Use DynamicCache."),
-        ):
-            if needed:
-                require_all_heads(model, what, instead, any_plan=latents)
 
     def _check_heads(self) -> None:
         policy, name = self.policy, self.policy.name or type(self.policy).__name__
@@ -150,14 +157,17 @@ class EquipSettings:
         return Limit(slots, recent)
 
 
-def resolve_head_budgets(head_budgets: Any, policy: Policy, possible: bool) -> Any:
+def resolve_head_budgets(head_budgets: Any, policy: Policy, possible: bool, question_start: int | None) -> Any:
     """As plain values: "global", "layer", None, or the shares of a `HeadBudgets`.
 
     Args:
         possible: Whether heads may keep different numbers of tokens with the other settings, for "auto".
+        question_start: With it layers can't wait for each other.
     """
-    if isinstance(head_budgets, str) and head_budgets == "auto":
-        return policy.head_budgets if possible else None
+    if isinstance(head_budgets, str):
+        require_choice("head_budgets", head_budgets, ("auto", "global", "layer"), also=", HeadBudgets, or None")
+        if head_budgets == "auto":
+            return None if not possible or policy.head_budgets is None else policy.head_budgets if question_start is None else "layer"
     if isinstance(head_budgets, HeadBudgets):
         return head_budgets.as_settings()
     if head_budgets is None or head_budgets in ("global", "layer"):
