@@ -69,7 +69,7 @@ def equip() -> Line:
         "[Long chats](docs/guides/long-chats.md) and streams in bounded memory",
         "[`EquipCache`](docs/equip.md)",
         "a fixed number of tokens, such as a quarter of the prompt",
-        speed("decode step", "decode_ratio", "EquipCache", "policy='future'"),
+        speed('decode step of `"streaming"`', "decode_ratio", "EquipCache", "policy='streaming', budget=0.25"),
         f"{quality}{lost(PRUNED, 'future', '0.5')} and {lost(PRUNED, 'future', '0.25')} nats",
     )
 

@@ -16,7 +16,6 @@ from typing import Any
 from hf_kvcaches.cli.prompts import encode
 from hf_kvcaches.errors import ConfigError
 
-FACTS_PER_TEXT = 3
 FOLLOWING = 33  # tokens of a continuation, the first of which is given
 CALIBRATION_SHARE = 5  # the last fifth of a text is for calibration
 SECTION, REPLY = 130, 20  # tokens that a user shows and that an assistant answers in a turn of a chat
@@ -25,14 +24,12 @@ THINGS = "violin telescope typewriter bicycle accordion compass camera kettle mi
 PLACES = "lighthouse greenhouse library observatory chapel stable attic cellar bakery windmill".split()
 TRADES = "dentist carpenter pilot lawyer painter baker teacher musician chemist tailor".split()
 ANIMALS = "parrot donkey tortoise rabbit goat peacock monkey spider falcon hedgehog".split()
-FOODS = "mushrooms olives cherries onions lemons walnuts pears tomatoes carrots".split()
 FactKind = tuple[str, str, str, list[str]]
 # What is stated, what is asked in other words, how the answer begins, and the answers.
 FACTS: tuple[FactKind, ...] = (
     ("{person} keeps a {thing} in the {answer}.", "Where is {person}'s {thing}?", "{person}'s {thing} is in the", PLACES),
     ("{person} works as a {answer}.", "What is the job of {person}?", "{person} is employed as a", TRADES),
     ("{person} has bought a {answer}.", "Which pet does {person} own?", "{person} owns a", ANIMALS),
-    ("{person} likes to eat {answer}.", "What is {person}'s favourite food?", "{person}'s favourite food is", FOODS),
 )
 
 
@@ -124,7 +121,7 @@ def samples(book: Book, kind: str, count: int, tokens: int, seed: int) -> Iterat
     tokenizer = book.tokenizer
     for number in range(count):
         rng = random.Random(f"pruning {kind} {seed} {number}")
-        stated = [needle(rng)] if kind == "needle" else facts(rng, rng.sample(FACTS, FACTS_PER_TEXT))
+        stated = [needle(rng)] if kind == "needle" else facts(rng, FACTS)
         room = tokens - sum(len(encode(tokenizer, f" {fact.note}")) for fact in stated)
         sentences, following = book.read(rng, room)
         for fact in stated:

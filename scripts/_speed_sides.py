@@ -272,7 +272,7 @@ SIDES = (
     ),
     Side(
         "EquipCache",
-        "policy='streaming', budget=0.25, page_size=16",
-        fresh(lambda bench, model: EquipCache(model, "streaming", budget=0.25, page_size=16)),
+        "policy='keydiff', budget=0.25, page_size=16",
+        fresh(lambda bench, model: EquipCache(model, "keydiff", budget=0.25, page_size=16)),
     ),
 )

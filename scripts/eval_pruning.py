@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 import _pruning_report as report
 import torch
-from _pruning_samples import FACTS_PER_TEXT, Book, Chat, Sample, chats, samples
+from _pruning_samples import FACTS, Book, Chat, Sample, chats, samples
 from shared import ROOT, TESTBED
 from shared.bars import verdicts
 from shared.cli import arguments, begin, check_counts, load, run_script
@@ -93,7 +93,7 @@ class Evaluation:
 
     def _sizes(self, task: str) -> tuple[int, int]:
         """How many contexts, of how many tokens; each context of facts has three."""
-        return self.args.samples if task == "needle" else -(-self.args.samples // FACTS_PER_TEXT), self.tokens
+        return self.args.samples if task == "needle" else -(-self.args.samples // len(FACTS)), self.tokens
 
     def _items(self, task: str, prompts: Sequence[Sample]) -> Iterator[Item]:
         for number, sample in enumerate(prompts):
@@ -181,7 +181,9 @@ class Evaluation:
         assert self.log.path is not None
         path = self.log.path.with_suffix(".prompts.json")
         path.write_text(json.dumps(work), encoding="utf-8")
-        subprocess.run([self.args.kvpress, ROOT / "scripts" / "_kvpress_rows.py", path, self.log.path], check=True)
+        done = subprocess.run([self.args.kvpress, ROOT / "scripts" / "_kvpress_rows.py", path, self.log.path], check=False)
+        if done.returncode:
+            raise SystemExit(f"error: {self.args.kvpress} ended with {done.returncode}")
         self.log = Log(self.log.path)
 
     def _found(self, task: str, cache: str) -> list[tuple[Row, Row]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,19 @@ def test_a_chat_is_fed_turn_by_turn(tmp_path):
     assert done.returncode == 0, done.stderr
     prompt, chat = rows_of(tmp_path / "pruning.csv")
     assert (prompt["task"], chat["task"], chat["budget"], chat["samples"]) == ("prompt", "chat", "512", "1")
+
+
+def test_kvpress_is_asked_on_the_same_samples(tmp_path, book):
+    interpreter = tmp_path / "python"
+    interpreter.write_text('#!/bin/sh\ncp "$2" "$(dirname "$0")/asked.json"\nexit 3\n', encoding="utf-8")
+    interpreter.chmod(0o755)
+    done = evaluate(tmp_path, "--caches", "--kvpress", interpreter)
+    assert done.returncode == 1
+    assert done.stderr.endswith("ended with 3\n")
+    asked = json.loads((tmp_path / "asked.json").read_text(encoding="utf-8"))
+    assert (asked["presses"], asked["budgets"]) == (["kvzip", "compactor"], [0.5])
+    assert [(prompt["task"], len(prompt["questions"])) for prompt in asked["prompts"]] == [*[("needle", 2)] * 3, ("facts", 4)]
+    assert asked["prompts"][0]["context"] == next(prompts.samples(book, "needle", 1, 150, 1)).context
 
 
 @pytest.mark.parametrize("kind", ["needle", "facts"])

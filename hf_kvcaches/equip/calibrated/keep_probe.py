@@ -15,8 +15,8 @@ from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.hub import Artifact
 from hf_kvcaches.equip.calibrated.corpus import SINKS, Corpus, asked_before, attention_modules, reconstruction_scores
 from hf_kvcaches.equip.policies.base import Policy
-from hf_kvcaches.equip.policies.future import FuturePolicy, future_attention, future_queries, with_earlier
-from hf_kvcaches.equip.policies.tokens import Tokens
+from hf_kvcaches.equip.policies.future import future_attention
+from hf_kvcaches.equip.policies.tokens import UNSCORED, Tokens
 from hf_kvcaches.errors import ConfigError, UnsupportedError, is_number, require_instance
 from hf_kvcaches.evaluate.runner import evaluating
 from hf_kvcaches.reuse.partial import run_module
@@ -163,10 +163,10 @@ class ProbePolicy(Policy):
             scores[..., -hidden.shape[1] :] = tokens.of_these_heads(new)
         elif tokens.scores is None:
             raise UnsupportedError("policy: a probe reads the inputs of the model's attention, and no model runs now. Use 'keydiff'.")
-        if self.future and tokens.queries is not None:
-            queries = future_queries(tokens, FuturePolicy.queries, FuturePolicy.ahead)
-            scores = torch.maximum(scores, future_attention(tokens, *queries, chunk=FuturePolicy.chunk))
-        return with_earlier(tokens, scores)
+        earlier = future_attention(tokens) if self.future and tokens.queries is not None else tokens.scores
+        if earlier is not None:
+            scores = torch.maximum(scores, torch.where(earlier < UNSCORED, earlier, -torch.inf))
+        return scores.masked_fill(scores == -torch.inf, torch.inf)
 
     def score_new(self, inputs: dict[str, Any], module: nn.Module | None) -> torch.Tensor | None:
         return self.probe.predict(int(getattr(module, "layer_idx", -1)), inputs["hidden_states"])

@@ -10,24 +10,23 @@ from torch.nn import functional
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.equip.policies.base import Policy, count
 from hf_kvcaches.equip.policies.tokens import UNSCORED, Tokens
-from hf_kvcaches.errors import whole_number
 
 _NOTHING = -1e30
 
 
 @dataclass(frozen=True)
 class FuturePolicy(Policy, built_in=True):
-    """Keeps the tokens that queries of the context attend to once they are rotated to positions behind its end.
+    """Keeps the tokens that queries of the context attend to once they are rotated to a position behind its end.
 
-    What will be asked is not known yet, but it is asked from behind the context, and by queries of this model. The attention of the
-    context's queries, rotated there, finds what can be looked up from afar; a token scores the largest weight that any of them gives it.
-    One pass, no calibration, and nothing to learn from a question. KVzip (arXiv 2505.23416) takes the maximum over a second reading,
-    Expected Attention (arXiv 2510.00636) a mean over a distribution of queries.
+    What will be asked is not known yet, but it is asked from behind the context, and by queries of this model. What is written again can be
+    looked up: the query of a token finds the one that came after it. So each query is rotated behind the end of the context, where it sees
+    its neighbours as a later one would, and a token scores the largest weight that any query of its chunk gives it. One pass, no
+    calibration. KVzip (arXiv 2505.23416) takes the same maximum over a second reading, Expected Attention (arXiv 2510.00636) a mean over a
+    distribution of queries.
 
     Args:
-        queries: How many of the queries are asked, evenly spaced.
         ahead: How far behind the end.
-        chunk: Tokens, in order of position, that share one softmax, so that no token takes the attention of all; None: all tokens.
+        chunk: Consecutive tokens whose queries attend to each other, and share the weights.
         interval: Decode steps between two scorings. A token's score does not fall.
     """
 
@@ -35,18 +34,75 @@ class FuturePolicy(Policy, built_in=True):
     reads_queries = True
     comparable = True
     head_budgets = "global"
-    queries: int = count(256)
     ahead: int = count(32, least=0)
-    chunk: int | None = 256
+    chunk: int = count(256)
     interval: int = count(64, kw_only=True)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.chunk is not None:
-            object.__setattr__(self, "chunk", whole_number("chunk", self.chunk, 1, "an integer of at least 1, or None"))
-
     def score(self, tokens: Tokens) -> torch.Tensor:
-        return with_earlier(tokens, future_attention(tokens, *future_queries(tokens, self.queries, self.ahead), chunk=self.chunk))
+        return future_attention(tokens, self.ahead, self.chunk)
+
+
+def future_attention(tokens: Tokens, ahead: int = 32, chunk: int = 256) -> torch.Tensor:
+    """The largest weight that a query of its chunk, over the query heads of a group, gives to each token, (batch, kv_heads, tokens).
+
+    The queries are those of the newest tokens. Where a first block comes with fewer, as a prompt from elsewhere does, they are asked about
+    all chunks. Older tokens keep their scores; +inf where there is none.
+    """
+    queries, index = tokens.asked.detach(), tokens.query_index
+    assert index is not None
+    heads, slots, few = tokens.keys.shape[1], tokens.keys.shape[2], tokens.scores is None and queries.shape[2] < tokens.keys.shape[2]
+    if (geometry := rotation(tokens)) is not None:
+        end = tokens.end.flatten(1) if isinstance(tokens.end, torch.Tensor) else tokens.end
+        queries = geometry.shift(queries, end + ahead - index)
+    order, real = _in_order(tokens.positions)
+    asking, asked = _in_order(index)
+    length = slots if few else queries.shape[2]
+    # The newest tokens of each row and head, as many as it has queries, the real ones first.
+    first = 0 if few else (real.sum(-1, keepdim=True) - asked.sum(-1).view(-1, 1, 1)).clamp(min=0)
+    place = torch.arange(length, device=order.device) + first
+    picks, there = order.gather(-1, place.clamp(max=slots - 1).expand(*order.shape[:2], -1)), place < real.sum(-1, keepdim=True)
+    keys = tokens.keys.detach().take_along_dim(picks[..., None], 2).float()
+    queries = queries.take_along_dim(asking[:, None, :, None], 2).float() * tokens.scaling
+    queries = torch.where(asked[:, None, :, None], queries, queries[:, :, :1])  # padding asks what the first query asks
+    best = _by_chunk(queries.unflatten(1, (heads, -1)), keys, there.expand(*keys.shape[:3]), min(chunk, length), few)
+    scores = torch.full(tokens.keys.shape[:3], -torch.inf, device=keys.device)
+    scores.scatter_(-1, torch.where(there, picks, picks[..., :1]).expand_as(best), torch.where(there, best, best[..., :1]))
+    if tokens.scores is not None:
+        scores = torch.maximum(scores, torch.where(tokens.scores < UNSCORED, tokens.scores, -torch.inf))
+    return scores.masked_fill(scores == -torch.inf, torch.inf)
+
+
+def _by_chunk(queries: torch.Tensor, keys: torch.Tensor, real: torch.Tensor, size: int, few: bool) -> torch.Tensor:
+    """The largest weight of each key among those of its chunk, (batch, kv_heads, tokens).
+
+    Args:
+        queries: (batch, kv_heads, group, tokens, head_dim); with `few` of another number, asked about each chunk.
+        real: False for keys of no token, (batch, kv_heads, tokens).
+        size: Tokens of a chunk.
+    """
+    batch, heads, length, _ = keys.shape
+    missing = -length % size
+    keys = functional.pad(keys, (0, 0, 0, missing)).unflatten(2, (-1, size)).flatten(0, 2)  # (batch * kv_heads * chunks, size, head_dim)
+    bias = functional.pad(~real, (0, missing), value=True).unflatten(2, (-1, size)).flatten(0, 2)[:, None].float() * _NOTHING
+    if few:
+        asking = queries.flatten(2, 3)[:, :, None].expand(-1, -1, -(-length // size), -1, -1).flatten(0, 2)
+    else:
+        queries = torch.cat([queries, queries[..., -1:, :].expand(*queries.shape[:3], missing, -1)], 3)
+        asking = (
+            queries.unflatten(3, (-1, size)).transpose(2, 3).flatten(3, 4).flatten(0, 2)
+        )  # (batch * kv_heads * chunks, group * size, ...)
+    step = max(1, piece(keys) // (asking.shape[1] * size))
+    best = [
+        torch.baddbmm(bias[part], asking[part], keys[part].mT).softmax(-1).amax(1)
+        for part in (slice(start, start + step) for start in range(0, len(keys), step))
+    ]
+    return torch.cat(best).view(batch, heads, -1)[..., :length]
+
+
+def _in_order(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which token comes at each place in order of position, those that are none last, and True for those that are one."""
+    ordered, order = torch.where(positions < 0, torch.iinfo(positions.dtype).max, positions).sort(dim=-1, stable=True)
+    return order, ordered < torch.iinfo(positions.dtype).max
 
 
 def future_queries(tokens: Tokens, most: int, ahead: int, spread: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,38 +126,6 @@ def future_queries(tokens: Tokens, most: int, ahead: int, spread: int = 1) -> tu
         turn = ((index >= 0).cumsum(-1) - 1).clamp(min=0) % spread
         queries = geometry.shift(queries, end + ahead + turn - index)
     return queries, index >= 0
-
-
-def future_attention(tokens: Tokens, queries: torch.Tensor, real: torch.Tensor, *, chunk: int | None = 256) -> torch.Tensor:
-    """The largest weight that any of the queries, and of the query heads of a group, gives to each token, (batch, kv_heads, tokens).
-
-    Args:
-        queries: As `future_queries` gives them, with `real`.
-        chunk: Tokens, in order of position, that share one softmax; None: all.
-    """
-    (batch, heads, slots, _), positions = tokens.keys.shape, tokens.positions
-    order = torch.where(positions < 0, torch.iinfo(positions.dtype).max, positions).argsort(dim=-1, stable=True)
-    size = min(chunk or slots, slots)
-    keys = tokens.keys.detach().take_along_dim(order[..., None], 2).float()
-    keys = functional.pad(keys, (0, 0, 0, -slots % size)).flatten(0, 1).mT
-    empty = functional.pad((positions < 0).gather(-1, order), (0, -slots % size), value=True).float() * _NOTHING
-    bias = empty.expand(batch, heads, -1).flatten(0, 1)[:, None]
-    # Padding asks what the last query asks, which does not change a maximum.
-    queries = torch.where(real[:, None, :, None], queries, queries[:, :, -1:]).float().unflatten(1, (heads, -1))
-    queries = (queries * tokens.scaling).transpose(2, 3).flatten(0, 1)  # (batch * kv_heads, n, group, head_dim)
-    best = keys.new_zeros(batch * heads, keys.shape[-1])
-    for part in queries.split(max(1, piece(keys) // (queries[:, 0, :, 0].numel() * keys.shape[-1])), 1):
-        weights = torch.baddbmm(bias, part.flatten(1, 2), keys).unflatten(-1, (-1, size)).softmax(-1)
-        best = torch.maximum(best, weights.flatten(2).amax(1))
-    best = best[:, :slots].unflatten(0, (batch, heads)) * real.any(-1)[:, None, None]
-    return torch.empty_like(best).scatter_(-1, order.expand_as(best), best)
-
-
-def with_earlier(tokens: Tokens, scores: torch.Tensor) -> torch.Tensor:
-    """The maximum of new scores and of those that the policy gave before."""
-    if tokens.scores is None:
-        return scores
-    return torch.maximum(scores, torch.where(tokens.scores < UNSCORED, tokens.scores, -torch.inf))
 
 
 def piece(keys: torch.Tensor) -> int:
