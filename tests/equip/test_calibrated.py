@@ -211,7 +211,7 @@ def test_the_scale_that_a_model_gives_its_rotation_counts() -> None:
     place = torch.arange(12)
     shown = Tokens(keys, values, place[None, None], 12, 0, queries=queries, query_index=place[None], geometry=geometry)
     plain = replace(shown, geometry=replace(geometry, attention_scaling=1.0))
-    for policy in (ExpectedAttentionPolicy(), FuturePolicy(queries=4)):
+    for policy in (ExpectedAttentionPolicy(), FuturePolicy()):
         torch.testing.assert_close(policy.score(shown), policy.score(plain))
 
 

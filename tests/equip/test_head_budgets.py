@@ -390,7 +390,7 @@ def test_each_policy_shares_as_suits_it_unless_told(model):
     for policy, options, expected in (
         ("future", {}, "global"),
         ("h2o", {}, None),
-        ("future", {"question_start": -3}, None),
+        ("future", {"question_start": -3}, "layer"),
         ("future", {"page_size": 8}, None),
         ("future", {"head_budgets": None}, None),
     ):

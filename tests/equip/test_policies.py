@@ -47,8 +47,8 @@ SMALL = (
     CompactorPolicy(chunk=4),
     ExpectedAttentionPolicy(),
     KVZipPolicy(),
-    FuturePolicy(queries=5, ahead=2, chunk=4),
-    FuturePolicy(chunk=None),
+    FuturePolicy(ahead=2, chunk=4),
+    FuturePolicy(),
 )
 GEOMETRY = RotaryGeometry.from_config(tiny.llama().config, layer_idx=0)
 each_policy = pytest.mark.parametrize("policy", SMALL, ids=repr)
@@ -209,18 +209,19 @@ def test_kvzip_takes_the_second_reading_and_until_then_keeps_what_it_said_and_al
     assert (first.diff(dim=-1) > 0).all()
 
 
-def future_slowly(tokens: Tokens, policy: FuturePolicy) -> torch.Tensor:
-    """What real queries, one at a time, give to a row's tokens in order of position."""
-    best = torch.full(tokens.keys.shape[:3], -1.0)
+def future_slowly(tokens: Tokens, policy: FuturePolicy, few: bool) -> torch.Tensor:
+    """What the queries of a chunk, one at a time, give to its tokens; with `few` all queries to each chunk."""
+    best = torch.full(tokens.keys.shape[:3], torch.inf)
     for b in range(best.shape[0]):
         asked = [q for q, index in enumerate(tokens.query_index[b].tolist()) if index >= 0]
-        asked = [asked[i * len(asked) // policy.queries] for i in range(policy.queries)] if len(asked) > policy.queries else asked
         end = int(tokens.positions[b].max()) + 1
         for h in range(best.shape[1]):
             slots = [s for s in tokens.positions[b, h].argsort().tolist() if tokens.positions[b, h, s] >= 0]
-            for start in range(0, len(slots), policy.chunk or len(slots)):
-                part = slots[start : start + (policy.chunk or len(slots))]
-                for q in asked:
+            slots = slots if few else slots[len(slots) - len(asked) :]
+            for start in range(0, len(slots), policy.chunk):
+                part = slots[start : start + policy.chunk]
+                best[b, h, part] = -1.0
+                for q in asked if few else asked[start : start + policy.chunk]:
                     query = tokens.geometry.unrotate(tokens.queries[b : b + 1, 2 * h : 2 * h + 2, q : q + 1], int(tokens.query_index[b, q]))
                     query = tokens.geometry.rotate(query, end + policy.ahead)[0, :, 0]
                     weights = (query @ tokens.keys[b, h, part].T * tokens.scaling).softmax(-1).amax(0)
@@ -228,10 +229,15 @@ def future_slowly(tokens: Tokens, policy: FuturePolicy) -> torch.Tensor:
     return best
 
 
-@pytest.mark.parametrize("policy", [FuturePolicy(queries=5, ahead=3, chunk=4), FuturePolicy(queries=64, chunk=None)], ids=repr)
-def test_future_attention_is_the_most_that_queries_behind_the_end_give(policy, monkeypatch):
+@pytest.mark.parametrize("policy", [FuturePolicy(ahead=3, chunk=4), FuturePolicy()], ids=repr)
+@pytest.mark.parametrize("case", ["block", "later block", "few"])
+def test_future_attention_is_the_most_that_queries_of_a_chunk_give_from_behind_the_end(policy, case, monkeypatch):
     tokens = pick(tokens_of(3, 13, padding=(0, 5)), torch.randperm(13))
-    expected = future_slowly(tokens, policy)
+    if case != "block":  # the newest five tokens alone have queries
+        tokens = replace(tokens, queries=tokens.queries[:, :, -5:], query_index=tokens.query_index[:, -5:])
+    if case == "later block":
+        tokens = replace(tokens, scores=torch.full(tokens.keys.shape[:3], -torch.inf))
+    expected = future_slowly(tokens, policy, case == "few")
     for most in (1 << 20, 100):
         monkeypatch.setattr("hf_kvcaches.equip.policies.future.piece", lambda keys, most=most: most)
         torch.testing.assert_close(policy.score(tokens)[tokens.real], expected[tokens.real])
@@ -242,7 +248,7 @@ def test_future_queries_count_positions_from_the_index_that_keys_are_rotated_to(
     index = tokens.positions + 100
     moved = replace(tokens, keys=GEOMETRY.shift(tokens.keys, 100), queries=GEOMETRY.shift(tokens.queries, 100), index=index)
     moved = replace(moved, query_index=tokens.query_index + 100)
-    policy = FuturePolicy(queries=4, chunk=5)
+    policy = FuturePolicy(chunk=5)
     torch.testing.assert_close(policy.score(moved), policy.score(tokens), atol=1e-5, rtol=1e-4)
 
 
@@ -274,9 +280,9 @@ def test_a_row_without_a_real_query_keeps_its_scores():
 
 def test_without_known_angles_queries_stay_as_they_are():
     tokens = tokens_of(7, 9, geometry=None)
-    queries, real = future_queries(tokens, 9, 32)
+    queries, _ = future_queries(tokens, 9, 32)
     assert torch.equal(queries, tokens.queries)
-    assert future_attention(tokens, queries, real, chunk=None).sum(-1).ge(1 - 1e-5).all()
+    assert future_attention(tokens).sum(-1).ge(1 - 1e-5).all()
 
 
 def test_compactor_is_leverage_and_the_attention_of_a_chunk_without_a_mask():
@@ -355,7 +361,6 @@ def test_a_subclass_of_a_built_in_policy_does_not_pass_for_it():
         (SnapKVPolicy, {"window": 0}),
         (SnapKVPolicy, {"window": True}),
         (SnapKVPolicy, {"kernel_size": 4}),
-        (FuturePolicy, {"queries": 0}),
         (FuturePolicy, {"chunk": 0}),
         (FuturePolicy, {"ahead": -1}),
         (CompactorPolicy, {"weight": -1}),

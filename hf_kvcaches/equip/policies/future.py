@@ -63,7 +63,8 @@ def future_attention(tokens: Tokens, ahead: int = 32, chunk: int = 256) -> torch
     picks, there = order.gather(-1, place.clamp(max=slots - 1).expand(*order.shape[:2], -1)), place < real.sum(-1, keepdim=True)
     keys = tokens.keys.detach().take_along_dim(picks[..., None], 2).float()
     queries = queries.take_along_dim(asking[:, None, :, None], 2).float() * tokens.scaling
-    queries = torch.where(asked[:, None, :, None], queries, queries[:, :, :1])  # padding asks what the first query asks
+    last = queries.take_along_dim((asked.sum(-1) - 1).clamp(min=0)[:, None, None, None], 2)
+    queries = torch.where(asked[:, None, :, None], queries, last)  # padding asks what the last query asks
     best = _by_chunk(queries.unflatten(1, (heads, -1)), keys, there.expand(*keys.shape[:3]), min(chunk, length), few)
     scores = torch.full(tokens.keys.shape[:3], -torch.inf, device=keys.device)
     scores.scatter_(-1, torch.where(there, picks, picks[..., :1]).expand_as(best), torch.where(there, best, best[..., :1]))
