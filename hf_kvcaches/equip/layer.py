@@ -159,7 +159,7 @@ class EquipLayer(PromptLayer):
         """Attention of one query a row over the slots, and its weights where the policy observes them."""
         table, used, valid, tables = self.table, self.table.used, None, None
         assert table.positions is not None
-        if torch.compiler.is_compiling() or table.filled is None or allowed is not None:
+        if allowed is not None or (not self.storage.full and (torch.compiler.is_compiling() or table.filled is None)):
             valid = table.positions[..., :used] >= 0
             if allowed is not None:
                 valid = valid & block.mask_of_slots(allowed[:, None, None], table.text_index())[:, :, 0]
@@ -169,7 +169,7 @@ class EquipLayer(PromptLayer):
         if isinstance(self.rotation, Unrotated):
             assert table.distances is not None
             distances = table.distances[..., :used]
-            tables = self.rotation.on_read(distances if valid is None else distances.clamp(max=used - 1), self.storage.capacity)
+            tables = self.rotation.on_read(distances if valid is None else distances.clamp(max=used - 1), self.storage.capacity + 1)
         elif valid is None and not watched and type(self.storage) in (Flat, Streamed):
             return previous_attention(call.module, query, *self.storage.read(used), None, **call.options)[0], None
         return self.storage.attend(

@@ -211,6 +211,8 @@ class PruningLayer(PositionedLayer):
         if rooms is not None:
             missing = torch.arange(table.scores.shape[-1], device=rooms.device) >= rooms
             table.scores.masked_fill_(missing, math.inf)
+            if table.distances is not None:
+                table.distances.masked_fill_(missing, 0)  # steps add no more to it than to that of the oldest token
         if isinstance(self.storage, Streamed) and (positions.shape[-1] >= self.settings.sinks or table.seen > positions.shape[-1]):
             self.storage.keep_sinks(self.settings.sinks)
         self.follow(None if arrival.new is None else arrival.new.newest)
@@ -234,7 +236,7 @@ class PruningLayer(PositionedLayer):
             picked = (picked[0], self._refitted(arrival, picked[0], raw[1], index, positions))
         if rooms is None:
             return storage.hold(picked, self.slots)
-        self.storage = Ragged.of(picked, rooms, self.settings.backend)
+        self.storage = Ragged.of(picked, rooms, self.settings.backend, (positions >= 0).sum(-1, keepdim=True))
         return None
 
     def _refitted(

@@ -23,6 +23,7 @@ class Ragged(Flat):
         rooms: How many slots each head has, (batch, kv_heads, 1), int64. They stay as they are until `clear`.
         starts: Where the first one lies, like `rooms`.
         index: Where each slot lies, (batch, kv_heads, capacity), int32; a slot that a head lacks is some other one.
+        hiding: 0 for slots that a head has, and the lowest number for others, (batch * kv_heads, 1, capacity), in the dtype of keys.
     """
 
     exported = ("keys", "values", "rooms")
@@ -33,11 +34,23 @@ class Ragged(Flat):
     def __init__(self, backend: Backend) -> None:
         super().__init__(backend)
         self.rooms, self.starts, self.index = (torch.zeros(0, 0, size, dtype=torch.long) for size in (1, 1, 0))
+        self.hiding: torch.Tensor | None = None
+        self.full = False
 
     @classmethod
-    def of(cls, raw: Raw, rooms: torch.Tensor, backend: Backend) -> Self:
-        """Heads with `rooms` slots each, the first of which are those of padded heads, (batch, kv_heads, slots, width)."""
-        (storage := cls(backend))._fill(raw, rooms)
+    def of(cls, raw: Raw, rooms: torch.Tensor, backend: Backend, kept: torch.Tensor | None = None) -> Self:
+        """Heads with `rooms` slots each, the first of which are those of padded heads, (batch, kv_heads, slots, width).
+
+        Args:
+            kept: How many of these hold a token, (batch, kv_heads, 1), where that may be all.
+        """
+        storage = cls(backend)
+        storage._fill(raw, rooms)
+        if kept is not None and bool((kept == rooms).all()):
+            missing = torch.arange(storage.capacity, device=rooms.device) >= rooms
+            lowest = torch.finfo(raw[0].dtype).min
+            storage.hiding = raw[0].new_zeros(missing.shape).masked_fill_(missing, lowest).flatten(0, 1)[:, None]
+            storage.full = True
         return storage
 
     @property
@@ -55,6 +68,7 @@ class Ragged(Flat):
         return self._at(self.starts + slots)
 
     def hold(self, raw: Raw, most: int) -> None:
+        self.full, self.hiding = False, None
         self._fill(raw, self.rooms)
 
     def write(self, slots: Slots, raw: Raw) -> None:
@@ -65,28 +79,49 @@ class Ragged(Flat):
     def reserve(self, slots: int, most: int) -> None:
         """Nothing: all slots are there from the start."""
 
-    def attend(self, query: torch.Tensor, used: int, scaling: float, *, rotation: RotationTables | None = None, **options: Any) -> Attended:
+    def attend(
+        self,
+        query: torch.Tensor,
+        used: int,
+        scaling: float,
+        *,
+        rotation: RotationTables | None = None,
+        valid: torch.Tensor | None = None,
+        **options: Any,
+    ) -> Attended:
         keys, values = self._slots()
         # The kernel has one learned sink for each query head of a row, and here each head is a row.
         by_head = query.is_cuda and options.get("sink_logits") is None and not torch.compiler.is_compiling()
-        if not by_head or choose(self.backend, query, keys) != "triton":
-            return super().attend(query, used, scaling, rotation=rotation, **options)
-        index, dim, options["rotation"] = self.index[..., :used], query.shape[-1], rotation
-        count, group = index.shape[:2].numel(), query.shape[1] // index.shape[1]
-        valid = options.pop("valid", None)
+        in_kernel = by_head and choose(self.backend, query, keys) == "triton"
+        if valid is None and not in_kernel and all(value is None or value is False for value in options.values()):
+            return self._attend_full(query, scaling, rotation), None
         valid = torch.arange(used, device=query.device) < self.rooms if valid is None else valid
-        options["valid"] = valid.expand(index.shape).reshape(count, 1, used)
+        if not in_kernel:
+            return super().attend(query, used, scaling, rotation=rotation, valid=valid, **options)
+        index, dim = self.index[..., :used], query.shape[-1]
+        count, group = index.shape[:2].numel(), query.shape[1] // index.shape[1]
+        valid = valid.expand(index.shape).reshape(count, 1, used)
         if rotation is not None:
-            options["rotation"] = rotation._replace(positions=rotation.positions.expand(index.shape).reshape(count, 1, used))
-        if (leading := options.pop("leading_query", None)) is not None:
-            options["leading_query"] = leading.reshape(count, group, 1, dim)
+            rotation = rotation._replace(positions=rotation.positions.expand(index.shape).reshape(count, 1, used))
         keys, values = (tensor.view(-1, 1, 1, tensor.shape[-1]) for tensor in (keys, values))
         near, tables = query.reshape(count, group, 1, dim), index.reshape(count, used)
-        output, weights = kernels.paged_attention(near, keys, values, tables, scaling, backend="triton", check=False, **options)
+        output, weights = kernels.paged_attention(
+            near, keys, values, tables, scaling, rotation=rotation, valid=valid, backend="triton", check=False, **options
+        )
         return output.view(len(query), 1, query.shape[1], -1), None if weights is None else weights.view(index.shape)
+
+    def _attend_full(self, query: torch.Tensor, scaling: float, rotation: RotationTables | None) -> torch.Tensor:
+        """Attention where slots that a head lacks are the only ones that are hidden, (batch, 1, heads, value_dim)."""
+        assert self.hiding is not None
+        keys, values = self.raw(self.capacity)
+        keys = keys if rotation is None else kernels.rotated_keys(keys, rotation).to(query.dtype)
+        near = query.reshape(keys.shape[0] * keys.shape[1], -1, query.shape[-1])
+        scores = torch.baddbmm(self.hiding, near, keys.flatten(0, 1).mT, alpha=scaling)
+        return torch.bmm(scores.softmax(-1), values.flatten(0, 1)).view(len(query), 1, query.shape[1], -1)
 
     def map_rows(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         if self.keys is not None:
+            self.full, self.hiding = False, None
             self._fill(tuple(function(tensor) for tensor in self.raw(self.capacity)), function(self.rooms))
 
     def take(self, tensors: dict[str, torch.Tensor], kept: torch.Tensor | None, most: int) -> None:

@@ -13,6 +13,7 @@ from hf_kvcaches import compat
 from hf_kvcaches.core.call import Call
 from hf_kvcaches.core.step import Pass
 from hf_kvcaches.equip import block
+from hf_kvcaches.equip.policies.kvzip import even_chunks
 from hf_kvcaches.equip.prompt import Detour, PromptLayer
 from hf_kvcaches.kernels.blocks import Visibility
 
@@ -103,11 +104,11 @@ def reconstruct(cache: Any, model: Any, layers: list[Any], ids: torch.Tensor, ch
     passes = [Reconstruction(layer) for layer in layers]
     try:
         with detours(layers, passes):
-            for start in range(0, ids.shape[1], chunk):
-                part = ids[:, start : start + chunk]
+            for span in even_chunks(ids.shape[1], chunk):
+                part = ids[:, span]
                 for reconstruction in passes:
-                    reconstruction.span = (start, start + part.shape[1])
-                mask = torch.cat([real, real[:, start : start + part.shape[1]]], 1).long()
+                    reconstruction.span = (span.start, span.stop)
+                mask = torch.cat([real, real[:, span]], 1).long()
                 model(
                     input_ids=part,
                     attention_mask=mask if not bool(mask.all()) else None,

@@ -38,6 +38,8 @@ class Flat:
     exported: ClassVar[tuple[str, ...]] = names
     in_graphs: ClassVar[bool] = True
     no_gradients: ClassVar[str] = ""
+    full: bool = False
+    """Whether every slot that a head has is known to hold a token, where heads differ."""
     pooled: bool = False
     """Whether slots share memory with other caches, so that there may be no room for a token."""
 

@@ -186,9 +186,10 @@ def reconstruction(model: PreTrainedModel, ids: torch.Tensor, chunk: int = 512) 
     eager.set_attn_implementation("eager")
     groups, tokens = model.config.num_attention_heads // model.config.num_key_value_heads, ids.shape[1]
     parts = []
-    for start in range(0, tokens, chunk):
-        part, past = ids[:, start : start + chunk], DynamicCache(config=model.config)
-        stop = start + part.shape[1]
+    count = -(-tokens // chunk)  # chunks of about one length
+    for number in range(count):
+        start, stop = tokens * number // count, tokens * (number + 1) // count
+        part, past = ids[:, start:stop], DynamicCache(config=model.config)
         eager(input_ids=ids[:, :stop], past_key_values=past)
         places = torch.arange(tokens, tokens + part.shape[1])[None]
         weights = eager(input_ids=part, position_ids=places, past_key_values=past, output_attentions=True).attentions

@@ -218,9 +218,10 @@ def future_slowly(tokens: Tokens, policy: FuturePolicy, few: bool) -> torch.Tens
         for h in range(best.shape[1]):
             slots = [s for s in tokens.positions[b, h].argsort().tolist() if tokens.positions[b, h, s] >= 0]
             slots = slots if few else slots[len(slots) - len(asked) :]
+            best[b, h, slots] = -1.0
             for start in range(0, len(slots), policy.chunk):
+                start = max(0, min(start, len(slots) - policy.chunk))
                 part = slots[start : start + policy.chunk]
-                best[b, h, part] = -1.0
                 for q in asked if few else asked[start : start + policy.chunk]:
                     query = tokens.geometry.unrotate(tokens.queries[b : b + 1, 2 * h : 2 * h + 2, q : q + 1], int(tokens.query_index[b, q]))
                     query = tokens.geometry.rotate(query, end + policy.ahead)[0, :, 0]

@@ -10,6 +10,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
+from hf_kvcaches import compat
 from hf_kvcaches.equip.cache import EquipCache
 from hf_kvcaches.equip.layer import EquipLayer
 from hf_kvcaches.equip.policies import Policy
@@ -22,6 +23,7 @@ from tests.equip.cases import BUDGET, both_positions, build, build_reference, st
 @pytest.fixture
 def handed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What layers have handed out as keys."""
+    monkeypatch.setattr(compat, "compiles", lambda device: False)  # as where nobody has compiled anything
     keys, update = list[Any](), EquipLayer.update
 
     def spy(layer: EquipLayer, *args: Any, **kwargs: Any) -> tuple[Any, Any]:

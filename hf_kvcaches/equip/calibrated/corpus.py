@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.fingerprint import ModelFingerprint
+from hf_kvcaches.equip.policies.kvzip import even_chunks
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.evaluate.observer import Attended, WatchingCache
 from hf_kvcaches.evaluate.texts import Tokenized, sequences
@@ -96,8 +97,7 @@ def reconstruction_scores(model: Any, ids: torch.Tensor, chunk: int = 512) -> di
         chunk: Tokens that are repeated at a time.
     """
     base, parts = compat.base_model(model), list[dict[int, torch.Tensor]]()
-    for start in range(0, len(ids), chunk):
-        span = slice(start, min(start + chunk, len(ids)))
+    for span in even_chunks(len(ids), chunk):
         cache = _Reconstruction(base, span, len(ids))
         run_module(base.base_model, cache, torch.cat([ids, ids[span]])[None])
         parts.append(cache.received)

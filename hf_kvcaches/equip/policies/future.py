@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional
 
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.equip.policies.base import Policy, count
@@ -58,46 +57,54 @@ def future_attention(tokens: Tokens, ahead: int = 32, chunk: int = 256) -> torch
     asking, asked = _in_order(index)
     length = slots if few else queries.shape[2]
     # The newest tokens of each row and head, as many as it has queries, the real ones first.
-    first = 0 if few else (real.sum(-1, keepdim=True) - asked.sum(-1).view(-1, 1, 1)).clamp(min=0)
-    place = torch.arange(length, device=order.device) + first
-    picks, there = order.gather(-1, place.clamp(max=slots - 1).expand(*order.shape[:2], -1)), place < real.sum(-1, keepdim=True)
-    keys = tokens.keys.detach().take_along_dim(picks[..., None], 2).float()
-    queries = queries.take_along_dim(asking[:, None, :, None], 2).float() * tokens.scaling
-    last = queries.take_along_dim((asked.sum(-1) - 1).clamp(min=0)[:, None, None, None], 2)
-    queries = torch.where(asked[:, None, :, None], queries, last)  # padding asks what the last query asks
-    best = _by_chunk(queries.unflatten(1, (heads, -1)), keys, there.expand(*keys.shape[:3]), min(chunk, length), few)
+    count = real.sum(-1, keepdim=True) if few else real.sum(-1, keepdim=True).minimum(asked.sum(-1).view(-1, 1, 1))
+    places = _chunks(count, length, min(chunk, length))  # (batch, 1 or kv_heads, chunks, size)
+    there = places < count[..., None]
+    picks = order.gather(-1, (places + (real.sum(-1, keepdim=True) - count)[..., None]).clamp(max=slots - 1).flatten(2))
+    keys = tokens.keys.detach().take_along_dim(picks[..., None], 2).float().unflatten(2, places.shape[2:])
+    asking = asking[:, None]
+    if not few:  # behind the last token asks the query of the last one
+        asking = asking.expand(*places.shape[:2], -1).gather(-1, places.minimum((count - 1).clamp(min=0)[..., None]).flatten(2))
+        asking = asking.repeat_interleave(queries.shape[1] // asking.shape[1], 1)
+    queries = queries.take_along_dim(asking[..., None], 2).float() * tokens.scaling
+    best = _best(queries.unflatten(1, (heads, -1)), keys, there.expand(*keys.shape[:4]), few)
     scores = torch.full(tokens.keys.shape[:3], -torch.inf, device=keys.device)
-    scores.scatter_(-1, torch.where(there, picks, picks[..., :1]).expand_as(best), torch.where(there, best, best[..., :1]))
+    best = torch.where(there, best, -torch.inf).flatten(2)
+    scores.scatter_reduce_(-1, picks.expand_as(best), best, "amax")
     if tokens.scores is not None:
         scores = torch.maximum(scores, torch.where(tokens.scores < UNSCORED, tokens.scores, -torch.inf))
     return scores.masked_fill(scores == -torch.inf, torch.inf)
 
 
-def _by_chunk(queries: torch.Tensor, keys: torch.Tensor, real: torch.Tensor, size: int, few: bool) -> torch.Tensor:
-    """The largest weight of each key among those of its chunk, (batch, kv_heads, tokens).
+def _chunks(count: torch.Tensor, length: int, size: int) -> torch.Tensor:
+    """The tokens of each chunk, (batch, 1 or kv_heads, chunks, size), of rows with so many tokens, (batch, 1 or kv_heads, 1).
+
+    The last chunk ends with the last token and overlaps the one before: among few tokens each would get much of the attention.
+    """
+    starts = torch.arange(0, length, size, device=count.device).minimum((count - size).clamp(min=0))
+    return starts[..., None] + torch.arange(size, device=count.device)
+
+
+def _best(queries: torch.Tensor, keys: torch.Tensor, real: torch.Tensor, few: bool) -> torch.Tensor:
+    """The largest weight of each key among those of its chunk, (batch, kv_heads, chunks, size).
 
     Args:
-        queries: (batch, kv_heads, group, tokens, head_dim); with `few` of another number, asked about each chunk.
-        real: False for keys of no token, (batch, kv_heads, tokens).
-        size: Tokens of a chunk.
+        queries: Those of each chunk, (batch, kv_heads, group, chunks * size, head_dim); with `few` any, asked about each chunk.
+        keys: (batch, kv_heads, chunks, size, head_dim).
+        real: False for keys of no token, (batch, kv_heads, chunks, size).
     """
-    batch, heads, length, _ = keys.shape
-    missing = -length % size
-    keys = functional.pad(keys, (0, 0, 0, missing)).unflatten(2, (-1, size)).flatten(0, 2)  # (batch * kv_heads * chunks, size, head_dim)
-    bias = functional.pad(~real, (0, missing), value=True).unflatten(2, (-1, size)).flatten(0, 2)[:, None].float() * _NOTHING
+    shape, chunks, size = real.shape, real.shape[2], real.shape[3]
     if few:
-        asking = queries.flatten(2, 3)[:, :, None].expand(-1, -1, -(-length // size), -1, -1).flatten(0, 2)
+        asking = queries.flatten(2, 3)[:, :, None].expand(-1, -1, chunks, -1, -1).flatten(0, 2)
     else:
-        queries = torch.cat([queries, queries[..., -1:, :].expand(*queries.shape[:3], missing, -1)], 3)
-        asking = (
-            queries.unflatten(3, (-1, size)).transpose(2, 3).flatten(3, 4).flatten(0, 2)
-        )  # (batch * kv_heads * chunks, group * size, ...)
+        asking = queries.unflatten(3, (chunks, size)).transpose(2, 3).flatten(3, 4).flatten(0, 2)  # (..., group * size, head_dim)
+    bias, keys = (~real).flatten(0, 2)[:, None].float() * _NOTHING, keys.flatten(0, 2)
     step = max(1, piece(keys) // (asking.shape[1] * size))
     best = [
         torch.baddbmm(bias[part], asking[part], keys[part].mT).softmax(-1).amax(1)
         for part in (slice(start, start + step) for start in range(0, len(keys), step))
     ]
-    return torch.cat(best).view(batch, heads, -1)[..., :length]
+    return torch.cat(best).view(shape)
 
 
 def _in_order(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

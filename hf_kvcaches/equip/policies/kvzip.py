@@ -10,6 +10,12 @@ from hf_kvcaches.equip.policies.base import Policy, count
 from hf_kvcaches.equip.policies.tokens import UNSCORED, Tokens
 
 
+def even_chunks(tokens: int, most: int) -> list[slice]:
+    """So many tokens in chunks of about one length, `most` at most: in a short one each token would get much of the attention."""
+    count = -(-tokens // most)
+    return [slice(tokens * number // count, tokens * (number + 1) // count) for number in range(count)]
+
+
 @dataclass(frozen=True)
 class KVZipPolicy(Policy, built_in=True):
     """Keeps the tokens that the model attends to when it reproduces the context, once, for many questions.
