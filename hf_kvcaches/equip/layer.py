@@ -134,7 +134,7 @@ class EquipLayer(PromptLayer):
             self.storage.keep_sinks(self.settings.sinks)
         scores = table.scores
         if self.recent > 1 and not self.policy.order_only:  # the token to come is one of the recent ones
-            start: Any = table.count + 1 - self.recent
+            start: Any = (table.count if graph or table.counts is not None else table.seen) + 1 - self.recent
             scores = scores.masked_fill(table.positions >= (max(0, start) if isinstance(start, int) else start.clamp(min=0)), math.inf)
         slot = scores.argmin(-1, keepdim=True)
         if self.journal is not None:
@@ -157,8 +157,9 @@ class EquipLayer(PromptLayer):
 
     def _answer(self, query: torch.Tensor, call: Call, allowed: torch.Tensor | None) -> Attended:
         """Attention of one query a row over the slots, and its weights where the policy observes them."""
-        table, used, valid, tables = self.table, self.table.used, None, None
+        table, valid, tables = self.table, None, None
         assert table.positions is not None
+        used = table.positions.shape[-1] if table.filled is None or torch.compiler.is_compiling() else table.filled
         if allowed is not None or (not self.storage.full and (torch.compiler.is_compiling() or table.filled is None)):
             valid = table.positions[..., :used] >= 0
             if allowed is not None:
@@ -175,7 +176,7 @@ class EquipLayer(PromptLayer):
         return self.storage.attend(
             query,
             used,
-            call.scaling,
+            self.scaling,
             rotation=tables,
             valid=valid,
             softcap=call.softcap,

@@ -130,7 +130,8 @@ class PromptLayer(PruningLayer):
         table = self.table
         table.advance(running.tokens)
         if table.counts is not None:
-            table.counts = table.counts + (new.positions >= 0).sum(-1, keepdim=True, dtype=torch.int32)
+            table.counts = counts = table.counts + (new.positions >= 0).sum(-1, keepdim=True, dtype=torch.int32)
+            table.fewest = self.passes.memo("fewest", running, lambda: int(counts.min()))
 
     def adopt(
         self,

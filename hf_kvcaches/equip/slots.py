@@ -17,7 +17,7 @@ from hf_kvcaches.errors import ArtifactError
 _EMPTY_DISTANCE = 1 << 30
 # What a slot that is added holds, by field.
 _EMPTY: dict[str, float] = {"positions": -1, "scores": -math.inf, "distances": _EMPTY_DISTANCE, "text": -1, "gathering": 0.0}
-_COUNTERS = ("seen", "filled", "since")
+_COUNTERS = ("seen", "filled", "since", "fewest")
 
 
 @dataclass
@@ -41,6 +41,7 @@ class SlotTable:
         seen: Tokens fed in, padding included.
         filled: Slots in use where these are the first ones of all rows and heads; None where rows or heads differ.
         since: Steps since the last scoring.
+        fewest: No row has fewer real tokens than so many.
     """
 
     positions: torch.Tensor | None = None
@@ -56,6 +57,7 @@ class SlotTable:
     seen: int = 0
     filled: int | None = 0
     since: int = 0
+    fewest: int = 0
     stale: bool = False
 
     @property
@@ -101,13 +103,13 @@ class SlotTable:
         score: Any = first
         if first is None:
             score = unscored(seen) if isinstance(seen, torch.Tensor) else seen * 2.0**77 + UNSCORED
-        count = self.count
-        if isinstance(count, torch.Tensor):
+        count = seen if self.counts is None else self.counts
+        if isinstance(count, int):
+            score = math.inf if count < sinks else score
+        elif graph or self.fewest < sinks:
             score = torch.where(count < sinks, math.inf, score)
-        elif count < sinks:
-            score = math.inf
         written: list[tuple[torch.Tensor, float | torch.Tensor]] = [
-            (self.positions, seen if self.counts is None else self.counts),
+            (self.positions, count),
             (self.scores, score),
         ]
         if self.distances is not None:
@@ -131,6 +133,7 @@ class SlotTable:
             self.stale = True
         else:
             self.seen += 1
+            self.fewest += real is None
 
     def advance(self, tokens: int) -> None:
         """Count tokens that were fed in."""
@@ -156,6 +159,7 @@ class SlotTable:
         if self.counts is None:
             self.counts = torch.full((rows, 1, 1), self.seen, dtype=torch.int32, device=device)
             self.text = None if self.positions is None else self.positions.long()
+            self.fewest = self.seen
 
     def text_index(self) -> torch.Tensor:
         """For each slot in use the index of its token in the text, (batch, 1 or kv_heads, slots in use); -1: empty."""

@@ -62,9 +62,9 @@ class Flat:
 
     def check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Refuse new tokens that can't follow those in the store, (batch, kv_heads, tokens, head_dim)."""
-        for old, new in ((self.keys, keys), (self.values, values)):
-            if old is not None and (self.shape[0] != new.shape[0] or old.dtype != new.dtype):
-                raise wrong_rows(self.shape[0], old.dtype, new)
+        old = self.keys
+        if old is not None and (self.shape[0] != keys.shape[0] or not old.dtype == keys.dtype == values.dtype):
+            raise wrong_rows(self.shape[0], old.dtype, keys)
 
     def prepare(self, keys: torch.Tensor, real: torch.Tensor, empty: torch.Tensor) -> None:
         """Look at the keys of a block before they are encoded.
