@@ -48,7 +48,7 @@ LONGER = {
     "kernels/codes_triton.py: attend_kernel": 72,
     "kernels/codes_triton.py: attend": 67,
     "kernels/rebuild.py: rebuild": 54,
-    "kernels/slots_triton.py: attend": 57,
+    "kernels/slots_triton.py: attend": 55,
     "segments/calibration.py: calibrate": 55,
     "subspace/coded.py": 369,
     "warmstart/cache.py: __init__": 52,

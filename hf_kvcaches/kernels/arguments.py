@@ -35,8 +35,6 @@ class SlotOptions(NamedTuple):
     """What `slot_attention` and `paged_attention` may be given by name, which is described there."""
 
     valid: torch.Tensor | None = None
-    leading: int | None = None
-    leading_query: torch.Tensor | None = None
     rotation: RotationTables | None = None
     softcap: float | None = None
     sink_logits: torch.Tensor | None = None

@@ -27,8 +27,6 @@ def slot_attention(
     scaling: float,
     *,
     valid: torch.Tensor | None = None,
-    leading: int | None = None,
-    leading_query: torch.Tensor | None = None,
     rotation: RotationTables | None = None,
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
@@ -46,8 +44,6 @@ def slot_attention(
         keys: (batch, kv_heads, slots, head_dim), the last dimension contiguous.
         values: (batch, kv_heads, slots, value_dim), the last dimension contiguous.
         valid: True for slots that take part, (batch or 1, kv_heads or 1, slots); None for all. A row without any gives zeros.
-        leading: How many of the first slots are scored with `leading_query`, because their keys are rotated otherwise.
-        leading_query: The query rotated as these keys are; comes with `leading`.
         rotation: For keys that are stored unrotated: the rotation to apply on the way.
         softcap: If given, scores are softcap * tanh(scores * scaling / softcap).
         sink_logits: A score for each head, (heads,), that takes a share of the weights and gives nothing: a learned sink.
@@ -57,7 +53,7 @@ def slot_attention(
     Returns:
         The output, (batch, 1, heads, value_dim), and None or float32 weights, (batch, kv_heads, slots): mean over the heads of a group.
     """
-    options = SlotOptions(valid, leading, leading_query, rotation, softcap, sink_logits, want_weights)
+    options = SlotOptions(valid, rotation, softcap, sink_logits, want_weights)
     if check:
         _check_attention(query, keys, values, None, options)
     backend = choose(backend, query, keys, values)
@@ -78,8 +74,6 @@ def paged_attention(
     scaling: float,
     *,
     valid: torch.Tensor,
-    leading: int | None = None,
-    leading_query: torch.Tensor | None = None,
     rotation: RotationTables | None = None,
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
@@ -98,7 +92,7 @@ def paged_attention(
         valid: It also says how many slots there are: at most blocks * page.
         check: Whether to look at the arguments first.
     """
-    options = SlotOptions(valid, leading, leading_query, rotation, softcap, sink_logits, want_weights)
+    options = SlotOptions(valid, rotation, softcap, sink_logits, want_weights)
     slots = _check_attention(query, key_pages, value_pages, tables, options) if check else valid.shape[-1]
     backend = choose(backend, query, key_pages, value_pages)
     if backend == "reference":
@@ -200,19 +194,15 @@ def put_in_pages(stores: Sequence[torch.Tensor], tables: torch.Tensor, slots: to
 
 
 def _attention_torch(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, options: SlotOptions) -> Attended:
-    valid, leading, leading_query, rotation, softcap, sink_logits, want_weights = options
+    valid, rotation, softcap, sink_logits, want_weights = options
     batch, kv_heads, slots, dim = keys.shape
     heads = query.shape[1]
     group = heads // kv_heads
     if rotation is not None:
         keys = rotated_keys(keys, rotation).to(query.dtype)
     # Scaled within the product: one operation, and nothing is rounded twice.
-    near = query.reshape(batch * kv_heads, group, dim)
-    scores = _scores(near, keys, scaling)
-    if leading_query is not None:
-        other = leading_query.reshape(batch * kv_heads, group, dim)
-        if leading:
-            scores = torch.cat([_scores(other, keys[:, :, :leading], scaling), scores[..., leading:]], 2)
+    query = query.reshape(batch * kv_heads, group, dim)
+    scores = torch.baddbmm(query.narrow(2, 0, 1), query, keys.flatten(0, 1).transpose(1, 2), beta=0, alpha=scaling)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     exact = torch.float32 if want_weights and scores.dtype.itemsize < 4 else None
@@ -251,11 +241,6 @@ def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None, dtype: torch.dtyp
     return torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], -1).softmax(-1, dtype=dtype)[..., :-1]
 
 
-def _scores(query: torch.Tensor, keys: torch.Tensor, scaling: float) -> torch.Tensor:
-    """scaling * query @ keys transposed, (batch * kv_heads, group, slots), from (batch * kv_heads, group, dim) and keys."""
-    return torch.baddbmm(query.narrow(2, 0, 1), query, keys.flatten(0, 1).transpose(1, 2), beta=0, alpha=scaling)
-
-
 def _range(size: int, like: torch.Tensor) -> torch.Tensor:
     return torch.arange(size, device=like.device)
 
@@ -265,7 +250,7 @@ def _check_attention(
 ) -> int:
     """Refuses arguments of `slot_attention` or, with `tables`, `paged_attention` that don't fit together. Returns the number of slots."""
     _check_buffers(keys, values, tables)
-    valid, leading, leading_query, rotation, *_ = options
+    valid, rotation, *_ = options
     batch, kv_heads, dim = len(keys if tables is None else tables), keys.shape[1], keys.shape[3]
     slots = keys.shape[2] if valid is None or tables is None else valid.shape[-1]
     check_query(query, batch, kv_heads, dim, keys.dtype)
@@ -274,14 +259,6 @@ def _check_attention(
     shape = (batch, kv_heads, slots)
     if valid is not None:
         check_mask("valid", valid, shape)
-    if (leading is None) != (leading_query is None):
-        raise ConfigError.of(
-            "leading_query", "to be given exactly when `leading` is", None if leading_query is None else tuple(leading_query.shape)
-        )
-    if leading is not None and not (type(leading) is int and 0 <= leading <= slots):
-        raise ConfigError.of("leading", f"a number from 0 to {slots}", leading)
-    if leading_query is not None:
-        check_tensor("leading_query", leading_query, query.shape, query.dtype)
     if options.sink_logits is not None:
         check_tensor("sink_logits", options.sink_logits, (query.shape[1],))
     if rotation is not None:

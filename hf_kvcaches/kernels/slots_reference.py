@@ -18,8 +18,6 @@ def slot_attention(
     scaling: float,
     *,
     valid: torch.Tensor | None = None,
-    leading: int | None = None,
-    leading_query: torch.Tensor | None = None,
     rotation: RotationTables | None = None,
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
@@ -40,8 +38,7 @@ def slot_attention(
             if rotation is not None:
                 row = rotation.positions.expand(shape)[b, h, s]
                 rotate_(key, rotation.cos[row], rotation.sin[row], rotation.layout)
-            asking = leading_query if leading_query is not None and leading is not None and s < leading else query
-            score = asking[b, head, 0].double() @ key * scaling
+            score = query[b, head, 0].double() @ key * scaling
             scores.append(score if softcap is None else softcap * torch.tanh(score / softcap))
         if visible:
             sink = [] if sink_logits is None else [sink_logits[head].double()]

@@ -69,7 +69,7 @@ def _pointers(s, end, b, h, buffer, tables, PAGE: tl.constexpr):
 
 @triton.jit
 def _block_scores(
-    s, live, at, b, h, near, other, dims, leading, rotation, scaling, softcap,
+    s, live, at, b, h, queries, dims, rotation, scaling, softcap,
     DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """The scores of a block of slots, minus infinity where one is not live. (heads, slots)."""
@@ -77,16 +77,13 @@ def _block_scores(
         keys = tl.load(at[:, None] + dims[None, :], mask=live[:, None] & (dims < DIM)[None, :], other=0.0)
     else:
         position = load_option(s, live, b, h, rotation[0]).to(tl.int64)
-        keys = _load_rotated(at, live, dims, rotation[1], position * HALF, DIM, HALF, INTERLEAVED).to(near.dtype)
-    scores = _products(near, keys)
-    if leading is not None:
-        scores = tl.where((s < leading)[None, :], _products(other, keys), scores)
-    return tl.where(live[None, :], capped(scores * scaling, softcap), float("-inf"))
+        keys = _load_rotated(at, live, dims, rotation[1], position * HALF, DIM, HALF, INTERLEAVED).to(queries.dtype)
+    return tl.where(live[None, :], capped(_products(queries, keys) * scaling, softcap), float("-inf"))
 
 
 @triton.jit
 def attend_kernel(
-    query, leading_query, sinks, keys, values, tables, valid, leading, rotation, parts, stats, raw, scaling, softcap, slots, chunk,
+    query, sinks, keys, values, tables, valid, rotation, parts, stats, raw, scaling, softcap, slots, chunk,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -94,8 +91,8 @@ def attend_kernel(
     """Attention of one row and KV head over one chunk of its slots.
 
     `keys`, `values`: (pointer, strides of the first three dimensions). `tables`: None or (pointer, stride). `valid`: None or (pointer,
-    strides). `leading`: None or a number. `rotation`: None or ((positions, strides), (cos, sin)).
-    `sinks`: None or (query heads,). `parts`, `stats`: as `combine_kernel` reads them.
+    strides). `rotation`: None or ((positions, strides), (cos, sin)). `sinks`: None or (query heads,).
+    `parts`, `stats`: as `combine_kernel` reads them.
     `raw`: None or the scores to store, (batch * heads, slots), float32.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -103,8 +100,7 @@ def attend_kernel(
     heads, dims, value_dims = tl.arange(0, HEADS), tl.arange(0, DIM_PAD), tl.arange(0, VALUE_PAD)
     query_heads = row * GROUP + heads
     query_at, query_mask = query_heads[:, None] * DIM + dims[None, :], (heads < GROUP)[:, None] & (dims < DIM)[None, :]
-    near = tl.load(query + query_at, mask=query_mask, other=0.0)
-    other = near if leading is None else tl.load(leading_query + query_at, mask=query_mask, other=0.0)
+    queries = tl.load(query + query_at, mask=query_mask, other=0.0)
     highest = tl.full([HEADS], float("-inf"), tl.float32)
     total = tl.zeros([HEADS], tl.float32)
     sums = tl.zeros([HEADS, VALUE_PAD], tl.float32)
@@ -121,7 +117,7 @@ def attend_kernel(
         if valid is not None:
             live = live & (load_option(s, live, b, h, valid) != 0)
         at = _pointers(s, end, b, h, keys, tables, PAGE)
-        scores = _block_scores(s, live, at, b, h, near, other, dims, leading, rotation, scaling, softcap, DIM, HALF, INTERLEAVED)
+        scores = _block_scores(s, live, at, b, h, queries, dims, rotation, scaling, softcap, DIM, HALF, INTERLEAVED)
         if raw is not None:
             tl.store(raw + query_heads[:, None] * slots + s[None, :], scores, mask=(heads < GROUP)[:, None] & (s < end)[None, :])
         higher = tl.maximum(highest, tl.max(scores, 1))
@@ -170,7 +166,8 @@ def _copy(new, out, b, h, token, buffer, within, live, DIM: tl.constexpr, DIM_PA
 def block_size(dim: int, value_dim: int, rotated: bool) -> int:
     """So many slots at a time that registers hardly spill and shared memory suffices, as compiled for sm_80 and sm_90.
 
-    One case does not fit an sm_80: float32 keys of 256 dimensions that are rotated and scored with two queries (176 KB of 163 KB).
+    Float32 keys of 256 dimensions do not fit where many query heads share a KV head: rotated ones from 17 heads on an sm_80 (176 KB of
+    163 KB) and from 33 on an sm_90 (240 KB of 227 KB), others from 33 on an sm_80 (168 KB).
     """
     return min(64, max(16, (2048 if rotated else 4096) // padded(max(dim, value_dim))))
 
@@ -193,7 +190,7 @@ def attend(
         splits: How many programs share the slots of a row and KV head; None: enough to fill the GPU.
         block: Slots that a program takes at a time, a power of two from 16 on; None: what fits into registers.
     """
-    valid, leading, leading_query, rotation, softcap, sink_logits, want_weights = options
+    valid, rotation, softcap, sink_logits, want_weights = options
     batch, heads, _, dim = query.shape
     kv_heads, value_dim = keys.shape[1], values.shape[3]
     group, rows = heads // kv_heads, batch * kv_heads
@@ -204,12 +201,10 @@ def attend(
     parts, stats = (query.new_empty(rows * splits * group * n, dtype=torch.float32) for n in (value_dim, 2))
     attend_kernel[(rows, splits)](
         query.contiguous(),
-        None if leading_query is None else leading_query.contiguous(),
         None if sink_logits is None else sink_logits.contiguous(),
         *strided_or_none(keys, values),
         None if tables is None else (tables.contiguous(), tables.shape[1]),
         None if valid is None else strided(valid, shape),
-        leading,
         None if rotation is None else (strided(rotation.positions, shape), (rotation.cos.contiguous(), rotation.sin.contiguous())),
         *(parts, stats, raw, scaling, softcap, slots, chunk),
         KV_HEADS=kv_heads,

@@ -30,21 +30,18 @@ class Case(Draws):
     def __init__(self, batch=2, kv_heads=2, group=2, slots=9, dim=8, value_dim=8, dtype=torch.float32, seed=0, poison=0.0) -> None:
         super().__init__(batch, kv_heads, slots, dtype, seed)
         self.query = self.randn(batch, kv_heads * group, 1, dim)
-        self.leading_query = self.randn(batch, kv_heads * group, 1, dim)
         self.keys, self.values = self.randn(*self.shape, dim) * 2, self.randn(*self.shape, value_dim)
         self.valid = self.some()
         self.keys[~self.valid], self.values[~self.valid] = poison, poison
 
     def options(
-        self, valid: bool, leading: bool, turn: str, softcap: float | None = None, want_weights: bool = True, sinks: bool = False
+        self, valid: bool, turn: str, softcap: float | None = None, want_weights: bool = True, sinks: bool = False
     ) -> dict[str, Any]:
         """Keyword arguments: `turn` is "", "half" or "interleaved"."""
         slots, dim = self.shape[2], self.keys.shape[3]
         given: dict[str, Any] = {"softcap": softcap, "want_weights": want_weights, "valid": self.valid if valid else None}
         if sinks:
             given["sink_logits"] = self.randn(self.query.shape[1]) * 2
-        if leading:
-            given |= {"leading": slots // 3, "leading_query": self.leading_query}
         if turn and dim > 1:
             angles = torch.rand((40, max(1, dim // 3)), generator=self.generator, dtype=torch.float64) * 6
             precision = torch.promote_types(self.dtype, torch.float32)

@@ -34,7 +34,6 @@ CASES = {
 }
 OPTIONS = {
     "valid": st.just(True),
-    "leading": st.booleans(),
     "turn": st.sampled_from(["", "half", "interleaved"]),
     "softcap": st.sampled_from([None, 2.0]),
     "want_weights": st.booleans(),
@@ -89,7 +88,7 @@ def test_attention_as_it_is_called_equals_the_reference(slots: int, group: int, 
 
 def test_buffers_and_masks_may_be_repeated_or_lie_in_any_order() -> None:
     case = Case(slots=20)
-    options = case.options(True, "mask", "half")
+    options = case.options(True, "half")
     options["valid"] = options["valid"][:1]
     keys, values = (tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (case.keys, case.values))
     got = attend(case.query, keys, values, None, 20, options)

@@ -28,7 +28,6 @@ CASES = {
 }
 OPTIONS = {
     "valid": st.booleans(),
-    "leading": st.booleans(),
     "turn": st.sampled_from(["", "half", "interleaved"]),
     "softcap": st.sampled_from([None, 2.0]),
     "want_weights": st.booleans(),
@@ -47,11 +46,10 @@ def test_attention_equals_the_reference(shape: dict[str, Any], chosen: dict[str,
 
 
 @pytest.mark.parametrize("slots", [1, 63, 64, 65, 257])
-@pytest.mark.parametrize("leading", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention_equals_the_reference_at_lengths_about_a_block(slots: int, leading: bool, dtype: torch.dtype) -> None:
+def test_attention_equals_the_reference_at_lengths_about_a_block(slots: int, dtype: torch.dtype) -> None:
     case = Case(batch=1, kv_heads=2, group=3, slots=slots, dim=60, value_dim=20, dtype=dtype)
-    options = case.options(True, leading, "")
+    options = case.options(True, "")
     arguments = (case.query, case.keys, case.values, 60**-0.5)
     assert_same(slot_attention(*arguments, **options), slot_attention(*arguments, **options, backend="reference"), dtype)
 
@@ -90,7 +88,7 @@ def test_paged_and_flat_attention_are_equal_to_the_last_bit(page: int, slots: in
 def test_the_reference_equals_pytorch(valid: bool) -> None:
     case = Case(group=3, slots=17, dtype=torch.float64)
     case.valid[..., -1] = True
-    options = case.options(valid, "", "", want_weights=False)
+    options = case.options(valid, "", want_weights=False)
     mask = case.valid.repeat_interleave(3, 1).unsqueeze(2) if valid else None
     keys, values = (tensor.repeat_interleave(3, 1) for tensor in (case.keys, case.values))
     expected = torch.nn.functional.scaled_dot_product_attention(case.query, keys, values, attn_mask=mask, scale=0.3)
@@ -102,7 +100,7 @@ def test_the_reference_equals_pytorch(valid: bool) -> None:
 @pytest.mark.parametrize("backend", ["torch", "reference"])
 def test_turning_keys_on_the_way_equals_keys_that_were_turned_pair_by_pair_before(layout: str, backend: Any) -> None:
     case = Case(dim=8, dtype=torch.float64)
-    turn = case.options(False, "", layout)["rotation"]
+    turn = case.options(False, layout)["rotation"]
     pairs = turn.cos.shape[-1]
     turned = case.keys.clone()
     for s, i in ((s, i) for s in range(9) for i in range(pairs)):
@@ -115,9 +113,25 @@ def test_turning_keys_on_the_way_equals_keys_that_were_turned_pair_by_pair_befor
     torch.testing.assert_close(got, slot_attention(case.query, turned, case.values, 0.3)[0])
 
 
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+@pytest.mark.parametrize("rotary_dim", [12, 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tables_for_each_dimension_give_the_attention_of_those_for_each_pair(layout: Any, rotary_dim: int, dtype: torch.dtype) -> None:
+    case = Case(slots=19, dim=20, dtype=dtype)
+    angles = torch.rand((40, rotary_dim // 2), generator=case.generator) * 6
+    positions = torch.where(case.valid, torch.randint(0, 40, case.shape, generator=case.generator), -1)
+    rotation = RotationTables(positions, angles.cos(), angles.sin(), layout)
+    # Tables of both dimensions of each pair: all first ones before all second ones, or in turns.
+    axis = 1 if layout == "half" else 2
+    cos, sin = (torch.stack(tables, axis).flatten(1) for tables in ([rotation.cos, rotation.cos], [-rotation.sin, rotation.sin]))
+    arguments, options = (case.query, case.keys, case.values, 0.3), {"valid": case.valid, "want_weights": True}
+    got = slot_attention(*arguments, **options, rotation=rotation._replace(full=torch.cat([cos, sin], 1)), backend="torch")
+    assert_same(got, slot_attention(*arguments, **options, rotation=rotation, backend="torch"), dtype)
+
+
 def test_weights_of_a_row_sum_to_one_and_a_row_without_valid_slots_gives_zeros() -> None:
     case = Case(group=3)
-    output, weights = slot_attention(case.query, case.keys, case.values, 0.3, **case.options(True, "mask", ""))
+    output, weights = slot_attention(case.query, case.keys, case.values, 0.3, **case.options(True, ""))
     assert weights is not None
     torch.testing.assert_close(weights.sum(-1), case.valid.any(-1).float())
     assert not output[0, 0, :3].any()
@@ -142,11 +156,10 @@ def test_the_order_of_slots_does_not_matter() -> None:
     torch.testing.assert_close(other[1], weights[..., shuffled])
 
 
-@pytest.mark.parametrize("leading", [False, True])
 @pytest.mark.parametrize("turn", ["", "half", "interleaved"])
-def test_attention_has_gradients_also_of_a_row_without_valid_slots(leading: bool, turn: str) -> None:
+def test_attention_has_gradients_also_of_a_row_without_valid_slots(turn: str) -> None:
     case = Case(batch=1, slots=5, dim=6, dtype=torch.float64)
-    options = case.options(True, leading, turn, softcap=3.0, want_weights=False)
+    options = case.options(True, turn, softcap=3.0, want_weights=False)
 
     def attend(*tensors: torch.Tensor) -> torch.Tensor:
         return slot_attention(*tensors, 0.3, **options)[0]
@@ -156,7 +169,7 @@ def test_attention_has_gradients_also_of_a_row_without_valid_slots(leading: bool
 
 def test_everything_runs_as_one_compiled_graph() -> None:
     case = Case(slots=8, dim=6)
-    options = case.options(True, True, "half", softcap=3.0)
+    options = case.options(True, "half", softcap=3.0)
     *pages, tables, valid = case.paged(4)
     where, *new = write_arguments(case, 2)
     where_pages = where.clone()
@@ -246,11 +259,6 @@ def change(**changes: Any) -> dict[str, Any]:
         ({"keys": torch.zeros(2, 2, 8, 9).transpose(2, 3)}, "keys"),
         ({"valid": torch.ones(2, 2, 9)}, "valid"),
         ({"valid": torch.ones(2, 2, 8, dtype=torch.bool)}, "valid"),
-        ({"leading": 2}, "leading_query"),
-        ({"leading_query": torch.zeros(2, 4, 1, 8)}, "leading_query"),
-        ({"leading": 10, "leading_query": torch.zeros(2, 4, 1, 8)}, "leading"),
-        ({"leading": torch.ones(9, dtype=torch.bool), "leading_query": torch.zeros(2, 4, 1, 8)}, "leading"),
-        ({"leading": 2, "leading_query": torch.zeros(2, 2, 1, 8)}, "leading_query"),
         ({"rotation": RotationTables(torch.zeros(1, 1, 8).long(), torch.zeros(3, 4), torch.zeros(3, 4))}, "rotation.positions"),
         ({"rotation": RotationTables(torch.zeros(1, 1, 9).long(), torch.zeros(3, 5), torch.zeros(3, 5))}, "rotation.cos"),
         ({"rotation": RotationTables(torch.zeros(1, 1, 9).long(), torch.zeros(3, 4), torch.zeros(3, 4), "thirds")}, "rotation.layout"),  # type: ignore[arg-type]

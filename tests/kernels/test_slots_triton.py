@@ -28,14 +28,13 @@ def attend_variants():
         tensor = f"*{dtype}"
         mask = ("*u8", *STRIDES)
         yield {
-            **dict.fromkeys(("query", "leading_query"), tensor),
+            "query": tensor,
             "sinks": tensor if rich else None,
             **dict.fromkeys(("keys", "values"), (tensor, *STRIDES)),
             **dict.fromkeys(("parts", "stats"), "*fp32"),
             "raw": "*fp32" if rich else None,
             "tables": ("*i32", "i64") if rich == 1 else None,
             "valid": mask if rich else None,
-            "leading": (None, "i32", "i32")[rich],
             "rotation": ((("*i64", *STRIDES), ("*fp32", "*fp32"))) if rich == 2 else None,
             "scaling": "fp32",
             "softcap": "fp32" if rich == 2 else None,
