@@ -13,7 +13,7 @@ from hf_kvcaches import compat
 from hf_kvcaches.core.call import Call
 from hf_kvcaches.core.step import Pass
 from hf_kvcaches.equip import block
-from hf_kvcaches.equip.policies.kvzip import even_chunks
+from hf_kvcaches.equip.policies.kvzip import even_chunks, most_received
 from hf_kvcaches.equip.prompt import Detour, PromptLayer
 from hf_kvcaches.kernels.blocks import Visibility
 
@@ -34,7 +34,7 @@ def detours(layers: Sequence[PromptLayer], passes: Sequence[Detour]) -> Iterator
 class Reconstruction:
     """The most that any query of the repeated context gave to each slot of one layer; the layer takes none of these tokens.
 
-    Weights are shared among the tokens of the repeated chunk: no table of all tokens by all tokens is made.
+    A chunk's tokens are scored by its own repetition alone: no table of all tokens by all tokens is made.
 
     Attributes:
         span: Where the repeated chunk begins and ends in the text.
@@ -57,32 +57,15 @@ class Reconstruction:
         text = table.text_index()[:, :1]  # nothing is pruned yet: all heads hold the same tokens
         inside = (text >= self.span[0]) & (text < self.span[1])
         columns = inside.any(0).any(0).nonzero()[:, 0]
-        self._observe(inside[..., columns], columns, query, past_keys[:, :, columns], call, running.valid)
+        real = None
+        if running.valid is not None:
+            real = torch.cat([inside[..., columns], running.valid[:, None]], -1)
+        received = most_received(query * call.scaling, past_keys[:, :, columns], keys, call.softcap, real)
+        self.received[..., columns] = torch.maximum(self.received[..., columns], received)
         kept = int(columns[-1]) + 1 if columns.numel() else 0
         visible = Visibility((text[..., :kept] >= 0) & (text[..., :kept] < self.span[1]), kept, running.valid)
         all_keys, all_values = (torch.cat([past[:, :, :kept], new], 2) for past, new in ((past_keys, keys), (past_values, values)))
         return block.attend(query, all_keys, all_values, call, visible, call.bias)
-
-    def _observe(
-        self, inside: torch.Tensor, columns: torch.Tensor, query: torch.Tensor, keys: torch.Tensor, call: Call, valid: torch.Tensor | None
-    ) -> None:
-        """Note what the chunk's slots get of its repetition.
-
-        Args:
-            inside: True for slots of the chunk, (batch, 1, columns).
-            columns: The slots that belong to the chunk in any row.
-            keys: In these slots, (batch, kv_heads, columns, head_dim), in one frame with the queries.
-            valid: True where a repeated token is real, (batch, tokens), or None for all.
-        """
-        grouped = (query * call.scaling).unflatten(1, (keys.shape[1], -1))
-        scores = (grouped @ keys[:, :, None].mT).float()
-        if call.softcap is not None:
-            scores = call.softcap * torch.tanh(scores / call.softcap)
-        hidden = ~inside[:, :, None, None]
-        weights = scores.masked_fill_(hidden, torch.finfo(scores.dtype).min).softmax(-1)
-        if valid is not None:
-            weights = weights.masked_fill(hidden, 0.0) * valid[:, None, None, :, None]
-        self.received[..., columns] = torch.maximum(self.received[..., columns], weights.amax((2, 3)))
 
 
 def reconstruct(cache: Any, model: Any, layers: list[Any], ids: torch.Tensor, chunk: int) -> list[torch.Tensor]:

@@ -128,7 +128,7 @@ def stay(scores: list[list[float]], positions: list[list[int]], budget: int, sin
         ]
         tokens.sort(reverse=True)
         first = sum(token[0] for token in tokens)
-        floor = first + math.ceil((budget - first) / 5)
+        floor = first + math.ceil((budget - first) / 20)
         guarded += tokens[:floor]
         ranked += tokens[floor:]
     ranked.sort(reverse=True)

@@ -127,15 +127,16 @@ def test_layers_without_full_attention_have_no_entry() -> None:
 
 
 @pytest.mark.parametrize("family", [tiny.llama, partial(tiny.gemma2, layer_types=["full_attention"] * 4)])
-def test_a_token_scores_the_most_that_the_repeated_chunk_gives_it(family: Any) -> None:
+def test_a_token_scores_the_most_that_its_chunks_repetition_gives_it(family: Any) -> None:
     model, ids, chunk = family(), tiny.ids(1, 50)[0], 20
     scores = reconstruction_scores(model, ids, chunk)
     model.set_attn_implementation("eager")
     for part in torch.arange(50).split([16, 17, 17]):  # chunks of about one length
         attentions = model(torch.cat([ids, ids[part]])[None], output_attentions=True).attentions
         for layer, weights in enumerate(attentions):
-            given = weights[0, :, 50:, part]
-            expected = (given / given.sum(-1, keepdim=True)).unflatten(0, (2, 2)).amax((1, 2))
+            given, own = weights[0, :, 50:, part], weights[0, :, 50:, 50:]
+            shares = given / (given.sum(-1, keepdim=True) + own.sum(-1, keepdim=True))
+            expected = shares.unflatten(0, (2, 2)).amax((1, 2))
             torch.testing.assert_close(scores[layer][:, part], expected, atol=1e-5, rtol=1e-3)
 
 
@@ -307,7 +308,7 @@ def test_shares_are_those_that_one_budget_for_all_heads_gives(model: PreTrainedM
     recent = (budget - 4) // 4
     worth = scores[:, 4 : 140 - recent]
     free = budget - 4 - recent
-    floor = worth.topk(-(-free // 5)).indices
+    floor = worth.topk(-(-free // 20)).indices
     worth = worth.scatter(1, floor, torch.inf)
     kept = torch.zeros(worth.numel()).index_fill(0, worth.flatten().topk(8 * free).indices, 1.0).view_as(worth).sum(1)
     torch.testing.assert_close(torch.cat(list(budgets.shares.values())), kept / free)

@@ -193,7 +193,9 @@ def reconstruction(model: PreTrainedModel, ids: torch.Tensor, chunk: int = 512) 
         eager(input_ids=ids[:, :stop], past_key_values=past)
         places = torch.arange(tokens, tokens + part.shape[1])[None]
         weights = eager(input_ids=part, position_ids=places, past_key_values=past, output_attentions=True).attentions
-        shares = [layer[0, :, :, start:stop] / layer[0, :, :, start:stop].sum(-1, keepdim=True) for layer in weights]
+        shares = [
+            (layer / (layer.sum(-1, keepdim=True) - layer[..., :start].sum(-1, keepdim=True)))[0, ..., start:stop] for layer in weights
+        ]
         parts.append([share.amax(1).unflatten(0, (-1, groups)).amax(1) for share in shares])
     return [torch.cat(layer, 1) for layer in zip(*parts, strict=True)]
 

@@ -210,22 +210,28 @@ def test_kvzip_takes_the_second_reading_and_until_then_keeps_what_it_said_and_al
 
 
 def future_slowly(tokens: Tokens, policy: FuturePolicy, few: bool) -> torch.Tensor:
-    """What the queries of a chunk, one at a time, give to its tokens; with `few` all queries to each chunk."""
+    """What the queries of a chunk, one at a time, give to its tokens beside a sample of others; with `few` all queries to each chunk."""
     best = torch.full(tokens.keys.shape[:3], torch.inf)
     for b in range(best.shape[0]):
         asked = [q for q, index in enumerate(tokens.query_index[b].tolist()) if index >= 0]
         end = int(tokens.positions[b].max()) + 1
         for h in range(best.shape[1]):
             slots = [s for s in tokens.positions[b, h].argsort().tolist() if tokens.positions[b, h, s] >= 0]
-            slots = slots if few else slots[len(slots) - len(asked) :]
+            every, rest, slots = slots, len(slots) - tokens.sinks, slots if few else slots[len(slots) - len(asked) :]
+            sample = [*range(tokens.sinks), *(tokens.sinks + number * rest // 128 for number in range(128))]
+            stands_for = torch.tensor([1.0] * tokens.sinks + [rest / 128] * 128)
             best[b, h, slots] = -1.0
             for start in range(0, len(slots), policy.chunk):
                 start = max(0, min(start, len(slots) - policy.chunk))
                 part = slots[start : start + policy.chunk]
+                outside = [number for number, place in enumerate(sample) if every[place] not in part]
+                keys = tokens.keys[b, h, part + [every[sample[number]] for number in outside]]
+                share = torch.cat([torch.ones(len(part)), stands_for[outside]])
                 for q in asked if few else asked[start : start + policy.chunk]:
                     query = tokens.geometry.unrotate(tokens.queries[b : b + 1, 2 * h : 2 * h + 2, q : q + 1], int(tokens.query_index[b, q]))
                     query = tokens.geometry.rotate(query, end + policy.ahead)[0, :, 0]
-                    weights = (query @ tokens.keys[b, h, part].T * tokens.scaling).softmax(-1).amax(0)
+                    weights = (query @ keys.T * tokens.scaling).exp() * share
+                    weights = (weights / weights.sum(-1, keepdim=True))[:, : len(part)].amax(0)
                     best[b, h, part] = torch.maximum(best[b, h, part], weights)
     return best
 

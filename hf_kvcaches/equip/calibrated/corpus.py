@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.fingerprint import ModelFingerprint
-from hf_kvcaches.equip.policies.kvzip import even_chunks
+from hf_kvcaches.equip.policies.kvzip import even_chunks, most_received
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.evaluate.observer import Attended, WatchingCache
 from hf_kvcaches.evaluate.texts import Tokenized, sequences
@@ -77,19 +77,18 @@ class _Reconstruction(WatchingCache):
         super().__init__(model)
 
     def watch(self, attended: Attended) -> None:
-        keys = attended.keys[0, :, None, self.chunk].float()  # (kv_heads, 1, chunk, head_dim)
-        queries = attended.query[0, :, self.context :].float().unflatten(0, (keys.shape[0], -1))
-        logits = queries @ keys.mT * attended.scaling
-        if (softcap := attended.options.get("softcap")) is not None:
-            logits = softcap * torch.tanh(logits / softcap)
-        self.received[attended.layer_idx] = logits.softmax(-1).amax((1, 2))
+        repeated = slice(self.context, None)
+        queries = attended.query[:, :, repeated].float() * attended.scaling
+        keys = attended.keys.float()
+        received = most_received(queries, keys[:, :, self.chunk], keys[:, :, repeated], attended.options.get("softcap"))
+        self.received[attended.layer_idx] = received[0]
 
 
 @torch.no_grad()
 def reconstruction_scores(model: Any, ids: torch.Tensor, chunk: int = 512) -> dict[int, torch.Tensor]:
     """What each token of a text gets when the model reads the text again, by layer index, (kv_heads, tokens) in float32.
 
-    KVzip (arXiv 2505.23416): the largest weight that any query of the repeated text gives, shared among the tokens of its chunk.
+    KVzip (arXiv 2505.23416): the largest weight that any query of the repeated text gives.
 
     Args:
         model: A transformers model, in evaluation mode.

@@ -11,6 +11,8 @@ from hf_kvcaches.equip.policies.base import Policy, count
 from hf_kvcaches.equip.policies.tokens import UNSCORED, Tokens
 
 _NOTHING = -1e30
+# How many tokens stand for those outside of a chunk.
+_SAMPLE = 128
 
 
 @dataclass(frozen=True)
@@ -19,13 +21,13 @@ class FuturePolicy(Policy, built_in=True):
 
     What will be asked is not known yet, but it is asked from behind the context, and by queries of this model. What is written again can be
     looked up: the query of a token finds the one that came after it. So each query is rotated behind the end of the context, where it sees
-    its neighbours as a later one would, and a token scores the largest weight that any query of its chunk gives it. One pass, no
-    calibration. KVzip (arXiv 2505.23416) takes the same maximum over a second reading, Expected Attention (arXiv 2510.00636) a mean over a
-    distribution of queries.
+    its neighbours as a later one would, and a token scores the largest weight that any query of its chunk gives it. Sinks and a sample of
+    all other tokens share the weights, so that a head that looks anywhere gives little to each. One pass, no calibration. KVzip (arXiv
+    2505.23416) takes the same maximum over a second reading, Expected Attention (arXiv 2510.00636) a mean over a distribution of queries.
 
     Args:
         ahead: How far behind the end.
-        chunk: Consecutive tokens whose queries attend to each other, and share the weights.
+        chunk: Consecutive tokens whose queries attend to each other.
         interval: Decode steps between two scorings. A token's score does not fall.
     """
 
@@ -56,18 +58,26 @@ def future_attention(tokens: Tokens, ahead: int = 32, chunk: int = 256) -> torch
     order, real = _in_order(tokens.positions)
     asking, asked = _in_order(index)
     length = slots if few else queries.shape[2]
-    # The newest tokens of each row and head, as many as it has queries, the real ones first.
-    count = real.sum(-1, keepdim=True) if few else real.sum(-1, keepdim=True).minimum(asked.sum(-1).view(-1, 1, 1))
+    # The newest tokens of each row and head, as many as it has queries.
+    total = real.sum(-1, keepdim=True)
+    count = total if few else total.minimum(asked.sum(-1).view(-1, 1, 1))
     places = _chunks(count, length, min(chunk, length))  # (batch, 1 or kv_heads, chunks, size)
-    there = places < count[..., None]
-    picks = order.gather(-1, (places + (real.sum(-1, keepdim=True) - count)[..., None]).clamp(max=slots - 1).flatten(2))
+    there, first = places < count[..., None], places + (total - count)[..., None]
+    picks = order.gather(-1, first.clamp(max=slots - 1).flatten(2))
     keys = tokens.keys.detach().take_along_dim(picks[..., None], 2).float().unflatten(2, places.shape[2:])
+    bias = torch.where(there, 0.0, _NOTHING)
+    if slots > places.shape[-1]:  # others share the weights, too
+        sample, weight = _sample(total, tokens.sinks)
+        others = tokens.keys.detach().take_along_dim(order.gather(-1, sample.clamp(max=slots - 1))[..., None], 2).float()
+        keys = torch.cat([keys, others[:, :, None].expand(-1, -1, places.shape[2], -1, -1)], 3)
+        outside = (sample[:, :, None] < first[..., :1]) | (sample[:, :, None] > first[..., -1:])
+        bias = torch.cat([bias, torch.where(outside & (sample < total)[:, :, None], weight[:, :, None], _NOTHING)], -1)
     asking = asking[:, None]
     if not few:  # behind the last token asks the query of the last one
         asking = asking.expand(*places.shape[:2], -1).gather(-1, places.minimum((count - 1).clamp(min=0)[..., None]).flatten(2))
         asking = asking.repeat_interleave(queries.shape[1] // asking.shape[1], 1)
     queries = queries.take_along_dim(asking[..., None], 2).float() * tokens.scaling
-    best = _best(queries.unflatten(1, (heads, -1)), keys, there.expand(*keys.shape[:4]), few)
+    best = _best(queries.unflatten(1, (heads, -1)), keys, bias.expand(*keys.shape[:4]), places.shape[-1], few)
     scores = torch.full(tokens.keys.shape[:3], -torch.inf, device=keys.device)
     best = torch.where(there, best, -torch.inf).flatten(2)
     scores.scatter_reduce_(-1, picks.expand_as(best), best, "amax")
@@ -85,26 +95,39 @@ def _chunks(count: torch.Tensor, length: int, size: int) -> torch.Tensor:
     return starts[..., None] + torch.arange(size, device=count.device)
 
 
-def _best(queries: torch.Tensor, keys: torch.Tensor, real: torch.Tensor, few: bool) -> torch.Tensor:
-    """The largest weight of each key among those of its chunk, (batch, kv_heads, chunks, size).
+def _sample(count: torch.Tensor, sinks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens that stand for all in rows of so many, (batch, 1 or kv_heads, 1): sinks, and others evenly.
+
+    Returns:
+        Which ones, and the logarithm of how many each stands for, both (batch, 1 or kv_heads, n).
+    """
+    rest, number = (count - sinks).clamp(min=0), torch.arange(_SAMPLE, device=count.device)
+    every = torch.arange(sinks, device=count.device).expand(*count.shape[:2], -1)
+    weight = (rest / _SAMPLE).log().expand(-1, -1, _SAMPLE)
+    return torch.cat([every, sinks + number * rest // _SAMPLE], -1), torch.nn.functional.pad(weight, (sinks, 0))
+
+
+def _best(queries: torch.Tensor, keys: torch.Tensor, bias: torch.Tensor, size: int, few: bool) -> torch.Tensor:
+    """The largest weight of each key of a chunk, (batch, kv_heads, chunks, size).
 
     Args:
         queries: Those of each chunk, (batch, kv_heads, group, chunks * size, head_dim); with `few` any, asked about each chunk.
-        keys: (batch, kv_heads, chunks, size, head_dim).
-        real: False for keys of no token, (batch, kv_heads, chunks, size).
+        keys: Of each chunk and of others, (batch, kv_heads, chunks, n, head_dim).
+        bias: Added to the scores of each key, (batch, kv_heads, chunks, n).
+        size: How many of them are the chunk's.
     """
-    shape, chunks, size = real.shape, real.shape[2], real.shape[3]
+    shape, chunks, n = bias.shape[:3], bias.shape[2], bias.shape[3]
     if few:
         asking = queries.flatten(2, 3)[:, :, None].expand(-1, -1, chunks, -1, -1).flatten(0, 2)
     else:
         asking = queries.unflatten(3, (chunks, size)).transpose(2, 3).flatten(3, 4).flatten(0, 2)  # (..., group * size, head_dim)
-    bias, keys = (~real).flatten(0, 2)[:, None].float() * _NOTHING, keys.flatten(0, 2)
-    step = max(1, piece(keys) // (asking.shape[1] * size))
+    bias, keys = bias.flatten(0, 2)[:, None], keys.flatten(0, 2)
+    step = max(1, piece(keys) // (asking.shape[1] * n))
     best = [
-        torch.baddbmm(bias[part], asking[part], keys[part].mT).softmax(-1).amax(1)
+        torch.baddbmm(bias[part], asking[part], keys[part].mT).softmax(-1)[..., :size].amax(1)
         for part in (slice(start, start + step) for start in range(0, len(keys), step))
     ]
-    return torch.cat(best).view(shape)
+    return torch.cat(best).view(*shape, size)
 
 
 def _in_order(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
