@@ -188,7 +188,7 @@ class SlotLayer(AnsweringLayer):
             prompt: Its tokens, in the longest row.
         """
         decode = self.settings.decode_budget
-        slots = limit.slots if decode is None else slots_for(decode, prompt)
+        slots = limit.slots if decode is None else slots_for(decode, prompt, limit.slots)
         if slots < limit.slots:
             raise ConfigError.of("decode_budget", f"at least the budget, {limit.slots} tokens", slots)
         self.slots, self.recent, self.waiting = slots, self.settings.recent_of(slots), False
