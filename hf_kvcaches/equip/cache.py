@@ -246,7 +246,7 @@ class EquipCache(AnsweringCache):
         return layer.kept_positions()
 
     def compress(self, model: Any = None, *, upto: int | None = None, input_ids: torch.Tensor | None = None) -> None:
-        """Prune what is held to `budget` now; with "kvzip", which waits for it, after the model has read the context once more.
+        """Prune what is held to `budget` now; with "kvzip", which waits for it, once, after the model has read the context again.
 
         Args:
             model: The model that filled the cache, or a wrapper of it; None for the one that the cache was made with.
