@@ -44,14 +44,15 @@ def one_budget(name: str, budget: Any) -> int | float:
     raise ConfigError.of(name, "an integer of at least 1 (tokens), or a float above 0 and up to 1 (share of the prompt)", budget, hint)
 
 
-def slots_for(budget: int | float, prompt_tokens: int) -> int:
+def slots_for(budget: int | float, prompt_tokens: int, least: int = 1) -> int:
     """How many tokens a layer keeps.
 
     Args:
         budget: A number of tokens or a share of the prompt.
         prompt_tokens: The length of the prompt that a share refers to.
+        least: A share of a short prompt is no fewer.
     """
-    return budget if isinstance(budget, int) else max(1, int(budget * prompt_tokens))
+    return budget if isinstance(budget, int) else max(least, int(budget * prompt_tokens))
 
 
 def check_budget(slots: int, sinks: int, recent: int) -> None:

@@ -159,10 +159,10 @@ class EquipCache(AnsweringCache):
     def _make_storage(self, rotation: Given, settings: EquipSettings, layer_idx: int) -> Flat:
         codec, backend, book = self._shared_codec, settings.backend, self._book
         if codec is not None:
-            codes = FlatCodes(backend) if book is None else PagedCodes(backend, book, settings.budget, codec, layer_idx)
+            codes = FlatCodes(backend) if book is None else PagedCodes(backend, book, settings.slots_of, codec, layer_idx)
             return Coded(backend, codec, layer_idx, settings.sinks, codes)
         if book is not None:
-            return Paged(backend, book, settings.budget)
+            return Paged(backend, book, settings.slots_of)
         if self._latents:
             sizes: Any = self.config.per_layer_config[layer_idx]
             return Latent(backend, sizes.qk_rope_head_dim, sizes.kv_lora_rank)
@@ -222,18 +222,12 @@ class EquipCache(AnsweringCache):
 
     @property
     def adopt_window(self) -> int | None:
-        policy = self.policy
-        return None if policy.observes is None else max(policy.observes, (policy.interval or 64) if policy.reads_queries else 0)
+        return self._settings.queries_needed
 
     def adopt_refused(self, with_queries: bool = False) -> Refusal | None:
         if self._latents:
             return Refusal("model: EquipCache prunes latents as the model makes them, and takes none over. Feed it the text.")
-        needed, name = self.adopt_window, self.policy.name or type(self.policy).__name__
-        if needed == 0 or (with_queries and needed is not None):
-            return None
-        whose, others = ("all queries", "'future', ") if needed is None else (f"a prompt's last {needed} queries", "")
-        why = f"{name!r} scores by {whose}, which stored keys and values don't have"
-        return Refusal(f"policy: {why}. Use {others}'keydiff' or 'streaming'.")
+        return self._settings.adopt_refused(with_queries)
 
     @property
     def pool(self) -> PagePool | None:
@@ -252,7 +246,7 @@ class EquipCache(AnsweringCache):
         return layer.kept_positions()
 
     def compress(self, model: Any = None, *, upto: int | None = None, input_ids: torch.Tensor | None = None) -> None:
-        """Prune what is held to `budget` now; with "kvzip", which waits for it, after the model has read the context once more.
+        """Prune what is held to `budget` now; with "kvzip", which waits for it, once, after the model has read the context again.
 
         Args:
             model: The model that filled the cache, or a wrapper of it; None for the one that the cache was made with.

@@ -29,11 +29,11 @@ class PagedCodes(Paged):
 
     names = exported = ("codes",)
 
-    def __init__(self, backend: Backend, book: PageBook, budget: int | float, codec: KVCodec, layer_idx: int) -> None:
+    def __init__(self, backend: Backend, book: PageBook, slots_of: Callable[[int], int], codec: KVCodec, layer_idx: int) -> None:
         widths = [width or 1 for width in codec.separate_bytes]
         self.kind, self.width = f"codes of the codec {codec.digest[:8]}", dict(enumerate(widths)).get(layer_idx, 1)
         self.page_bytes = book.pool.page_size * max(widths)
-        super().__init__(backend, book, budget, self.page_bytes // self.width)
+        super().__init__(backend, book, slots_of, self.page_bytes // self.width)
 
     def _open(self, *states: torch.Tensor) -> None:
         self.book.pool.open(self.kind, {"codes": (self.page_bytes,)}, torch.uint8, states[0].device)

@@ -6,6 +6,7 @@ What follows a change keeps the keys and values that it had, computed with the o
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,10 +40,13 @@ def evict(cache: Any, layers: list[Any], positions: torch.Tensor) -> None:
             f"evict: this model has layers with a window of {max(windows)} tokens of their own, and they can't forget what is in it. "
             f"Evict positions up to {seen - max(windows)}."
         )
-    for layer in layers:
-        layer.table.catch_up()
-        layer.drop(torch.isin(layer.table.text_index(), positions.to(layer.device)))
-        layer.make_final()
+    with ExitStack() as space:
+        for layer in layers:  # copies of pages that others have, too: for all layers, or nothing has changed
+            space.enter_context(layer.storage.space_for(layer.storage.shape[0], 0, None, 1, lambda _, make: make()))
+        for layer in layers:
+            layer.table.catch_up()
+            layer.drop(torch.isin(layer.table.text_index(), positions.to(layer.device)))
+            layer.make_final()
 
 
 def edit(cache: Any, model: Any, layers: list[Any], start: int, stop: int, new_ids: torch.Tensor) -> None:
@@ -61,7 +65,6 @@ def edit(cache: Any, model: Any, layers: list[Any], start: int, stop: int, new_i
         for layer, (table, storage, content, rotation) in zip(layers, before, strict=True):
             layer.table, layer.storage, layer.rotation = table, storage, rotation
             layer.storage.restore(content)
-            layer.assembly.clear()
         raise
 
 
@@ -108,7 +111,7 @@ def _open(layer: Any, start: int, stop: int, tokens: int) -> None:
             places[..., : table.used] += torch.where(behind, moved, 0).to(places.dtype)
     table.advance(moved)
     if table.counts is not None:
-        table.counts = table.counts + moved
+        table.counts, table.fewest = table.counts + moved, max(0, table.fewest + moved)
     layer.drop(dropped)
 
 

@@ -28,10 +28,10 @@ class Paged(Flat):
 
     read = read_decoded
 
-    def __init__(self, backend: Backend, book: PageBook, budget: int | float, page_size: int | None = None) -> None:
+    def __init__(self, backend: Backend, book: PageBook, slots_of: Callable[[int], int], page_size: int | None = None) -> None:
         super().__init__(backend)
         self.book, self.layer, self.room = book, len(book.layers), 0
-        book.layers.append(LayerPages(budget, page_size or book.pool.page_size))
+        book.layers.append(LayerPages(slots_of, page_size or book.pool.page_size))
 
     @property
     def pages(self) -> LayerPages:

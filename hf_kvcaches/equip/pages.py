@@ -6,7 +6,7 @@ import copy
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +14,6 @@ import torch
 
 from hf_kvcaches.compat import decoder_config, split_model
 from hf_kvcaches.core.rope_families import head_sizes
-from hf_kvcaches.equip.budgets import slots_for
 from hf_kvcaches.errors import ConfigError, PoolExhausted, UnsupportedError, whole_number
 
 _lock = threading.Lock()
@@ -154,13 +153,13 @@ class LayerPages:
     """The pages of one layer: slot s of row b is in page `rows[b][s // page_size]`.
 
     Args:
-        budget: The layer's slots, or the fraction of the prompt; `slots`, once that is known.
+        slots_of: How many slots the layer has with a prompt of so many tokens; `slots`, once that is known.
         used: How many slots of each row hold a token.
         shared: Whether a page may have another holder.
         table: `rows` as a tensor, (rows, pages of the longest), int32; -1 where a row has none. None after a change.
     """
 
-    budget: int | float
+    slots_of: Callable[[int], int]
     page_size: int
     slots: int = 0
     rows: list[list[int]] = field(default_factory=list)
@@ -178,7 +177,7 @@ class LayerPages:
 
     def after(self, new: Sequence[int], prompt: int) -> list[int]:
         """How many slots of rows will be in use after new tokens, of which so many are a prompt if they are the first."""
-        slots = self.slots or slots_for(self.budget, prompt)
+        slots = self.slots or self.slots_of(prompt)
         return [min(slots, used + count) for used, count in zip(self.used or [0] * len(new), new, strict=True)]
 
 

@@ -114,14 +114,19 @@ class PositionedLayer(SlotLayer):
         if not isinstance(self.rotation, Shifted):
             return
         self.record(None, 0)
-        table, storage, self.rotation = self.table, self.storage, self.rotation.otherwise
-        self.storage = Flat(self.settings.backend)
+        table, storage, flat, self.rotation = self.table, self.storage, Flat(self.settings.backend), self.rotation.otherwise
         if isinstance(storage, Streamed) and table.positions is not None and storage.values is not None:
             positions = torch.nn.functional.pad(table.positions, (0, storage.capacity - table.positions.shape[-1]))
             keys = self.rotation.stored(storage.as_rotated(), positions[:, 0].clamp(min=0))
-            self.storage.hold((keys, storage.values), storage.capacity)
+            flat.hold((keys, storage.values), storage.capacity)
             order = table.positions.argsort(-1, descending=True).argsort(-1)
             table.distances = torch.where(table.positions < 0, 1 << 30, order).to(torch.int32)
+        self.replace_storage(flat)
+
+    def replace_storage(self, storage: Flat) -> None:
+        """Have keys and values lie elsewhere; the storage until now gives its memory back."""
+        self.storage.clear()
+        self.storage = storage
 
     def holding(self) -> torch.Tensor | None:
         """True for slots in use that hold a token, (batch, 1 or kv_heads, slots in use), or None where all do."""

@@ -16,6 +16,7 @@ from hf_kvcaches.equip.block import Incoming, Questions
 from hf_kvcaches.equip.budgets import Limit
 from hf_kvcaches.equip.positions import StepMask
 from hf_kvcaches.equip.pruning import PruningLayer
+from hf_kvcaches.equip.settings import QUESTION_ADOPTED
 from hf_kvcaches.equip.slot_layer import Asked
 from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.kernels.blocks import Visibility
@@ -144,19 +145,23 @@ class PromptLayer(PruningLayer):
         tokens, policy, observed, questions = keys.shape[2], self.policy, None, Questions()
         running = self.passes.of_prompt(positions, padding, tokens, keys.device)
         self.choose_angles(running.positions)
+        if (needed := self.settings.queries_needed) != 0 and self.settings.question_start is not None:
+            raise UnsupportedError(QUESTION_ADOPTED)
         if policy.observes != 0:
             observed = block.observe_adopted(queries, keys, running.valid, policy.observes)
-        elif policy.reads_queries and queries is None:
+        elif needed and queries is None:
             raise UnsupportedError(
-                f"queries: {policy.name!r} scores a prompt by its last queries, and got none. Pass them, or use 'keydiff'."
+                f"queries: {policy.name!r}, or refit, looks at a prompt's last {needed} queries, and got none. Pass them, or use 'keydiff' "
+                "without refit."
             )
-        longest = tokens if running.valid is None else int(running.valid.sum(-1).max())
-        limit = self.limit if self.waiting else self.resolve(longest)
+        spans = self._spans(running, tokens)
         with self.storage.space_for(keys.shape[0], tokens, running.valid, tokens, running.shared):
-            new = self._incoming(keys, values, running, None)
-            self._count(new, running)
-            if queries is not None:
-                self.scaling = queries.scaling
-                questions = Questions(queries.states, new.index[:, 0, -queries.states.shape[2] :])
-            self.arrive(new, limit, questions, observed)
+            for start, stop, limit in spans:
+                part = running.part(start, stop)
+                new = self._incoming(keys[:, :, start:stop], values[:, :, start:stop], part, None)
+                self._count(new, part)
+                if needed != 0 and queries is not None:
+                    self.scaling = queries.scaling
+                    questions = Questions(queries.states, new.index[:, 0, -queries.states.shape[2] :])
+                self.arrive(new, limit, questions, observed)
         graphs.prepare(self)

@@ -104,7 +104,7 @@ class PruningLayer(PositionedLayer):
             scores = table.scores[..., : table.used]
         else:
             tokens = self.shown(new, questions, attention, limit.slots, behind)
-            scores = policy.checked_score(tokens)
+            scores = torch.where(tokens.real, policy.checked_score(tokens), unscored(positions))  # also what it was not shown
             self._remember(tokens)
         heads = max(scores.shape[1], positions.shape[1])
         positions = positions.expand(-1, heads, -1)
@@ -140,22 +140,23 @@ class PruningLayer(PositionedLayer):
         arrival, shared = self.arrival, self.settings.head_budgets
         assert arrival is not None
         worth = protected(arrival.scores, arrival.positions, self.table.count, self.settings.sinks, limit.recent)
-        total = worth.shape[-1]
+        fits = worth.shape[-1] <= limit.slots and self.table.rooms is None
         if self.waiting:
             self.slots = self.table.seen
             return self.settle(None, None)
-        candidates = Candidates(self._by_head(worth) if shared is not None else worth, limit.slots, self.slots)
-        if shared is not None and self.table.rooms is not None and self.journal is not None:
+        candidates = Candidates(self._by_head(worth) if shared is not None else worth, limit.slots, self.slots, fits)
+        drafting = self.journal is not None and arrival.new is not None and self.detour is None  # drafts may follow in the same call
+        if shared is not None and self.table.rooms is not None and drafting:
             return self.settle(with_rooms(candidates, self.table.rooms), self.table.rooms)
-        if shared == "global" and self.journal is None:
+        if shared == "global" and not drafting:
             return self.assembly.add(self, candidates)
-        if shared is None or (total <= limit.slots and self.table.rooms is None):
-            dense = self._dense() and total <= limit.slots
-            return self._install(None if dense else best(worth, arrival.positions, limit.slots), None, None)
+        if shared is None or fits:
+            return self._install(None if self._dense() and fits else best(worth, arrival.positions, limit.slots), None, None)
         if isinstance(shared, dict):
-            least = self.settings.sinks + max(1, limit.recent)
-            shares = self._shares(worth.device)
-            return self.settle(with_rooms(candidates, rooms_of(shares, limit.slots, least)), rooms_of(shares, self.slots, least))
+            shares, sinks = self._shares(worth.device), self.settings.sinks
+            kept = rooms_of(shares, limit.slots, sinks + max(1, limit.recent))
+            rooms = rooms_of(shares, self.slots, sinks + max(1, limit.recent, self.recent))
+            return self.settle(with_rooms(candidates, kept), rooms)
         return self.settle(*compared([candidates], self.shard)[0])
 
     def _dense(self) -> bool:
@@ -225,7 +226,7 @@ class PruningLayer(PositionedLayer):
             self._prepare(states[0], arrival.new.positions >= 0)
             new = storage.encode(*states)
         refits = self.settings.refit and index is not None and self.table.asked is not None
-        if rooms is None and not refits and type(storage) is not Ragged:
+        if rooms is None and not refits:
             return storage.rebuild(index, new, used, self.slots)
         raw = storage.raw(used) if used else ()
         if new is not None:
@@ -236,7 +237,7 @@ class PruningLayer(PositionedLayer):
             picked = (picked[0], self._refitted(arrival, picked[0], raw[1], index, positions))
         if rooms is None:
             return storage.hold(picked, self.slots)
-        self.storage = Ragged.of(picked, rooms, self.settings.backend, (positions >= 0).sum(-1, keepdim=True))
+        self.replace_storage(Ragged.of(picked, rooms, self.settings.backend, (positions >= 0).sum(-1, keepdim=True)))
         return None
 
     def _refitted(

@@ -15,6 +15,7 @@ from hf_kvcaches.core.step import Pass
 from hf_kvcaches.equip import block
 from hf_kvcaches.equip.policies.kvzip import even_chunks, most_received
 from hf_kvcaches.equip.prompt import Detour, PromptLayer
+from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.kernels.blocks import Visibility
 
 
@@ -78,6 +79,11 @@ def reconstruct(cache: Any, model: Any, layers: list[Any], ids: torch.Tensor, ch
         ids: Of the context, (rows, tokens).
         chunk: Tokens fed at a time.
     """
+    if not all(layer.waiting for layer in layers):
+        raise UnsupportedError(
+            "compress: this policy reads a context again while all of it is held, and this one was compressed before. Feed the longer text "
+            "to a new cache, or use a policy that can compress again, such as 'future'."
+        )
     others = {index: copy.deepcopy(layer) for index, layer in enumerate(cache.layers) if layer not in layers}
     text = layers[0].table.text
     real = torch.ones(ids.shape[0], cache.seen, dtype=torch.bool, device=ids.device)

@@ -7,12 +7,18 @@ from typing import Any
 
 from hf_kvcaches.codec.codec import KVCodec
 from hf_kvcaches.core.parallel import require_all_heads
+from hf_kvcaches.core.refusal import Refusal
 from hf_kvcaches.equip.budgets import Limit, check_budget, one_budget, slots_for
 from hf_kvcaches.equip.calibrated.head_budgets import HeadBudgets
 from hf_kvcaches.equip.policies import Policy
 from hf_kvcaches.equip.quantized import BITS
 from hf_kvcaches.errors import ConfigError, UnsupportedError, require_choice, require_instance, whole_number
 from hf_kvcaches.kernels.launch import BACKENDS, Backend
+
+QUESTION_ADOPTED = (
+    "question_start: a context is scored or refitted by its last queries, and those of a prompt from another cache are the question's. "
+    "Take over the context alone and feed the question, or use 'keydiff' or 'streaming' without refit."
+)
 
 
 @dataclass(frozen=True)
@@ -144,6 +150,33 @@ class EquipSettings:
         """How many of the newest tokens always stay in so many slots."""
         return self.policy.recent(slots, self.sinks) if self.recent is None else self.recent
 
+    @property
+    def queries_needed(self) -> int | None:
+        """How many of a prompt's last queries the policy and a refit look at: 0 for none, None for all."""
+        policy = self.policy
+        read = (policy.interval or 64) if policy.reads_queries or self.refit else 0
+        return None if policy.observes is None else max(policy.observes, read)
+
+    def adopt_refused(self, with_queries: bool) -> Refusal | None:
+        """Why a prompt can't be adopted, with its last queries or without."""
+        needed, name = self.queries_needed, self.policy.name or type(self.policy).__name__
+        if needed != 0 and self.question_start is not None:
+            return Refusal(QUESTION_ADOPTED)
+        if needed == 0 or (with_queries and needed is not None):
+            return None
+        whose, others = ("all queries", "'future', ") if needed is None else (f"a prompt's last {needed} queries", "")
+        why = f"policy: {name!r}{' with refit' * self.refit} looks at {whose}, which stored keys and values don't have."
+        return Refusal(f"{why} Use {others}'keydiff' or 'streaming'{' without refit' * self.refit}.")
+
+    @property
+    def least(self) -> int:
+        """How many slots hold what always stays and one new token."""
+        return self.sinks + max(1, self.recent_of(self.sinks + 1))
+
+    def slots_of(self, prompt: int) -> int:
+        """How many tokens of a prompt of so many stay."""
+        return slots_for(self.budget, prompt, self.least)
+
     def limit_of(self, prompt: int, beside: int = 0) -> Limit:
         """What a prompt is pruned to.
 
@@ -151,7 +184,7 @@ class EquipSettings:
             prompt: Its tokens, in the longest row.
             beside: Tokens that stay besides, on top of a fraction.
         """
-        slots = slots_for(self.budget, prompt) + (beside if isinstance(self.budget, float) else 0)
+        slots = self.slots_of(prompt) + (beside if isinstance(self.budget, float) else 0)
         recent = whole_number("recent", self.recent_of(slots), 0)
         check_budget(slots, self.sinks, max(recent, beside))
         return Limit(slots, recent)

@@ -16,7 +16,6 @@ from hf_kvcaches.core.step import Pass, Passes
 from hf_kvcaches.equip import graphs
 from hf_kvcaches.equip.allocation import Assembly
 from hf_kvcaches.equip.budgets import Limit, slots_for
-from hf_kvcaches.equip.policies import Policy
 from hf_kvcaches.equip.ragged import Ragged
 from hf_kvcaches.equip.rollback import Journal, Undo
 from hf_kvcaches.equip.rotation import Given, Shifted
@@ -82,8 +81,7 @@ class SlotLayer(AnsweringLayer):
         super().__init__()
         self.layer_idx = layer_idx
         self.settings, self.geometry, self.rotation, self.passes = settings, geometry, rotation, passes
-        self.policy: Policy = settings.policy
-        self.frozen = False
+        self.policy, self.frozen = settings.policy, False
         self.assembly, self.shard, self.heads = assembly, assembly.shard, heads
         self._first = (rotation, storage)
         self.journal: Journal | None = None
@@ -188,7 +186,7 @@ class SlotLayer(AnsweringLayer):
             prompt: Its tokens, in the longest row.
         """
         decode = self.settings.decode_budget
-        slots = limit.slots if decode is None else slots_for(decode, prompt)
+        slots = limit.slots if decode is None else slots_for(decode, prompt, limit.slots)
         if slots < limit.slots:
             raise ConfigError.of("decode_budget", f"at least the budget, {limit.slots} tokens", slots)
         self.slots, self.recent, self.waiting = slots, self.settings.recent_of(slots), False
@@ -244,8 +242,6 @@ class SlotLayer(AnsweringLayer):
         if self.journal is not None and (self.journal.covers(tokens) or not whole):
             for undo in self.journal.last(tokens):
                 self._undo(undo)
-            if isinstance(self.storage, Streamed) and tokens:
-                self.follow(None)
         elif tokens and not whole:
             raise UnsupportedError(
                 "crop: tokens were pruned or scored, so EquipCache can take back only what it has recorded. "
@@ -253,6 +249,9 @@ class SlotLayer(AnsweringLayer):
             )
         elif tokens:
             self._forget_last(tokens)
+        if isinstance(self.storage, Streamed) and tokens:
+            self.follow(None)
+            self.storage.sink_keys = self.storage.sink_keys if self.seen >= self.settings.sinks else None
         self.make_final()
 
     @abstractmethod

@@ -294,8 +294,10 @@ def test_a_prompt_of_embeddings_is_read_by_the_holder_itself() -> None:
 def test_what_cannot_work_is_refused_when_the_cache_is_made() -> None:
     of, prompt = model(), PROMPTS[:1]
     make = segments
-    with pytest.raises(UnsupportedError, match=r"'h2o' scores by all queries.*'future', 'keydiff'"):
+    with pytest.raises(UnsupportedError, match=r"'h2o' looks at all queries.*'future', 'keydiff'"):
         make(of, prompt, None, decode_with=EquipCache(of, "h2o", 40))
+    with pytest.raises(UnsupportedError, match=r"^decode_with: question_start: .*context alone"):
+        make(of, prompt, None, decode_with=EquipCache(of, "future", 40, question_start=-9))
     with pytest.raises(ConfigError, match="decode_with: expected a GrowingCache, an EquipCache or a SubspaceCache"):
         make(of, prompt, None, decode_with=DynamicCache())
     with pytest.raises(ConfigError, match="decode_with: expected a GrowingCache"):

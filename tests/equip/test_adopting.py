@@ -224,6 +224,39 @@ def test_policies_that_observe_queries_are_refused_without(policy: str) -> None:
     assert EquipCache(model, "h2o").adopt_refused(with_queries=True)
 
 
+@pytest.mark.parametrize("policy", ["streaming", "keydiff", "own"])
+@pytest.mark.parametrize("padding", [0, 5])
+def test_a_question_that_is_adopted_changes_nothing_about_its_context(policy: str, padding: int) -> None:
+    model, question = models.tiny("llama"), 7
+    ids, mask = left_padded([text(PROMPT), text(PROMPT - padding, 7)])
+    past, settings = prefilled(models.twin_of(model), ids, mask), {"policy": POLICIES[policy], "budget": 0.5, "decode_budget": 1.0}
+    whole = EquipCache.from_cache(past, model, attention_mask=mask, question_start=-question, **settings)
+    past.crop(-question)
+    context = EquipCache.from_cache(past, model, attention_mask=mask[:, :-question], **settings)
+    for layer in range(2):
+        old, new = (cache.kept_positions(layer)[..., : (PROMPT - question) // 2 + question] for cache in (context, whole))
+        assert torch.equal(old[..., :-question], new[..., :-question])
+        assert torch.equal(new[..., -question:], torch.arange(PROMPT - question, PROMPT).expand(2, new.shape[1], -1))
+    assert feed(model, whole, tokens(STEPS, rows=2), mask=torch.nn.functional.pad(mask, (0, STEPS), value=1)).isfinite().all()
+
+
+def test_a_question_that_is_adopted_with_its_queries_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, past = models.tiny("llama"), prefilled(models.tiny("llama"), text(PROMPT))
+    _, queries = with_queries(model, text(PROMPT), None, monkeypatch, policy="future")
+    with pytest.raises(UnsupportedError, match=r"^question_start: .*context alone"):
+        EquipCache.from_cache(past, model, "future", question_start=-5, queries=queries)
+
+
+def test_a_refit_needs_queries_of_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, past = models.tiny("llama"), prefilled(models.tiny("llama"), text(PROMPT))
+    with pytest.raises(UnsupportedError, match="with refit looks at a prompt's last 64 queries"):
+        EquipCache.from_cache(past, model, "keydiff", BUDGET, refit=True)
+    _, queries = with_queries(model, text(PROMPT), None, monkeypatch, policy="keydiff")
+    refitted, plain = (EquipCache.from_cache(past, model, "keydiff", BUDGET, refit=refit, queries=queries) for refit in (True, False))
+    same_slots(refitted, plain)
+    assert not torch.allclose(refitted.layers[0].storage.values, plain.layers[0].storage.values)
+
+
 def test_too_few_queries_are_refused() -> None:
     model = models.tiny("llama")
     past = prefilled(models.twin_of(model), text(PROMPT))
@@ -423,8 +456,6 @@ def test_what_does_not_fit_is_refused_and_the_layer_stays_empty() -> None:
     with pytest.raises(UnsupportedError, match="queries"):
         cache.adopt_layer(1, keys, keys, positions)
     small = EquipCache(model, "keydiff", 0.2)
-    with pytest.raises(ConfigError, match="budget: 2 tokens are too few"):
-        small.adopt_layer(1, keys, keys, positions)
     small.adopt_layer(0, keys, keys, positions)
     with pytest.raises(ConfigError, match="empty layer, got one that has seen 10"):
         small.adopt_layer(0, keys, keys, positions)

@@ -85,14 +85,16 @@ def test_a_share_is_of_the_prompt_and_of_the_next_one_after_a_reset() -> None:
     assert cache.report().kept == (20, 20)
 
 
-def test_a_share_of_a_prompt_that_is_too_short_says_so_and_the_next_prompt_may_be_longer() -> None:
+@pytest.mark.parametrize("policy", ["streaming", "h2o", "tova", "snapkv", "keydiff", "future"])
+@pytest.mark.parametrize("options", [{}, {"page_size": 4}, {"recent": 9}, {"sinks": 0}, {"decode_budget": 0.5}], ids=str)
+def test_a_share_of_a_short_prompt_holds_what_always_stays_and_one_token(policy: str, options: Any) -> None:
     model = models.tiny("llama")
-    cache = EquipCache(model, "h2o", 0.25)
-    with pytest.raises(ConfigError, match="budget: 3 tokens are too few"):
-        feed(model, cache, text(12), [12])
-    assert cache.seen == 0
-    feed(model, cache, text(40), [40])
-    assert cache.report().kept == (10, 10)
+    for prompt in (1, 4, 12):
+        cache = EquipCache(model, policy, 0.25, **options)
+        feed(model, cache, text(prompt + 20), steps(prompt, prompt + 20))
+        sinks = options.get("sinks", 4)
+        assert all(set(range(sinks)) <= set(head) for head in cache.kept_positions(0)[0].tolist())
+        assert min(cache.report().kept) > sinks
 
 
 @pytest.mark.parametrize("policy", ["streaming", "h2o"])

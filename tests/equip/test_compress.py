@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hf_kvcaches import EquipCache
 from hf_kvcaches.equip.pages import PagePool
-from hf_kvcaches.equip.policies import KVZipPolicy, SnapKVPolicy
+from hf_kvcaches.equip.policies import KVZipPolicy, Policy, SnapKVPolicy
+from hf_kvcaches.equip.policies.tokens import Tokens
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from tests import tiny
 from tests.equip.cases import both_positions, padded, positions_of, stay
@@ -94,10 +96,13 @@ def test_what_is_decoded_sees_the_pruned_prompt_and_all_that_came_since(model):
         torch.testing.assert_close(feed(model, cache, ids[:, step : step + 1]), expected, atol=2e-4, rtol=1e-4)
 
 
-def test_a_decode_budget_below_the_budget_is_refused(model):
+def test_a_decode_budget_below_the_budget_is_refused_and_a_share_of_the_prompt_is_no_less(model):
     cache = EquipCache(model, "streaming", 20, decode_budget=10)
     with pytest.raises(ConfigError, match="decode_budget"):
         feed(model, cache, tiny.ids(1, CONTEXT))
+    share = EquipCache(model, "streaming", 20, decode_budget=0.25)
+    feed(model, share, tiny.ids(1, CONTEXT))
+    assert share.report().budget == (20,) * 4
 
 
 # compress
@@ -175,6 +180,109 @@ def test_compress_refuses_an_empty_cache_and_positions_that_are_not_there(model)
     with pytest.raises(ConfigError, match="budget"):
         cache.compress(model, upto=2)  # 38 tokens behind, in a budget of 16
     assert positions_of(cache) == before
+
+
+def test_compress_to_more_slots_than_heads_have_evicts_nothing(model):
+    ids = tiny.ids(1, 3 * CONTEXT + 1, seed=21)
+    cache = EquipCache(model, budget=0.5)
+    feed(model, cache, ids[:, :CONTEXT])
+    for step in range(CONTEXT, 3 * CONTEXT):
+        feed(model, cache, ids[:, step : step + 1])
+    before = kept_by(cache)
+    cache.compress()  # to half of three times the tokens
+    assert kept_by(cache) == before
+    feed(model, cache, ids[:, -1:])
+    assert kept_by(cache) == [[*head, 3 * CONTEXT] for head in before]
+
+
+@pytest.mark.parametrize(("policy", "shared"), [("kvzip", "global"), ("h2o", "global"), ("h2o", "layer"), ("snapkv", "global")])
+@pytest.mark.parametrize("change", ["compress", "edit"])
+def test_recording_changes_nothing_about_what_stays(model, policy, shared, change):
+    ids, kept = tiny.ids(1, CONTEXT + 40, seed=22), []
+    for recording in (False, True):
+        cache = EquipCache(model, SnapKVPolicy(window=4) if policy == "snapkv" else policy, 0.5, head_budgets=shared)
+        feed(model, cache, ids[:, :CONTEXT])
+        feed(model, cache, ids[:, CONTEXT : CONTEXT + 20])
+        if recording:
+            cache.activate_past_recording()
+        if change == "edit":
+            cache.edit(model, 30, 32, [5, 6, 7])
+        else:
+            cache.compress(model, input_ids=ids)
+            for step in range(CONTEXT + 20, CONTEXT + 40):
+                feed(model, cache, ids[:, step : step + 1])
+        kept.append(kept_by(cache))
+    assert kept[0] == kept[1]
+
+
+@pytest.mark.parametrize("policy", ["kvzip", "keydiff"])
+def test_what_follows_the_context_outlives_it_while_decoding(model, policy):
+    ids = tiny.ids(1, CONTEXT + QUESTION + 10, seed=23)
+    cache = EquipCache(model, policy, 24, recent=1, head_budgets=None)
+    feed(model, cache, ids[:, : CONTEXT + QUESTION])
+    cache.compress(model, upto=CONTEXT, input_ids=ids)
+    before = kept_by(cache)
+    for step in range(CONTEXT + QUESTION, CONTEXT + QUESTION + 10):
+        feed(model, cache, ids[:, step : step + 1])
+    for old, new in zip(before, kept_by(cache), strict=True):
+        assert {position for position in old if position >= CONTEXT} <= set(new)
+
+
+class Failing(Policy):
+    """Raises in the third layer that asks, as often as it is told to."""
+
+    comparable = True
+
+    def __init__(self) -> None:
+        self.asked = self.failing = 0
+
+    def score(self, tokens: Tokens) -> torch.Tensor:
+        self.asked += 1
+        if self.failing and self.asked % 4 == 3:
+            raise KeyboardInterrupt
+        return tokens.keys.float().norm(dim=-1)
+
+
+def test_a_compress_that_failed_is_no_part_of_the_next_pass(model):
+    ids, policies = tiny.ids(1, CONTEXT + 20, seed=24), (Failing(), Failing())
+    caches = [EquipCache(model, policy, 16, head_budgets="global") for policy in policies]
+    for cache in caches:
+        feed(model, cache, ids[:, :CONTEXT])
+    policies[0].failing = 1
+    with pytest.raises(KeyboardInterrupt):
+        caches[0].compress(model)
+    policies[0].failing = 0
+    logits = [feed(model, cache, ids[:, CONTEXT:]) for cache in caches]
+    assert torch.equal(*logits)
+    assert kept_by(caches[0]) == kept_by(caches[1])
+
+
+def compressed(model: PreTrainedModel, ids: torch.Tensor) -> EquipCache:
+    cache = EquipCache(model, "kvzip", 40)
+    feed(model, cache, ids)
+    cache.compress(model, input_ids=ids)
+    return cache
+
+
+def overflown(model: PreTrainedModel, ids: torch.Tensor) -> EquipCache:
+    cache = EquipCache(model, "future", 100)
+    feed(model, cache, ids[:, :90])
+    feed(model, cache, ids[:, 90:])
+    return cache
+
+
+def evicted(model: PreTrainedModel, ids: torch.Tensor) -> EquipCache:
+    cache = EquipCache(model, "streaming", 100)
+    feed(model, cache, ids[:, :90])
+    cache.evict(range(20, 30))
+    return cache
+
+
+@pytest.mark.parametrize("make", [compressed, overflown, evicted])
+def test_no_memory_is_held_for_what_was_held_before(make):
+    cache = make(tiny.llama(hidden_size=256), tiny.ids(1, 300, seed=25))
+    for each in (cache, copy.deepcopy(cache)):
+        assert len(pickle.dumps(each)) < 1.4 * cache.report().bytes
 
 
 # kvzip
@@ -266,6 +374,17 @@ def test_kvzip_refuses_to_decode_before_it_has_compressed(model):
     with pytest.raises(UnsupportedError, match="compress"):
         model.generate(ids, past_key_values=cache, max_new_tokens=3)
     assert len(positions_of(cache)) == CONTEXT
+
+
+def test_kvzip_reads_a_context_again_once(model):
+    ids = tiny.ids(1, CONTEXT, seed=26)
+    cache = EquipCache(model, "kvzip", 16)
+    feed(model, cache, ids)
+    cache.compress(model, input_ids=ids)
+    before = kept_by(cache)
+    with pytest.raises(UnsupportedError, match="new cache"):
+        cache.compress(model, input_ids=ids)
+    assert kept_by(cache) == before
 
 
 def test_kvzip_says_which_ids_it_needs(model):

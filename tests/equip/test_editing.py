@@ -97,6 +97,18 @@ def test_after_an_edit_every_kept_token_is_where_the_edited_text_has_it(policy: 
         assert feed(model, made, text(30, 40), [5, *[1] * 25]).isfinite().all()
 
 
+@pytest.mark.parametrize("policy", ["streaming", "keydiff"])
+def test_new_tokens_are_sinks_where_an_edit_left_a_row_with_fewer(policy: str) -> None:
+    ids, mask = left_padded([text(20), text(12, 9)])
+    made, steps = EquipCache(models.tiny("llama"), policy, 12, head_budgets=None), text(30, 40).expand(2, -1)
+    feed(made.model, made, ids, [20], mask)
+    made.edit(made.model, 9, 20, [])  # one token of the second row is left
+    for step in range(30):
+        mask = torch.nn.functional.pad(mask[:, : 9 + step], (0, 1), value=1)
+        feed(made.model, made, steps[:, step : step + 1], [1], mask)
+    assert all({8, 9, 10, 11} <= set(head) for layer in range(2) for head in made.kept_positions(layer)[1].tolist())
+
+
 @pytest.mark.parametrize("policy", ["streaming", "h2o", "keydiff"])
 def test_compact_positions_close_the_gap_of_what_was_evicted(policy: str) -> None:
     model, gone = one_layer(), [4, 5, 11, 29]

@@ -336,6 +336,18 @@ def test_measured_budgets_give_each_head_its_share_of_the_free_slots(model, posi
             assert all({0, 1, 2, 3, 47, 48, 49} <= set(head) for head in row)
 
 
+def test_heads_with_small_shares_keep_sinks_and_recent_tokens_while_decoding(model):
+    shares = HeadBudgets({layer: torch.tensor([1.9, 0.1]) for layer in range(4)})
+    cache = cache_of(model, "keydiff", 20, shares, decode_budget=60)
+    ids = tiny.ids(1, 80, seed=18)
+    feed(model, cache, ids[:, :40])
+    for seen in range(41, 81):
+        feed(model, cache, ids[:, seen - 1 : seen])
+        newest = range(max(36, seen - 14), seen)  # a quarter of the slots without sinks
+        assert all({0, 1, 2, 3, *newest} <= set(head) for layer in kept(cache) for head in layer[0])
+    assert slots(cache) == 8 * 60
+
+
 @both_ways
 def test_short_prompts_fill_up_before_anything_is_shared(model, shared):
     cache, uniform = cache_of(model, shared=shared), cache_of(model, shared=None)

@@ -377,6 +377,22 @@ def test_copies_that_don_t_fit_once_they_are_written_change_nothing(scheme: str)
 
 
 @with_codec
+def test_an_eviction_from_copies_that_does_not_fit_changes_nothing(scheme: str) -> None:
+    pool = PagePool(model(), pages=12, page_size=4)
+    made = EquipCache(model(), "keydiff", BUDGET, pool=pool, **options_of(scheme))
+    feed(made, tiny.ids(1, 20), 20)
+    copied = copy.deepcopy(made)
+    before = state(made), state(copied)
+    with pytest.raises(PoolExhausted):  # there are pages for a copy of the first layer
+        copied.evict([0, 1])
+    assert same_state(before[1], state(copied))
+    made.reset()
+    copied.evict([0, 1])
+    assert not torch.isin(copied.kept_positions(1), torch.tensor([0, 1])).any()
+    check_conserved(pool, copied)
+
+
+@with_codec
 def test_an_edit_that_does_not_fit_changes_nothing(scheme: str) -> None:
     pool = PagePool(model(), pages=8, page_size=4)
     made = EquipCache(model(), "h2o", BUDGET, pool=pool, **options_of(scheme))

@@ -31,13 +31,13 @@ def test_logits_of_a_whole_prompt_are_no_drafts() -> None:
 
 def test_after_a_pass_that_failed_on_the_way_a_cache_wants_to_be_reset() -> None:
     model, text = models.tiny("gemma2"), tokens(20, seed=1)
-    cache = EquipCache(model, "streaming", 0.2, sinks=3)  # 4 slots; then the same for a prompt too short for it
-    with pytest.raises(ConfigError, match="budget"):
-        feed(model, cache, text[:, :10], [10])
-    with pytest.raises(UnsupportedError, match="reset"):
+    cache = EquipCache(model, "streaming", 0.5, decode_budget=8)
+    with pytest.raises(ConfigError, match="decode_budget"):  # more of this prompt would stay
         feed(model, cache, text, [20])
+    with pytest.raises(UnsupportedError, match="reset"):
+        feed(model, cache, text[:, :10], [10])
     cache.reset()
-    assert torch.isfinite(feed(model, cache, text, [20])).all()
+    assert torch.isfinite(feed(model, cache, text[:, :10], [10])).all()
 
 
 @pytest.mark.parametrize("policy", ["streaming", "h2o"])

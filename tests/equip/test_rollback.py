@@ -53,6 +53,18 @@ def test_all_drafts_taken_back_leave_the_cache_bit_for_bit_as_it_was(policy: str
     assert_same(cache, before)
 
 
+@pytest.mark.parametrize(("prompt", "recorded", "taken"), [(6, 1, 5), (3, 17, 17)])
+def test_a_stream_without_some_of_its_sinks_gets_others(prompt: int, recorded: int, taken: int) -> None:
+    one, other = (build(model(), "streaming", 8) for _ in range(2))
+    feed(model(), one, text(prompt), [prompt])
+    one.activate_past_recording()
+    feed(model(), one, text(recorded, 40))
+    one.crop(-taken)
+    feed(model(), other, text(prompt + recorded - taken), [prompt + recorded - taken])
+    found, expected = (feed(model(), cache, text(14, 60)) for cache in (one, other))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox", "gpt2"])
 @pytest.mark.parametrize("prompt", [30, 12, 2], ids=["full", "filling", "before the sinks"])
 def test_drafts_attend_as_single_tokens_do(family: str, prompt: int) -> None:
