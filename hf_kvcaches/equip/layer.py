@@ -159,7 +159,7 @@ class EquipLayer(PromptLayer):
         """Attention of one query a row over the slots, and its weights where the policy observes them."""
         table, valid, tables = self.table, None, None
         assert table.positions is not None
-        used = table.positions.shape[-1] if table.filled is None or torch.compiler.is_compiling() else table.filled
+        used = table.positions.shape[-1] if torch.compiler.is_compiling() or table.filled is None else table.filled
         if allowed is not None or (not self.storage.full and (torch.compiler.is_compiling() or table.filled is None)):
             valid = table.positions[..., :used] >= 0
             if allowed is not None:

@@ -11,7 +11,7 @@ import torch
 from hf_kvcaches.core.call import Call
 from hf_kvcaches.core.holder import LastQueries
 from hf_kvcaches.core.step import Pass
-from hf_kvcaches.equip import block, graphs
+from hf_kvcaches.equip import block
 from hf_kvcaches.equip.block import Incoming, Questions
 from hf_kvcaches.equip.budgets import Limit
 from hf_kvcaches.equip.positions import StepMask
@@ -65,8 +65,6 @@ class PromptLayer(PruningLayer):
                     real = torch.ones(rows, 1, 1, dtype=torch.bool, device=keys.device)
                 told = Asked(call.module, None, part.position_ids, block.inputs_of(asked.inputs, index, index + 1))
                 outputs.append(self.step(query[:, :, span], keys[:, :, span], values[:, :, span], call, (allowed, real), told))
-        if length:
-            graphs.prepare(self)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
     def _spans(self, running: Pass, length: int) -> list[tuple[int, int, Limit]]:
@@ -159,4 +157,3 @@ class PromptLayer(PruningLayer):
                 self.scaling = queries.scaling
                 questions = Questions(queries.states, new.index[:, 0, -queries.states.shape[2] :])
             self.arrive(new, limit, questions, observed)
-        graphs.prepare(self)

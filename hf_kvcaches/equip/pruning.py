@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from hf_kvcaches.equip import graphs
 from hf_kvcaches.equip.allocation import Candidates, best, compared, in_order, indices_of, protected, rooms_of, with_rooms
 from hf_kvcaches.equip.block import Arrival, Incoming, Questions
 from hf_kvcaches.equip.budgets import Limit
@@ -216,6 +217,7 @@ class PruningLayer(PositionedLayer):
         if isinstance(self.storage, Streamed) and (positions.shape[-1] >= self.settings.sinks or table.seen > positions.shape[-1]):
             self.storage.keep_sinks(self.settings.sinks)
         self.follow(None if arrival.new is None else arrival.new.newest)
+        graphs.prepare(self)
 
     def _store(self, arrival: Arrival, index: Slots | None, positions: torch.Tensor, rooms: torch.Tensor | None) -> None:
         """Keep the keys and values of tokens at some indices; arguments as in `_install`."""
