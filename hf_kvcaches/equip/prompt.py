@@ -16,6 +16,7 @@ from hf_kvcaches.equip.block import Incoming, Questions
 from hf_kvcaches.equip.budgets import Limit
 from hf_kvcaches.equip.positions import StepMask
 from hf_kvcaches.equip.pruning import PruningLayer
+from hf_kvcaches.equip.rotation import Shifted
 from hf_kvcaches.equip.slot_layer import Asked
 from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.kernels.blocks import Visibility
@@ -109,6 +110,8 @@ class PromptLayer(PruningLayer):
     def _incoming(self, keys: torch.Tensor, values: torch.Tensor, running: Pass, call: Call | None) -> Incoming:
         """New tokens, with their places in their rows and in the frame."""
         self.regularise(keys, running.valid is not None, None if call is None else call.bias)
+        if isinstance(self.rotation, Shifted) and not self.table.seen and running.start != 0:
+            self.unshift()  # a stream counts positions from 0 where it puts the sinks
         table, tokens, batch, device = self.table, running.tokens, keys.shape[0], keys.device
         steps = torch.arange(tokens, device=device)
         positions, text = (steps + table.seen).expand(batch, 1, -1), None
