@@ -144,7 +144,7 @@ class PromptLayer(PruningLayer):
     ) -> None:
         tokens, policy, observed, questions = keys.shape[2], self.policy, None, Questions()
         running = self.passes.of_prompt(positions, padding, tokens, keys.device)
-        self.choose_angles(running.positions)
+        self.choose_angles(running.positions, False)
         if policy.observes != 0:
             observed = block.observe_adopted(queries, keys, running.valid, policy.observes)
         elif policy.reads_queries and queries is None:

@@ -2,6 +2,8 @@
 
 import pickle
 
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, Phi3Config, PhimoeConfig
@@ -133,6 +135,26 @@ def test_geometries_differ_where_only_the_frequencies_beyond_do() -> None:
 
 
 @torch.no_grad()
+@torch.no_grad()
+@pytest.mark.parametrize("policy", ["streaming", "h2o"])
+@pytest.mark.parametrize("tokens", [8, LIMIT + 8])
+def test_a_pruned_cache_that_was_saved_goes_on_by_the_same_frequencies(policy: str, tokens: int, tmp_path: Path) -> None:
+    model = tiny.build(phi3_config())
+    cache = EquipCache(model, policy, 6)
+    model(tiny.ids(1, tokens), past_key_values=cache)
+    cache.save(tmp_path / "cache.safetensors")
+    again = EquipCache.load(tmp_path / "cache.safetensors", model)
+    for ids in tiny.ids(5, 1, 1):
+        expected, found = (model(ids, past_key_values=held).logits for held in (cache, again))
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    for held in (cache, again) if tokens < LIMIT else ():
+        with pytest.raises(UnsupportedError, match="keys of the other kind"):
+            for ids in tiny.ids(LIMIT, 1, 1):
+                model(ids, past_key_values=held)
+    rotations = {id(getattr(layer.rotation, "otherwise", layer.rotation)) for held in (cache, again) for layer in held.layers}
+    assert len(rotations) == 2, "layers share their tables"
+
+
 @pytest.mark.parametrize("make", [GrowingCache, lambda model: EquipCache(model, "streaming", 16, positions="original")])
 def test_a_generate_in_which_the_model_drops_the_cache_is_refused(make) -> None:
     model = tiny.build(phi3_config())
