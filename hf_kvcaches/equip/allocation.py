@@ -29,11 +29,13 @@ class Candidates:
         worth: +inf for protected tokens, -inf where there is none, (batch, 1 or kv_heads, tokens).
         budget: How many stay in each head, in the mean.
         slots: How many slots each head has afterwards, in the mean.
+        fits: Whether all may stay, and all heads have as many slots.
     """
 
     worth: torch.Tensor
     budget: int
     slots: int
+    fits: bool = False
 
 
 def protected(scores: torch.Tensor, positions: torch.Tensor, count: int | torch.Tensor, sinks: int, recent: int) -> torch.Tensor:
@@ -159,8 +161,7 @@ class Assembly:
         if len(self._layers) < self.expected:
             return
         (layers, parts), self._layers = zip(*self._layers, strict=True), []
-        fits = all(part.worth.shape[-1] <= part.budget for part in parts)
-        shares = [(None, None)] * len(parts) if fits else compared(parts, self.shard)
+        shares = [(None, None)] * len(parts) if all(part.fits for part in parts) else compared(parts, self.shard)
         for waiting, (kept, rooms) in zip(layers, shares, strict=True):
             waiting.settle(kept, rooms)
 

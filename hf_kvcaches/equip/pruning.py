@@ -141,18 +141,19 @@ class PruningLayer(PositionedLayer):
         arrival, shared = self.arrival, self.settings.head_budgets
         assert arrival is not None
         worth = protected(arrival.scores, arrival.positions, self.table.count, self.settings.sinks, limit.recent)
-        total = worth.shape[-1]
+        # Under tensor parallelism buffers differ, and processes decide as one.
+        most = worth.shape[-1] if shared is None or self.shard is None else self.shard.most(worth.shape[-1], worth.device)
+        fits = most <= limit.slots and self.table.rooms is None
         if self.waiting:
             self.slots = self.table.seen
             return self.settle(None, None)
-        candidates = Candidates(self._by_head(worth) if shared is not None else worth, limit.slots, self.slots)
+        candidates = Candidates(self._by_head(worth) if shared is not None else worth, limit.slots, self.slots, fits)
         if shared is not None and self.table.rooms is not None and self.journal is not None:
             return self.settle(with_rooms(candidates, self.table.rooms), self.table.rooms)
         if shared == "global" and self.journal is None:
             return self.assembly.add(self, candidates)
-        if shared is None or (total <= limit.slots and self.table.rooms is None):
-            dense = self._dense() and total <= limit.slots
-            return self._install(None if dense else best(worth, arrival.positions, limit.slots), None, None)
+        if shared is None or fits:
+            return self._install(None if self._dense() and fits else best(worth, arrival.positions, limit.slots), None, None)
         if isinstance(shared, dict):
             least = self.settings.sinks + max(1, limit.recent)
             shares = self._shares(worth.device)
