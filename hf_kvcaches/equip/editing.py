@@ -42,8 +42,9 @@ def evict(cache: Any, layers: list[Any], positions: torch.Tensor) -> None:
         )
     for layer in layers:
         layer.table.catch_up()
-        layer.drop(torch.isin(layer.table.text_index(), positions.to(layer.device)))
-        layer.make_final()
+        with cache.at_hand(layer):
+            layer.drop(torch.isin(layer.table.text_index(), positions.to(layer.device)))
+            layer.make_final()
 
 
 def edit(cache: Any, model: Any, layers: list[Any], start: int, stop: int, new_ids: torch.Tensor) -> None:
@@ -53,7 +54,8 @@ def edit(cache: Any, model: Any, layers: list[Any], start: int, stop: int, new_i
     try:
         for layer in layers:
             layer.table.catch_up()
-            _open(layer, start, stop, new_ids.shape[1])
+            with cache.at_hand(layer):
+                _open(layer, start, stop, new_ids.shape[1])
         by = _insert(cache, model, layers, start, new_ids) if new_ids.shape[1] else Provenance()
         for layer in layers:
             layer.make_final()

@@ -1,7 +1,6 @@
 """Frequencies that depend on the length of the text: which ones a forward pass rotates by."""
 
 import pickle
-
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from hf_kvcaches import EquipCache, GrowingCache
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import UnsupportedError
 from tests import tiny
+from tests.conformance.driving import feed
 
 LIMIT = 32
 SIZES = {
@@ -144,13 +144,11 @@ def test_a_pruned_cache_that_was_saved_goes_on_by_the_same_frequencies(policy: s
     model(tiny.ids(1, tokens), past_key_values=cache)
     cache.save(tmp_path / "cache.safetensors")
     again = EquipCache.load(tmp_path / "cache.safetensors", model)
-    for ids in tiny.ids(5, 1, 1):
-        expected, found = (model(ids, past_key_values=held).logits for held in (cache, again))
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    expected, found = (feed(model, held, tiny.ids(1, 5)) for held in (cache, again))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     for held in (cache, again) if tokens < LIMIT else ():
         with pytest.raises(UnsupportedError, match="keys of the other kind"):
-            for ids in tiny.ids(LIMIT, 1, 1):
-                model(ids, past_key_values=held)
+            feed(model, held, tiny.ids(1, LIMIT))
     rotations = {id(getattr(layer.rotation, "otherwise", layer.rotation)) for held in (cache, again) for layer in held.layers}
     assert len(rotations) == 2, "layers share their tables"
 
