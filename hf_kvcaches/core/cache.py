@@ -6,7 +6,8 @@ import copy
 import uuid
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar, Self
 
@@ -136,6 +137,20 @@ class KVCache(continuation.CacheArgument, SavedCache, Cache, ABC):
         if not isinstance(self.layers[layer_idx], AnsweringLayer):
             super().offload(layer_idx, only_non_sliding)
 
+    @contextmanager
+    def at_hand(self, layer: Any) -> Iterator[None]:
+        """Within it a layer that is offloaded until its pass is on its device, for what is asked of it between passes."""
+        if not (self.offloading and isinstance(layer, AnsweringLayer) and layer.is_initialized):
+            yield
+            return
+        torch.cuda.default_stream(layer.device).wait_stream(self.prefetch_stream)
+        layer.prefetch()
+        try:
+            yield
+        finally:
+            if layer is not next(other for other in self.layers if isinstance(other, AnsweringLayer)):  # the next pass begins with it
+                layer.offload()
+
     def answer_next(self, answering: view.LayerView) -> None:
         """Let a view answer the queries of this thread's next attention call."""
         view.answer_next(answering, self._attention_configs, self._model is not None)
@@ -178,7 +193,8 @@ class KVCache(continuation.CacheArgument, SavedCache, Cache, ABC):
 
     def crop(self, tokens_to_remove: int) -> None:
         for layer in self._own_layers_first():
-            layer.crop(int(tokens_to_remove))  # of a tensor, windows of transformers 5.17 would make their length
+            with self.at_hand(layer):
+                layer.crop(int(tokens_to_remove))  # of a tensor, windows of transformers 5.17 would make their length
         self.provenance.crop(self.seen)
         self.log.crop(self.seen)
 

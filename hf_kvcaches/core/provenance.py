@@ -53,6 +53,12 @@ class Provenance:
         changed = f"The model has changed behind the first {self._spans[1][0]} tokens (weights, settings or adapters)"
         return Identity(f"{changed}, and what follows depends on both.")
 
+    def replace(self, start: int, stop: int, tokens: int, by: Provenance) -> None:
+        """Have tokens that other passes computed in the place of a span; what follows moves."""
+        behind = [(start + tokens + max(0, place - stop), identity) for place, identity in self._spans if place >= start]
+        between = [(start, identity) for _, identity in by._spans]
+        self._spans = [*(span for span in self._spans if span[0] < start), *between, *behind]
+
     def crop(self, length: int) -> None:
         """Forget all tokens but the first ones."""
         self._spans = [(start, identity) for start, identity in self._spans if start < length]

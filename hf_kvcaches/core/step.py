@@ -238,9 +238,9 @@ class Passes(Generic[P]):
 
         Args:
             name: Of what is made.
-            source: The object, compared by identity.
+            source: The object, compared by identity; of None, which says nothing of what the pass is at, nothing is shared.
         """
-        if torch.compiler.is_compiling():
+        if source is None or torch.compiler.is_compiling():
             return make()
         memo = self._memos.get(name)
         if memo is None or memo[0] is not source:

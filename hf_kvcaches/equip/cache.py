@@ -71,7 +71,7 @@ class EquipCache(AnsweringCache):
         storage: Keep keys and values in fewer bits: "int8", "int4", or None for the model's dtype.
         codec: Keep slots as its codes, but for the sinks; positions are compact then, and keys are rotated at each step.
         refit: Have the kept values of a prompt fitted to what queries of the context get of all values.
-        offloading: Keep all layers but the running one in CPU memory; needs CUDA.
+        offloading: Keep all layers but the running one in CPU memory; needs CUDA. Slots are then shared within a layer at most.
     """
 
     takes_latents = True
@@ -103,8 +103,8 @@ class EquipCache(AnsweringCache):
         base, config = compat.split_model(model)
         self._latents = base is not None and keeps_latents(base, config)
         self._book, self._shard = open_book(config, page_size, pool), shard_of(model)
-        in_one_buffer = self._book is None and storage is None and codec is None and not self._latents
-        heads = resolve_head_budgets(head_budgets, policy, in_one_buffer, question_start)
+        self._in_one_buffer = self._book is None and storage is None and codec is None and not self._latents
+        heads = resolve_head_budgets(head_budgets, policy, self._in_one_buffer, question_start is not None or offloading)
         pages = None if self._book is None else self._book.pool.page_size
         limits = (policy, resolve_budgets(budget, config), sinks, recent, decode_budget, heads, question_start)
         self._settings = EquipSettings(*limits, positions, backend, pages, storage, codec, refit)
@@ -186,8 +186,7 @@ class EquipCache(AnsweringCache):
         rotation = next((known for known in self._rotations if known.geometry.rotates_like(geometry)), None)
         if rotation is None:  # shared with its tables
             self._rotations.append(rotation := Unrotated(geometry))
-        in_one_buffer = self._book is None and settings.storage is None and settings.codec is None and not self._latents
-        streams = settings.policy.order_only and settings.head_budgets is None and in_one_buffer
+        streams = settings.policy.order_only and settings.head_budgets is None and self._in_one_buffer
         return Shifted(rotation) if streams else rotation
 
     @property
@@ -272,7 +271,8 @@ class EquipCache(AnsweringCache):
         for layer, (limit, context) in zip(layers, limits, strict=True):
             layer.take_limits(limit, context)
         for layer, (limit, _), reconstruction in zip(layers, limits, received, strict=True):
-            layer.compress(limit, seen - end, reconstruction)
+            with self.at_hand(layer):
+                layer.compress(limit, seen - end, reconstruction)
         for layer in layers:
             layer.make_final()
 

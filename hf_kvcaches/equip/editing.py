@@ -15,6 +15,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.call import Call
+from hf_kvcaches.core.provenance import Provenance
 from hf_kvcaches.core.step import Pass
 from hf_kvcaches.equip import block
 from hf_kvcaches.equip.block import Incoming, Questions
@@ -45,8 +46,9 @@ def evict(cache: Any, layers: list[Any], positions: torch.Tensor) -> None:
             space.enter_context(layer.storage.space_for(layer.storage.shape[0], 0, None, 1, lambda _, make: make()))
         for layer in layers:
             layer.table.catch_up()
-            layer.drop(torch.isin(layer.table.text_index(), positions.to(layer.device)))
-            layer.make_final()
+            with cache.at_hand(layer):
+                layer.drop(torch.isin(layer.table.text_index(), positions.to(layer.device)))
+                layer.make_final()
 
 
 def edit(cache: Any, model: Any, layers: list[Any], start: int, stop: int, new_ids: torch.Tensor) -> None:
@@ -56,11 +58,13 @@ def edit(cache: Any, model: Any, layers: list[Any], start: int, stop: int, new_i
     try:
         for layer in layers:
             layer.table.catch_up()
-            _open(layer, start, stop, new_ids.shape[1])
-        if new_ids.shape[1]:
-            _insert(cache, model, layers, start, new_ids)
+            with cache.at_hand(layer):
+                _open(layer, start, stop, new_ids.shape[1])
+        by = _insert(cache, model, layers, start, new_ids) if new_ids.shape[1] else Provenance()
         for layer in layers:
             layer.make_final()
+        cache.provenance.replace(start, stop, new_ids.shape[1], by)
+        cache.provenance.crop(cache.seen)
     except BaseException:
         for layer, (table, storage, content, rotation) in zip(layers, before, strict=True):
             layer.table, layer.storage, layer.rotation = table, storage, rotation
@@ -115,14 +119,16 @@ def _open(layer: Any, start: int, stop: int, tokens: int) -> None:
     layer.drop(dropped)
 
 
-def _insert(cache: Any, model: Any, layers: list[Any], start: int, new_ids: torch.Tensor) -> None:
+def _insert(cache: Any, model: Any, layers: list[Any], start: int, new_ids: torch.Tensor) -> Provenance:
+    """Compute the new tokens; return by which model."""
     rows, table = layers[0].storage.shape[0], layers[0].table
     ids = new_ids.expand(rows, -1)
     position_ids = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
     if table.counts is not None:
         position_ids = position_ids - (table.seen - table.counts).view(-1, 1).to(ids.device)
-    with detours(layers, [Insertion(start)] * len(layers)):
+    with detours(cache, layers, [Insertion(start)] * len(layers)) as by:
         model(input_ids=ids, position_ids=position_ids, **compat.cache_kwargs(model, cache))
+    return by
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,8 @@ class EquipLayer(PromptLayer):
         policy, rotation = self.policy, self.rotation
         watched = policy.observes != 0 or (policy.reads_queries and policy.interval is not None)
         free = not (watched or self.waiting or self.journal is not None or self.detour is not None)
-        still = type(rotation) is Given or (isinstance(rotation, Shifted) and self.table.counts is None and self.table.seen < LONGEST)
+        streams = isinstance(rotation, Shifted) and self.table.counts is None and self.table.seen < LONGEST
+        still = type(rotation) is Given or (streams and self.geometry.changes_at is None)
         plain = type(self.storage) in (Flat, Streamed) and self.geometry.kind in ("rope", "learned")
         return free and still and plain and not torch.is_autocast_enabled(keys.device.type)
 
@@ -95,7 +96,7 @@ class EquipLayer(PromptLayer):
         allowed, real = mask
         table, shown = self.table, query
         if self.geometry.changes_at is not None:
-            self.choose_angles(lambda: table.seen)
+            self.choose_angles(lambda: table.seen, True)
         if real is not None or isinstance(self.rotation, Shifted):
             self.regularise(keys, real is not None, call.bias)
         slot, at = self._next_slot(real)
@@ -159,7 +160,7 @@ class EquipLayer(PromptLayer):
         """Attention of one query a row over the slots, and its weights where the policy observes them."""
         table, valid, tables = self.table, None, None
         assert table.positions is not None
-        used = table.positions.shape[-1] if table.filled is None or torch.compiler.is_compiling() else table.filled
+        used = table.positions.shape[-1] if torch.compiler.is_compiling() or table.filled is None else table.filled
         if allowed is not None or (not self.storage.full and (torch.compiler.is_compiling() or table.filled is None)):
             valid = table.positions[..., :used] >= 0
             if allowed is not None:

@@ -29,22 +29,26 @@ class PositionedLayer(SlotLayer):
         running = self.passes.enter(call, table.seen, tokens, device, before)
         if running.allowed is not None:
             _require_one(running.allowed)
-        self.choose_angles(running.positions)
+        self.choose_angles(running.positions, bool(table.seen))
         return running
 
-    def choose_angles(self, positions: Any) -> None:
+    def import_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
+        super().import_state(tensors, values)
+        self.choose_angles(lambda: self.table.seen - 1, False)
+
+    def choose_angles(self, positions: Any, begun: bool) -> None:
         """Follow a model whose angles depend on how far a text reaches; refuse a text that passes from the ones to the others.
 
         Args:
             positions: Makes the model's positions of the new tokens, or the largest one.
+            begun: Whether there are keys that were rotated by the angles chosen before.
         """
         rotation = self.rotation
         if self.geometry.changes_at is None or not isinstance(rotation, Unrotated | Shifted):
             return
-        now = self.geometry.at(positions(), rotation.geometry if self.table.seen else None)
-        if now is not rotation.geometry:
-            otherwise = Unrotated(now)
-            self.rotation = Shifted(otherwise) if isinstance(rotation, Shifted) else otherwise
+        now = self.geometry.at(positions(), rotation.geometry if begun else None)
+        if not now.rotates_like(rotation.geometry):
+            self.rotation = rotation.by(now)
 
     def read_step(self, mask: Any) -> StepMask:
         """What the mask of a decode step says."""

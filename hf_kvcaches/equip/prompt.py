@@ -11,11 +11,12 @@ import torch
 from hf_kvcaches.core.call import Call
 from hf_kvcaches.core.holder import LastQueries
 from hf_kvcaches.core.step import Pass
-from hf_kvcaches.equip import block, graphs
+from hf_kvcaches.equip import block
 from hf_kvcaches.equip.block import Incoming, Questions
 from hf_kvcaches.equip.budgets import Limit
 from hf_kvcaches.equip.positions import StepMask
 from hf_kvcaches.equip.pruning import PruningLayer
+from hf_kvcaches.equip.rotation import Shifted
 from hf_kvcaches.equip.settings import QUESTION_ADOPTED
 from hf_kvcaches.equip.slot_layer import Asked
 from hf_kvcaches.errors import UnsupportedError
@@ -66,8 +67,6 @@ class PromptLayer(PruningLayer):
                     real = torch.ones(rows, 1, 1, dtype=torch.bool, device=keys.device)
                 told = Asked(call.module, None, part.position_ids, block.inputs_of(asked.inputs, index, index + 1))
                 outputs.append(self.step(query[:, :, span], keys[:, :, span], values[:, :, span], call, (allowed, real), told))
-        if length:
-            graphs.prepare(self)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
     def _spans(self, running: Pass, length: int) -> list[tuple[int, int, Limit]]:
@@ -112,6 +111,8 @@ class PromptLayer(PruningLayer):
     def _incoming(self, keys: torch.Tensor, values: torch.Tensor, running: Pass, call: Call | None) -> Incoming:
         """New tokens, with their places in their rows and in the frame."""
         self.regularise(keys, running.valid is not None, None if call is None else call.bias)
+        if isinstance(self.rotation, Shifted) and not self.table.seen and running.start != 0:
+            self.unshift()  # a stream counts positions from 0 where it puts the sinks
         table, tokens, batch, device = self.table, running.tokens, keys.shape[0], keys.device
         steps = torch.arange(tokens, device=device)
         positions, text = (steps + table.seen).expand(batch, 1, -1), None
@@ -144,7 +145,7 @@ class PromptLayer(PruningLayer):
     ) -> None:
         tokens, policy, observed, questions = keys.shape[2], self.policy, None, Questions()
         running = self.passes.of_prompt(positions, padding, tokens, keys.device)
-        self.choose_angles(running.positions)
+        self.choose_angles(running.positions, False)
         if (needed := self.settings.queries_needed) != 0 and self.settings.question_start is not None:
             raise UnsupportedError(QUESTION_ADOPTED)
         if policy.observes != 0:
@@ -164,4 +165,3 @@ class PromptLayer(PruningLayer):
                     self.scaling = queries.scaling
                     questions = Questions(queries.states, new.index[:, 0, -queries.states.shape[2] :])
                 self.arrive(new, limit, questions, observed)
-        graphs.prepare(self)

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from hf_kvcaches.equip import graphs
 from hf_kvcaches.equip.allocation import Candidates, best, compared, in_order, indices_of, protected, rooms_of, with_rooms
 from hf_kvcaches.equip.block import Arrival, Incoming, Questions
 from hf_kvcaches.equip.budgets import Limit
@@ -140,7 +141,9 @@ class PruningLayer(PositionedLayer):
         arrival, shared = self.arrival, self.settings.head_budgets
         assert arrival is not None
         worth = protected(arrival.scores, arrival.positions, self.table.count, self.settings.sinks, limit.recent)
-        fits = worth.shape[-1] <= limit.slots and self.table.rooms is None
+        # Under tensor parallelism buffers differ, and processes decide as one.
+        most = worth.shape[-1] if shared is None or self.shard is None else self.shard.most(worth.shape[-1], worth.device)
+        fits = most <= limit.slots and self.table.rooms is None
         if self.waiting:
             self.slots = self.table.seen
             return self.settle(None, None)
@@ -217,6 +220,7 @@ class PruningLayer(PositionedLayer):
         if isinstance(self.storage, Streamed) and (positions.shape[-1] >= self.settings.sinks or table.seen > positions.shape[-1]):
             self.storage.keep_sinks(self.settings.sinks)
         self.follow(None if arrival.new is None else arrival.new.newest)
+        graphs.prepare(self)
 
     def _store(self, arrival: Arrival, index: Slots | None, positions: torch.Tensor, rooms: torch.Tensor | None) -> None:
         """Keep the keys and values of tokens at some indices; arguments as in `_install`."""

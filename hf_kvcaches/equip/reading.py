@@ -11,6 +11,7 @@ import torch
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.call import Call
+from hf_kvcaches.core.provenance import Provenance
 from hf_kvcaches.core.step import Pass
 from hf_kvcaches.equip import block
 from hf_kvcaches.equip.policies.kvzip import even_chunks, most_received
@@ -20,14 +21,16 @@ from hf_kvcaches.kernels.blocks import Visibility
 
 
 @contextmanager
-def detours(layers: Sequence[PromptLayer], passes: Sequence[Detour]) -> Iterator[None]:
-    """Have each layer's new tokens take a detour, without gradients."""
+def detours(cache: Any, layers: Sequence[PromptLayer], passes: Sequence[Detour]) -> Iterator[Provenance]:
+    """Have each layer's new tokens take a detour, without gradients; what computed them is noted apart from what the cache was fed."""
     for layer, detour in zip(layers, passes, strict=True):
         layer.detour = detour
+    fed, cache.provenance = cache.provenance, Provenance()
     try:
         with torch.no_grad():
-            yield
+            yield cache.provenance
     finally:
+        cache.provenance = fed
         for layer in layers:
             layer.detour = None
 
@@ -92,7 +95,7 @@ def reconstruct(cache: Any, model: Any, layers: list[Any], ids: torch.Tensor, ch
         real = real.new_zeros(ids.shape[0], cache.seen + 1).scatter_(1, places, True)[:, :-1]
     passes = [Reconstruction(layer) for layer in layers]
     try:
-        with detours(layers, passes):
+        with detours(cache, layers, passes):
             for span in even_chunks(ids.shape[1], chunk):
                 part = ids[:, span]
                 for reconstruction in passes:

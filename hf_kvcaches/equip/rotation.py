@@ -113,6 +113,7 @@ class Unrotated(Given):
     geometry: RotaryGeometry
     unrotated = True
     _tables: dict[torch.device, RotationTables] = field(default_factory=dict, repr=False)
+    _other: Unrotated | None = field(default=None, repr=False)
 
     def index_of_slots(self, table: SlotTable) -> torch.Tensor:
         assert table.distances is not None
@@ -135,6 +136,12 @@ class Unrotated(Given):
 
     def stored(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return self.undo(positions)(keys)
+
+    def by(self, geometry: RotaryGeometry) -> Unrotated:
+        """The same by the other angles of the model, for all layers that share this one."""
+        if self._other is None or not self._other.geometry.rotates_like(geometry):
+            self._other = Unrotated(geometry)
+        return self._other
 
     def undo(self, positions: torch.Tensor) -> Turn:
         """From the model's positions, (batch or 1, tokens), to none."""
@@ -194,6 +201,10 @@ class Shifted(Given):
     def geometry(self) -> RotaryGeometry:  # type: ignore[override]
         """The model's angles."""
         return self.otherwise.geometry
+
+    def by(self, geometry: RotaryGeometry) -> Shifted:
+        """The same by the other angles of the model."""
+        return Shifted(self.otherwise.by(geometry))
 
     def follow(self, positions: torch.Tensor, kept: int | torch.Tensor) -> Turn:
         """From a sink's own position to the one from which the newest token sees it at its distance within the cache.

@@ -119,6 +119,10 @@ class EquipSettings:
                 "policy: it reads the inputs of heads, and this model keeps latents. Use 'keydiff' or 'snapkv'.",
             ),
             (
+                self.head_budgets == "global" and offloading,
+                "head_budgets: 'global' prunes all layers at once, and with offloading one alone is at hand. Pass head_budgets='layer'.",
+            ),
+            (
                 self.head_budgets == "global" and self.question_start is not None,
                 "head_budgets: 'global' prunes when the last layer has read the prompt, and a question is read by each layer before. Feed "
                 "the context in a call of its own, or pass head_budgets='layer'.",
@@ -190,17 +194,17 @@ class EquipSettings:
         return Limit(slots, recent)
 
 
-def resolve_head_budgets(head_budgets: Any, policy: Policy, possible: bool, question_start: int | None) -> Any:
+def resolve_head_budgets(head_budgets: Any, policy: Policy, possible: bool, alone: bool) -> Any:
     """As plain values: "global", "layer", None, or the shares of a `HeadBudgets`.
 
     Args:
         possible: Whether heads may keep different numbers of tokens with the other settings, for "auto".
-        question_start: With it layers can't wait for each other.
+        alone: Whether layers can't wait for each other.
     """
     if isinstance(head_budgets, str):
         require_choice("head_budgets", head_budgets, ("auto", "global", "layer"), also=", HeadBudgets, or None")
         if head_budgets == "auto":
-            return None if not possible or policy.head_budgets is None else policy.head_budgets if question_start is None else "layer"
+            return None if not possible or policy.head_budgets is None else "layer" if alone else policy.head_budgets
     if isinstance(head_budgets, HeadBudgets):
         return head_budgets.as_settings()
     if head_budgets is None or head_budgets in ("global", "layer"):

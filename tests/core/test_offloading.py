@@ -11,6 +11,7 @@ import torch
 
 from hf_kvcaches import AdaptiveSubspace, EquipCache, GrowingCache, KVCache, SubspaceCache
 from hf_kvcaches.core.layers import KVLayer
+from hf_kvcaches.errors import UnsupportedError
 from tests import tiny
 
 MAKERS: dict[str, Any] = {
@@ -55,6 +56,20 @@ def away(monkeypatch: pytest.MonkeyPatch) -> dict[KVLayer, list[torch.Tensor]]:
     return there
 
 
+def _crop(cache: EquipCache, model: Any) -> None:
+    cache.activate_past_recording()
+    model(input_ids=tiny.ids(1, 3, seed=1), past_key_values=cache)
+    cache.crop(-2)
+
+
+BETWEEN: dict[str, Callable[[EquipCache, Any], None]] = {
+    "crop": _crop,
+    "evict": lambda cache, model: cache.evict([3, *range(20, 24)]),
+    "edit": lambda cache, model: cache.edit(model, 20, 22, [7, 8, 9]),
+    "compress": lambda cache, model: cache.compress(model, input_ids=tiny.ids(1, 24)),
+}
+
+
 def _unusable(tensor: torch.Tensor, kept: list[torch.Tensor]) -> torch.Tensor:
     kept.append(tensor)
     return torch.full_like(tensor, torch.nan if tensor.is_floating_point() else 0)
@@ -77,3 +92,28 @@ def test_a_layer_is_moved_away_when_its_queries_are_answered(make: Any, build: A
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
         assert own[-1] in away
         assert 1 <= len(own) - len(away) <= 1, "all layers but the one that is next wait elsewhere"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shared", [None, "layer"])
+@pytest.mark.parametrize("change", BETWEEN)
+def test_layers_are_there_for_what_is_asked_between_passes(change: str, shared: Any, away: dict[KVLayer, Any]) -> None:
+    model, policy = tiny.llama(), "kvzip" if change == "compress" else "h2o"
+    plain, moved = (EquipCache(model, policy, 12, recent=2, head_budgets=shared) for _ in range(2))
+    offloading(moved)
+    found = []
+    for cache in (plain, moved):
+        model(input_ids=tiny.ids(1, 24), past_key_values=cache)
+        BETWEEN[change](cache, model)
+        found.append(model(input_ids=tiny.ids(1, 8, seed=2), past_key_values=cache).logits)
+    assert len(away) == 3
+    torch.testing.assert_close(*found, rtol=0, atol=1e-5)
+
+
+def test_layers_that_wait_elsewhere_share_no_slots_with_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "Stream", Stream)
+    model = tiny.llama()
+    assert EquipCache(model, offloading=True).settings()["head_budgets"] == "layer"
+    with pytest.raises(UnsupportedError, match="head_budgets"):
+        EquipCache(model, head_budgets="global", offloading=True)

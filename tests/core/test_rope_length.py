@@ -1,6 +1,7 @@
 """Frequencies that depend on the length of the text: which ones a forward pass rotates by."""
 
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hf_kvcaches import EquipCache, GrowingCache
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import UnsupportedError
 from tests import tiny
+from tests.conformance.driving import feed
 
 LIMIT = 32
 SIZES = {
@@ -133,6 +135,24 @@ def test_geometries_differ_where_only_the_frequencies_beyond_do() -> None:
 
 
 @torch.no_grad()
+@torch.no_grad()
+@pytest.mark.parametrize("policy", ["streaming", "h2o"])
+@pytest.mark.parametrize("tokens", [8, LIMIT + 8])
+def test_a_pruned_cache_that_was_saved_goes_on_by_the_same_frequencies(policy: str, tokens: int, tmp_path: Path) -> None:
+    model = tiny.build(phi3_config())
+    cache = EquipCache(model, policy, 6)
+    model(tiny.ids(1, tokens), past_key_values=cache)
+    cache.save(tmp_path / "cache.safetensors")
+    again = EquipCache.load(tmp_path / "cache.safetensors", model)
+    expected, found = (feed(model, held, tiny.ids(1, 5)) for held in (cache, again))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    for held in (cache, again) if tokens < LIMIT else ():
+        with pytest.raises(UnsupportedError, match="keys of the other kind"):
+            feed(model, held, tiny.ids(1, LIMIT))
+    rotations = {id(getattr(layer.rotation, "otherwise", layer.rotation)) for held in (cache, again) for layer in held.layers}
+    assert len(rotations) == 2, "layers share their tables"
+
+
 @pytest.mark.parametrize("make", [GrowingCache, lambda model: EquipCache(model, "streaming", 16, positions="original")])
 def test_a_generate_in_which_the_model_drops_the_cache_is_refused(make) -> None:
     model = tiny.build(phi3_config())

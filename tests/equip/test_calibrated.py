@@ -371,7 +371,7 @@ def test_a_probe_and_budgets_by_head_bring_facts_back_that_a_window_has_lost() -
     probe = KeepProbe.calibrate(model, None, texts, progress=False)
     budgets = {by: HeadBudgets.calibrate(model, None, texts, by=by, progress=False) for by in ("kvzip", "ablation")}
     assert recalled(model, EquipCache(model, "streaming", 0.25), context, questions) < len(questions)
-    for policy, heads in ((probe, "auto"), ("expected_attention", budgets["kvzip"]), ("keydiff", budgets["ablation"])):
+    for policy, heads in ((probe, "auto"), ("compactor", budgets["kvzip"]), ("keydiff", budgets["ablation"])):
         assert recalled(model, EquipCache(model, policy, 0.25, head_budgets=heads), context, questions) == len(questions)
 
 

@@ -30,17 +30,18 @@ POLICIES = {
     "streaming": "streaming",
     "h2o": "h2o",
     "tova": "tova",
-    "probe": KeepProbe({0: LayerProbe(torch.randn(2, 32), torch.zeros(2))}, 0),
+    "probe": KeepProbe({index: LayerProbe(torch.randn(2, 32), torch.zeros(2)) for index in range(2)}, 0),
 }
 WAYS: list[dict[str, Any]] = [
     *({"policy": policy, "positions": positions} for policy in POLICIES for positions in POSITIONS),
     {"recent": 3},
     {"policy": "h2o", "head_budgets": "global"},
+    *({"policy": "probe", "head_budgets": shared} for shared in ("layer", None, {"0": [0.5, 1.2], "1": [1.5, 0.8]})),
 ]
 
 
 def build(**changes: Any) -> PreTrainedModel:
-    return models.build("llama", num_hidden_layers=1, **changes)
+    return models.build("llama", **changes)
 
 
 def make(model: PreTrainedModel, **options: Any) -> EquipCache:
@@ -106,7 +107,8 @@ def test_compiled_steps_equal_uncompiled_ones_and_are_compiled_once(model: Any, 
             actual.append(feed(model, one, text[:, prompt + 1 :]))
     torch.testing.assert_close(torch.cat(actual, 1), expected, atol=1e-4, rtol=0)
     assert graphs() == 1
-    assert torch.equal(one.kept_positions(0), other.kept_positions(0))
+    for layer in range(2):
+        assert torch.equal(one.kept_positions(layer), other.kept_positions(layer))
 
 
 def test_inductor_gives_the_same(model: Any, plain: Any) -> None:
@@ -172,13 +174,14 @@ def test_left_padded_rows_go_on_compiled(model: Any, plain: Any, lengths: tuple[
 
 
 @pytest.mark.parametrize("lengths", [(20, 30), (5, 12)], ids=["full", "filling"])
-def test_generate_compiles_steps_by_itself_once_for_all_texts(model: Any, plain: Any, lengths: tuple[int, int]) -> None:
+@pytest.mark.parametrize("policy", ["streaming", "h2o", "probe"])
+def test_generate_compiles_steps_by_itself_once(model: Any, plain: Any, policy: str, lengths: tuple[int, int]) -> None:
     ids, mask = left_padded([tokens(length, seed=length) for length in lengths])
-    expected = generate(plain, ids, make(plain), new=30, mask=mask)
+    expected = generate(plain, ids, make(plain, policy=policy), new=30, mask=mask)
     settings = CompileConfig(fullgraph=True, backend="eager", mode=None)  # type: ignore[arg-type]
     settings._compile_all_devices = True
     for _ in range(2):
-        output = generate(model, ids, make(model), new=30, mask=mask, compile_config=settings)
+        output = generate(model, ids, make(model, policy=policy), new=30, mask=mask, compile_config=settings)
         assert torch.equal(output.sequences, expected.sequences)
         torch.testing.assert_close(torch.stack(output.logits), torch.stack(expected.logits), atol=1e-4, rtol=0)
         assert graphs() == 1

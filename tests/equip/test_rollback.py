@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PersimmonConfig
 
 from hf_kvcaches.equip.cache import EquipCache
 from hf_kvcaches.errors import UnsupportedError
+from tests import tiny
 from tests.conformance import models
 from tests.conformance.driving import feed, generate, left_padded
 from tests.equip.cases import POLICIES, POSITIONS, both_positions, build, held, text
@@ -65,16 +67,22 @@ def test_a_stream_without_some_of_its_sinks_gets_others(prompt: int, recorded: i
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox", "gpt2"])
+@pytest.mark.parametrize("policy", ["streaming", "h2o"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox", "gpt2", "persimmon"])
 @pytest.mark.parametrize("prompt", [30, 12, 2], ids=["full", "filling", "before the sinks"])
-def test_drafts_attend_as_single_tokens_do(family: str, prompt: int) -> None:
-    other = models.tiny(family)
-    together, single = build(other, "streaming"), build(other, "streaming")
+def test_drafts_attend_as_single_tokens_do_and_are_taken_back_as_they_are(policy: str, family: str, prompt: int) -> None:
+    # Persimmon does not tell its attention function the positions.
+    other = tiny.build(PersimmonConfig(**tiny._SHAPE)) if family == "persimmon" else models.tiny(family)
+    together, single = build(other, policy), build(other, policy)
     for cache in (together, single):
         feed(other, cache, text(prompt), [prompt])
         cache.activate_past_recording()
     found = feed(other, together, text(9, 50), [9], keep=0)
     torch.testing.assert_close(found, feed(other, single, text(9, 50), keep=0), rtol=0, atol=1e-4)
+    for cache in (together, single):
+        cache.crop(-5)
+    found, expected = (feed(other, cache, text(9, 30), keep=0) for cache in (together, single))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 
 @both_positions

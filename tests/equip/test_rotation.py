@@ -130,6 +130,23 @@ def test_logits_are_the_same_four_million_positions_further_on(policy: str | Pol
     torch.testing.assert_close(far, near, rtol=0, atol=1e-3)
 
 
+@pytest.mark.parametrize("policy", ["streaming", "h2o"])
+@pytest.mark.parametrize("evicted", [[], [1, 8]], ids=str)
+def test_from_which_number_the_model_counts_makes_no_difference(policy: str, evicted: list[int]) -> None:
+    model, ids = models.tiny("llama"), text(60)
+    logits = []
+    for first in (0, 1, 150):
+        cache = build(model, policy)
+        for begin, end in [(0, 12), *((t, t + 1) for t in range(12, 40)), (40, 45), *((t, t + 1) for t in range(45, 60))]:
+            if begin == 14:
+                cache.evict(evicted)
+            positions = torch.arange(begin, end)[None] + first
+            logits.append(model(input_ids=ids[:, begin:end], past_key_values=cache, logits_to_keep=1, position_ids=positions).logits)
+    expected, *others = torch.cat(logits).chunk(3)
+    for found in others:
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
 ONE_LAYER = models.build("llama", num_hidden_layers=1)
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import pickle
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
-from hf_kvcaches import GrowingCache, SegmentReuseCache, SegmentStore, TranslatedCache
+from hf_kvcaches import EquipCache, GrowingCache, SegmentReuseCache, SegmentStore, TranslatedCache
 from hf_kvcaches.errors import FingerprintMismatch
 from tests import tiny
 from tests.identity.changes import CHANGES, LASTING, PROMPT, Setup, plain, two_adapters
@@ -105,6 +106,25 @@ def test_a_cache_that_was_pickled_is_saved_in_the_same_process(tmp_path: Path) -
     again = pickle.loads(pickle.dumps(cache))
     again.save(tmp_path / "cache.safetensors")
     assert GrowingCache.load(tmp_path / "cache.safetensors", setup.runner).seen == cache.seen
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("changed", [None, "question", "edit", "answer"])
+@pytest.mark.parametrize("new", [3, 8, 1])
+def test_what_another_adapter_has_put_into_a_pruned_cache_is_not_saved(changed: str | None, new: int, tmp_path: Path) -> None:
+    setup = Setup(two_adapters())
+    runner, cache = setup.runner, EquipCache(setup.runner, "kvzip", budget=16, recent=2)
+    runner(FEW, past_key_values=cache)
+    cache.compress(runner, input_ids=FEW)
+    for operation in ("question", "edit", "answer"):
+        runner.set_adapter("medical" if operation == changed else "law")
+        if operation == "edit":
+            cache.edit(runner, 15, 18, PROMPT[0, :new])
+        else:
+            runner(PROMPT[:, :5], past_key_values=cache)
+    runner.set_adapter("law")
+    with pytest.raises(FingerprintMismatch, match="changed behind") if changed else nullcontext():
+        cache.save(tmp_path / "cache.safetensors")
 
 
 # A translator serves its models in every precision.

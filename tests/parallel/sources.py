@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,20 @@ def taken_over(model: PreTrainedModel, folder: Path, made: dict[str, Any]) -> To
     return text_of(model, ids, EquipCache.from_cache(full, model, "keydiff", 24, sinks=2)), []
 
 
+@torch.no_grad()
+def evicted(model: PreTrainedModel, folder: Path, made: dict[str, Any]) -> Told:
+    """Tokens are evicted that the heads of one process all have, and some of the other process do not; then there is room for a block."""
+    cache, ids = EquipCache(model, "h2o", 64, sinks=2, recent=4, head_budgets="layer"), tiny.ids(1, 80)
+    for part in ids.split([60, *[1] * 20], 1):
+        model(part, past_key_values=cache)
+    texts = []
+    for first in range(4, 60, 7):
+        fork = copy.deepcopy(cache)
+        fork.evict(range(first, first + 4))
+        texts += [model(part, past_key_values=fork).logits.argmax(-1) for part in (ids[:, :3], ids[:, :9])]
+    return torch.cat(texts, 1), []
+
+
 def lost(model: PreTrainedModel, folder: Path, made: dict[str, Any]) -> Told:
     """One process has lost what it stored: nobody reuses it, and nobody waits."""
     store = SegmentStore("memory")
@@ -149,6 +164,7 @@ SCENARIOS: dict[str, Scenario] = {
     "warm start, decoded by snapkv": warm_start(lambda model, _: EquipCache(model, "snapkv", 96)),
     "kvzip": compressed,
     "from_cache": taken_over,
+    "evicted tokens": evicted,
     "saved slots": saved(lambda model, _: EquipCache(model, "tova", 24, sinks=2, recent=4)),
     "saved codes": saved(lambda model, made: SubspaceCache(model, made["codec"], sinks=2, recent=4)),
 }
