@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -43,26 +44,25 @@ class _Telling(Attachment):
     """`_begin` before a decoder, `_tell` before each of its attention modules."""
 
     def attach(self, model: PreTrainedModel) -> None:
-        if _begin not in compat.forward_hooks(decoder := model.get_decoder()):
-            decoder.register_forward_pre_hook(_begin, with_kwargs=True)
-        for layer in decoder_layers(model)[2]:
-            module = _attention_of(layer)
-            if module is not None and _tell not in compat.forward_hooks(module):
-                module.register_forward_pre_hook(_tell, with_kwargs=True)
+        for module, hook in _told(model):
+            if hook not in compat.forward_hooks(module):
+                module.register_forward_pre_hook(hook, with_kwargs=True)
 
     def detach(self, model: PreTrainedModel) -> None:
-        compat.remove_pre_hook(model.get_decoder(), _begin)
-        for layer in decoder_layers(model)[2]:
-            if (module := _attention_of(layer)) is not None:
-                compat.remove_pre_hook(module, _tell)
+        for module, hook in _told(model):
+            compat.remove_pre_hook(module, hook)
 
 
-def _attention_of(layer: Any) -> Any:
-    """The attention of a decoder layer; None where it has another mixer."""
-    try:
-        return attention_module(layer)
-    except UnsupportedError:
-        return None
+def _told(model: PreTrainedModel) -> list[tuple[Any, Any]]:
+    """The modules that have a hook, with it: those that are found where a decoder usually has them."""
+    told: list[tuple[Any, Any]] = []
+    with suppress(UnsupportedError):
+        layers = decoder_layers(model)[2]
+        told.append((model.get_decoder(), _begin))
+        for layer in layers:
+            with suppress(UnsupportedError):  # another mixer
+                told.append((attention_module(layer), _tell))
+    return told
 
 
 TELLING = _Telling()

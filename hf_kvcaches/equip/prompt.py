@@ -46,6 +46,8 @@ class PromptLayer(PruningLayer):
     def take(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, asked: Asked) -> torch.Tensor:
         """Take new tokens, a block together and drafts one by one; the attention of all, (batch, tokens, heads, head_dim)."""
         table, tokens, rows = self.table, keys.shape[2], keys.shape[0]
+        if asked.positions is not None and asked.positions.ndim == 2:  # some models tell them to the module alone
+            call.options.setdefault("position_ids", asked.positions)
         running = self.enter(call, tokens, keys.device)
         if self.detour is not None:
             return self.detour.attend(self, query, keys, values, call, running)
