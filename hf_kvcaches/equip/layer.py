@@ -32,6 +32,9 @@ class EquipLayer(PromptLayer):
             return self._plain_step(key_states, value_states)
         return super().update(key_states, value_states, *args, **kwargs)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "asked": None}  # an interrupted pass leaves it, and copies are without the model
+
     def _hands_out(self, keys: torch.Tensor) -> bool:
         """Whether the model's own attention may have the slots as they are: all in use hold a token, and no mask hides one."""
         if torch.compiler.is_compiling() or self.asked is None or self.asked.mask is not None or not self.table.filled:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
 from typing import Any
 from unittest.mock import MagicMock
@@ -81,6 +83,20 @@ def test_what_a_step_hands_out_outlives_the_layer_being_offloaded(
     cache = build(model, "streaming", positions=positions, offloading=True)
     torch.testing.assert_close(feed(model, cache, ids, steps(30, 40)), expected)
     assert away == cache.layers * 11, "each layer once a pass"
+
+
+def test_copies_that_are_made_after_an_interrupt_are_without_the_models_weights() -> None:
+    model, copied = models.build("llama"), dict[int, Any]()
+    cache = build(model, "keydiff")
+    feed(model, cache, text(30), [30])
+    attention = model.model.layers[1].self_attn
+    interrupt = attention.q_proj.register_forward_pre_hook(MagicMock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        feed(model, cache, text(1))
+    interrupt.remove()
+    copy.deepcopy(cache, copied)
+    assert id(attention) not in copied
+    assert b"q_proj" not in pickle.dumps(cache)
 
 
 class Reading(Policy):
