@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from hf_kvcaches.equip.policies.future import piece
+from hf_kvcaches.equip.storage import pick
 
 
 def refit(
@@ -44,7 +45,7 @@ def refit(
     """
     (batch, heads, tokens, _), group = keys.shape, queries.shape[1] // keys.shape[1]
     rows = asked.expand(batch, -1).repeat(1, group).repeat_interleave(heads, 0)[..., None]  # (batch * kv_heads, group * queries, 1)
-    later, chosen = afterwards or (queries, keys.take_along_dim(kept[..., None], 2))
+    later, chosen = afterwards or (queries, pick(keys, kept))
     asking, later = (part.reshape(batch * heads, rows.shape[1], -1) for part in (queries, later))
     keys, states, chosen = keys.flatten(0, 1), values.flatten(0, 1), chosen.flatten(0, 1)
     missing, absent = ((~part).expand(batch, heads, -1).flatten(0, 1)[:, None] for part in (real, stays))

@@ -282,7 +282,5 @@ def extended(tensor: torch.Tensor, slots: int) -> torch.Tensor:
 
 def pick(tensor: torch.Tensor, slots: Slots) -> torch.Tensor:
     """Copies of what is in some slots, (batch, kv_heads, tokens, width)."""
-    batch, heads, _, width = tensor.shape
-    if torch.is_grad_enabled() and tensor.requires_grad:
-        tensor = tensor.clone()  # the gradient of `gather` looks at all of it, and slots are overwritten before that
-    return tensor.gather(2, slots[..., None].expand(batch, heads, slots.shape[-1], width))
+    row, head = (torch.arange(size, device=tensor.device) for size in tensor.shape[:2])
+    return tensor[row[:, None, None], head[:, None], slots]  # in rows: `gather` would look up each number

@@ -11,6 +11,7 @@ from hf_kvcaches.codec.moments import second_moment
 from hf_kvcaches.equip.policies.base import Policy, count
 from hf_kvcaches.equip.policies.future import piece
 from hf_kvcaches.equip.policies.tokens import Tokens
+from hf_kvcaches.equip.storage import pick
 from hf_kvcaches.errors import ConfigError, is_number
 
 
@@ -61,20 +62,17 @@ class CompactorPolicy(Policy, built_in=True):
         asked = (rotated == index.expand(batch, -1)[:, None].gather(-1, order)) & (rotated >= 0)
         size = min(self.chunk, length)
         in_chunks = lambda part: functional.pad(part, (0, 0, 0, -length % size)).unflatten(2, (-1, size))  # noqa: E731
-        keys = in_chunks(tokens.keys.detach().take_along_dim(slot[..., None], 2).float())
-        queries = in_chunks(queries.take_along_dim(order[..., None], 2).float()).unflatten(1, (heads, -1))
-        present = in_chunks(asked[..., None].float()).mT[:, :, None]  # (batch, kv_heads, 1, chunks, 1, chunk)
-        step = max(1, piece(keys) // (queries[:, :, :, 0, :, 0].numel() * size))
-        received = torch.cat(
-            [
-                # Each query that is there counts once, and no key that is not.
-                real @ ((part @ part_keys[:, :, None].mT) + (1 - real) * -1e30).softmax(-1)
-                for part, part_keys, real in zip(queries.split(step, 3), keys.split(step, 2), present.split(step, 3), strict=True)
-            ],
-            3,
-        )
+        keys = in_chunks(pick(tokens.keys.detach(), slot).float()).flatten(0, 2)
+        queries = in_chunks(pick(queries, order).float()).unflatten(1, (heads, -1)).transpose(2, 3).flatten(3, 4).flatten(0, 2)
+        present = in_chunks(asked[..., None].float()).flatten(0, 2).mT  # (batch * kv_heads * chunks, 1, chunk)
+        # Each query that is there counts once, and no key that is not.
+        bias, counts = (1 - present) * -1e30, present.repeat(1, 1, queries.shape[1] // size)
+        step = max(1, piece(keys) // (queries.shape[1] * size))
+        parts = [slice(start, start + step) for start in range(0, len(keys), step)]
+        received = torch.cat([counts[p] @ torch.baddbmm(bias[p], queries[p], keys[p].mT).softmax(-1) for p in parts])
+        received = received.view(batch, heads, -1)[..., :length] / (queries.shape[1] // size)
         norms = tokens.values.detach().float().norm(dim=-1).gather(2, slot)
-        pooled = functional.avg_pool1d(received.mean(2).flatten(2)[..., :length] * norms * asked, 3, 1, 1)
+        pooled = functional.avg_pool1d(received * norms * asked, 3, 1, 1)
         empty = pooled.new_zeros(batch, heads, slots)
         return empty.scatter(-1, slot, pooled), empty.bool().scatter(-1, slot, asked)
 

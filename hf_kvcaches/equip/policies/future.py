@@ -9,6 +9,7 @@ import torch
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.equip.policies.base import Policy, count
 from hf_kvcaches.equip.policies.tokens import UNSCORED, Tokens
+from hf_kvcaches.equip.storage import pick
 
 _NOTHING = -1e30
 # How many tokens stand for those outside of a chunk.
@@ -64,11 +65,11 @@ def future_attention(tokens: Tokens, ahead: int = 32, chunk: int = 256) -> torch
     places = _chunks(count, length, min(chunk, length))  # (batch, 1 or kv_heads, chunks, size)
     there, first = places < count[..., None], places + (total - count)[..., None]
     picks = order.gather(-1, first.clamp(max=slots - 1).flatten(2))
-    keys = tokens.keys.detach().take_along_dim(picks[..., None], 2).float().unflatten(2, places.shape[2:])
+    keys = pick(tokens.keys.detach(), picks).float().unflatten(2, places.shape[2:])
     bias = torch.where(there, 0.0, _NOTHING)
     if slots > places.shape[-1]:  # others share the weights, too
         sample, weight = _sample(total, tokens.sinks)
-        others = tokens.keys.detach().take_along_dim(order.gather(-1, sample.clamp(max=slots - 1))[..., None], 2).float()
+        others = pick(tokens.keys.detach(), order.gather(-1, sample.clamp(max=slots - 1))).float()
         keys = torch.cat([keys, others[:, :, None].expand(-1, -1, places.shape[2], -1, -1)], 3)
         outside = (sample[:, :, None] < first[..., :1]) | (sample[:, :, None] > first[..., -1:])
         bias = torch.cat([bias, torch.where(outside & (sample < total)[:, :, None], weight[:, :, None], _NOTHING)], -1)
@@ -76,7 +77,7 @@ def future_attention(tokens: Tokens, ahead: int = 32, chunk: int = 256) -> torch
     if not few:  # behind the last token asks the query of the last one
         asking = asking.expand(*places.shape[:2], -1).gather(-1, places.minimum((count - 1).clamp(min=0)[..., None]).flatten(2))
         asking = asking.repeat_interleave(queries.shape[1] // asking.shape[1], 1)
-    queries = queries.take_along_dim(asking[..., None], 2).float() * tokens.scaling
+    queries = pick(queries, asking).float() * tokens.scaling
     best = _best(queries.unflatten(1, (heads, -1)), keys, bias.expand(*keys.shape[:4]), places.shape[-1], few)
     scores = torch.full(tokens.keys.shape[:3], -torch.inf, device=keys.device)
     best = torch.where(there, best, -torch.inf).flatten(2)
@@ -151,7 +152,7 @@ def future_queries(tokens: Tokens, most: int, ahead: int, spread: int = 1) -> tu
     real = (index >= 0).sum(-1, keepdim=True).clamp(min=n)  # a row's real queries, which are the last ones in order
     picks = length - real + real * torch.arange(n, device=index.device) // n
     picks = index.argsort(dim=-1, stable=True).gather(-1, picks)
-    index, queries = index.gather(-1, picks), queries.detach().take_along_dim(picks[:, None, :, None], 2)
+    index, queries = index.gather(-1, picks), pick(queries.detach(), picks[:, None])
     if (geometry := rotation(tokens)) is not None:
         end = tokens.end.flatten(1) if isinstance(tokens.end, torch.Tensor) else tokens.end
         turn = ((index >= 0).cumsum(-1) - 1).clamp(min=0) % spread
