@@ -39,30 +39,32 @@ def evict(cache: Any, layers: list[Any], positions: torch.Tensor) -> None:
             f"evict: this model has layers with a window of {max(windows)} tokens of their own, and they can't forget what is in it. "
             f"Evict positions up to {seen - max(windows)}."
         )
-    for layer in layers:
-        layer.table.catch_up()
-        layer.drop(torch.isin(layer.table.text_index(), positions.to(layer.device)))
-        layer.make_final()
+    with layers[0].storage.rewriting():
+        for layer in layers:
+            layer.table.catch_up()
+            layer.drop(torch.isin(layer.table.text_index(), positions.to(layer.device)))
+            layer.make_final()
 
 
 def edit(cache: Any, model: Any, layers: list[Any], start: int, stop: int, new_ids: torch.Tensor) -> None:
     """Put other tokens, (rows, tokens), in the place of some; none at all only deletes."""
     _check(cache, layers, start, stop, new_ids)
-    before = [(layer.table.clone(), layer.storage, layer.storage.snapshot(), layer.rotation) for layer in layers]
-    try:
-        for layer in layers:
-            layer.table.catch_up()
-            _open(layer, start, stop, new_ids.shape[1])
-        if new_ids.shape[1]:
-            _insert(cache, model, layers, start, new_ids)
+    with layers[0].storage.rewriting():
+        before = [(layer.table.clone(), layer.storage, layer.storage.snapshot(), layer.rotation) for layer in layers]
+        try:
+            for layer in layers:
+                layer.table.catch_up()
+                _open(layer, start, stop, new_ids.shape[1])
+            if new_ids.shape[1]:
+                _insert(cache, model, layers, start, new_ids)
+        except BaseException:
+            for layer, (table, storage, content, rotation) in zip(layers, before, strict=True):
+                layer.table, layer.storage, layer.rotation = table, storage, rotation
+                layer.storage.take(content, table.kept(), layer.slots)
+                layer.assembly.clear()
+            raise
         for layer in layers:
             layer.make_final()
-    except BaseException:
-        for layer, (table, storage, content, rotation) in zip(layers, before, strict=True):
-            layer.table, layer.storage, layer.rotation = table, storage, rotation
-            layer.storage.restore(content)
-            layer.assembly.clear()
-        raise
 
 
 def _check(cache: Any, layers: list[Any], start: int, stop: int, new_ids: torch.Tensor) -> None:

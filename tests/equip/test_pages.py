@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 from hf_kvcaches.equip.cache import EquipCache
 from hf_kvcaches.equip.coded import Coded
 from hf_kvcaches.equip.layer import EquipLayer
-from hf_kvcaches.equip.pages import LayerPages, PagePool
+from hf_kvcaches.equip.pages import BlockTable, PagePool
 from hf_kvcaches.errors import ConfigError, PoolExhausted, UnsupportedError
 from tests import tiny
 from tests.conformance.entries import calibrated, codec_of
@@ -67,14 +67,13 @@ def paged_layers(cache_: EquipCache) -> list[EquipLayer]:
     return [layer for layer in cache_.layers if isinstance(layer, EquipLayer)]
 
 
-def pages_of(layer: EquipLayer) -> LayerPages:
+def pages_of(layer: EquipLayer) -> BlockTable:
     storage = layer.storage.codes if isinstance(layer.storage, Coded) else layer.storage
-    return storage.pages
+    return storage.table
 
 
 def pool_of(cache_: EquipCache) -> PagePool:
-    storage = paged_layers(cache_)[0].storage
-    return (storage.codes if isinstance(storage, Coded) else storage).book.pool
+    return pages_of(paged_layers(cache_)[0]).pool
 
 
 def same(actual: torch.Tensor, expected: torch.Tensor, rounds: bool) -> None:
@@ -91,9 +90,12 @@ def held_pages(cache_: EquipCache) -> list[int]:
 
 
 def check_conserved(pool: PagePool, *caches: EquipCache) -> None:
-    """Every page is free or has as many holders as rows name it."""
+    """Every page is free or has as many holders as rows name it, and rows have those that their tokens take."""
+    for layer in (layer for each in caches for layer in paged_layers(each)):
+        kept, table = layer.table.kept().amax((1, 2)).tolist(), pages_of(layer)
+        assert [len(row) for row in table.rows] == [-(-tokens // table.size) for tokens in kept]
     held = Counter(page for each in caches for page in held_pages(each))
-    assert {page: count for page, count in held.items() if count > 1} == pool.holders(list(held))
+    assert {page for page, count in held.items() if count > 1} == pool.shared(held)
     assert all(1 <= page <= pool.pages for page in held)
     assert len(held) + pool.free_pages == pool.pages
 
@@ -196,7 +198,8 @@ def test_threads_take_and_give_back_pages_at_once() -> None:
                 owners[page] = me
             for page in pages:
                 owners[page] = None
-            pool.give(pages)
+            pool.count(pages)
+            pool.count((), pages)
 
     threads = [threading.Thread(target=work, args=(me,)) for me in range(6)]
     for thread in threads:
@@ -221,13 +224,13 @@ class _Stream:
 
 
 def test_a_page_that_another_stream_gave_back_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool, one, other, third = PagePool(model(), pages=2), _Stream(), _Stream(), _Stream()
+    pool, (one, other, third) = PagePool(model(), pages=2), (_Stream() for _ in range(3))
     first, shared = pool.take(2)
-    pool.share([shared])
-    pool.give([first], stream=one)
-    pool.give([shared], stream=other)
-    monkeypatch.setattr(pool, "stream", lambda: third)
-    assert pool.holders([shared]) == {}  # so that its holder may write to it
+    pool.count([first, shared, shared])
+    pool.count((), [first], stream=one)
+    pool.count((), [shared], stream=other)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: third)
+    assert pool.shared([shared]) == set()  # so that its holder may write to it
     assert set(third.waited) == {(one, 1), (other, 1)}
     assert pool.take(1) == [first]
 
@@ -377,6 +380,35 @@ def test_copies_that_don_t_fit_once_they_are_written_change_nothing(scheme: str)
 
 
 @with_codec
+@pytest.mark.parametrize("change", ["evict", "edit", "compress", "crop", "step", "block"])
+@pytest.mark.parametrize("spare", [1, 2, 5, 9])
+def test_shared_pages_that_can_t_all_be_copied_leave_the_cache_as_it_was(spare: int, change: str, scheme: str) -> None:
+    pool = PagePool(model(), pages=10 + spare, page_size=4)
+    made, ids = EquipCache(model(), "h2o", BUDGET, pool=pool, **options_of(scheme)), tiny.ids(1, 30)
+    feed(made, ids[:, :26], 20)
+    made.activate_past_recording()
+    feed(made, ids[:, 26:28], 1)
+    copied = copy.deepcopy(made)
+    changes = {
+        "evict": lambda: made.evict(range(10, 20)),
+        "edit": lambda: made.edit(model(), 10, 20, ids[0, :2]),
+        "compress": lambda: made.compress(model()),
+        "crop": lambda: made.crop(-2),
+        "step": lambda: feed(made, ids[:, 28:29], 1),
+        "block": lambda: feed(made, ids[:, 28:], 2),
+    }
+    before = state(made), state(copied)
+    try:
+        changes[change]()
+    except PoolExhausted:
+        assert same_state(before[0], state(made))
+    assert same_state(before[1], state(copied))
+    check_conserved(pool, made, copied)
+    del copied
+    feed(made, tiny.ids(1, 3), 2)
+
+
+@with_codec
 def test_an_edit_that_does_not_fit_changes_nothing(scheme: str) -> None:
     pool = PagePool(model(), pages=8, page_size=4)
     made = EquipCache(model(), "h2o", BUDGET, pool=pool, **options_of(scheme))
@@ -473,6 +505,7 @@ def test_copies_pickles_and_files_go_on_alike(tmp_path, scheme: str) -> None:
     expected = feed(made, new, 1)
     for other in others:
         assert pool_of(other) is not pool_of(made)
+        check_conserved(pool_of(other), other)
         assert torch.equal(feed(other, new, 1), expected)
         check_conserved(pool_of(other), other)
 
