@@ -24,13 +24,13 @@ from hf_kvcaches.equip.hooks import TELLING, refuse_images
 from hf_kvcaches.equip.latent import Latent, hand_out_uncompiled, keeps_latents, latent_modules, require_absorbable
 from hf_kvcaches.equip.layer import EquipLayer
 from hf_kvcaches.equip.paged import Paged
-from hf_kvcaches.equip.pages import PagePool, open_book
+from hf_kvcaches.equip.pages import BlockTable, PagePool
 from hf_kvcaches.equip.policies import Policy, PressPolicy, resolve_policy
 from hf_kvcaches.equip.quantized import QuantizedSlots
 from hf_kvcaches.equip.reading import reconstruct
 from hf_kvcaches.equip.report import EquipReport
 from hf_kvcaches.equip.rotation import Given, Shifted, Unrotated
-from hf_kvcaches.equip.settings import EquipSettings, resolve_head_budgets
+from hf_kvcaches.equip.settings import EquipSettings, resolve_head_budgets, resolve_pool
 from hf_kvcaches.equip.storage import Flat
 from hf_kvcaches.equip.streamed import Streamed
 from hf_kvcaches.errors import ConfigError, UnsupportedError, whole_number
@@ -102,14 +102,15 @@ class EquipCache(AnsweringCache):
         policy = resolve_policy(policy)  # where model and policy are swapped, this says so
         base, config = compat.split_model(model)
         self._latents = base is not None and keeps_latents(base, config)
-        self._book, self._shard = open_book(config, page_size, pool), shard_of(model)
-        self._in_one_buffer = self._book is None and storage is None and codec is None and not self._latents
+        self.pool, self._shard = resolve_pool(config, page_size, pool), shard_of(model)
+        self._in_one_buffer = self.pool is None and storage is None and codec is None and not self._latents
         heads = resolve_head_budgets(head_budgets, policy, self._in_one_buffer, question_start is not None or offloading)
-        pages = None if self._book is None else self._book.pool.page_size
+        pages = None if self.pool is None else self.pool.page_size
         limits = (policy, resolve_budgets(budget, config), sinks, recent, decode_budget, heads, question_start)
         self._settings = EquipSettings(*limits, positions, backend, pages, storage, codec, refit)
         self._settings.check(model, latents=self._latents, offloading=offloading)
         self._rotations: list[Unrotated] = []
+        self._tables: list[BlockTable] = []
         self._assembly = Assembly(self._shard)
         self._shared_codec = codec if codec is None else codec.of_heads(self._shard)
         super().__init__(model, offloading=offloading)
@@ -157,12 +158,12 @@ class EquipCache(AnsweringCache):
         return EquipLayer(settings, geometry, rotation, self.passes, storage, self._assembly, layer_idx, heads)
 
     def _make_storage(self, rotation: Given, settings: EquipSettings, layer_idx: int) -> Flat:
-        codec, backend, book = self._shared_codec, settings.backend, self._book
+        codec, backend, pool, tables = self._shared_codec, settings.backend, self.pool, self._tables
         if codec is not None:
-            codes = FlatCodes(backend) if book is None else PagedCodes(backend, book, settings.slots_of, codec, layer_idx)
+            codes = FlatCodes(backend) if pool is None else PagedCodes(backend, pool, tables, settings.slots_of, codec, layer_idx)
             return Coded(backend, codec, layer_idx, settings.sinks, codes)
-        if book is not None:
-            return Paged(backend, book, settings.slots_of)
+        if pool is not None:
+            return Paged(backend, pool, tables, settings.slots_of)
         if self._latents:
             sizes: Any = self.config.per_layer_config[layer_idx]
             return Latent(backend, sizes.qk_rope_head_dim, sizes.kv_lora_rank)
@@ -228,11 +229,6 @@ class EquipCache(AnsweringCache):
             return Refusal("model: EquipCache prunes latents as the model makes them, and takes none over. Feed it the text.")
         return self._settings.adopt_refused(with_queries)
 
-    @property
-    def pool(self) -> PagePool | None:
-        """Where the pages are from; None for the flat layout."""
-        return None if self._book is None else self._book.pool
-
     def kept_positions(self, layer_idx: int) -> torch.Tensor:
         """Whose the slots are: for each sequence, KV head and slot the index of its token among the tokens seen; -1: empty.
 
@@ -268,13 +264,14 @@ class EquipCache(AnsweringCache):
             base = self.model if model is None else model
             ids = self._context(input_ids, end).to(compat.base_model(base).device)
             received = reconstruct(self, base, layers, ids, self.policy.deferred)
-        for layer, (limit, context) in zip(layers, limits, strict=True):
-            layer.take_limits(limit, context)
-        for layer, (limit, _), reconstruction in zip(layers, limits, received, strict=True):
-            with self.at_hand(layer):
-                layer.compress(limit, seen - end, reconstruction)
-        for layer in layers:
-            layer.make_final()
+        with layers[0].storage.rewriting():
+            for layer, (limit, context) in zip(layers, limits, strict=True):
+                layer.take_limits(limit, context)
+            for layer, (limit, _), reconstruction in zip(layers, limits, received, strict=True):
+                with self.at_hand(layer):
+                    layer.compress(limit, seen - end, reconstruction)
+            for layer in layers:
+                layer.make_final()
 
     def _context(self, input_ids: torch.Tensor | None, tokens: int) -> torch.Tensor:
         """The token ids of the context, (rows, tokens)."""

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Self
+from typing import Any
 
 import torch
 
 from hf_kvcaches.codec.codec import KVCodec
 from hf_kvcaches.codec.coder import LayerCoder
 from hf_kvcaches.equip.paged import Paged
-from hf_kvcaches.equip.pages import PageBook
+from hf_kvcaches.equip.pages import BlockTable, PagePool
 from hf_kvcaches.equip.storage import Flat, Raw, Slots, extended, pick, read_decoded
 from hf_kvcaches.kernels.launch import Backend
 
@@ -29,19 +28,21 @@ class PagedCodes(Paged):
 
     names = exported = ("codes",)
 
-    def __init__(self, backend: Backend, book: PageBook, slots_of: Callable[[int], int], codec: KVCodec, layer_idx: int) -> None:
+    def __init__(
+        self, backend: Backend, pool: PagePool, tables: list[BlockTable], slots_of: Callable[[int], int], codec: KVCodec, layer_idx: int
+    ) -> None:
         widths = [width or 1 for width in codec.separate_bytes]
         self.kind, self.width = f"codes of the codec {codec.digest[:8]}", dict(enumerate(widths)).get(layer_idx, 1)
-        self.page_bytes = book.pool.page_size * max(widths)
-        super().__init__(backend, book, slots_of, self.page_bytes // self.width)
+        self.page_bytes = pool.page_size * max(widths)
+        super().__init__(backend, pool, tables, slots_of, self.page_bytes // self.width)
 
     def _open(self, *states: torch.Tensor) -> None:
-        self.book.pool.open(self.kind, {"codes": (self.page_bytes,)}, torch.uint8, states[0].device)
+        self.pool.open(self.kind, {"codes": (self.page_bytes,)}, torch.uint8, states[0].device)
 
     def _slots(self) -> list[torch.Tensor]:
         """Pages of bytes as (pages, bytes of a slot, page_size, 1); a rest that is too short for a slot is left out."""
-        size = self.pages.page_size
-        return [self.book.pool.stores["codes"][:, : self.width * size].unflatten(1, (self.width, size, 1))]
+        size = self.table.size
+        return [self.pool.stores["codes"][:, : self.width * size].unflatten(1, (self.width, size, 1))]
 
 
 class Coded(Flat):
@@ -55,7 +56,7 @@ class Coded(Flat):
         keys: Of the sinks, (batch, kv_heads, sinks + 1, head_dim); the last one is anything.
     """
 
-    exported = (*FlatCodes.names, *Flat.names)
+    exported, parts = (*FlatCodes.names, *Flat.names), ("codes",)
     in_graphs = False
     no_gradients = "codec: codes are integers, which have no gradients. Call the model under torch.no_grad()."
 
@@ -142,29 +143,15 @@ class Coded(Flat):
         self.codes.clear()
         super().clear()
 
-    def trim(self, kept: torch.Tensor | None) -> None:
+    def trim(self, kept: torch.Tensor) -> None:
         self.codes.trim(kept)
-
-    def snapshot(self) -> Any:
-        return self.codes.snapshot(), {name: tensor.clone() for name, tensor in Flat.tensors(self).items()}
-
-    def restore(self, snapshot: Any) -> None:
-        self.codes.restore(snapshot[0])
-        for name in self.names:
-            setattr(self, name, snapshot[1].get(name))
 
     def export(self) -> dict[str, torch.Tensor]:
         return self.codes.export() | {name: tensor.contiguous() for name, tensor in Flat.tensors(self).items()}
 
-    def take(self, tensors: dict[str, torch.Tensor], kept: torch.Tensor | None, most: int) -> None:
-        self.codes.take({"codes": tensors["codes"]}, kept, most)
-        self.keys, self.values = tensors["keys"], tensors["values"]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        copied = copy.copy(self)
-        copied.codes = copy.deepcopy(self.codes, memo)
-        Flat.map(copied, torch.clone)
-        return copied
+    def take(self, tensors: dict[str, torch.Tensor], kept: torch.Tensor, most: int) -> None:
+        self.codes.take({name: tensors[name] for name in self.codes.names if name in tensors}, kept, most)
+        self.keys, self.values = tensors.get("keys"), tensors.get("values")
 
     def _coder(self, like: torch.Tensor) -> LayerCoder:
         """The layer's coder for a tensor's dtype and device."""

@@ -6,7 +6,6 @@ What follows a change keeps the keys and values that it had, computed with the o
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,9 +40,7 @@ def evict(cache: Any, layers: list[Any], positions: torch.Tensor) -> None:
             f"evict: this model has layers with a window of {max(windows)} tokens of their own, and they can't forget what is in it. "
             f"Evict positions up to {seen - max(windows)}."
         )
-    with ExitStack() as space:
-        for layer in layers:  # copies of pages that others have, too: for all layers, or nothing has changed
-            space.enter_context(layer.storage.space_for(layer.storage.shape[0], 0, None, 1, lambda _, make: make()))
+    with layers[0].storage.rewriting():
         for layer in layers:
             layer.table.catch_up()
             with cache.at_hand(layer):
@@ -54,22 +51,23 @@ def evict(cache: Any, layers: list[Any], positions: torch.Tensor) -> None:
 def edit(cache: Any, model: Any, layers: list[Any], start: int, stop: int, new_ids: torch.Tensor) -> None:
     """Put other tokens, (rows, tokens), in the place of some; none at all only deletes."""
     _check(cache, layers, start, stop, new_ids)
-    before = [(layer.table.clone(), layer.storage, layer.storage.snapshot(), layer.rotation) for layer in layers]
-    try:
-        for layer in layers:
-            layer.table.catch_up()
-            with cache.at_hand(layer):
-                _open(layer, start, stop, new_ids.shape[1])
-        by = _insert(cache, model, layers, start, new_ids) if new_ids.shape[1] else Provenance()
+    with layers[0].storage.rewriting():
+        before = [(layer.table.clone(), layer.storage, layer.storage.snapshot(), layer.rotation) for layer in layers]
+        try:
+            for layer in layers:
+                layer.table.catch_up()
+                with cache.at_hand(layer):
+                    _open(layer, start, stop, new_ids.shape[1])
+            by = _insert(cache, model, layers, start, new_ids) if new_ids.shape[1] else Provenance()
+        except BaseException:
+            for layer, (table, storage, content, rotation) in zip(layers, before, strict=True):
+                layer.table, layer.storage, layer.rotation = table, storage, rotation
+                layer.storage.take(content, table.kept(), layer.slots)
+            raise
         for layer in layers:
             layer.make_final()
         cache.provenance.replace(start, stop, new_ids.shape[1], by)
         cache.provenance.crop(cache.seen)
-    except BaseException:
-        for layer, (table, storage, content, rotation) in zip(layers, before, strict=True):
-            layer.table, layer.storage, layer.rotation = table, storage, rotation
-            layer.storage.restore(content)
-        raise
 
 
 def _check(cache: Any, layers: list[Any], start: int, stop: int, new_ids: torch.Tensor) -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Self
+from itertools import chain
+from typing import Any
 
 import torch
 
-from hf_kvcaches.equip.pages import LayerPages, PageBook
-from hf_kvcaches.equip.storage import Flat, Raw, Slots, read_decoded, wrong_rows
+from hf_kvcaches.equip.pages import BlockTable, PagePool, provide
+from hf_kvcaches.equip.storage import Flat, Raw, Slots, read_decoded
 from hf_kvcaches.kernels import slots as kernels
 from hf_kvcaches.kernels.arguments import Attended
 from hf_kvcaches.kernels.launch import Backend
@@ -20,93 +20,79 @@ class Paged(Flat):
     """Slot s of row b is slot s % page_size of its page s // page_size; `keys` and `values` stay None.
 
     On CUDA, attention reads the pages where they are. Elsewhere they are gathered first, and all numbers are those of the flat layout.
+    The block tables of a cache's layers are one list, to which a layer adds its own: a pass takes pages for all of them or for none.
     """
 
-    pooled = True
+    pooled, parts = True, ("pool", "tables", "table")
     in_graphs = False  # which pages are written to is known in Python only
     no_gradients = "EquipCache on pages has no gradients: run the model under torch.no_grad(), or leave page_size and pool out."
-
+    capacity, heads = 0, 1
     read = read_decoded
 
-    def __init__(self, backend: Backend, book: PageBook, slots_of: Callable[[int], int], page_size: int | None = None) -> None:
+    def __init__(
+        self, backend: Backend, pool: PagePool, tables: list[BlockTable], slots_of: Callable[[int], int], page_size: int = 0
+    ) -> None:
         super().__init__(backend)
-        self.book, self.layer, self.room = book, len(book.layers), 0
-        book.layers.append(LayerPages(slots_of, page_size or book.pool.page_size))
-
-    @property
-    def pages(self) -> LayerPages:
-        """The layer's pages."""
-        return self.book.layers[self.layer]
-
-    @property
-    def capacity(self) -> int:
-        return self.room
+        self.pool, self.tables, self.layer = pool, tables, len(tables)
+        self.table = BlockTable(pool, page_size or pool.page_size, slots_of)
+        tables.append(self.table)
 
     @property
     def shape(self) -> tuple[int, int]:
-        rows = len(self.pages.used)
-        return rows, self._slots()[0].shape[1] if rows else 0
-
-    @property
-    def table(self) -> torch.Tensor:
-        """The block table, (batch, blocks), int32; -1 where a row has no page."""
-        pages = self.pages
-        blocks = max([pages.pages_for(self.room), *map(len, pages.rows)])
-        if pages.table is None or pages.table.shape != (len(pages.rows), blocks):
-            pages.table = self.book.pool.index([row + [-1] * (blocks - len(row)) for row in pages.rows]).view(-1, blocks).int()
-        return pages.table
+        return (len(self.table.used), self._slots()[0].shape[1]) if self.table.used else (0, 0)
 
     def check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        if self.pages.used and len(self.pages.used) != keys.shape[0]:
-            raise wrong_rows(len(self.pages.used), keys.dtype, keys)
+        super().check(keys, values)
         self._open(keys, values)
+        self.heads = keys.shape[1]
 
     @contextmanager
-    def space_for(
-        self, rows: int, tokens: int, valid: torch.Tensor | None, block: int, shared: Callable[[str, Callable[[], Any]], Any]
-    ) -> Iterator[None]:
-        def reserve() -> tuple[list[int], int]:
+    def space_for(self, rows: int, tokens: int, valid: torch.Tensor | None, block: int, shared: Callable[..., Any]) -> Iterator[None]:
+        def reserve() -> list[list[int]]:
             new = [tokens] * rows if valid is None else valid.sum(-1).tolist()
             prompt = block if valid is None or not block else int(valid[:, :block].sum(-1).max())
-            self.book.reserve(self.book.layers[self.layer :], new, prompt)
-            return new, prompt
+            before = [(table.slots or table.slots_of(prompt), table.used or [0] * rows) for table in self.tables]
+            used = [[min(limit, slots + count) for slots, count in zip(row_slots, new, strict=True)] for limit, row_slots in before]
+            # A block may be written to all slots, and a token to another one in each head.
+            provide(self.tables[self.layer :], used[self.layer :], None if block else [self.heads * count for count in new])
+            return used
 
-        self.pages.used = self.pages.after(*shared("pages", reserve))
+        self.table.used, self.table.stream = shared("pages", reserve)[self.layer], None if self.pool.grows else self.pool.stream()
         yield
-        self.book.trim(self.pages)
+        self.table.trim(self.table.used)
 
     def raw(self, used: int) -> Raw:
         # Page 0 is zeros, for a page that a row lacks.
-        pages = self.table[:, None, : self.pages.pages_for(used)].long().clamp(min=0)
+        pages = self._pages()[:, None, : self.table.blocks(used)].long().clamp(min=0)
         heads = torch.arange(self.shape[1], device=pages.device)[:, None]
         return tuple(store[pages, heads].flatten(2, 3)[:, :, :used] for store in self._slots())
 
-    def hold(self, raw: Raw, most: int) -> None:
-        self._claim(raw[0].shape[0], raw[0].shape[2], most)
-        self.book.separate(self.pages)
-        if raw[0].shape[2]:
-            self.write(torch.arange(raw[0].shape[2], device=raw[0].device)[None, None], raw)
+    def hold(self, raw: Raw, most: int, start: int = 0, used: list[int] | None = None) -> None:
+        """Make these the slots from `start` on; `used` of each row are in use, or as many as in the running pass, or all."""
+        table, self.capacity = self.table, start + raw[0].shape[2]
+        in_pass = max(table.used, default=0) >= self.capacity
+        table.used, table.slots = used or (table.used if in_pass else [self.capacity] * raw[0].shape[0]), most
+        provide([table], [table.used])
+        if start < self.capacity:
+            self.write(torch.arange(start, self.capacity, device=raw[0].device)[None, None], raw)
 
     def write(self, slots: Slots, raw: Raw) -> None:
-        if self.pages.shared:
-            blocks = (slots // self.pages.page_size).expand(self.shape[0], -1, -1).flatten(1).tolist()
-            self.book.separate(self.pages, [set(row) for row in blocks])
+        if self.table.shared:
+            self.table.separate((slots // self.table.size).expand(self.shape[0], -1, -1).flatten(1).tolist())
         # A row that has no new token may name a page that it has not; nothing is written there.
         stores = self._slots()
         if len(stores) == 2 and stores[0].is_cuda:
-            kernels.write_pages(stores[0], stores[1], self.table, slots, raw[0], raw[1], backend=self.backend, check=False)
+            kernels.write_pages(stores[0], stores[1], self._pages(), slots, raw[0], raw[1], backend=self.backend, check=False)
         else:
-            kernels.put_in_pages(stores, self.table, slots, raw)
+            kernels.put_in_pages(stores, self._pages(), slots, raw)
 
     def rebuild(self, index: Slots | None, new: Raw | None, used: int, most: int) -> None:
         if index is not None or new is None or not used:
             return super().rebuild(index, new, used, most)
-        slots = torch.arange(used, used + new[0].shape[2], device=new[0].device)[None, None]
-        self._claim(new[0].shape[0], used + slots.shape[2], most)
-        return self.write(slots, new)  # pages of what was there stay shared
+        return self.hold(new, most, used)  # pages of what was there stay shared
 
     def reserve(self, slots: int, most: int) -> None:
-        self.room = max(self.room, slots)
+        self.capacity = max(self.capacity, slots)
 
     def attend(self, query: torch.Tensor, used: int, scaling: float, **options: Any) -> Attended:
         if not (query.is_cuda and self.backend in ("auto", "triton")):
@@ -114,70 +100,47 @@ class Paged(Flat):
         if options.get("valid") is None:
             options["valid"] = torch.ones(1, 1, used, dtype=torch.bool, device=query.device)
         keys, values = self._slots()
-        return kernels.paged_attention(query, keys, values, self.table, scaling, backend=self.backend, check=False, **options)
+        return kernels.paged_attention(query, keys, values, self._pages(), scaling, backend=self.backend, check=False, **options)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Copies of the pages in use: the pool's memory is not the layer's alone."""
-        pool, pages = self.book.pool, list(dict.fromkeys(self.pages.all()))
-        return {name: store[pool.index(pages)] for name, store in pool.stores.items()} if pages else {}
+        pages = [*dict.fromkeys(chain(*self.table.rows))]
+        return {name: store[self.pool.index(pages)] for name, store in self.pool.stores.items() if pages}
 
     def map_rows(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        pages, before = self.pages, self.pages.all()
-        if pages.used:
-            sources = function(torch.arange(len(pages.used))).tolist()
-            rows = [list(pages.rows[source]) for source in sources]
-            self.book.pool.share(page for row in rows for page in row)
-            pages.rows[:], pages.used, pages.shared, pages.table = rows, [pages.used[source] for source in sources], True, None
-            self.book.pool.give(before)
+        if rows := len(self.table.used):
+            self.table.pick(function(torch.arange(rows)).tolist())
 
     def clear(self) -> None:
-        self.room, self.pages.used, self.pages.slots = 0, [], 0
-        self.book.trim(self.pages)
+        self.capacity, self.table.slots = 0, 0
+        self.table.trim([])
 
-    def trim(self, kept: torch.Tensor | None) -> None:
-        if kept is not None:
-            self.pages.used = kept.amax((1, 2)).tolist()
-            self.book.trim(self.pages)
-
-    def snapshot(self) -> Any:
-        return self.export(), list(self.pages.used), self.pages.slots
-
-    def restore(self, snapshot: Any) -> None:
-        self._put(*snapshot)
+    def trim(self, kept: torch.Tensor) -> None:
+        self.table.trim(kept.amax((1, 2)).tolist())
 
     def export(self) -> dict[str, torch.Tensor]:
-        return dict(zip(self.names, map(torch.Tensor.contiguous, self.raw(self.room)), strict=True)) if self.pages.used else {}
+        return dict(zip(self.names, map(torch.Tensor.contiguous, self.raw(self.capacity)), strict=True)) if self.table.used else {}
 
-    def take(self, tensors: dict[str, torch.Tensor], kept: torch.Tensor | None, most: int) -> None:
-        assert kept is not None
-        self._put(tensors, kept.amax((1, 2)).tolist(), most)
-
-    def _put(self, tensors: dict[str, torch.Tensor], used: list[int], most: int) -> None:
-        """Have what `export` gave, of which so many slots of each row are in use."""
+    def take(self, tensors: dict[str, torch.Tensor], kept: torch.Tensor, most: int) -> None:
         if not tensors:
             return self.clear()
-        raw = tuple(tensors[name] for name in self.names)
-        self._open(*raw)
-        self.pages.used = used
-        return self.hold(raw, most)
+        self._open(*(raw := tuple(tensors[name] for name in self.names)))
+        self.hold(raw, most, used=kept.amax((1, 2)).tolist())
+        return self.table.trim(self.table.used)
 
-    def _claim(self, rows: int, slots: int, most: int) -> None:
-        """Have pages for the first slots of rows: in a pass for each row's tokens, else for all slots, and `trim` gives back the rest."""
-        pages = self.pages
-        pages.used = [slots] * rows if max(pages.used, default=0) < slots else pages.used
-        pages.slots, self.room = most, slots
-        self.book.provide([(pages, pages.used)])
+    def _pages(self) -> torch.Tensor:
+        """The block table on the device."""
+        table, rows = self.table, self.table.rows
+        blocks = max([table.blocks(self.capacity), *map(len, rows)])
+        if table.tensor is None or table.tensor.shape[1] < blocks:
+            table.tensor = self.pool.index([row + [-1] * (blocks - len(row)) for row in rows]).view(-1, blocks).int()
+        return table.tensor
 
     def _open(self, *states: torch.Tensor) -> None:
         """Have the pool make its stores, or refuse what `encode` gave."""
-        shapes = {name: (tensor.shape[1], self.pages.page_size, tensor.shape[3]) for name, tensor in zip(self.names, states, strict=True)}
-        self.book.pool.open("keys and values", shapes, states[0].dtype, states[0].device)
+        shapes = {name: (tensor.shape[1], self.table.size, tensor.shape[3]) for name, tensor in zip(self.names, states, strict=True)}
+        self.pool.open("keys and values", shapes, states[0].dtype, states[0].device)
 
     def _slots(self) -> list[torch.Tensor]:
         """The pages of the whole pool, (pages, kv_heads, page_size, width) each."""
-        return [self.book.pool.stores[name] for name in self.names]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        copied = copy.copy(self)
-        copied.book = copy.deepcopy(self.book, memo)
-        return copied
+        return [self.pool.stores[name] for name in self.names]

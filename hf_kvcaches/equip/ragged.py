@@ -124,9 +124,10 @@ class Ragged(Flat):
             self.full, self.hiding = False, None
             self._fill(tuple(function(tensor) for tensor in self.raw(self.capacity)), function(self.rooms))
 
-    def take(self, tensors: dict[str, torch.Tensor], kept: torch.Tensor | None, most: int) -> None:
+    def take(self, tensors: dict[str, torch.Tensor], kept: torch.Tensor, most: int) -> None:
         super().take(tensors, kept, most)
-        self._lay_out(self.rooms)
+        if tensors:
+            self._lay_out(self.rooms)
 
     def clear(self) -> None:
         Ragged.__init__(self, self.backend)

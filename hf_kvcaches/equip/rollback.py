@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from hf_kvcaches.equip.rotation import Given
 from hf_kvcaches.equip.slots import SlotTable
-from hf_kvcaches.equip.storage import Flat, Raw, Slots
+from hf_kvcaches.equip.storage import Flat, Slots
 from hf_kvcaches.errors import UnsupportedError
 
 
@@ -30,7 +30,7 @@ class Undo:
     tokens: int
     table: SlotTable
     slot: Slots | None
-    raw: Raw | Any
+    raw: Any
     storage: Flat
     rotation: Given
 

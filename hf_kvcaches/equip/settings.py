@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_kvcaches.codec.codec import KVCodec
+from hf_kvcaches.compat import decoder_config
 from hf_kvcaches.core.parallel import require_all_heads
 from hf_kvcaches.core.refusal import Refusal
+from hf_kvcaches.core.rope_families import head_sizes
 from hf_kvcaches.equip.budgets import Limit, check_budget, one_budget, slots_for
 from hf_kvcaches.equip.calibrated.head_budgets import HeadBudgets
+from hf_kvcaches.equip.pages import PagePool
 from hf_kvcaches.equip.policies import Policy
 from hf_kvcaches.equip.quantized import BITS
 from hf_kvcaches.errors import ConfigError, UnsupportedError, require_choice, require_instance, whole_number
@@ -192,6 +195,25 @@ class EquipSettings:
         recent = whole_number("recent", self.recent_of(slots), 0)
         check_budget(slots, self.sinks, max(recent, beside))
         return Limit(slots, recent)
+
+
+def resolve_pool(config: Any, page_size: int | None, pool: PagePool | None) -> PagePool | None:
+    """The pages of a cache, which it shares with others or has alone; None for one buffer a row."""
+    if pool is None:
+        return None if page_size is None else PagePool(config, 64, page_size, grows=True)
+    if page_size not in (None, pool.page_size):
+        raise ConfigError.of("page_size", f"that of the pool, {pool.page_size}, or None", page_size)
+    (heads, size), others = _head_shape(config), _head_shape(pool.config)
+    if None not in (heads, size, *others) and others != (heads, size):
+        raise ConfigError.of("pool", f"one made for {heads} key heads of size {size}", pool, "Make a pool with this model.")
+    return pool
+
+
+def _head_shape(config: Any) -> tuple[int | None, int | None]:
+    """Key heads and their size as far as a config tells."""
+    config = decoder_config(config)
+    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
+    return heads, (head_sizes(config, 0) or (None,))[0]
 
 
 def resolve_head_budgets(head_budgets: Any, policy: Policy, possible: bool, alone: bool) -> Any:

@@ -240,8 +240,9 @@ class SlotLayer(AnsweringLayer):
         table.catch_up()
         whole = self.policy.order_only and table.filled == table.seen and table.counts is None
         if self.journal is not None and (self.journal.covers(tokens) or not whole):
-            for undo in self.journal.last(tokens):
-                self._undo(undo)
+            with self.storage.rewriting():
+                for undo in self.journal.last(tokens):
+                    self._undo(undo)
         elif tokens and not whole:
             raise UnsupportedError(
                 "crop: tokens were pruned or scored, so EquipCache can take back only what it has recorded. "
@@ -260,9 +261,8 @@ class SlotLayer(AnsweringLayer):
 
     def _undo(self, undo: Undo) -> None:
         if undo.slot is None:
-            self.storage = undo.storage
-            self.storage.restore(undo.raw)
-            self.rotation = undo.rotation
+            self.storage, self.rotation = undo.storage, undo.rotation
+            self.storage.take(undo.raw, undo.table.kept(), self.slots)
         else:
             self.storage.write(undo.slot, undo.raw)
         self.table = undo.table
@@ -294,7 +294,7 @@ class SlotLayer(AnsweringLayer):
         """End a change that came from outside of a forward pass: what came before can't be taken back any more."""
         if self.journal is not None:
             self.journal.clear()
-        self.storage.trim(None if self.table.positions is None else self.table.kept())
+        self.storage.trim(self.table.kept())
         graphs.prepare(self)
 
     # What transformers may do with all rows.
@@ -344,6 +344,6 @@ class SlotLayer(AnsweringLayer):
         if stored:
             if missing := set(self.storage.exported) - set(stored):
                 raise ArtifactError(f"A layer's slots are stored without {sorted(missing)}. Save the cache again.")
-            self.storage.take(stored, None if self.table.positions is None else self.table.kept(), self.slots)
+            self.storage.take(stored, self.table.kept(), self.slots)
             self.lazy_initialization(*self.storage.read(1))
         graphs.prepare(self)

@@ -76,8 +76,9 @@ class SlotTable:
         return self.clock if torch.compiler.is_compiling() and self.clock is not None else self.seen
 
     def kept(self) -> torch.Tensor:
-        """How many tokens are kept, (batch, 1 or kv_heads, 1)."""
-        assert self.positions is not None
+        """How many tokens are kept, (batch, 1 or kv_heads, 1); no rows before the first token."""
+        if self.positions is None:
+            return torch.zeros(0, 1, 1, dtype=torch.long)
         return (self.positions >= 0).sum(-1, keepdim=True)
 
     def known_scores(self) -> torch.Tensor:

@@ -30,12 +30,14 @@ class Flat:
     Attributes:
         names: The tensors of slots, in the order of what `encode` gives.
         exported: The tensors of rows in a file.
+        parts: What else a copy has a copy of.
         in_graphs: Whether compiled graphs may write to it.
         no_gradients: Why there are no gradients, as a sentence; "" where there are.
     """
 
     names: ClassVar[tuple[str, ...]] = ("keys", "values")
     exported: ClassVar[tuple[str, ...]] = names
+    parts: ClassVar[tuple[str, ...]] = ()
     in_graphs: ClassVar[bool] = True
     no_gradients: ClassVar[str] = ""
     full: bool = False
@@ -62,9 +64,9 @@ class Flat:
 
     def check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Refuse new tokens that can't follow those in the store, (batch, kv_heads, tokens, head_dim)."""
-        old = self.keys
-        if old is not None and (self.shape[0] != keys.shape[0] or not old.dtype == keys.dtype == values.dtype):
-            raise wrong_rows(self.shape[0], old.dtype, keys)
+        dtype = keys.dtype if self.keys is None else self.keys.dtype
+        if self.shape[0] not in (0, keys.shape[0]) or (self.shape[0] and not dtype == keys.dtype == values.dtype):
+            raise wrong_rows(self.shape[0], dtype, keys)
 
     def prepare(self, keys: torch.Tensor, real: torch.Tensor, empty: torch.Tensor) -> None:
         """Look at the keys of a block before they are encoded.
@@ -76,7 +78,7 @@ class Flat:
         """
 
     def space_for(
-        self, rows: int, tokens: int, valid: torch.Tensor | None, block: int, shared: Callable[[str, Callable[[], Any]], Any]
+        self, rows: int, tokens: int, valid: torch.Tensor | None, block: int, shared: Callable[..., Any]
     ) -> AbstractContextManager[None]:
         """Within it there is memory for the new tokens of a pass: for all layers, or the first of them refuses and nothing has changed.
 
@@ -86,6 +88,10 @@ class Flat:
             shared: Makes what the layers of a pass share, by name.
         """
         return nullcontext()
+
+    def rewriting(self) -> AbstractContextManager[None]:
+        """Within it there is memory to overwrite the slots of this layer and those behind it, or it refuses and nothing has changed."""
+        return self.space_for(self.shape[0], 0, None, 1, lambda name, make: make())
 
     # How tokens are kept.
 
@@ -202,34 +208,29 @@ class Flat:
             setattr(self, name, None)
         self._bases = None
 
-    def trim(self, kept: torch.Tensor | None) -> None:
+    def trim(self, kept: torch.Tensor) -> None:
         """Give memory back after tokens were dropped; one buffer a row has none to give.
 
         Args:
-            kept: How many slots of each row are in use, (batch, 1 or kv_heads, 1), or None where there are no rows.
+            kept: How many slots of each row are in use, (batch, 1 or kv_heads, 1).
         """
 
-    def snapshot(self) -> Any:
-        """All that it holds, as it is now; `restore` may be given it once."""
-        return {name: tensor.clone() for name, tensor in self.tensors().items()}
-
-    def restore(self, snapshot: Any) -> None:
-        """Go back to a snapshot."""
-        self.clear()
-        for name, tensor in snapshot.items():
-            setattr(self, name, tensor)
+    def snapshot(self) -> dict[str, torch.Tensor]:
+        """What `export` gives, as it is now; `take` may be given it once."""
+        return {name: tensor.clone() for name, tensor in self.export().items()}
 
     def export(self) -> dict[str, torch.Tensor]:
         """What a file holds: `exported`, or nothing."""
         return {name: tensor.contiguous() for name in self.exported if (tensor := getattr(self, name)) is not None}
 
-    def take(self, tensors: dict[str, torch.Tensor], kept: torch.Tensor | None, most: int) -> None:
-        """Take over what `export` gave.
+    def take(self, tensors: dict[str, torch.Tensor], kept: torch.Tensor, most: int) -> None:
+        """Take over what `export` gave, in place of all.
 
         Args:
             kept: How many slots of each row are in use, (batch, 1 or kv_heads, 1).
             most: How many slots there may ever be.
         """
+        self.clear()
         for name, tensor in tensors.items():
             setattr(self, name, tensor)
 
@@ -248,7 +249,9 @@ class Flat:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = copy.copy(self)
-        copied.map(torch.clone)  # deepcopy refuses tensors that are part of an autograd graph
+        for name in self.parts:
+            setattr(copied, name, copy.deepcopy(getattr(self, name), memo))
+        Flat.map(copied, torch.clone)  # deepcopy refuses tensors that are part of an autograd graph
         return copied
 
 

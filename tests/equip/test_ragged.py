@@ -89,7 +89,7 @@ def test_rows_are_picked_copied_and_saved(ragged: Ragged, padded: Any) -> None:
     assert torch.equal(copied.raw(SLOTS)[0][EXISTING], padded[0][EXISTING])
     snapshot = copied.snapshot()
     copied.write(torch.zeros(1, 1, 1, dtype=torch.long), (states(ROWS, HEADS, 1, DIM),) * 2)
-    copied.restore(snapshot)
+    copied.take(snapshot, torch.tensor([]), SLOTS)
     assert torch.equal(copied.raw(SLOTS)[0][EXISTING], padded[0][EXISTING])
     copied.clear()
     assert (copied.capacity, copied.shape) == (0, (0, 0))

@@ -13,7 +13,7 @@ from transformers import GPT2Config, PreTrainedModel
 
 from hf_kvcaches import EquipCache, FingerprintMismatch, KVCodec
 from hf_kvcaches.equip.coded import Coded, FlatCodes, PagedCodes
-from hf_kvcaches.equip.pages import PageBook, PagePool
+from hf_kvcaches.equip.pages import PagePool
 from hf_kvcaches.equip.quantized import QuantizedSlots
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from tests import tiny
@@ -250,7 +250,7 @@ def test_a_codec_takes_its_share_of_the_bytes_and_the_sinks():
 @pytest.mark.parametrize("paged", [False, True])
 def test_sinks_stay_exact_beside_codes_and_a_token_that_takes_their_slot_is_what_its_codes_say(model, paged):
     codec, (keys, values) = codec_of(model).at(0.125), torch.randn(2, 2, 2, 12, 64)
-    codes = PagedCodes("auto", PageBook(PagePool(model, 40, 4)), lambda _: 16, codec, 0) if paged else FlatCodes("auto")
+    codes = PagedCodes("auto", PagePool(model, 40, 4), [], lambda _: 16, codec, 0) if paged else FlatCodes("auto")
     storage = Coded("auto", codec, 0, 3, codes)
     near = codec.coder(0, torch.float32, keys.device, separate=True).decode(storage.encode(keys, values)[0][..., 0])
     storage.check(keys, values)
