@@ -29,12 +29,10 @@ class Paged(Flat):
     capacity, heads = 0, 1
     read = read_decoded
 
-    def __init__(
-        self, backend: Backend, pool: PagePool, tables: list[BlockTable], slots_of: Callable[[int], int], page_size: int = 0
-    ) -> None:
+    def __init__(self, backend: Backend, pool: PagePool, tables: list[BlockTable], slots_of: Callable[[int], int], size: int = 0) -> None:
         super().__init__(backend)
         self.pool, self.tables, self.layer = pool, tables, len(tables)
-        self.table = BlockTable(pool, page_size or pool.page_size, slots_of)
+        self.table = BlockTable(pool, size or pool.page_size, slots_of)
         tables.append(self.table)
 
     @property
