@@ -247,12 +247,12 @@ def can_switch_attention(model: PreTrainedModel) -> bool:
 
 # By which name `generate` hands its cache on: that of its own argument, which 5.24 renamed.
 GENERATE_CACHE = "cache" if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters else "past_key_values"
-CACHE_NAMES = ("cache", "past_key_values")
 
 
 def cache_of(kwargs: Mapping[str, Any]) -> Any:
     """The cache among the arguments of a forward pass; transformers 5.24 renamed `past_key_values`, and models take both names."""
-    return next((cache for name in CACHE_NAMES if (cache := kwargs.get(name)) is not None), None)
+    cache = kwargs.get("cache")
+    return kwargs.get("past_key_values") if cache is None else cache
 
 
 def cache_kwargs(model: object, cache: Any) -> dict[str, Any]:

@@ -164,7 +164,7 @@ def _attend(
             vars(config)[compat.ATTENTION_NAME] = name
     else:
         key.restore()
-        if key.bound and all(config is not module.config for config in key.configs):
+        if key.bound and id(module.config) not in map(id, key.configs):
             hint = "Build a cache with this model, or pass it to the model that it was built with."
             raise ConfigError(f"The cache was built with another model than the one that it is used with. {hint}")
     output, weights = key.attend(module, query, attention_mask, **kwargs)

@@ -109,10 +109,7 @@ class SlotTable:
             score = math.inf if count < sinks else score
         elif graph or self.fewest < sinks:
             score = torch.where(count < sinks, math.inf, score)
-        written: list[tuple[torch.Tensor, float | torch.Tensor]] = [
-            (self.positions, count),
-            (self.scores, score),
-        ]
+        written: list[tuple[torch.Tensor, float | torch.Tensor]] = [(self.positions, count), (self.scores, score)]
         if self.distances is not None:
             nearer = self.distances < self.distances.gather(2, slot)
             self.distances.add_(nearer if real is None else nearer & real)

@@ -64,9 +64,9 @@ class Flat:
 
     def check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Refuse new tokens that can't follow those in the store, (batch, kv_heads, tokens, head_dim)."""
-        dtype = keys.dtype if self.keys is None else self.keys.dtype
-        if self.shape[0] not in (0, keys.shape[0]) or (self.shape[0] and not dtype == keys.dtype == values.dtype):
-            raise wrong_rows(self.shape[0], dtype, keys)
+        rows, dtype = self.shape[0], keys.dtype if self.keys is None else self.keys.dtype
+        if rows not in (0, keys.shape[0]) or (rows and not dtype == keys.dtype == values.dtype):
+            raise wrong_rows(rows, dtype, keys)
 
     def prepare(self, keys: torch.Tensor, real: torch.Tensor, empty: torch.Tensor) -> None:
         """Look at the keys of a block before they are encoded.

@@ -53,7 +53,7 @@ def test_the_document_is_read_by_every_cache_and_its_questions_are_judged(folder
     assert float(growing[2]) < 1e-9
     assert int(growing[3].replace(",", "")) >= int(full[3].replace(",", "")) > 0
     shares = [int(row[3].replace(",", "")) / int(full[3].replace(",", "")) for row in (future, streaming, subspace)]
-    assert all(0.4 < share < 0.8 for share in shares[:2])
+    assert all(0.4 < share < 0.85 for share in shares[:2]), "heads of 8 numbers, beside which a slot's score and places are not small"
     assert 0.05 < shares[2] < 0.35, "codes, and 68 exact tokens"
     assert all(float(row[column]) > 0 for row in (full, growing, future, streaming, subspace) for column in (4, 5))
     assert done.stdout.count("the notes say") == 12, "two questions to six caches, none of which random weights can answer"
