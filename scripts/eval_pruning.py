@@ -93,6 +93,8 @@ class Evaluation:
 
     def _sizes(self, task: str) -> tuple[int, int]:
         """How many contexts, of how many tokens; each context of facts has three."""
+        if task == "chat":
+            return self.args.chats, CHAT_TOKENS
         return self.args.samples if task == "needle" else -(-self.args.samples // len(FACTS)), self.tokens
 
     def _items(self, task: str, prompts: Sequence[Sample]) -> Iterator[Item]:
@@ -141,7 +143,7 @@ class Evaluation:
         return kind.from_pretrained(folder)
 
     def _chat_items(self) -> Iterator[Item]:
-        for number, chat in enumerate(chats(self.book, self.args.chats, CHAT_TOKENS, self.args.seed)):
+        for number, chat in enumerate(chats(self.book, *self._sizes("chat"), self.args.seed)):
             makers: dict[str, Callable[[], Cache]] = {FULL_CACHE: self._full}
             makers |= {
                 f"{name} {BUDGET}": lambda name=name: self.make(name, BUDGET)

@@ -29,7 +29,7 @@ from hf_kvcaches.equip.policies import Policy, PressPolicy, resolve_policy
 from hf_kvcaches.equip.quantized import QuantizedSlots
 from hf_kvcaches.equip.reading import reconstruct
 from hf_kvcaches.equip.report import EquipReport
-from hf_kvcaches.equip.rotation import Given, Shifted, Unrotated
+from hf_kvcaches.equip.rotation import Given, Shifted, Unrotated, Within
 from hf_kvcaches.equip.settings import EquipSettings, resolve_head_budgets, resolve_pool
 from hf_kvcaches.equip.storage import Flat
 from hf_kvcaches.equip.streamed import Streamed
@@ -64,7 +64,8 @@ class EquipCache(AnsweringCache):
             by shares that were measured once, None: each head has as many; "auto": as suits the policy.
         question_start: The index of the first prompt's token at which its question begins, negative to count from the end. What is
             before it is pruned before the question is read, and fractions are of it. None: nothing is a question.
-        positions: "compact": counted within the cache, as in StreamingLLM; "original": as they were in the text.
+        positions: "original": as they were in the text; "compact": counted within the cache, as in StreamingLLM; "auto": original until the
+            text outgrows the window that the model was trained with, compact from then on, and always with "streaming" and a codec.
         backend: Of the kernels: "auto", "torch", "triton" or "reference".
         page_size: Keep slots in pages of so many, taken as rows fill them; None for one buffer, or the pool's.
         pool: The pages, shared with other caches, all with the same codec or all without; None for pages of the cache's own.
@@ -90,7 +91,7 @@ class EquipCache(AnsweringCache):
         decode_budget: int | float | None = None,
         head_budgets: Literal["auto", "global", "layer"] | HeadBudgets | None = "auto",
         question_start: int | None = None,
-        positions: Literal["compact", "original"] = "compact",
+        positions: Literal["auto", "compact", "original"] = "auto",
         backend: Literal["auto", "torch", "triton", "reference"] = "auto",
         page_size: int | None = None,
         pool: PagePool | None = None,
@@ -175,6 +176,11 @@ class EquipCache(AnsweringCache):
         settings = self._settings
         if settings.positions == "original" or geometry.kind in ("learned", "none"):
             return Given()
+        auto = settings.positions == "auto" and not settings.policy.order_only and settings.codec is None
+        window: int | None = getattr(compat.decoder_config(self.config), "max_position_embeddings", None)
+        fixed = self._model is not None and (geometry.refusal is not None or geometry.axes)  # a config does not tell of latents
+        if auto and (window is None or geometry.changes_at is not None or fixed):
+            return Given()
         if geometry.changes_at is not None:
             geometry = geometry.at(0)  # until the first pass shows how far the text reaches
         if geometry.axes and self._model is None:
@@ -188,6 +194,8 @@ class EquipCache(AnsweringCache):
         if rotation is None:  # shared with its tables
             self._rotations.append(rotation := Unrotated(geometry))
         streams = settings.policy.order_only and settings.head_budgets is None and self._in_one_buffer
+        if auto and window is not None:
+            return Within(rotation, window)
         return Shifted(rotation) if streams else rotation
 
     @property
@@ -330,6 +338,9 @@ class EquipCache(AnsweringCache):
             for pruned in self._pruned:
                 pruned.table.catch_up()
                 pruned.own()
+                if pruned.seen >= pruned.rotation.window:
+                    pruned.unrotate(0)
+                    pruned.make_final()
         return super().get_seq_length(layer_idx)
 
     @property

@@ -13,7 +13,7 @@ import torch
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.call import Call
-from hf_kvcaches.equip.rotation import Unrotated
+from hf_kvcaches.equip.rotation import Unrotated, Within
 from hf_kvcaches.errors import UnsupportedError
 
 
@@ -56,6 +56,12 @@ def require_compileable(layer: Any, call: Call, tokens: int) -> None:
     if call.bias is not None or (call.mask is not None and call.mask.shape[-1] != tokens):
         raise UnsupportedError(
             "torch.compile: EquipCache can't compile steps with a position bias or a mask over more than the new tokens."
+        )
+    if isinstance(layer.rotation, Within):
+        compat.assert_in_graph(
+            layer.table.clock < layer.rotation.window,
+            "EquipCache: the text outgrows the model's window in a compiled step. Ask cache.get_seq_length() before each step, as "
+            "`generate` does, or pass positions='compact'.",
         )
     if call.mask is not None:
         newest = call.mask[:, 0, -1]  # the last query's row

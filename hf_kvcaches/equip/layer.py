@@ -13,7 +13,7 @@ from hf_kvcaches.equip import block, graphs
 from hf_kvcaches.equip.block import Questions
 from hf_kvcaches.equip.positions import StepMask
 from hf_kvcaches.equip.prompt import PromptLayer
-from hf_kvcaches.equip.rotation import LONGEST, Given, Shifted, Unrotated
+from hf_kvcaches.equip.rotation import Shifted, Unrotated
 from hf_kvcaches.equip.slot_layer import Asked
 from hf_kvcaches.equip.storage import Flat, Slots
 from hf_kvcaches.equip.streamed import Streamed
@@ -42,8 +42,8 @@ class EquipLayer(PromptLayer):
         policy, rotation = self.policy, self.rotation
         watched = policy.observes != 0 or (policy.reads_queries and policy.interval is not None)
         free = not (watched or self.waiting or self.journal is not None or self.detour is not None)
-        streams = isinstance(rotation, Shifted) and self.table.counts is None and self.table.seen < LONGEST
-        still = type(rotation) is Given or (streams and self.geometry.changes_at is None)
+        regular = not isinstance(rotation, Shifted) or (self.table.counts is None and self.geometry.changes_at is None)
+        still = regular and not rotation.unrotated and self.table.seen < rotation.window
         plain = type(self.storage) in (Flat, Streamed) and self.geometry.kind in ("rope", "learned")
         return free and still and plain and not torch.is_autocast_enabled(keys.device.type)
 
@@ -102,6 +102,8 @@ class EquipLayer(PromptLayer):
             self.choose_angles(lambda: table.seen, True)
         if real is not None or isinstance(self.rotation, Shifted):
             self.regularise(keys, real is not None, call.bias)
+        if not torch.compiler.is_compiling() and table.seen >= self.rotation.window:
+            self.unrotate(0 if asked.positions is None else self.places(asked.positions)[..., None] - table.count)
         slot, at = self._next_slot(real)
         table.take(slot, real, self.settings.sinks, self.policy.first_score)
         if self.rotation.unrotated:

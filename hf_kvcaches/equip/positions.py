@@ -8,7 +8,7 @@ import torch
 
 from hf_kvcaches.core.call import Call
 from hf_kvcaches.core.step import Pass, TokenMask
-from hf_kvcaches.equip.rotation import LONGEST, Shifted, Turn, Unrotated
+from hf_kvcaches.equip.rotation import Shifted, Turn, Unrotated
 from hf_kvcaches.equip.slot_layer import SlotLayer
 from hf_kvcaches.equip.storage import Flat
 from hf_kvcaches.equip.streamed import Streamed
@@ -101,31 +101,50 @@ class PositionedLayer(SlotLayer):
         return storage.follow(self.passes.memo(name, newest, lambda: rotation.follow(self.places(newest), kept)))
 
     def regularise(self, like: torch.Tensor, padded: bool, bias: torch.Tensor | None) -> None:
-        """Give up what only holds for a stream without padding, as far as the model's angles are exact.
+        """Give up what only holds for a stream without padding.
 
         Args:
             like: Has the rows and the device of the layer.
         """
         if padded:
             self.table.pad(like.shape[0], like.device)
-        if isinstance(self.rotation, Shifted):
-            long = not torch.compiler.is_compiling() and self.table.seen >= LONGEST
-            if padded or self.table.counts is not None or bias is not None or long:
-                self.unshift()
+        if padded or self.table.counts is not None or bias is not None:
+            self.unshift()
 
     def unshift(self) -> None:
-        """Rotate keys on the way from now on: what is evicted next need not be the oldest token, or rows differ."""
-        if not isinstance(self.rotation, Shifted):
+        """Of a stream, rotate keys on the way from now on: what is evicted next need not be the oldest token, or rows differ."""
+        if isinstance(self.rotation, Shifted):
+            self.unrotate(0)
+
+    def unrotate(self, ahead: int | torch.Tensor) -> None:
+        """Rotate keys on the way from now on, and count positions within the cache.
+
+        Args:
+            ahead: How far the model's positions are ahead of the row's own count of tokens, a number or (batch or 1, 1, 1).
+        """
+        if self.rotation.otherwise is None:
             return
         self.record(None, 0)
-        table, storage, flat, self.rotation = self.table, self.storage, Flat(self.settings.backend), self.rotation.otherwise
-        if isinstance(storage, Streamed) and table.positions is not None and storage.values is not None:
-            positions = torch.nn.functional.pad(table.positions, (0, storage.capacity - table.positions.shape[-1]))
-            keys = self.rotation.stored(storage.as_rotated(), positions[:, 0].clamp(min=0))
-            flat.hold((keys, storage.values), storage.capacity)
-            order = table.positions.argsort(-1, descending=True).argsort(-1)
-            table.distances = torch.where(table.positions < 0, 1 << 30, order).to(torch.int32)
-        self.replace_storage(flat)
+        table, storage, self.rotation = self.table, self.storage, self.rotation.otherwise
+        if table.positions is None:
+            if isinstance(storage, Streamed):
+                self.replace_storage(Flat(self.settings.backend))
+            return
+        positions = table.positions[..., : table.used].clamp(min=0)
+        if isinstance(storage, Streamed):
+            keys, values = storage.as_rotated()[:, :, : table.used], storage.read(table.used)[1]
+            self.replace_storage(Flat(self.settings.backend))
+        else:
+            keys, values = storage.read(table.used)
+        keys = self.rotation.undo(positions + ahead)(keys)
+        everything = torch.ones(keys.shape[0], 1, 1, dtype=torch.bool, device=keys.device)
+        self.storage.prepare(keys, table.positions[..., : table.used] >= 0, everything[..., None])
+        with self.storage.rewriting():
+            self.storage.hold(self.storage.encode(keys, values), self.slots)
+            self.storage.reserve(table.positions.shape[-1], self.slots)
+        order = table.positions.argsort(-1, descending=True).argsort(-1)
+        table.distances = torch.where(table.positions < 0, 1 << 30, order).to(torch.int32)
+        table.reserve(self.storage.capacity)
 
     def replace_storage(self, storage: Flat) -> None:
         """Have keys and values lie elsewhere; the storage until now gives its memory back."""

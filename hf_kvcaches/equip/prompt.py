@@ -125,7 +125,10 @@ class PromptLayer(PruningLayer):
         if running.valid is not None:
             positions = torch.where(running.valid[:, None], positions, -1)
             text = torch.where(running.valid[:, None], text, -1)  # type: ignore[arg-type]
-        index, places = self.rotation.index_of_new(table, positions), running.positions()
+        places = running.positions()
+        if table.seen + tokens > self.rotation.window:
+            self.unrotate(torch.where(positions < 0, 0, places[:, None] - positions).amax(-1, keepdim=True))
+        index = self.rotation.index_of_new(table, positions)
         frame = self.rotation.to_frame(keys, places, index[:, 0], table)
         return Incoming(self.rotation.stored(keys, places), frame, values, positions.to(torch.int32), index, text, places[:, -1:])
 

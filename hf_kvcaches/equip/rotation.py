@@ -1,9 +1,10 @@
 """At which position each kept key is rotated.
 
 StreamingLLM counts positions within the cache: n kept tokens have the ranks 0 .. n-1 whatever was evicted between them, while the model
-rotates queries and keys to their positions in the text. Three rules:
+rotates queries and keys to their positions in the text. Four rules:
 
 - `Given`: keys stay as the model rotated them.
+- `Within`: the same, until a text outgrows the window that the model was trained with; then `Unrotated`.
 - `Unrotated`: keys are kept without rotation. A query is unrotated, too, and each key is rotated on the way by minus its distance to the
   newest token, in tokens of the cache.
 - `Shifted`, for a stream whose oldest token is always evicted next: keys stay as the model rotated them, because the distances of recent
@@ -14,6 +15,7 @@ Angles are taken in float64. The model's own are products in float32: what unrot
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,10 +64,18 @@ class Turn:
 
 
 class Given:
-    """Keys stay as the model rotated them. A frame is one rotation of queries and keys in which they can be multiplied."""
+    """Keys stay as the model rotated them. A frame is one rotation of queries and keys in which they can be multiplied.
+
+    Attributes:
+        unrotated: Whether keys are kept without rotation.
+        otherwise: What takes its place beyond `window`; None: nothing.
+        window: Tokens up to which it holds.
+    """
 
     geometry: RotaryGeometry | None = None
     unrotated = False
+    otherwise: Unrotated | None = None
+    window: float = math.inf
 
     def index_of_slots(self, table: SlotTable) -> torch.Tensor:
         """To which position the keys of the slots in use are rotated in the frame, (batch, 1 or kv_heads, slots in use)."""
@@ -144,8 +154,9 @@ class Unrotated(Given):
         return self._other
 
     def undo(self, positions: torch.Tensor) -> Turn:
-        """From the model's positions, (batch or 1, tokens), to none."""
-        return Turn.by(-self._model_angles(positions)[:, None], self.geometry.layout)
+        """From the model's positions, (batch or 1, tokens) or (batch or 1, heads or 1, tokens), to none."""
+        angles = self._model_angles(positions)
+        return Turn.by(-(angles if positions.ndim == 3 else angles[:, None]), self.geometry.layout)
 
     def to(self, index: torch.Tensor) -> Turn:
         """From none to positions, (batch or 1, heads or 1, tokens)."""
@@ -188,6 +199,14 @@ class Unrotated(Given):
 
 
 @dataclass(eq=False)
+class Within(Given):
+    """Keys stay as the model rotated them, as long as a text is within the window that the model was trained with."""
+
+    otherwise: Unrotated
+    window: float
+
+
+@dataclass(eq=False)
 class Shifted(Given):
     """Keys stay as the model rotated them, but for the sinks, which follow the newest token.
 
@@ -196,6 +215,7 @@ class Shifted(Given):
     """
 
     otherwise: Unrotated
+    window: float = LONGEST
 
     @property
     def geometry(self) -> RotaryGeometry:  # type: ignore[override]

@@ -47,7 +47,7 @@ class EquipSettings:
     refit: bool = False
 
     def __post_init__(self) -> None:
-        require_choice("positions", self.positions, ("compact", "original"))
+        require_choice("positions", self.positions, ("auto", "compact", "original"))
         require_choice("backend", self.backend, BACKENDS)
         require_choice("storage", self.storage, (*BITS, None))
         if not isinstance(self.refit, bool):

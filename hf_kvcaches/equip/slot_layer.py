@@ -18,7 +18,7 @@ from hf_kvcaches.equip.allocation import Assembly
 from hf_kvcaches.equip.budgets import Limit, slots_for
 from hf_kvcaches.equip.ragged import Ragged
 from hf_kvcaches.equip.rollback import Journal, Undo
-from hf_kvcaches.equip.rotation import Given, Shifted
+from hf_kvcaches.equip.rotation import Given
 from hf_kvcaches.equip.settings import EquipSettings
 from hf_kvcaches.equip.slots import SlotTable
 from hf_kvcaches.equip.storage import Flat, Slots
@@ -26,7 +26,7 @@ from hf_kvcaches.equip.streamed import Streamed
 from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError
 
 # What a file has of a layer beside its table.
-_LIMITS = {"slots": int, "recent": int, "waiting": bool, "shifted": bool}
+_LIMITS = {"slots": int, "recent": int, "waiting": bool, "unrotated": bool}
 
 
 class Asked(NamedTuple):
@@ -138,7 +138,7 @@ class SlotLayer(AnsweringLayer):
         settings, late = self.settings, self.settings.decode_budget is not None or self.settings.question_start is not None
         if late or self.journal is not None or not self.policy.in_graphs or not self.storage.in_graphs:
             return False
-        if self.geometry.changes_at is not None and not isinstance(self.rotation, Given):
+        if self.geometry.changes_at is not None and type(self.rotation) is not Given:
             return False
         if isinstance(self.storage, Streamed) and self.storage.sink_keys is None and settings.sinks and self.table.seen:
             return False
@@ -325,7 +325,7 @@ class SlotLayer(AnsweringLayer):
         self.table.catch_up()
         tensors, counters = self.table.export()
         stored = {f"slots.{name}": tensor for name, tensor in self.storage.export().items()}
-        limits = {"slots": self.slots, "recent": self.recent, "waiting": self.waiting, "shifted": isinstance(self.rotation, Shifted)}
+        limits = {"slots": self.slots, "recent": self.recent, "waiting": self.waiting, "unrotated": self.rotation.unrotated}
         return tensors | stored, counters | limits
 
     def import_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
@@ -337,8 +337,9 @@ class SlotLayer(AnsweringLayer):
             raise ArtifactError(f"The stored state of an EquipLayer doesn't fit: {limits}. Save the cache again.")
         self.slots, self.recent, self.waiting = values["slots"], values["recent"], values["waiting"]
         self.table = SlotTable.imported(table, {name: value for name, value in values.items() if name not in limits})
-        if isinstance(self.rotation, Shifted) and not values["shifted"]:
-            self.rotation, self.storage = self.rotation.otherwise, Flat(self.settings.backend)
+        if self.rotation.otherwise is not None and values["unrotated"]:
+            self.rotation = self.rotation.otherwise
+            self.storage = Flat(self.settings.backend) if isinstance(self.storage, Streamed) else self.storage
         if "rooms" in stored:
             self.storage = Ragged(self.settings.backend)
         if stored:

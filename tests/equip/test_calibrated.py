@@ -390,7 +390,7 @@ def test_a_cache_prunes_padded_rows_by_statistics_and_decodes_alike_in_a_copy(ar
 
 def test_a_cache_with_a_probe_scores_each_token_when_it_comes(artifacts: dict[str, Any]) -> None:
     model = tiny.llama()
-    cache = EquipCache(model, artifacts["probe"], 24, recent=2)
+    cache = EquipCache(model, artifacts["probe"], 24, recent=2, positions="compact")
     feed(model, cache, tiny.ids(1, 60))
     for step in range(40):
         feed(model, cache, tiny.ids(1, 1, seed=step))

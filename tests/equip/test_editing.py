@@ -112,13 +112,13 @@ def test_new_tokens_are_sinks_where_an_edit_left_a_row_with_fewer(policy: str) -
 @pytest.mark.parametrize("policy", ["streaming", "h2o", "keydiff"])
 def test_compact_positions_close_the_gap_of_what_was_evicted(policy: str) -> None:
     model, gone = one_layer(), [4, 5, 11, 29]
-    made = filled(model, policy, text(30))
+    made = filled(model, policy, text(30), positions="compact")
     made.evict(gone)
     rest = [position for position in range(30) if position not in gone]
     assert made.seen == 30
     kept = made.kept_positions(0)[0, 0]
     assert kept[kept >= 0].tolist() == rest
-    fresh = filled(model, policy, text(30)[:, rest])
+    fresh = filled(model, policy, text(30)[:, rest], positions="compact")
     more = text(20, 40)
     torch.testing.assert_close(feed(model, made, more), feed(model, fresh, more), rtol=0, atol=1e-4)
 
@@ -310,7 +310,7 @@ class Aged(Policy):
 
 def both_kinds(model: Any, ids: torch.Tensor, budget: int, mask: torch.Tensor | None = None) -> list[EquipCache]:
     """A stream, which rotates its sinks alone, and a cache that rotates all keys on the way."""
-    caches = [EquipCache(model, policy, budget, sinks=4) for policy in ("streaming", Aged())]
+    caches = [EquipCache(model, policy, budget, sinks=4, positions="compact") for policy in ("streaming", Aged())]
     for made in caches:
         feed(model, made, ids, [ids.shape[1]], mask)
     return caches

@@ -26,7 +26,7 @@ from tests.conformance.entries import calibrated, codec_of
 
 BUDGET = 18
 # "codec": as many bytes a slot in all layers; "small_codec": other ones in each.
-SCHEMES: dict[str, dict] = {"compact": {}, "original": {"positions": "original"}}
+SCHEMES: dict[str, dict] = {"compact": {"positions": "compact"}, "original": {"positions": "original"}}
 PLAIN = ("streaming", "keydiff")
 CODECS = ("codec", "small_codec")
 each_scheme = pytest.mark.parametrize("scheme", ["compact", *CODECS])

@@ -122,7 +122,7 @@ def test_logits_are_the_same_four_million_positions_further_on(policy: str | Pol
     model, ids = models.tiny("llama"), torch.cat([text(60), text(30, 17)], 1)
     logits = []
     for gap in (0, FAR):
-        cache = EquipCache(model, policy, BUDGET)
+        cache = EquipCache(model, policy, BUDGET, positions="compact")
         for begin, end in [(0, 30), *((t, t + 1) for t in range(30, 60)), (60, 70), *((t, t + 1) for t in range(70, 90))]:
             positions = torch.arange(begin, end)[None] + (gap if begin else 0)
             logits.append(model(input_ids=ids[:, begin:end], past_key_values=cache, logits_to_keep=1, position_ids=positions).logits)
@@ -207,7 +207,7 @@ class Watch:
 def test_a_key_is_rotated_to_its_rank(policy: str, spans: list[int], recent: int | None, taken_back: bool, seed: int) -> None:
     with torch.no_grad():
         watch = Watch(ONE_LAYER)
-        cache = build(ONE_LAYER, policy, 12, sinks=2, recent=recent)
+        cache = build(ONE_LAYER, policy, 12, sinks=2, recent=recent, positions="compact")
         layer = cache.layers[0]
         generator = torch.Generator().manual_seed(seed)
         for number, span in enumerate(spans):

@@ -179,7 +179,7 @@ def test_saved_and_copied_caches_go_on_bit_for_bit(model, storage, tmp_path: Pat
 
 @each_storage
 def test_evict_and_edit(model, storage):
-    cache = in_few_bits(model, "keydiff", 40, storage=storage)
+    cache = in_few_bits(model, "keydiff", 40, storage=storage, positions="compact")
     feed_all(model, cache, text(30))
     sink = codes_of(cache, 0)
     cache.evict([7, 8])
