@@ -55,6 +55,7 @@ CACHES: dict[str, tuple[str, dict[str, Any]]] = {
     "future, refit": ("future", {"refit": True}),
     "kvzip": ("kvzip", {}),
     "kvzip, refit": ("kvzip", {"refit": True}),
+    "kvzip, refit, compact": ("kvzip", {"refit": True, "positions": "compact"}),
     "probe, refit": (PROBE, {"refit": True}),
     "compactor, HeadBudgets": ("compactor", {"head_budgets": HEADS}),
     "compactor": ("compactor", {}),

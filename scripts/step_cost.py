@@ -192,11 +192,10 @@ class Caches:
             FULL_CACHE: lambda prompt: DynamicCache(config=model.config),
             "GrowingCache": lambda prompt: GrowingCache(model),
         }
-        for positions, suffix in (("compact", ""), ("original", ", original")):
-            options = {"budget": BUDGET, "positions": positions}
-            for policy in POLICIES:
-                makers[f"EquipCache {policy}{suffix}"] = lambda prompt, policy=policy, options=options: EquipCache(model, policy, **options)
-            makers[f"EquipCache probe{suffix}"] = lambda prompt, options=options: EquipCache(model, self.probe, **options)
+        for positions in ("original", "compact"):
+            for policy, named in [*((policy, policy) for policy in POLICIES), ("probe", self.probe)]:
+                options = {"policy": named, "budget": BUDGET, "positions": positions}
+                makers[f"EquipCache {policy}, {positions}"] = lambda prompt, options=options: EquipCache(model, **options)
         return makers | {
             "EquipCache int8": lambda prompt: EquipCache(model, "compactor", BUDGET, storage="int8"),
             "EquipCache codec": lambda prompt: EquipCache(model, "compactor", BUDGET, codec=self.codec),

@@ -72,9 +72,9 @@ class ModelSize:
         return self._with(tokens, lambda layer: capacity_for(tokens) * self._token(layer))
 
     def slots(self, tokens: int, budget: int) -> float:
-        """Bytes of a row of an `EquipCache`: beside keys and values, a slot has a position, a distance, a score, a place and a mask."""
+        """Bytes of a row of an `EquipCache`: beside keys and values, a slot has a position, a score, a place and a mask."""
         slots = min(budget, capacity_for(tokens))
-        return self._with(tokens, lambda layer: slots * (self._token(layer) + (16 + self.element) * layer.heads))
+        return self._with(tokens, lambda layer: slots * (self._token(layer) + (12 + self.element) * layer.heads))
 
     def quantized_slots(self, tokens: int, budget: int, bits: int) -> float:
         """The same with `storage`, of 8 or 4 bits."""

@@ -69,7 +69,8 @@ def _before_forward(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[
     """Have a `SourceCache` take the first tokens of a prompt; return the arguments for the others."""
     if args:
         kwargs = dict(zip(compat.parameter_names(type(model)), args, strict=False)) | kwargs
-    source = compat.cache_of(kwargs)
+    # Not `compat.cache_of`: this is asked in every decode step.
+    source = kwargs.get("past_key_values") if (cache := kwargs.get("cache")) is None else cache
     if source is None or source not in HOOK.caches.get(model, ()):
         return None
     if source.stage is Stage.FILLING or source.stage is Stage.HANDING_OVER:

@@ -47,7 +47,7 @@ class EquipCache(AnsweringCache):
 
     **Refuses**: cropping tokens that were not recorded (`activate_past_recording`); masks that differ by head; what does not go together.
 
-    **Memory per token**: that of keys and values, for `budget` tokens of each head in the mean and no more, and 8 to 16 bytes a slot and
+    **Memory per token**: that of keys and values, for `budget` tokens of each head in the mean and no more, and 8 to 20 bytes a slot and
     key head. `storage` holds keys and values in 0.53 ("int8") or 0.30 ("int4") of half precision's bytes at a head size of 64; `codec` in
     `codec.bytes_ratio`; while a layer runs, its keys and values are there in the model's dtype too.
 

@@ -122,29 +122,27 @@ class PositionedLayer(SlotLayer):
         Args:
             ahead: How far the model's positions are ahead of the row's own count of tokens, a number or (batch or 1, 1, 1).
         """
-        if self.rotation.otherwise is None:
+        table, storage, rotation = self.table, self.storage, self.rotation.otherwise
+        if rotation is None:
             return
         self.record(None, 0)
-        table, storage, self.rotation = self.table, self.storage, self.rotation.otherwise
-        if table.positions is None:
-            if isinstance(storage, Streamed):
-                self.replace_storage(Flat(self.settings.backend))
-            return
-        positions = table.positions[..., : table.used].clamp(min=0)
-        if isinstance(storage, Streamed):
-            keys, values = storage.as_rotated()[:, :, : table.used], storage.read(table.used)[1]
+        streamed, used = isinstance(storage, Streamed), table.used
+        if table.positions is not None:
+            positions = table.positions[..., :used].clamp(min=0)
+            keys, values = storage.read(used)
+            keys = rotation.undo(positions + ahead)(storage.as_rotated()[:, :, :used] if isinstance(storage, Streamed) else keys)
+        if streamed:
             self.replace_storage(Flat(self.settings.backend))
-        else:
-            keys, values = storage.read(table.used)
-        keys = self.rotation.undo(positions + ahead)(keys)
-        everything = torch.ones(keys.shape[0], 1, 1, dtype=torch.bool, device=keys.device)
-        self.storage.prepare(keys, table.positions[..., : table.used] >= 0, everything[..., None])
-        with self.storage.rewriting():
-            self.storage.hold(self.storage.encode(keys, values), self.slots)
-            self.storage.reserve(table.positions.shape[-1], self.slots)
-        order = table.positions.argsort(-1, descending=True).argsort(-1)
-        table.distances = torch.where(table.positions < 0, 1 << 30, order).to(torch.int32)
-        table.reserve(self.storage.capacity)
+        if table.positions is not None:
+            everywhere = torch.ones(keys.shape[0], 1, 1, 1, dtype=torch.bool, device=keys.device)
+            self.storage.prepare(keys, table.positions[..., :used] >= 0, everywhere)
+            with self.storage.rewriting():
+                self.storage.hold(self.storage.encode(keys, values), self.slots)
+                self.storage.reserve(table.positions.shape[-1], self.slots)
+            order = table.positions.argsort(-1, descending=True).argsort(-1)
+            table.distances = torch.where(table.positions < 0, 1 << 30, order).to(torch.int32)
+            table.reserve(self.storage.capacity)
+        self.rotation = rotation
 
     def replace_storage(self, storage: Flat) -> None:
         """Have keys and values lie elsewhere; the storage until now gives its memory back."""

@@ -303,3 +303,29 @@ def test_prompts_and_caches_that_are_not_compileable_run_uncompiled_within_a_com
         torch.testing.assert_close(logits, plain(chunk, past_key_values=expected).logits, rtol=0, atol=1e-4)
         after_two_steps = graphs() if index == 2 else after_two_steps
     assert 0 < graphs() <= after_two_steps + 2
+
+
+def test_a_text_outgrows_the_window_between_compiled_steps() -> None:
+    window, (one, other) = 40, (build(max_position_embeddings=40) for _ in range(2))
+    text = tokens(60, seed=1)
+    plain = make(one, policy="h2o")
+    expected = feed(one, plain, text, [20] + [1] * 40)
+    cache = make(other, policy="h2o")
+    actual = [feed(other, cache, text[:, :20], [20])]
+    with compiled(other):
+        for step in range(20, 60):
+            assert cache.get_seq_length() == step  # as `generate` asks before each step
+            actual.append(feed(other, cache, text[:, step : step + 1]))
+    torch.testing.assert_close(torch.cat(actual, 1), expected, atol=1e-4, rtol=0)
+    assert cache.seen > window
+    assert all(layer.rotation.unrotated for layer in cache.layers)
+    assert graphs() == 2, "with original positions, and with compact ones"
+
+
+def test_compiled_steps_that_nobody_asks_between_end_at_the_window() -> None:
+    model = build(max_position_embeddings=40)
+    cache, text = make(model, policy="h2o"), tokens(60, seed=1)
+    feed(model, cache, text[:, :20], [20])
+    with compiled(model), pytest.raises(RuntimeError, match="outgrows the model's window"):
+        for step in range(20, 60):
+            model(input_ids=text[:, step : step + 1], past_key_values=cache)

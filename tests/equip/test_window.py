@@ -139,3 +139,14 @@ def test_streams_are_compact_from_the_start() -> None:
     made = models.build("llama")
     auto, compact = EquipCache(made, "streaming", BUDGET), EquipCache(made, "streaming", BUDGET, positions="compact")
     assert torch.equal(feed(made, auto, text(40), [20, *[1] * 20]), feed(made, compact, text(40), [20, *[1] * 20]))
+
+
+def test_a_context_that_outgrows_the_window_before_it_is_pruned() -> None:
+    made, total = models.build("llama", max_position_embeddings=WINDOW), WINDOW + 20
+    logits = []
+    for positions in ("auto", "compact"):
+        cache = EquipCache(made, "kvzip", BUDGET, positions=positions, refit=True)
+        feed(made, cache, text(total), [30, 20, total - 50])
+        cache.compress(made, input_ids=text(total))
+        logits.append(feed(made, cache, text(6, 80), [1] * 6))
+    assert_close(*logits, rtol=0, atol=1e-4)

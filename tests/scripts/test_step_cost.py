@@ -32,9 +32,9 @@ STEPS = {
     "SegmentReuseCache, hit": Bar(10, 6, 1, 0),
     "WarmStartCache, no hit": Bar(11, 7, 1, 0),
     "TranslatedCache": Bar(11.5, 7, 1, 0),
-    "EquipCache streaming": Bar(53, 18, 20, 0),  # 40 calls in 8 files
+    "EquipCache streaming, compact": Bar(53, 18, 20, 0),  # 40 calls in 8 files
     "EquipCache streaming, original": Bar(17.5, 10, 3, 0),  # 8 files
-    "EquipCache h2o": Bar(56, 19, 27, 0),  # 40 calls in 8 files, 20 launches
+    "EquipCache h2o, compact": Bar(55, 19, 27, 0),  # 40 calls in 8 files, 20 launches
     "EquipCache probe, original": Bar(50, 15, 16, 0),  # 40 calls in 8 files, 12 launches
     "SubspaceCache": Bar(151, 18, 190, 17),
 }
