@@ -57,6 +57,7 @@ CACHES: dict[str, tuple[str, dict[str, Any]]] = {
     "kvzip, refit": ("kvzip", {"refit": True}),
     "kvzip, refit, compact": ("kvzip", {"refit": True, "positions": "compact"}),
     "probe, refit": (PROBE, {"refit": True}),
+    "probe, refit, compact": (PROBE, {"refit": True, "positions": "compact"}),
     "compactor, HeadBudgets": ("compactor", {"head_budgets": HEADS}),
     "compactor": ("compactor", {}),
     "expected_attention, layer": ("expected_attention", {"head_budgets": "layer"}),
