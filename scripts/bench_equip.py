@@ -101,13 +101,13 @@ class Run:
                 work = lambda cell=cell: flatness(cell, self.pair(cell), size.flat_rounds, size.steps)  # noqa: E731
                 yield f"long text {cell}", {"measure": "flat", **asdict(cell)}, work
         for policy in ("streaming", "h2o", "future"):
-            cell = Cell("float32", "gqa", 1, size.single[1], policy, "compact")
+            cell = Cell("float32", "gqa", 1, size.single[1], policy, "auto")
             # A model that comes to repeat itself, as prompt lookup needs it.
             pair = replace(cell, policy="streaming")
             work = lambda cell=cell, pair=pair: drafting(cell.policy, self.pair(pair), cell.budget, size.rounds)  # noqa: E731
             yield f"drafts {cell}", {"measure": "drafts", **asdict(cell)}, work
         for policy in PRUNED:
-            cell = Cell("float32", "gqa", 1, size.prompt, policy, "compact")
+            cell = Cell("float32", "gqa", 1, size.prompt, policy, "auto")
             work = lambda cell=cell: pruning(cell.policy, self.pair(cell), cell.budget, size.rounds)  # noqa: E731
             yield f"prune {cell}", {"measure": "prune", **asdict(cell)}, work
         for dtype, kv, policy, batch, budget in itertools.product(size.dtypes, size.kv, POLICIES, size.batches, size.budgets):
