@@ -178,8 +178,9 @@ class EquipCache(AnsweringCache):
             return Given()
         auto = settings.positions == "auto" and not settings.policy.order_only and settings.codec is None
         window: int | None = getattr(compat.decoder_config(self.config), "max_position_embeddings", None)
-        fixed = self._model is not None and (geometry.refusal is not None or geometry.axes)  # a config does not tell of latents
-        if auto and (window is None or geometry.changes_at is not None or fixed):
+        fixed = geometry.refusal is not None or geometry.axes
+        known = self._model is not None or not fixed  # a config does not tell of latents, nor when tokens are an image's
+        if auto and known and (window is None or geometry.changes_at is not None or fixed):
             return Given()
         if geometry.changes_at is not None:
             geometry = geometry.at(0)  # until the first pass shows how far the text reaches

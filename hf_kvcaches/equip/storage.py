@@ -166,7 +166,8 @@ class Flat:
     def reserve(self, slots: int, most: int) -> None:
         """Make room for a number of slots, of at most `most`."""
         if slots > self.capacity:
-            self.hold(self.raw(self.capacity), max(slots, min(most, slots + slots // 2)))
+            for name, tensor in zip(self.names, self._slots(), strict=True):
+                setattr(self, name, extended(tensor, max(slots, min(most, slots + slots // 2))))
 
     def attend(self, query: torch.Tensor, used: int, scaling: float, *, rotation: RotationTables | None = None, **options: Any) -> Attended:
         """Attention of one query a row over the first slots; arguments as in `slot_attention`."""

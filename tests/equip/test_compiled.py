@@ -331,3 +331,12 @@ def test_compiled_steps_that_nobody_asks_between_end_at_the_window() -> None:
             model(input_ids=text[:, step : step + 1], past_key_values=cache)
         with pytest.raises(RuntimeError, match="outgrows the model's window"):
             model(input_ids=text[:, 40:41], past_key_values=cache)
+
+
+def test_a_short_prompt_has_its_whole_budget_in_compiled_steps(model: Any) -> None:
+    cache = make(model, policy="h2o", budget=150)
+    feed(model, cache, tokens(30, seed=1), [30])
+    with compiled(model):
+        feed(model, cache, tokens(90, seed=2))
+        feed(model, cache, tokens(70, seed=3))
+    assert cache.report().kept == (150, 150)
