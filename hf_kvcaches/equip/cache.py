@@ -184,13 +184,9 @@ class EquipCache(AnsweringCache):
             return Given()
         if geometry.changes_at is not None:
             geometry = geometry.at(0)  # until the first pass shows how far the text reaches
-        if geometry.axes and self._model is None:
-            raise UnsupportedError(
-                "positions='compact': this model gives image tokens a position for each axis, which a cache that is built with a config "
-                "can't tell from text. Build the cache with the model, or pass positions='original'."
-            )
-        if geometry.refusal is not None:
-            raise UnsupportedError(f"positions='compact': {geometry.refusal}. Pass positions='original'.")
+        images = "without the model nothing tells text from image tokens, which have a position for each axis"
+        if (why := images if geometry.axes and self._model is None else geometry.refusal) is not None:
+            raise UnsupportedError(f"positions='compact': {why}. Pass positions='original'.")
         rotation = next((known for known in self._rotations if known.geometry.rotates_like(geometry)), None)
         if rotation is None:  # shared with its tables
             self._rotations.append(rotation := Unrotated(geometry))
