@@ -126,21 +126,18 @@ class PositionedLayer(SlotLayer):
         if rotation is None:
             return
         self.record(None, 0)
-        streamed, used = isinstance(storage, Streamed), table.used
-        if table.positions is not None:
-            positions = table.positions[..., :used].clamp(min=0)
-            keys, values = storage.read(used)
-            keys = rotation.undo(positions + ahead)(storage.as_rotated()[:, :, :used] if isinstance(storage, Streamed) else keys)
-        if streamed:
+        held = None if table.positions is None else storage.read(table.used)
+        if isinstance(storage, Streamed):
+            held = None if held is None else (storage.as_rotated()[:, :, : table.used], held[1])
             self.replace_storage(Flat(self.settings.backend))
-        if table.positions is not None:
-            everywhere = torch.ones(keys.shape[0], 1, 1, 1, dtype=torch.bool, device=keys.device)
-            self.storage.prepare(keys, table.positions[..., :used] >= 0, everywhere)
+        if held is not None and table.positions is not None:
+            (keys, values), positions = held, table.positions[..., : table.used]
+            keys = rotation.undo(positions.clamp(min=0) + ahead)(keys)
+            self.storage.prepare(keys, positions >= 0, torch.ones(keys.shape[0], 1, 1, 1, dtype=torch.bool, device=keys.device))
             with self.storage.rewriting():
                 self.storage.hold(self.storage.encode(keys, values), self.slots)
                 self.storage.reserve(table.positions.shape[-1], self.slots)
-            order = table.positions.argsort(-1, descending=True).argsort(-1)
-            table.distances = torch.where(table.positions < 0, 1 << 30, order).to(torch.int32)
+            table.find_distances()
             table.reserve(self.storage.capacity)
         self.rotation = rotation
 

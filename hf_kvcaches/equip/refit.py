@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from hf_kvcaches.equip.policies.future import piece
+from hf_kvcaches.equip.policies.tokens import NOTHING
 from hf_kvcaches.equip.storage import pick
 
 
@@ -66,4 +67,4 @@ def refit(
 
 def _weights(queries: torch.Tensor, keys: torch.Tensor, hidden: torch.Tensor, scaling: float) -> torch.Tensor:
     """What each query gives to each key that is not hidden."""
-    return ((queries.float() * scaling) @ keys.float().mT).masked_fill_(hidden, -1e30).softmax(-1)
+    return ((queries.float() * scaling) @ keys.float().mT).masked_fill_(hidden, NOTHING).softmax(-1)

@@ -184,6 +184,12 @@ class SlotTable:
             away = kept - 1 - torch.arange(self.positions.shape[-1], device=kept.device)
             self.distances = torch.where(away < 0, _EMPTY_DISTANCE, away).to(torch.int32).contiguous()
 
+    def find_distances(self) -> None:
+        """Set the distances of slots in any order from the positions."""
+        assert self.positions is not None
+        order = self.positions.argsort(-1, descending=True).argsort(-1)
+        self.distances = torch.where(self.positions < 0, _EMPTY_DISTANCE, order).to(torch.int32)
+
     def text_positions(self, kv_heads: int, slots: int) -> torch.Tensor:
         """For each slot the index of its token in the text as it was fed in, padding included, (batch, kv_heads, slots); -1: empty."""
         if self.positions is None:

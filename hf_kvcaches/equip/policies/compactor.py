@@ -10,7 +10,7 @@ from torch.nn import functional
 from hf_kvcaches.codec.moments import second_moment
 from hf_kvcaches.equip.policies.base import Policy, count
 from hf_kvcaches.equip.policies.future import piece
-from hf_kvcaches.equip.policies.tokens import Tokens
+from hf_kvcaches.equip.policies.tokens import NOTHING, Tokens
 from hf_kvcaches.equip.storage import pick
 from hf_kvcaches.errors import ConfigError, is_number
 
@@ -66,7 +66,7 @@ class CompactorPolicy(Policy, built_in=True):
         queries = in_chunks(pick(queries, order).float()).unflatten(1, (heads, -1)).transpose(2, 3).flatten(3, 4).flatten(0, 2)
         present = in_chunks(asked[..., None].float()).flatten(0, 2).mT  # (batch * kv_heads * chunks, 1, chunk)
         # Each query that is there counts once, and no key that is not.
-        bias, counts = (1 - present) * -1e30, present.repeat(1, 1, queries.shape[1] // size)
+        bias, counts = (1 - present) * NOTHING, present.repeat(1, 1, queries.shape[1] // size)
         step = max(1, piece(keys) // (queries.shape[1] * size))
         parts = [slice(start, start + step) for start in range(0, len(keys), step)]
         received = torch.cat([counts[p] @ torch.baddbmm(bias[p], queries[p], keys[p].mT).softmax(-1) for p in parts])

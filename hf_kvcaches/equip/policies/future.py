@@ -8,10 +8,9 @@ import torch
 
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.equip.policies.base import Policy, count
-from hf_kvcaches.equip.policies.tokens import UNSCORED, Tokens
+from hf_kvcaches.equip.policies.tokens import NOTHING, UNSCORED, Tokens
 from hf_kvcaches.equip.storage import pick
 
-_NOTHING = -1e30
 # How many tokens stand for those outside of a chunk.
 _SAMPLE = 128
 
@@ -66,13 +65,13 @@ def future_attention(tokens: Tokens, ahead: int = 32, chunk: int = 256) -> torch
     there, first = places < count[..., None], places + (total - count)[..., None]
     picks = order.gather(-1, first.clamp(max=slots - 1).flatten(2))
     keys = pick(tokens.keys.detach(), picks).float().unflatten(2, places.shape[2:])
-    bias = torch.where(there, 0.0, _NOTHING)
+    bias = torch.where(there, 0.0, NOTHING)
     if slots > places.shape[-1]:  # others share the weights, too
         sample, weight = _sample(total, tokens.sinks)
         others = pick(tokens.keys.detach(), order.gather(-1, sample.clamp(max=slots - 1))).float()
         keys = torch.cat([keys, others[:, :, None].expand(-1, -1, places.shape[2], -1, -1)], 3)
         outside = (sample[:, :, None] < first[..., :1]) | (sample[:, :, None] > first[..., -1:])
-        bias = torch.cat([bias, torch.where(outside & (sample < total)[:, :, None], weight[:, :, None], _NOTHING)], -1)
+        bias = torch.cat([bias, torch.where(outside & (sample < total)[:, :, None], weight[:, :, None], NOTHING)], -1)
     asking = asking[:, None]
     if not few:  # behind the last token asks the query of the last one
         asking = asking.expand(*places.shape[:2], -1).gather(-1, places.minimum((count - 1).clamp(min=0)[..., None]).flatten(2))

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_kvcaches.equip.policies.base import Policy, count
-from hf_kvcaches.equip.policies.tokens import UNSCORED, Tokens
-
-_NOTHING = -1e30
+from hf_kvcaches.equip.policies.tokens import NOTHING, UNSCORED, Tokens
 
 
 def even_chunks(tokens: int, most: int) -> list[slice]:
@@ -36,9 +34,9 @@ def most_received(
     scores = (grouped @ torch.cat([keys, repeated], 2)[:, :, None].mT).float()
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    scores[..., tokens:].masked_fill_(torch.ones(count, count, dtype=torch.bool, device=keys.device).triu(1), _NOTHING)
+    scores[..., tokens:].masked_fill_(torch.ones(count, count, dtype=torch.bool, device=keys.device).triu(1), NOTHING)
     if real is not None:
-        scores.masked_fill_(~real[:, :, None, None], _NOTHING)
+        scores.masked_fill_(~real[:, :, None, None], NOTHING)
     weights = scores.softmax(-1)[..., :tokens]
     if real is not None:
         weights = weights * real[:, :, None, tokens:, None] * real[:, :, None, None, :tokens]

@@ -15,6 +15,8 @@ from hf_kvcaches.errors import UnsupportedError
 
 # Above every score that a policy gives. Between it and infinity stand tokens that were not scored yet, by age.
 UNSCORED = 2.0**100
+# A score of attention for what takes no part in it: softmax makes 0 of it, and sums with it stay finite.
+NOTHING = -1e30
 
 
 def unscored(positions: torch.Tensor) -> torch.Tensor:
