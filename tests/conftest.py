@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import settings
 
 from hf_kvcaches.cli.options import REAL_MODELS
@@ -19,6 +21,15 @@ settings.load_profile("fast")
 
 
 REAL = Path(__file__).parent / "real"
+
+
+@pytest.fixture(autouse=True)
+def _gradients_as_before() -> Iterator[None]:
+    """A test that left gradients switched off would change what the tests after it see."""
+    enabled = torch.is_grad_enabled()
+    yield
+    left, _ = torch.is_grad_enabled(), torch.set_grad_enabled(enabled)
+    assert left == enabled, "gradients are left switched on or off"
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -104,8 +104,9 @@ class SideCoder:
         kept = levels.kept.cpu()
         steps = side.chosen_steps.double().gather(1, kept)
         rows = side.encode.double().gather(1, kept[..., None].expand(-1, -1, side.encode.shape[-1])) / steps[..., None]
-        self._encode = rows.to(device, torch.float32)
-        self._shift = (levels.middle.cpu()[..., None] - rows @ side.mean.double()[..., None]).to(device, torch.float32)
+        wide = torch.promote_types(dtype, torch.float32)
+        self._encode = rows.to(device, wide)
+        self._shift = (levels.middle.cpu()[..., None] - rows @ side.mean.double()[..., None]).to(device, wide)
         decode = side.decode.gather(2, kept[:, None].expand(-1, side.decode.shape[1], -1))
         columns, offset = levels.decoding(*(each.to(device) for each in (decode, steps, side.mean)))
         scale = gamma.to(device, torch.float64)[:, None]
@@ -118,7 +119,7 @@ class SideCoder:
             states: (batch, kv_heads, tokens, d).
         """
         tokens = max(1, _PIECE // max(1, len(states)))
-        pieces = [self.levels.pack((self._encode @ piece.float().mT).add_(self._shift)) for piece in states.split(tokens, 2)]
+        pieces = [self.levels.pack((self._encode @ piece.to(self._encode.dtype).mT).add_(self._shift)) for piece in states.split(tokens, 2)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)
 
     def decode(self, packed: torch.Tensor) -> torch.Tensor:

@@ -17,8 +17,7 @@ from hf_kvcaches.evaluate.measures import compare
 from tests import tiny
 from tests.test_layout import ROOT
 
-# A code may flip to its neighbour where arithmetic in another order falls on the other side of a step; float64 has no such ties.
-TOLERANCE = {torch.float64: 2e-4, torch.float32: 2e-2}
+TOLERANCE = {"atol": 2e-4, "rtol": 2e-4}
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +45,10 @@ def test_a_codec_reads_as_a_subspace_cache_does_token_by_token(dtype: torch.dtyp
     window = {"sinks": sinks, "recent": recent}
     expected = one_by_one(model, SubspaceCache(model, codec, **window), ids, prompt)
     got = read_rows(model, ids, CodecCoding(codec, model, **window), prompt)
-    torch.testing.assert_close(got, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    if dtype == torch.float64:
+        torch.testing.assert_close(got, expected, **TOLERANCE)
+    # In float32, arithmetic in another order gives a code or two to the neighbour of their step.
+    assert float((got - expected).abs().mean()) < 2e-3
 
 
 def test_layers_with_windows_and_capped_scores_are_read_as_well() -> None:

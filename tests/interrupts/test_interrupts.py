@@ -164,6 +164,7 @@ def test_ctrl_c_at_any_time_leaves_nothing_behind(name: str) -> None:
                     signal.setitimer(signal.ITIMER_VIRTUAL, 0)
             except KeyboardInterrupt:  # which may come when the answer is there
                 interrupted += 1
+                torch.set_grad_enabled(True)  # what interrupts `no_grad` itself, on its way out, leaves gradients off
             check(name, cache)
     finally:
         signal.signal(signal.SIGVTALRM, previous)
