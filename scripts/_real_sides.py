@@ -13,9 +13,11 @@ from _kivi import KiviCache, KiviCoding, share
 from transformers import Cache, QuantizedCache
 
 from hf_kvcaches import KVCodec, SegmentReuseCache, SegmentStore, SubspaceCache, WarmStartCache, WarmStartLibrary
-from hf_kvcaches.codec.past import CodecCoding, PastCoding
+from hf_kvcaches.codec.past import CodecCoding, PackedCoding, PastCoding
 
 SHARES = (0.125, 0.1875, 0.25)
+# Packed, for each window. Of text that was not calibrated on, some 5% more bytes are written.
+PACKED = {0: (0.066, 0.122), 64: (0.0325, 0.0515)}
 WINDOWS = (0, 64)
 SINKS = 4
 # Of a prompt that is read before a quantized cache is compared token by token.
@@ -88,13 +90,19 @@ def normal_levels(bits: int) -> torch.Tensor:
     return levels.float()
 
 
-def codings(model: Any, codec: KVCodec, head_dim: int) -> dict[Side, PastCoding]:
-    """Codes of the past by their bytes, with and without a window."""
+def codings(model: Any, codecs: Mapping[int, KVCodec], head_dim: int) -> dict[Side, PastCoding]:
+    """Codes of the past by their bytes, with and without a window.
+
+    Args:
+        codecs: For each window the one that is calibrated for it.
+    """
     sides: dict[Side, PastCoding] = {}
     for recent in WINDOWS:
         window = {"sinks": SINKS, "recent": recent}
         for ratio in SHARES:
-            sides[Side("codec", ratio, recent)] = CodecCoding(codec.at(ratio), model, **window)
+            sides[Side("codec", ratio, recent)] = CodecCoding(codecs[recent].at(ratio), model, **window)
+        for ratio in PACKED[recent]:
+            sides[Side("packed codec", ratio, recent)] = PackedCoding(codecs[recent].at(ratio), model, **window)
         for bits in (2, 4):
             sides[Side(f"KIVI {bits} bit", share(bits), recent, peer=True)] = KiviCoding(bits, **window)
     for bits in (2, 3, 4):

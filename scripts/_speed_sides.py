@@ -72,7 +72,7 @@ class Bench:
     def codec(self) -> KVCodec:
         """Calibrated on random tokens, with the default bytes."""
         ids = random_ids(self.size.vocabulary, self.size.calibration, seed=2).tolist()
-        return self._kept("codec", KVCodec, lambda: KVCodec.calibrate(self.pair.switched, None, [ids], metric="attention", progress=False))
+        return self._kept("codec", KVCodec, lambda: KVCodec.calibrate(self.pair.switched, None, [ids], metric="plain", progress=False))
 
     @cached_property
     def translator(self) -> CacheTranslator:

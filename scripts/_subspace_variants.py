@@ -71,7 +71,6 @@ VARIANTS = (
     *(Variant(f"HQQ {bits} bit", "transformers", {"backend": "hqq", "nbits": bits, "axis_key": 1}) for bits in (4, 2)),
     Variant("ranks 16, 32 in 16 bits", "codec", RANKS),
     Variant("ranks 16, 32 in 8 bits", "codec", RANKS | {"widths": 8}),
-    Variant("... attention metric", "codec", RANKS, {"metric": "attention"}),
     Variant("... plain metric", "codec", RANKS, {"metric": "plain"}),
     Variant("... after the rotation", "codec", RANKS, {"rotation": "post"}),
     Variant("... the paper's: after the rotation, plain metric, gamma", "codec", RANKS | {"gamma": "paper"}, PAPER),

@@ -78,13 +78,16 @@ class Evaluation:
         return torch.tensor([[*begin, *ids[start * distance : start * distance + length]] for start in range(count)])
 
     @cached_property
-    def codec(self) -> KVCodec:
-        """A codec calibrated on the beginning of the text, kept in the state folder."""
-        folder = self.args.state and self.args.state / f"{self.name}-{self.text}-{self.args.calibrate}.codec"
+    def codecs(self) -> dict[int, KVCodec]:
+        """For each window a codec calibrated for it on the beginning of the text, kept in the state folder."""
+        rows = self._rows(self.ids[: self.args.calibrate], max(1, self.args.calibrate // 512), 512)
+        return {recent: self._codec(recent, rows) for recent in sides.WINDOWS}
+
+    def _codec(self, recent: int, rows: torch.Tensor) -> KVCodec:
+        folder = self.args.state and self.args.state / f"{self.name}-{self.text}-{self.args.calibrate}-{recent}.codec"
         if folder and folder.exists():
             return KVCodec.from_pretrained(folder, model=self.model)
-        rows = self._rows(self.ids[: self.args.calibrate], max(1, self.args.calibrate // 512), 512)
-        codec = KVCodec.calibrate(self.model, None, rows.tolist(), bytes_ratio=0.125)
+        codec = KVCodec.calibrate(self.model, None, rows.tolist(), bytes_ratio=0.125, recent=recent)
         if folder:
             codec.save_pretrained(folder)
         return codec
@@ -92,13 +95,13 @@ class Evaluation:
     def codes(self) -> Iterator[Item]:
         head_dim, _ = head_sizes(self.model.config, self.model.config.num_hidden_layers - 1) or (64, 64)
         ids = self._rows(self.ids[self.args.calibrate :], self.args.rows, self.args.row_tokens)
-        found = sides.codings(self.model, self.codec, head_dim)
+        found = sides.codings(self.model, self.codecs, head_dim)
         yield from row_items(self.model, f"codes {self.text}", ids, {str(side): coding for side, coding in found.items()})
 
     def quantized(self) -> Iterator[Item]:
         prompt, steps = self.args.quantized
         ids = self._rows(self.ids[self.args.calibrate :], max(1, self.args.rows // 2), prompt + steps)
-        for side, make in sides.quantized(self.model, self.codec).items():
+        for side, make in sides.quantized(self.model, self.codecs[64]).items():
             found = [
                 Item(f"quantized {self.text}", str(side), sample, lambda make=make, row=row: self._step_by_step(make, row, prompt))
                 for sample, row in enumerate(ids.split(1))

@@ -41,7 +41,7 @@ TOP_LEVEL = {
 LONGEST_FILE, LONGEST_FUNCTION = 350, 50
 # Lines of the files and functions that are longer for now. The list only gets shorter.
 LONGER = {
-    "codec/codec.py": 420,
+    "codec/codec.py": 410,
     "codec/codec.py: calibrate": 59,
     "kernels/blocks.py: block_attention": 57,
     "kernels/codes.py: code_attention": 53,

@@ -45,7 +45,7 @@ def store():
         (lambda model, store: EquipCache(model, backend="tritn"), "'triton'"),
         (lambda model, store: SubspaceCache(model, adaptive=AdaptiveSubspace(rank=4), backend="pytorch"), "'torch'"),
         (lambda model, store: AdaptiveSubspace(rank=4, rotation="awere"), "'aware'"),
-        (lambda model, store: KVCodec.calibrate(model, None, [[3, 4]], rank=4, metric="atention"), "'attention'"),
+        (lambda model, store: KVCodec.calibrate(model, None, [[3, 4]], rank=4, metric="plane"), "'plain'"),
         (lambda model, store: SegmentStore("memory", quantization="int_8"), "'int8'"),
         (lambda model, store: SegmentReuseCache(model, store, mode="exakt"), "'exact'"),
     ],

@@ -28,7 +28,7 @@ def calibrate_codec(args: argparse.Namespace) -> None:
     require_files("--texts", args.texts)
     model, tokenizer = load(args.model, device, args.dtype)
     texts = [text for path in args.texts for text in read_texts(path, tokenizer, args.length)]
-    options = {"metric": args.metric, "rotation": args.rotation, "block": args.length, "max_tokens": args.max_tokens}
+    options = {"metric": args.metric, "recent": args.recent, "rotation": args.rotation, "block": args.length, "max_tokens": args.max_tokens}
     began = time.perf_counter()
     codec = KVCodec.calibrate(model, tokenizer, texts, args.bytes_ratio, **options)
     seconds = time.perf_counter() - began

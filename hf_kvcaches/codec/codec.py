@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal, Self
 
@@ -13,10 +13,15 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from hf_kvcaches.codec import allocation, saved_cache
+from hf_kvcaches.codec.calibrate import Measurements, Reading, measure
 from hf_kvcaches.codec.coder import LayerCoder
+from hf_kvcaches.codec.fit import fit_layer, joint_basis
+from hf_kvcaches.codec.joint import PackedForm
 from hf_kvcaches.codec.layout import packed_bytes
 from hf_kvcaches.codec.metric import Metric
-from hf_kvcaches.codec.sides import EXACT, CalibratedLayer, CalibratedSide
+from hf_kvcaches.codec.packing import Span
+from hf_kvcaches.codec.settings import CodecSettings
+from hf_kvcaches.codec.sides import EXACT, CalibratedLayer
 from hf_kvcaches.codec.wire import codes as wire
 from hf_kvcaches.core.files import checked_layers
 from hf_kvcaches.core.fingerprint import ModelFingerprint
@@ -28,36 +33,18 @@ from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError, req
 from hf_kvcaches.kernels.checksum import digest_of
 from hf_kvcaches.stores.streams import Source
 
-
-@dataclass(frozen=True)
-class CodecSettings:
-    """How a codec was made.
-
-    Args:
-        rotation: Whether keys are coded before ("aware") or after ("post") the model rotates them.
-        metric: By which errors count.
-        rule: How bits were allotted: the argument of `KVCodec.at` and its value.
-        widths: The bits that a direction may have.
-        gamma: The factor on decoded keys: "one", or the "paper"'s.
-        block: Tokens of the longest sequence that was read.
-    """
-
-    rotation: Literal["aware", "post"]
-    metric: Metric
-    rule: dict[str, Any]
-    widths: tuple[int, ...]
-    gamma: Literal["one", "paper"]
-    block: int
-    blocks: int
-    tokens: int
+# What the packed form can take: beyond, integers would have more than 16 bits.
+_LEAST_RATIO, _LARGEST_RATIO = 0.005, 0.75
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class KVCodec(Artifact):
     """Codes of a model's keys and values: a basis for each head in which errors cost alike, and bits where they count.
 
-    One codec serves memory (`SubspaceCache`), stores and the wire. Keys are coded before their rotation, so that codes do not depend on
-    positions. Nothing is stored for a token or a group besides its codes: steps and means are calibrated.
+    One codec serves memory (`SubspaceCache`), stores and the wire, in two forms. In memory codes have fixed widths and are read where they
+    lie. At rest (`pack`) keys and values of all heads of a layer have one basis, all coefficients of the model one step, and integers are
+    entropy coded: a tenth of the divergence at the same bytes. Keys are coded before their rotation, so that codes do not depend on
+    positions. Nothing is stored for a group of tokens besides its codes: steps and means are calibrated.
 
     "Online Subspace Projection for KV Caches", the static method of sections 4 and 10, is `at(rank=..., widths=16)`.
 
@@ -68,14 +55,16 @@ class KVCodec(Artifact):
     Args:
         layers: For each layer of the model its transforms and bits, or None where a method leaves it alone (windows, linear attention).
         settings: How it was made.
+        packed: The form at rest.
         fingerprint: The model that it is for.
     """
 
     artifact_type: ClassVar[str] = "kv-codec"
-    format_version: ClassVar[int] = 2
+    format_version: ClassVar[int] = 3
 
     layers: tuple[CalibratedLayer | None, ...]
     settings: CodecSettings
+    packed: PackedForm
     fingerprint: ModelFingerprint | None = None
 
     @classmethod
@@ -92,6 +81,7 @@ class KVCodec(Artifact):
         gamma: Literal["one", "paper"] = "one",
         rotation: Literal["aware", "post"] = "aware",
         metric: Metric = "loss",
+        recent: int = 64,
         block: int = 512,
         batch_size: int = 1,
         max_tokens: int | None = None,
@@ -114,30 +104,34 @@ class KVCodec(Artifact):
             rotation: "aware": keys before the rotation, which is done anew on reading. "post": keys as they are cached. The same in
                 models without rotary positions.
             metric: "loss": errors count by what they do to the model's predictions, which takes a backward pass, through frozen and
-                quantised models too; where there is none it is "attention", with a warning. "attention": by the error of the layer's
-                output. "plain": by the error of keys and values themselves.
+                quantised models too; where there is none it is "plain", with a warning. "plain": by the error of keys and values
+                themselves.
+            recent: With "loss", how many of the newest tokens will be exact where codes are used: only what tokens further away see of a
+                key or value counts (in a short sequence, further than half of it). With 0 all of it does.
             block: Texts are read in sequences of so many tokens, or what the model can read if that is less.
             batch_size: Sequences at a time.
             max_tokens: Stop after so many; None reads all.
             progress: Whether to show a bar.
         """
-        from hf_kvcaches.codec.calibration import Reading, measure
-        from hf_kvcaches.codec.fit import fit_layer
-
         if bytes_ratio is None and rank is None and energy is None:
             bytes_ratio = 0.125
         choice = allocation.BitRule.of(bytes_ratio, rank, energy, widths)
         require_choice("gamma", gamma, ("one", "paper"))
-        measured = measure(model, tokenizer, texts, Reading(rotation, metric, block, batch_size, max_tokens, progress))
-        with torch.no_grad():
-            fitted = {index: fit_layer(meter) for index, meter in measured.meters.items()}
-        layers = tuple(fitted.get(index) for index in range(measured.layers))
-        reading = measured.reading
-        settings = CodecSettings(
-            rotation, reading.metric, choice.rule, choice.widths, gamma, reading.block, measured.blocks, measured.tokens
-        )
+        measured = measure(model, tokenizer, texts, Reading(rotation, metric, recent, block, batch_size, max_tokens, progress))
         fingerprint = ModelFingerprint.of(model, tokenizer if measured.used_tokenizer else None)
-        return cls(layers, settings, fingerprint)._with(choice)
+        return cls._fitted(measured, choice, gamma, fingerprint)
+
+    @classmethod
+    def _fitted(cls, measured: Measurements, choice: allocation.BitRule, gamma: Any, fingerprint: ModelFingerprint) -> KVCodec:
+        reading = measured.reading
+        with torch.no_grad():
+            fitted = {index: fit_layer(sums, reading.metric) for index, sums in sorted(measured.sums.items())}
+            bases = {index: joint_basis(sums, reading.metric) for index, sums in sorted(measured.sums.items())}
+        layers = choice.allot(list(fitted.values()))
+        named, read = dict(zip(fitted, layers, strict=True)), (reading.block, measured.blocks, measured.tokens)
+        settings = CodecSettings(reading.rotation, reading.metric, reading.recent, choice.rule, choice.widths, gamma, *read)
+        chosen = tuple(named.get(index) for index in range(measured.layers))
+        return cls(chosen, settings, PackedForm.fit(bases, _ratio(layers)), fingerprint)
 
     def at(
         self,
@@ -174,9 +168,11 @@ class KVCodec(Artifact):
         return shards[shard.rank, shard.size]
 
     def _with(self, choice: allocation.BitRule) -> KVCodec:
-        chosen = iter(choice.allot([layer for layer in self.layers if layer is not None]))
+        allotted = choice.allot([layer for layer in self.layers if layer is not None])
+        chosen = iter(allotted)
         layers = tuple(None if layer is None else next(chosen) for layer in self.layers)
-        return KVCodec(layers, replace(self.settings, rule=choice.rule, widths=choice.widths), self.fingerprint)
+        settings = replace(self.settings, rule=choice.rule, widths=choice.widths)
+        return KVCodec(layers, settings, PackedForm.fit(self.packed.bases, _ratio(allotted)), self.fingerprint)
 
     @property
     def unrotated(self) -> bool:
@@ -208,6 +204,41 @@ class KVCodec(Artifact):
         """Those bytes as a share of exact keys and values in 16 bits."""
         return self.bytes_per_token / (2 * sum(layer.elements for layer in self.layers if layer is not None))
 
+    @property
+    def packed_ratio(self) -> float:
+        """The bytes that the packed form of a text like those of the calibration takes, as a share of those in 16 bits."""
+        return self.packed.ratio
+
+    def pack(self, keys: Mapping[int, torch.Tensor], values: Mapping[int, torch.Tensor], left_out: int = 0) -> dict[int, torch.Tensor]:
+        """The packed form of tokens, by layer: (bytes,), uint8.
+
+        Args:
+            keys: By layer (kv_heads, tokens, head_dim), before rotation unless the codec was made with rotation="post".
+            values: Like `keys`.
+            left_out: First tokens that are kept elsewhere, and are coded as the mean.
+        """
+        states = {layer: (own, values[layer]) for layer, own in keys.items()}
+        for layer, pair in states.items():
+            basis, got = self.packed.bases.get(layer), [tuple(each.shape) for each in pair]
+            if basis is None or got != [(basis.shape.heads, pair[0].shape[1], dim) for dim in basis.shape[1:]]:
+                expected = (
+                    f"a layer of {sorted(self.packed.bases)}" if basis is None else f"keys and values of {basis.shape}, of the same tokens"
+                )
+                raise ConfigError.of(f"layer {layer}", expected, got)
+        return self.packed.pack(states, left_out)
+
+    def unpack(
+        self, spans: Sequence[tuple[int, torch.Tensor, int, int | None]], dtype: torch.dtype = torch.float32
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values, (kv_heads, tokens, head_dim) each, of what `pack` returned; anything else is an `ArtifactError`.
+
+        Args:
+            spans: A layer, its record, and which of its tokens, from the first to the one behind the last (None: all). Records lie on
+                one device. Many at a time take little longer than one.
+            dtype: Of the result.
+        """
+        return self.packed.unpack([Span(*span) for span in spans], dtype)
+
     @cached_property
     def digest(self) -> str:
         """A name of all that decides how codes are read."""
@@ -237,8 +268,8 @@ class KVCodec(Artifact):
                 coders[key] = LayerCoder(layer, self.gamma(layer), dtype, device, separate)
         return coders[key]
 
-    def encode(self, keys: Sequence[torch.Tensor | None], values: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """The codes of tokens, for each layer (batch, bytes, tokens), uint8, or None where the layer is not coded.
+    def encode(self, keys: Sequence[torch.Tensor | None], values: Sequence[torch.Tensor | None]) -> list[list[torch.Tensor] | None]:
+        """The packed form of rows of tokens: for each layer a record of each row, (bytes,) uint8, or None where the layer is not coded.
 
         Args:
             keys: For each layer (batch, kv_heads, tokens, head_dim), before rotation unless the codec was made with rotation="post".
@@ -247,74 +278,62 @@ class KVCodec(Artifact):
         """
         if len(keys) != len(self.layers) or len(values) != len(self.layers):
             raise ConfigError.of("keys, values", f"one tensor for each of {len(self.layers)} layers", (len(keys), len(values)))
-        found: list[torch.Tensor | None] = []
-        for index, (layer, key, value) in enumerate(zip(self.layers, keys, values, strict=True)):
-            if layer is None:
-                found.append(None)
-                continue
-            for name, states, side in (("keys", key, layer.keys), ("values", value, layer.values)):
-                if states is None or states.ndim != 4 or (states.shape[1], states.shape[3]) != side.shape:
-                    expected = f"(batch, {side.shape[0]}, tokens, {side.shape[1]})"
-                    raise ConfigError.of(f"{name}[{index}]", expected, None if states is None else tuple(states.shape))
-            assert key is not None
-            assert value is not None
-            if (len(key), key.shape[2]) != (len(value), value.shape[2]):
-                expected = f"as many rows and tokens as keys[{index}], {tuple(key.shape)}"
-                raise ConfigError.of(f"values[{index}]", expected, tuple(value.shape))
-            found.append(self.coder(index, key.dtype, key.device).encode(key, value))
-        return found
+        sides: tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]] = {}, {}
+        for layer in self.packed.bases:
+            for name, given, side in zip(("keys", "values"), (keys, values), sides, strict=True):
+                if (states := given[layer]) is None or states.ndim != 4:
+                    raise ConfigError.of(
+                        f"{name}[{layer}]", "(batch, kv_heads, tokens, head_dim)", None if states is None else states.shape
+                    )
+                side[layer] = states
+        batches = {len(states) for side in sides for states in side.values()}
+        if len(batches) > 1:
+            raise ConfigError.of("keys, values", "as many rows in all layers", sorted(batches))
+        rows = []
+        for row in range(*batches):
+            keys_of, values_of = ({layer: states[row] for layer, states in side.items()} for side in sides)
+            rows.append(self.pack(keys_of, values_of))
+        return [[records[index] for records in rows] if layer is not None else None for index, layer in enumerate(self.layers)]
 
     def decode(
-        self, codes: Sequence[torch.Tensor | None], dtype: torch.dtype = torch.float32
+        self, codes: Sequence[Sequence[torch.Tensor] | None], dtype: torch.dtype = torch.float32
     ) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
-        """Keys and values from their codes, for each layer (batch, kv_heads, tokens, head_dim), or None where the layer is not coded.
+        """Keys and values from what `encode` gave, for each layer (batch, kv_heads, tokens, head_dim), or None where it is not coded.
 
         Args:
-            codes: What `encode` gave.
             dtype: Of the result.
         """
         if len(codes) != len(self.layers):
-            raise ConfigError.of("codes", f"one tensor for each of {len(self.layers)} layers", len(codes))
-        return [None if each is None else self.coder(index, dtype, each.device).decode(each) for index, each in enumerate(codes)]
+            raise ConfigError.of("codes", f"records for each of {len(self.layers)} layers", len(codes))
+        spans = [(layer, record, 0, None) for layer, records in enumerate(codes) for record in records or ()]
+        found = iter(self.unpack(spans, dtype))
+        rows = [None if records is None else [next(found) for _ in records] for records in codes]
+        return [
+            None if not states else (torch.stack([own[0] for own in states]), torch.stack([own[1] for own in states])) for states in rows
+        ]
 
-    def to_bytes(self, codes: Sequence[torch.Tensor | None]) -> bytes:
-        """Codes as a message, which names this codec and is checked where it is read.
+    def to_bytes(self, codes: Sequence[Sequence[torch.Tensor] | None]) -> bytes:
+        """What `encode` gave as a message, which names this codec and is checked where it is read."""
+        if [records is None for records in codes] != [layer is None for layer in self.layers]:
+            raise ConfigError.of("codes", "what this codec's encode gives", [records is not None for records in codes])
+        return b"".join(wire.written(self.digest, codes))
 
-        Args:
-            codes: What `encode` gave.
-        """
-        batch, tokens = next(((each.shape[0], each.shape[-1]) for each in codes if each is not None), (0, 0))
-        shapes = [None if each is None else (each.dtype, *each.shape) for each in codes]
-        expected = [None if count is None else (torch.uint8, batch, count, tokens) for count in self.layer_bytes]
-        if shapes != expected:
-            raise ConfigError.of("codes", f"such as this codec's encode gives, {expected}", shapes)
-        return b"".join(wire.written(wire.CodecHead(self.digest, batch, tokens, self.layer_bytes), codes))
-
-    def from_bytes(self, data: Source) -> list[torch.Tensor | None]:
+    def from_bytes(self, data: Source) -> list[list[torch.Tensor] | None]:
         """Codes from a message of `to_bytes`; anything else is an `ArtifactError`.
 
         Args:
             data: All of its bytes, whole or in pieces, or a function that returns between 1 and the given number of them, such as a
                 connected socket's `recv`.
         """
-        return wire.read(data, self.digest, self.layer_bytes)
+        return wire.read(data, self.digest, [layer is not None for layer in self.layers])
 
-    def encode_layer(
-        self, config: PreTrainedConfig, layer_idx: int, keys: torch.Tensor, values: torch.Tensor, padding: list[int]
-    ) -> dict[str, torch.Tensor]:
-        """What a saved cache has of a layer's exact keys and values; see `CacheCodec`."""
-        layer, shapes = self.layers[layer_idx], [(states.shape[1], states.shape[3]) for states in (keys, values)]
-        if layer is None or shapes != [side.shape for side in layer]:
-            raise ConfigError.of("codec", f"one for keys and values of layer {layer_idx}, {shapes}", self)
-        coder = self.coder(layer_idx, keys.dtype, keys.device)
-        return saved_cache.encode(coder, self.geometry(config, layer_idx), keys, values, padding)
+    def encode_layers(self, config: PreTrainedConfig, layers: Mapping[int, saved_cache.States], padding: list[int]) -> saved_cache.Stored:
+        """What a saved cache has of layers' exact keys and values; see `CacheCodec`."""
+        return saved_cache.encode(self, config, layers, padding)
 
-    def decode_layer(
-        self, config: PreTrainedConfig, layer_idx: int, stored: dict[str, torch.Tensor], padding: list[int]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The inverse of `encode_layer`."""
-        coder = self.coder(layer_idx, stored["first_keys"].dtype, stored["codes"].device)
-        return saved_cache.decode(coder, self.geometry(config, layer_idx), stored, padding)
+    def decode_layers(self, config: PreTrainedConfig, stored: saved_cache.Stored, padding: list[int]) -> dict[int, saved_cache.States]:
+        """The inverse of `encode_layers`."""
+        return saved_cache.decode(self, config, stored, padding)
 
     def require_all_layers(self, model: nn.Module, where: str) -> None:
         """Refuses a codec of another model, or one that leaves layers out.
@@ -360,61 +379,31 @@ class KVCodec(Artifact):
         return {name: value for name, value in self.__dict__.items() if name not in ("_coders", "_shards")}
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        return {
-            f"layers.{index}.{kind}.{name}": tensor
-            for index, layer in enumerate(self.layers)
-            if layer is not None
-            for kind, side in (("keys", layer.keys), ("values", layer.values))
-            for name, tensor in side.tensors().items()
-        }
+        found = {f"packed.{name}": tensor for name, tensor in self.packed.tensors().items()}
+        for index, layer in enumerate(self.layers):
+            if layer is not None:
+                found |= {f"layers.{index}.{name}": tensor for name, tensor in layer.tensors().items()}
+        return found
 
     def metadata(self) -> dict[str, Any]:
-        settings = asdict(self.settings)
-        rule = {name: list(value) if isinstance(value, tuple) else value for name, value in self.settings.rule.items()}
-        return {"layers": len(self.layers), "settings": settings | {"rule": rule, "widths": list(self.settings.widths)}}
+        return {"layers": len(self.layers), "settings": self.settings.to_dict(), "packed": self.packed.metadata()}
 
     @classmethod
     def restore(cls, tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> Self:
-        stored = dict(metadata["settings"])
-        rule = {name: tuple(value) if isinstance(value, list) else value for name, value in stored["rule"].items()}
-        settings = CodecSettings(**stored | {"rule": rule, "widths": tuple(stored["widths"])})
-        layers: list[CalibratedLayer | None] = []
-        for index in range(checked_layers(metadata["layers"])):
-            sides = []
-            for kind in ("keys", "values"):
-                prefix = f"layers.{index}.{kind}."
-                own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-                sides.append(CalibratedSide.of(own, prefix) if own else None)
-            layers.append(_layer_of(sides[0], sides[1], index))
-        return cls(tuple(layers), settings)
+        layers = tuple(CalibratedLayer.of(tensors, f"layers.{index}.") for index in range(checked_layers(metadata["layers"])))
+        own = {name.removeprefix("packed."): tensor for name, tensor in tensors.items() if name.startswith("packed.")}
+        packed = PackedForm.restore(own, metadata["packed"])
+        if sorted(packed.bases) != [index for index, layer in enumerate(layers) if layer is not None]:
+            raise ArtifactError("packed.*: its layers are others than those of the codes in memory. Calibrate anew.")
+        return cls(layers, CodecSettings.from_dict(metadata["settings"]), packed)
 
     def describe_calibration(self) -> str:
-        made = self.settings
-        rows = {
-            "text": f"{made.tokens:,} tokens in {made.blocks:,} sequences of up to {made.block:,}",
-            "bits by": ", ".join(f"{name} = {value}" for name, value in made.rule.items()),
-            "memory": f"{self.bytes_ratio:.4f} of exact keys and values in 16 bits ({self.bytes_per_token:,} bytes per token)",
-            "bits of a direction": ", ".join(map(str, made.widths)),
-            "rotation": made.rotation,
-            "metric": made.metric,
-            "gamma": made.gamma,
-        }
-        facts = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
-        head = "| layer | directions of keys | of values | bits of a key | of a value | energy of keys | of values |"
-        table = "\n".join(_card_row(index, layer) for index, layer in enumerate(self.layers) if layer is not None)
-        return f"| | |\n|---|---|\n{facts}\n\n{head}\n|---|---|---|---|---|---|---|\n{table}\n\nEnergies are the shares kept."
+        memory = f"{self.bytes_ratio:.4f} of exact keys and values in 16 bits ({self.bytes_per_token:,} bytes per token)"
+        packed = f"{self.packed_ratio:.4f}, with an expected divergence of {self.packed.divergence:.4f} nats"
+        return self.settings.card(self.layers, memory, packed)
 
 
-def _layer_of(keys: CalibratedSide | None, values: CalibratedSide | None, index: int) -> CalibratedLayer | None:
-    """A stored layer, if its sides fit each other."""
-    if keys is None and values is None:
-        return None
-    if keys is None or values is None or len(keys.mean) != len(values.mean):
-        raise ArtifactError(f"layers.{index}.*: keys and values don't fit each other. Calibrate anew.")
-    return CalibratedLayer(keys, values)
-
-
-def _card_row(index: int, layer: CalibratedLayer) -> str:
-    directions = [", ".join(map(str, (side.widths > 0).sum(1).tolist())) for side in layer]
-    bits = [f"{float(side.widths.float().mean()):.2f}" for side in layer]
-    return f"| {index} | {' | '.join([*directions, *bits, *(f'{side.kept:.4f}' for side in layer)])} |"
+def _ratio(layers: Sequence[CalibratedLayer]) -> float:
+    """The bytes of codes in memory as a share of those in 16 bits; the packed form takes as many, up to a limit."""
+    share = sum(packed_bytes(side.widths) for layer in layers for side in layer) / (2 * sum(layer.elements for layer in layers))
+    return min(max(share, _LEAST_RATIO), _LARGEST_RATIO)

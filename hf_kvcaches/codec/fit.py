@@ -8,10 +8,16 @@ from __future__ import annotations
 
 import torch
 
-from hf_kvcaches.codec.measures import LayerMeter, SideMeter
+from hf_kvcaches.codec.calibrate import LayerSums
+from hf_kvcaches.codec.joint import SAMPLED, JointBasis
+from hf_kvcaches.codec.metric import Metric
 from hf_kvcaches.codec.moments import descending, roots
 from hf_kvcaches.codec.sides import WIDTHS, CalibratedLayer, CalibratedSide
 
+# A direction in which no gradient was seen costs at least this share of the mean.
+_DAMPING = 0.02
+# Of a head's mean square.
+_LEAST_VARIANCE = 1e-12
 # The step of a uniform quantiser that loses least of a normal distribution, in standard deviations.
 _NORMAL_STEPS = {1: 1.596, 2: 0.9957, 3: 0.586, 4: 0.3352, 5: 0.1881, 6: 0.1041, 8: 0.0308}
 # The squared error of those that clip, as a share of the variance.
@@ -28,26 +34,75 @@ _LEAST_DEVIATION = 1e-4
 _TINY = 1e-30
 
 
-def fit_layer(meter: LayerMeter) -> CalibratedLayer:
-    """A layer's transforms and quantisers; all widths are 0 so far."""
-    key_cost, value_cost = meter.costs()
-    return CalibratedLayer(_fit(meter.keys, key_cost), _fit(meter.values, value_cost))
+def joint_basis(sums: LayerSums, metric: Metric) -> JointBasis:
+    """The basis of keys and values of all heads of a layer together, or of groups of heads."""
+    shape, sides = sums.shape, costs(sums, metric)
+    groups = []
+    for group, covariance in enumerate(sums.covariance):
+        heads = slice(group * shape.group, (group + 1) * shape.group)
+        root = torch.block_diag(*(roots(cost, _DAMPING)[0] for side in sides for cost in side[heads]))
+        _, directions = descending(root @ covariance @ root)
+        groups.append(directions @ root)
+    encode = torch.stack(groups)
+    tokens = sums.sample[:SAMPLED].transpose(0, 1).double() - sums.mean[:, None]
+    coefficients = (tokens @ encode.mT).transpose(0, 1).flatten(1)
+    deviations = coefficients.square().mean(0).sqrt().clamp_min(_TINY)
+    tensors = (sums.mean.float(), encode.float(), deviations.float(), (coefficients / deviations).half())
+    return JointBasis(shape, *(tensor.cpu().contiguous() for tensor in tensors))
 
 
-def _fit(side: SideMeter, cost: torch.Tensor) -> CalibratedSide:
+def costs(sums: LayerSums, metric: Metric) -> tuple[torch.Tensor, torch.Tensor]:
+    """The metrics of errors of keys and of values, (heads, dim, dim) each; they compare over heads, layers and sides.
+
+    With "loss" they are twice the divergence of a prediction. With "plain" all heads vary alike.
+    """
+    if metric == "loss":
+        return sums.keys.mean, sums.values.mean
+    found = []
+    for covariance, moment in zip(_blocks(sums, sums.covariance), _blocks(sums, sums.states.mean), strict=True):
+        spread, size = (each.diagonal(dim1=-2, dim2=-1).sum(-1) for each in (covariance, moment))
+        # What is less than rounding of the vectors is no variance.
+        weight = torch.where(spread > _LEAST_VARIANCE * size, 1 / spread, 0.0)
+        found.append(torch.diag_embed(weight[:, None].expand(-1, covariance.shape[-1])))
+    return found[0], found[1]
+
+
+def fit_layer(sums: LayerSums, metric: Metric) -> CalibratedLayer:
+    """The transforms and quantisers of keys and of values, for each head by itself; all widths are 0 so far."""
+    means = sums.shape.split(sums.mean[:, None])
+    tokens = sums.shape.split(sums.sample.transpose(0, 1))
+    sides = zip(means, _blocks(sums, sums.covariance), tokens, costs(sums, metric), strict=True)
+    keys, values = (_fit(mean[:, 0], covariance, states, cost) for mean, covariance, states, cost in sides)
+    return CalibratedLayer(keys, values)
+
+
+def _blocks(sums: LayerSums, moment: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The blocks of single heads on the diagonal of a moment, of keys and of values, (heads, dim, dim) each."""
+    group, sizes, start, found = sums.shape.group, sums.shape[1:], 0, []
+    for size in sizes:
+        stop = start + group * size
+        own = moment[:, start:stop, start:stop].unflatten(2, (group, size)).unflatten(1, (group, size))
+        found.append(own.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2).flatten(0, 1))
+        start = stop
+    return found[0], found[1]
+
+
+def _fit(mean: torch.Tensor, covariance: torch.Tensor, states: torch.Tensor, cost: torch.Tensor) -> CalibratedSide:
     """The transform of one side, with steps and distortions measured on the sample.
 
     Args:
+        mean: (kv_heads, d), and `covariance`, (kv_heads, d, d).
+        states: Of the sample, (kv_heads, tokens, d).
         cost: The metric of errors, (kv_heads, d, d).
     """
     # With a metric of mean 1 the coefficients are about as large as the vectors' elements.
     size = cost.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None].clamp_min(torch.finfo(torch.float64).tiny)
-    root, _ = roots(cost / size)
-    _, directions = descending(root @ side.covariance @ root)
+    root, _ = roots(cost / size, _DAMPING)
+    _, directions = descending(root @ covariance @ root)
     encode = directions @ root
-    coefficients = (side.tokens().double() - side.mean[:, None]) @ encode.mT
+    coefficients = (states.double() - mean[:, None]) @ encode.mT
     steps, distortions = quantizers(coefficients.float())
-    tensors = (side.mean, encode, distortions[..., 0], _tails(coefficients), steps, distortions * size)
+    tensors = (mean, encode, distortions[..., 0], _tails(coefficients), steps, distortions * size)
     mean, encode, energies, tails, steps, distortions = (each.to("cpu", torch.float32).contiguous() for each in tensors)
     return CalibratedSide(mean, encode, energies, tails, steps, distortions, torch.zeros(mean.shape, dtype=torch.uint8))
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -94,3 +94,16 @@ def activations_on_cpu(model: nn.Module) -> AbstractContextManager[None]:
         return tensor.device, tensor if stays else tensor.to("cpu")
 
     return torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed[1].to(packed[0]))
+
+
+@contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """Without gradients of parameters, which nobody asks for."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)

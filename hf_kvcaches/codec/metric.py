@@ -10,7 +10,7 @@ at some vector of a layer has the mean 0, and to second order an error d there c
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import nn
@@ -18,32 +18,10 @@ from torch import nn
 from hf_kvcaches.core.parallel import HeadShard
 from hf_kvcaches.core.rope import RotaryGeometry
 
-Metric = Literal["loss", "attention", "plain"]
+Metric = Literal["loss", "plain"]
 # Of a chunk of positions: 64 MiB in float32, 64 positions of a vocabulary of 262,144 tokens.
 _LOGITS = 1 << 24
 _PROJECTIONS = ("o_proj", "out_proj", "c_proj", "dense", "proj")
-
-
-class Sizes(NamedTuple):
-    """The shape of a layer's attention.
-
-    Args:
-        scaling: What the model multiplies `q.k` with.
-    """
-
-    heads: int
-    kv_heads: int
-    key_dim: int
-    value_dim: int
-    scaling: float
-    projected: bool
-
-    @classmethod
-    def of(cls, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: dict[str, Any], projected: bool) -> Sizes:
-        """Those of one call of attention, with its options."""
-        scaling = options.get("scaling")
-        scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-        return cls(query.shape[1], keys.shape[1], keys.shape[-1], values.shape[-1], scaling, projected)
 
 
 def output_metric(module: nn.Module, heads: int, values: torch.Tensor) -> torch.Tensor | None:

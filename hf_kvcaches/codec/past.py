@@ -84,6 +84,27 @@ class CodecCoding(PastCoding):
         return decoded_keys if geometry is None else geometry.rotate(decoded_keys, positions), decoded_values
 
 
+class PackedCoding(CodecCoding):
+    """The packed form of a `KVCodec`, as stores keep it.
+
+    Attributes:
+        nbytes: Of all that was read, first tokens left out; they are kept exactly elsewhere.
+    """
+
+    nbytes = 0
+
+    def read(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        geometry, positions = self.codec.geometry(self.config, layer_idx), torch.arange(keys.shape[2], device=keys.device)
+        plain = keys if geometry is None else geometry.unrotate(keys.float(), positions)
+        records = [
+            self.codec.pack({layer_idx: own}, {layer_idx: value}, self.sinks)[layer_idx] for own, value in zip(plain, values, strict=True)
+        ]
+        self.nbytes += sum(map(len, records))
+        rows = self.codec.unpack([(layer_idx, record, 0, None) for record in records], keys.dtype)
+        read_keys, read_values = torch.stack([row[0] for row in rows]), torch.stack([row[1] for row in rows])
+        return read_keys if geometry is None else geometry.rotate(read_keys, positions), read_values
+
+
 class CodedPast(KVCache):
     """A cache for one pass over whole rows: every token reads the past as token-by-token decoding behind a prompt would.
 

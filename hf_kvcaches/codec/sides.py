@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -120,3 +121,23 @@ class CalibratedLayer(NamedTuple):
     def elements(self) -> int:
         """Numbers of a token's exact keys and values."""
         return self.keys.mean.numel() + self.values.mean.numel()
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By name."""
+        sides = (("keys", self.keys), ("values", self.values))
+        return {f"{kind}.{name}": tensor for kind, side in sides for name, tensor in side.tensors().items()}
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, torch.Tensor], where: str) -> CalibratedLayer | None:
+        """From `tensors`, under a prefix, if they fit each other; None where there are none."""
+        keys, values = (
+            {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+            for prefix in (f"{where}keys.", f"{where}values.")
+        )
+        if not keys and not values:
+            return None
+        sides = (CalibratedSide.of(own, f"{where}{kind}.") if own else None for kind, own in (("keys", keys), ("values", values)))
+        key_side, value_side = sides
+        if key_side is None or value_side is None or len(key_side.mean) != len(value_side.mean):
+            raise ArtifactError(f"{where}*: keys and values don't fit each other. Calibrate anew.")
+        return cls(key_side, value_side)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
@@ -24,7 +25,7 @@ from hf_kvcaches.stores.files import write_atomically
 from hf_kvcaches.stores.streams import Source
 
 FILE_NAME = "kvcache.safetensors"  # in the folder that `save_pretrained` makes
-_TYPE, _VERSION = "cache", 6
+_TYPE, _VERSION = "cache", 7
 _FIELDS = {"class": str, "settings": dict, "layers": list, "fingerprint": dict, "codec": dict | None}
 
 
@@ -39,11 +40,11 @@ class CacheCodec(Protocol):
     def require_model(self, model: Any) -> None:
         """Raise `FingerprintMismatch` if it was made for another model."""
 
-    def encode_layer(self, config: Any, layer_idx: int, keys: Tensor, values: Tensor, padding: list[int]) -> dict[str, Tensor]:
-        """Return what is stored of a layer's keys, rotated, and values, whose rows begin with so many slots without a token."""
+    def encode_layers(self, config: Any, layers: Mapping[int, tuple[Tensor, Tensor]], padding: list[int]) -> dict[int, dict[str, Tensor]]:
+        """Return what is stored of layers' keys, rotated, and values, whose rows begin with so many slots without a token."""
 
-    def decode_layer(self, config: Any, layer_idx: int, stored: dict[str, Tensor], padding: list[int]) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of a layer from what `encode_layer` gave."""
+    def decode_layers(self, config: Any, stored: dict[int, dict[str, Tensor]], padding: list[int]) -> dict[int, tuple[Tensor, Tensor]]:
+        """Return the keys and values of layers from what `encode_layers` gave."""
 
 
 def named_codec(codec: Any, digest: str, where: str) -> Any:
@@ -65,14 +66,17 @@ def content_of(cache: Any, codec: CacheCodec | None, attention_mask: Tensor | No
     elif cache.codec is not None:
         header["codec"] = {"metadata": cache.codec.metadata()}
         tensors = {f"codec.{name}": tensor for name, tensor in cache.codec.tensors().items()}
+    exact: dict[int, tuple[Tensor, Tensor]] = {}
     for index, layer in enumerate(cache.layers):
         state, counters = layer.export_state() if isinstance(layer, KVLayer) else _export(layer)
         if codec is not None and padding is not None and state and isinstance(layer, KVLayer):
             keys, values = (state.pop(name) for name in layer.exact_tensors)
-            coded = codec.encode_layer(cache.config, index, keys, values, padding)
-            state |= {f"coded.{name}": tensor for name, tensor in coded.items()}
+            exact[index] = keys, values
         tensors |= {f"{index}.{name}": tensor for name, tensor in state.items()}
         header["layers"].append({"class": type(layer).__name__, "values": counters})
+    if codec is not None and padding is not None:
+        for index, coded in codec.encode_layers(cache.config, exact, padding).items():
+            tensors |= {f"{index}.coded.{name}": tensor for name, tensor in coded.items()}
     return Content(header, tensors)
 
 
@@ -106,13 +110,17 @@ def _rebuilt(cls: type[Any], model: Any, content: Content, codec: Any) -> Any:
     if kinds != expected:
         raise ArtifactError(f"it has the layers {expected}, and this model's cache has {kinds}")
     _, _, modules = decoder_layers(cache.model)
-    for index, (layer, description) in enumerate(zip(cache.layers, header["layers"], strict=True)):
+    coded, states = {}, []
+    for index in range(len(cache.layers)):
         device = compat.layer_device(modules[index])
-        state = {name: tensor.to(device) for name, tensor in _under(f"{index}.", content.tensors).items()}
-        if padding is not None and (coded := _under("coded.", state)):
-            exact = codec.decode_layer(cache.config, index, coded, padding)
-            state = {name: tensor for name, tensor in state.items() if not name.startswith("coded.")}
-            state |= zip(layer.exact_tensors, exact, strict=True)
+        states.append({name: tensor.to(device) for name, tensor in _under(f"{index}.", content.tensors).items()})
+        if padding is not None and (own := _under("coded.", states[-1])):
+            coded[index] = own
+            states[-1] = {name: tensor for name, tensor in states[-1].items() if not name.startswith("coded.")}
+    exact = codec.decode_layers(cache.config, coded, padding) if coded else {}
+    for index, (layer, description, state) in enumerate(zip(cache.layers, header["layers"], states, strict=True)):
+        if index in exact:
+            state |= zip(layer.exact_tensors, exact[index], strict=True)
         if isinstance(layer, KVLayer):
             layer.import_state(state, description["values"])
         elif state:

@@ -11,6 +11,9 @@ from transformers import PreTrainedModel
 from hf_kvcaches.core.parallel import require_all_heads
 from hf_kvcaches.errors import ConfigError, require_tokenizer
 
+Block = tuple[int, torch.Tensor]
+"""The number of a sequence, and its token ids."""
+
 
 class Tokenized:
     """A tokenizer, and whether it was needed."""
@@ -54,6 +57,34 @@ def sequences(texts: Iterable[str | Sequence[int]], tokenizer: Tokenized, model:
         if not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
             raise ConfigError.of(f"texts[{index}]", f"token ids of 0 to {vocabulary - 1}", (int(ids.min()), int(ids.max())))
         yield ids.to("cpu", torch.long)
+
+
+def blocks_of(sequences: Iterable[torch.Tensor], block: int, max_tokens: int | None) -> Iterator[torch.Tensor]:
+    """Yield texts cut into sequences; a single token at the end is left out."""
+    left = float("inf") if max_tokens is None else max_tokens
+    for sequence in sequences:
+        for piece in sequence.split(block):
+            ids = piece[: int(min(left, len(piece)))]
+            if len(ids) >= 2:
+                left -= len(ids)
+                yield ids
+            if left < 2:
+                return
+
+
+def batches_of(blocks: Iterable[Block], block: int, batch_size: int) -> Iterator[tuple[list[int], torch.Tensor]]:
+    """Yield sequences of one length together, so that nothing is padded: whole blocks wait for others, short ones go alone."""
+    waiting: list[Block] = []
+    for number, ids in blocks:
+        if len(ids) < block:
+            yield [number], ids[None]
+            continue
+        waiting.append((number, ids))
+        if len(waiting) == batch_size:
+            yield [each for each, _ in waiting], torch.stack([each for _, each in waiting])
+            waiting = []
+    if waiting:
+        yield [each for each, _ in waiting], torch.stack([each for _, each in waiting])
 
 
 def process_device() -> torch.device:

@@ -122,9 +122,7 @@ class _Side:
         self.packed, self.basis_of, self.counts = packed, basis_of, code_map.counts
         self.kv_heads, self.rank = code_map.index.shape
         self.dim = code_map.decode.shape[-2]
-        index = code_map.index.flatten()
-        ordered = len(index) == sum(code_map.counts) and torch.equal(index, torch.arange(len(index), device=index.device))
-        self._index = None if ordered else index
+        self._index = code_map.index.flatten()
         decode, offset = code_map.decode.to(product), code_map.offset.to(dtype)
         if order is not None:
             decode, offset = decode.index_select(-2, order), offset.index_select(-1, order)
@@ -160,9 +158,7 @@ class _Side:
 
     def levels(self, block: _Block) -> torch.Tensor:
         """(rows, kv_heads, rank, tokens)."""
-        levels = unpacked(self.packed[block.rows, :, block.tokens], self.counts)
-        if self._index is not None:
-            levels = levels.index_select(1, self._index)
+        levels = unpacked(self.packed[block.rows, :, block.tokens], self.counts).index_select(1, self._index)
         return levels.to(self.decode.dtype).unflatten(1, (self.kv_heads, self.rank))
 
     def vectors(self, block: _Block) -> torch.Tensor:

@@ -1,26 +1,16 @@
-"""The interface of a codec whose codes are stored in place of keys and values."""
+"""The interface of a codec whose packed form is stored in place of keys and values."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
 
 
-class TokenCoder(Protocol):
-    """Encode and decode the tokens of one layer."""
-
-    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Return the codes of (batch, kv_heads, tokens, head_dim) keys and values: (batch, bytes, tokens), uint8."""
-
-    def decode(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values of codes."""
-
-
 @runtime_checkable
 class TokenCodec(Protocol):
-    """Codes of each token's keys and values, in all layers of a model."""
+    """Packs the tokens of all layers of a model."""
 
     @property
     def digest(self) -> str:
@@ -35,12 +25,17 @@ class TokenCodec(Protocol):
         """How many of a text's first tokens are kept exact beside their codes, because they are outliers."""
 
     @property
-    def layer_bytes(self) -> Sequence[int | None]:
-        """Bytes of a token's codes in each layer; None where a layer is not coded."""
+    def packed_ratio(self) -> float:
+        """Bytes of the packed form as a share of exact keys and values in 16 bits."""
 
-    @property
-    def bytes_ratio(self) -> float:
-        """Bytes of codes as a share of exact keys and values in 16 bits."""
+    def pack(self, keys: Mapping[int, torch.Tensor], values: Mapping[int, torch.Tensor], left_out: int = 0) -> dict[int, torch.Tensor]:
+        """Return the record of each layer, (bytes,) uint8, of (kv_heads, tokens, head_dim) keys and values.
 
-    def coder(self, layer_idx: int, dtype: torch.dtype, device: torch.device) -> TokenCoder:
-        """Return the coder of a layer; `dtype` is that of decoded keys and values."""
+        Args:
+            left_out: First tokens that are kept elsewhere.
+        """
+
+    def unpack(
+        self, spans: Sequence[tuple[int, torch.Tensor, int, int | None]], dtype: torch.dtype = torch.float32
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return keys and values of spans: a layer, its record, the first token and the one behind the last."""

@@ -73,7 +73,7 @@ def codec_digest(name: str | None) -> str | None:
 
 def label_of(quantization: Quantization) -> str:
     """Label a quantization in a table: "int8", "int4", "codec" with its share of the bytes, or "none"."""
-    return f"codec {quantization.bytes_ratio:.3g}" if isinstance(quantization, TokenCodec) else quantization or "none"
+    return f"codec {quantization.packed_ratio:.3g}" if isinstance(quantization, TokenCodec) else quantization or "none"
 
 
 def encode(
@@ -116,19 +116,17 @@ def _coded(
     layers: Sequence[LayerStates], codec: TokenCodec, start: int, geometries: Sequence[RotaryGeometry | None]
 ) -> tuple[list[LayerStates], dict[str, torch.Tensor]]:
     """Return the exact states of a text's first tokens, which are outliers, with unrotated keys; and the codes of all tokens."""
-    first: list[LayerStates] = []
-    codes: dict[str, torch.Tensor] = {}
-    for index, ((keys, values), geometry) in enumerate(zip(layers, geometries, strict=False)):
-        if not bool(keys.isfinite().all() and values.isfinite().all()):
-            raise ConfigError.of(f"layers[{index}]", "finite numbers", "infinities or NaN")
+    unrotated = []
+    for (keys, values), geometry in zip(layers, geometries, strict=False):
         if geometry is not None:
             positions = torch.arange(start, start + keys.shape[1], device=keys.device)
             keys = geometry.unrotate(keys[None].float(), positions)[0].to(keys.dtype)
-        coder = codec.coder(index, keys.dtype, keys.device)
-        codes[f"codes.{index}"] = coder.encode(keys[None], values[None])[:, None].transpose(2, 3).contiguous().cpu()
-        exact = min(max(0, codec.exact_tokens - start), keys.shape[1])
-        first.append(LayerStates(keys[:, :exact], values[:, :exact]))
-    return first, codes
+        unrotated.append(LayerStates(keys, values))
+    exact = max(0, codec.exact_tokens - start)
+    keys_of, values_of = ({index: layer[side] for index, layer in enumerate(unrotated)} for side in (0, 1))
+    records = codec.pack(keys_of, values_of, exact)
+    codes = {f"codes.{index}": record.cpu() for index, record in records.items()}
+    return [LayerStates(keys[:, :exact], values[:, :exact]) for keys, values in unrotated], codes
 
 
 def check_stored(stored: Mapping[str, Any]) -> None:
@@ -153,7 +151,6 @@ def check(tensors: Mapping[str, torch.Tensor], stored: Mapping[str, Any], tokens
     coded, uncoded = is_coded(stored), _uncoded(stored)
     counts = {f"{name}.{number}": len(members) for number, members in enumerate(stored["piles"]) for name in ("keys", "values")}
     parts = [(name, count, None if coded else uncoded, tokens) for name, count in counts.items()]
-    parts += [(f"codes.{index}", 1, None, tokens) for members in stored["piles"] for index in members if coded]
     parts += [(f"hidden.{cut}", 1, uncoded, tokens) for cut in stored["cuts"]]
     for name, count, quantization, length in parts:
         names = [name] if quantization is None else [name, f"{name}.scale", f"{name}.zero"]
@@ -162,6 +159,9 @@ def check(tensors: Mapping[str, torch.Tensor], stored: Mapping[str, Any], tokens
         # Coded blobs have exact states of their first tokens only.
         if not fits or any(shape[2] > length if coded and name in counts else shape[2] != length for shape in shapes):
             raise ArtifactError(f"its tensor {name!r} has the shapes {shapes}, expected {count} layers of {length} tokens")
+    for name in (f"codes.{index}" for members in stored["piles"] for index in members if coded):
+        if name not in tensors or tensors[name].dtype != torch.uint8 or tensors[name].ndim != 1:
+            raise ArtifactError(f"its tensor {name!r} is no row of bytes")
     if (spoilt := not_finite(tensors)) is not None:
         raise ArtifactError(f"its tensor {spoilt!r} has infinities or NaN")
 
@@ -191,32 +191,48 @@ def _uncoded(stored: Mapping[str, Any]) -> Literal["int8", "int4"] | None:
     return "int8" if is_coded(stored) else stored["quantization"]
 
 
+class BlobSpan(NamedTuple):
+    """Tokens of a blob: its tensors, what `encode` returned with them, the first token, and the one behind the last."""
+
+    tensors: Mapping[str, torch.Tensor]
+    stored: Mapping[str, Any]
+    start: int
+    stop: int
+
+
 def piles(
-    tensors: Mapping[str, torch.Tensor],
-    stored: Mapping[str, Any],
-    start: int,
-    stop: int,
-    below: int | None = None,
-    codec: TokenCodec | None = None,
-    together: int = MOST_LAYERS,
+    spans: Sequence[BlobSpan], below: int | None = None, codec: TokenCodec | None = None, together: int = MOST_LAYERS
 ) -> Iterator[Pile]:
-    """Yield keys and values of a span of stored tokens; those of a codec are decoded one pile at a time, with unrotated keys.
+    """Yield keys and values of spans that are stored in the same way, one behind the other; those of a codec are unrotated keys.
 
     Args:
-        stored: What `encode` returned with the tensors.
         below: Only layers below this one; None: all.
         together: The most layers in a pile.
     """
+    stored = spans[0].stored
     for number, members in enumerate(stored["piles"]):
         count = sum(index < below for index in members) if below is not None else len(members)
         for first in range(0, count, together):
             chosen = slice(first, min(first + together, count))
             if is_coded(stored):
                 assert codec is not None
-                yield _decoded(tensors, stored, number, chosen, slice(start, stop), codec)
+                yield _decoded(spans, number, chosen, codec)
             else:
-                parts = (_packed(tensors, f"{name}.{number}", stored, start, stop, chosen) for name in ("keys", "values"))
-                yield Pile(tuple(members[chosen]), *parts)
+                sides = (
+                    [_packed(span.tensors, f"{name}.{number}", stored, *span[2:], chosen) for span in spans] for name in ("keys", "values")
+                )
+                yield Pile(tuple(members[chosen]), *(_cat(parts) for parts in sides))
+
+
+def _cat(parts: Sequence[Packed]) -> Packed:
+    if len(parts) == 1:
+        return parts[0]
+    data = torch.cat([part.data for part in parts], 2)
+    if parts[0].scale is None:
+        return Packed(data)
+    scale = torch.cat([part.scale for part in parts if part.scale is not None], 2)
+    zero = torch.cat([part.zero for part in parts if part.zero is not None], 2)
+    return Packed(data, scale, zero, parts[0].group)
 
 
 def bytes_per_token(tensors: Mapping[str, torch.Tensor], stored: Mapping[str, Any]) -> int:
@@ -225,24 +241,29 @@ def bytes_per_token(tensors: Mapping[str, torch.Tensor], stored: Mapping[str, An
     return dtype_of(stored).itemsize * max(count * sum(dims) for count, dims in zip(heads, stored["dims"], strict=True))
 
 
-def _decoded(
-    tensors: Mapping[str, torch.Tensor], stored: Mapping[str, Any], number: int, chosen: slice, tokens: slice, codec: TokenCodec
-) -> Pile:
-    """Decode a span of tokens in some layers of a pile.
+def _decoded(spans: Sequence[BlobSpan], number: int, chosen: slice, codec: TokenCodec) -> Pile:
+    """Decode spans in some layers of a pile.
 
     Args:
         number: The pile's index.
         chosen: The pile's layers to decode.
     """
-    layers, members = [], stored["piles"][number][chosen]
-    for index in members:
-        codes = tensors[f"codes.{index}"][:, 0, tokens].mT.contiguous()
-        layers.append(codec.coder(index, dtype_of(stored), codes.device).decode(codes))
+    stored = spans[0].stored
+    members = stored["piles"][number][chosen]
+    asked = [(index, span.tensors[f"codes.{index}"], span.start, span.stop) for index in members for span in spans]
+    found = codec.unpack(asked, dtype_of(stored))
     sides = []
-    for name, parts in zip(("keys", "values"), zip(*layers, strict=True), strict=True):
-        states, exact = torch.cat(parts), tensors[f"{name}.{number}"][chosen, :, tokens]
-        states[:, :, : exact.shape[2]] = exact
-        sides.append(Packed(states))
+    for side, name in enumerate(("keys", "values")):
+        layers = []
+        for place in range(len(members)):
+            parts = [each[side] for each in found[place * len(spans) : (place + 1) * len(spans)]]
+            for part, span in zip(parts, spans, strict=True):
+                if part.shape[1] != span.stop - span.start:
+                    raise ArtifactError(f"its codes are of fewer than {span.stop} tokens")
+                exact = span.tensors[f"{name}.{number}"][chosen][place, :, span.start : span.stop]
+                part[:, : exact.shape[1]] = exact
+            layers.append(torch.cat(parts, 1))
+        sides.append(Packed(torch.stack(layers)))
     return Pile(tuple(members), *sides)
 
 
@@ -281,6 +302,7 @@ def payload_bytes(config: PreTrainedConfig, quantization: Quantization, *, depth
     elements = 2 * heads * head_dim * (config.num_hidden_layers if depth is None else depth)
     elements += 0 if depth is None else config.hidden_size
     if isinstance(quantization, TokenCodec):
-        return sum(filter(None, quantization.layer_bytes[:depth])) + (0 if depth is None else config.hidden_size)
+        coded = elements - (0 if depth is None else config.hidden_size)
+        return round(2 * coded * quantization.packed_ratio) + elements - coded
     bits = 8 * itemsize if quantization is None else _BITS[quantization]
     return elements * bits // 8

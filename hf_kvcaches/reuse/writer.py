@@ -14,7 +14,6 @@ from hf_kvcaches.kernels.rotation import Layout
 from hf_kvcaches.reuse import layout
 from hf_kvcaches.reuse.codec import TokenCodec
 from hf_kvcaches.reuse.layer import SplicedLayer
-from hf_kvcaches.reuse.layout import Pile
 from hf_kvcaches.reuse.transfer import Portion, write_all
 
 # Small spans are joined up to this many bytes in a cache, in all layers: below, calls take longer than the copy.
@@ -91,7 +90,8 @@ def _grouped(spans: Sequence[Loaded]) -> list[list[Loaded]]:
             and last.depth == span.depth
             and all(last.stored[name] == span.stored[name] for name in ("dtype", "piles", "quantization"))
         )
-        if not alike or size + added > JOINED:
+        # The steps of decoding take as long for many spans as for one.
+        if not alike or size + added > (PORTION if layout.is_coded(span.stored) else JOINED):
             groups.append([])
             size = 0
         groups[-1].append(span)
@@ -109,16 +109,14 @@ def _portions(
     """Yield the portions of spans that are stored in the same way, the lowest layers first; a portion's layers rotate in the same way."""
     tokens = sum(span.tokens for span in spans)
     count = max(1, PORTION // (tokens * layout.bytes_per_token(spans[0].tensors, spans[0].stored)))
-    piles = [
-        layout.piles(span.tensors, span.stored, span.offset, span.offset + span.tokens, span.depth, span.codec, count) for span in spans
-    ]
+    stored = [layout.BlobSpan(span.tensors, span.stored, span.offset, span.offset + span.tokens) for span in spans]
     slots = torch.from_numpy(np.concatenate([np.arange(span.start, span.stop) for span in spans]) + padding)
     coded = layout.is_coded(spans[0].stored)
     # Codes are not rotated. Tokens at their old position are rotated by 0: this is exact, and faster than a portion of their own.
     offsets = [np.arange(span.start, span.stop) if coded else np.full(span.tokens, span.start - span.position) for span in spans]
     shifts, shift_indices = np.unique(np.concatenate(offsets), return_inverse=True)
     rotates, table_rows = coded or bool(shifts.any()), torch.from_numpy(shift_indices)
-    for pile in (_joined(parts) for parts in zip(*piles, strict=True)):
+    for pile in layout.piles(stored, spans[0].depth, spans[0].codec, count):
         for members, geometry in _alike(pile.layers, layers, geometries):
             cos = sin = None
             pairing: Layout = "half"
@@ -138,21 +136,6 @@ def _portions(
                 sin,
                 pairing,
             )
-
-
-def _joined(parts: Sequence[Pile]) -> Pile:
-    if len(parts) == 1:
-        return parts[0]
-    return Pile(parts[0].layers, _cat([part.keys for part in parts]), _cat([part.values for part in parts]))
-
-
-def _cat(parts: Sequence[Packed]) -> Packed:
-    data = torch.cat([part.data for part in parts], 2)
-    if parts[0].scale is None:
-        return Packed(data)
-    scale = torch.cat([part.scale for part in parts if part.scale is not None], 2)
-    zero = torch.cat([part.zero for part in parts if part.zero is not None], 2)
-    return Packed(data, scale, zero, parts[0].group)
 
 
 def _alike(

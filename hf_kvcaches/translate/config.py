@@ -8,11 +8,11 @@ from typing import Literal, get_args
 
 import torch
 
-from hf_kvcaches.codec.metric import Metric
 from hf_kvcaches.codec.sides import WIDTHS
 from hf_kvcaches.errors import ConfigError, is_number, require_choice, whole_number
 
 Method = Literal["joint", "paper"]
+Metric = Literal["loss", "attention", "plain"]
 # Of expected and of actual logits, (positions, vocabulary) each; greater is better.
 Score = Callable[[torch.Tensor, torch.Tensor], float]
 # Defaults: at most 4 layers and 2,048 numbers a token share a code; moments of wider ones take gigabytes.

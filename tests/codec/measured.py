@@ -8,7 +8,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_kvcaches import KVCodec, RotaryGeometry
-from hf_kvcaches.codec.calibration import MeterCache, Reading
+from hf_kvcaches.codec.calibrate import LayerSums, MeterCache, Reading
 from hf_kvcaches.codec.sides import EXACT
 from tests import tiny
 
@@ -18,7 +18,7 @@ TEXTS = IDS.tolist()
 
 def calibrate(model: Any = None, texts: Any = TEXTS, **options: Any) -> KVCodec:
     """A codec of a few random tokens."""
-    return KVCodec.calibrate(tiny.llama() if model is None else model, None, texts, **{"progress": False, **options})
+    return KVCodec.calibrate(tiny.llama() if model is None else model, None, texts, **{"progress": False, "recent": 0, **options})
 
 
 @torch.no_grad()
@@ -41,6 +41,7 @@ def held(model: Any, layer: int, ids: torch.Tensor = IDS) -> tuple[torch.Tensor,
 def measured(model: Any, ids: torch.Tensor = IDS, **reading: Any) -> MeterCache:
     """What one batch of whole sequences leaves behind, without gradients."""
     cache = MeterCache(model, Reading(**reading))
+    cache.draws = torch.rand(ids.shape)
     model(input_ids=ids, past_key_values=cache)
     return cache
 
@@ -63,3 +64,16 @@ def rotated(model: Any, x: torch.Tensor) -> torch.Tensor:
 def energies(codec: KVCodec) -> list[torch.Tensor]:
     """What is lost of each direction at 0 bits, of keys and of values of all coded layers."""
     return [side.distortions[..., 0] for layer in codec.layers if layer is not None for side in layer]
+
+
+def by_head(sums: LayerSums, moment: torch.Tensor) -> list[torch.Tensor]:
+    """The blocks on the diagonal of a moment of a layer with one group, of keys and of values, (heads, d, d) each."""
+    heads, *sizes = sums.shape
+    assert moment.shape[0] == 1, "heads are in several groups"
+    found, start = [], 0
+    for size in sizes:
+        found.append(
+            torch.stack([moment[0, place : place + size, place : place + size] for place in range(start, start + heads * size, size)])
+        )
+        start += heads * size
+    return found

@@ -52,7 +52,7 @@ def test_no_other_allocation_of_as_many_bits_loses_less(seed: int, ratio: float,
     assert float(losses[counts <= bits].min()) >= total - 1e-6
 
 
-@pytest.mark.parametrize("metric", ["attention", "loss", "plain"])
+@pytest.mark.parametrize("metric", ["loss", "plain"])
 @pytest.mark.parametrize("ratio", [0.08, 0.25, 0.6])
 def test_no_swap_of_bits_in_a_measured_codec_loses_less(ratio: float, metric: str) -> None:
     codec = calibrate(metric=metric).at(ratio)
@@ -114,7 +114,7 @@ def test_a_rank_is_the_same_for_all_heads() -> None:
 
 @pytest.mark.parametrize("share", [0.5, 0.9, 0.999])
 def test_an_energy_target_takes_the_fewest_directions_of_each_head(share: float) -> None:
-    codec = calibrate(metric="attention").at(energy=share)
+    codec = calibrate(metric="loss").at(energy=share)
     sides = [side for layer in codec.layers for side in layer]
     for side, own in zip(sides, energies(codec), strict=True):
         for widths, energy in zip(side.widths, own.double(), strict=True):

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import torch
 
+from hf_kvcaches.codec.calibrate import LayerSums
 from hf_kvcaches.codec.fit import fit_layer, unmeasured
+from hf_kvcaches.codec.joint import Shape
 from hf_kvcaches.codec.sides import WIDTHS, CalibratedSide
 
 
 def fitted(sample: torch.Tensor) -> CalibratedSide:
     """What is made of a sample of tokens, (heads, tokens, d)."""
-    mean = sample.mean(1)
-    apart = sample - mean[:, None]
-    side = SimpleNamespace(mean=mean, covariance=apart.mT @ apart / sample.shape[1], tokens=lambda: sample)
-    half = torch.randn(*mean.shape, mean.shape[1], generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    cost = half @ half.mT + torch.eye(mean.shape[1])
-    return fit_layer(SimpleNamespace(keys=side, values=side, costs=lambda: (cost, cost))).keys
+    heads, tokens, dim = sample.shape
+    sums = LayerSums(Shape(heads, dim, dim), torch.device("cpu"))
+    whole = torch.nn.functional.pad(sample, (0, 0, 4, 0))[None]
+    sums.observe(whole, whole, torch.rand(1, tokens + 4))
+    half = torch.randn(heads, dim, dim, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    gradients = torch.linalg.cholesky(half @ half.mT + torch.eye(dim)).mT
+    sums.observe_gradients(*[torch.nn.functional.pad(gradients, (0, 0, 4, 0))[None]] * 2)
+    return fit_layer(sums, "loss").keys
 
 
 def test_tails_are_what_one_token_in_twenty_has_behind_the_first_directions() -> None:

@@ -124,7 +124,7 @@ def codec_of(model: Any, rotation: str = "aware") -> KVCodec:
     """A codec of the model's own random text, with all directions in as many bits as float32 has digits."""
     config = model.config.get_text_config(decoder=True)
     texts = [torch.randint(3, config.vocab_size, (48,), generator=torch.Generator().manual_seed(seed)).tolist() for seed in range(4)]
-    return KVCodec.calibrate(model, None, texts, energy=1.0, widths=24, rotation=rotation, progress=False)
+    return KVCodec.calibrate(model, None, texts, energy=1.0, widths=24, metric="plain", rotation=rotation, progress=False)
 
 
 def subspace(model: Any, *, rotation: str = "aware", bytes_ratio: float | None = None, **options: Any) -> SubspaceCache:

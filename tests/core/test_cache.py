@@ -209,7 +209,7 @@ def test_a_flipped_bit_is_never_read_as_another_cache(saved, place, bit):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda header: header.update(format_version=99), "expected format version 6, got 99. Upgrade"),
+        (lambda header: header.update(format_version=99), "expected format version 7, got 99. Upgrade"),
         (lambda header: header.update(format_version="new"), "of the wrong kind"),
         (lambda header: header.update(type="kv-codec"), "expected a 'cache', got a 'kv-codec'"),
         (lambda header: header.pop("layers"), "fields are missing"),

@@ -44,7 +44,8 @@ class SubspaceOracle(DynamicCache):
         geometry = RotaryGeometry.from_config(self.config, layer_idx=layer_idx)
         rotates = self.codec.settings.rotation == "aware" and geometry.kind == "rope"
         one = dataclasses.replace(self.codec, layers=(self.codec.layers[layer_idx],))
-        codes = one.encode([geometry.unrotate(keys, positions) if rotates else keys], [values])
-        [read] = one.decode(codes, dtype=keys.dtype)
+        coder = one.coder(0, keys.dtype, keys.device)
+        codes = coder.encode(geometry.unrotate(keys, positions) if rotates else keys, values)
+        read = coder.decode(codes)
         assert read is not None
         return geometry.rotate(read[0], positions) if rotates else read[0], read[1]

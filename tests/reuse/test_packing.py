@@ -63,7 +63,7 @@ def assert_same(got: torch.Tensor, want: torch.Tensor, way: str | None) -> None:
 def read(layers: list[LayerStates], tensors, stored, start: int, stop: int, below: int | None, way: str | None) -> None:
     """Every layer is in one pile, with its tokens."""
     left = set(range(len(layers) if below is None else min(below, len(layers))))
-    for pile in layout.piles(tensors, stored, start, stop, below):
+    for pile in layout.piles([layout.BlobSpan(tensors, stored, start, stop)], below):
         for packed, name in ((pile.keys, "keys"), (pile.values, "values")):
             wanted = [getattr(layers[index], name) for index in pile.layers]
             got = unpacked(packed, wanted[0].shape[-1], wanted[0].dtype)
@@ -101,7 +101,7 @@ def test_what_is_not_quantised_is_exact_to_the_bit(plan: str) -> None:
     layers = states(PLANS[plan], dtype=torch.bfloat16)
     layers[0].keys.view(-1)[0] = -0.0
     tensors, stored = layout.encode(layers, {}, None)
-    for pile in layout.piles(tensors, stored, 0, 6):
+    for pile in layout.piles([layout.BlobSpan(tensors, stored, 0, 6)]):
         for data, name in ((pile.keys.data, "keys"), (pile.values.data, "values")):
             own = torch.stack([getattr(layers[index], name) for index in pile.layers])
             assert torch.equal(data.view(torch.int16), own.view(torch.int16))

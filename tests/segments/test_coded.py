@@ -18,14 +18,14 @@ TURNING = [name for name in MODELS if name not in ("gemma2", "sliding")]
 
 
 def codec_of(model) -> KVCodec:
-    """As exact as float32."""
+    """As fine as the packed form can be: 12 bits a number."""
     return calibrated(model, lambda model: KVCodec.calibrate(model, None, tiny.ids(6, 64).tolist(), energy=1.0, widths=24, progress=False))
 
 
 @pytest.mark.parametrize("name", TURNING)
 @pytest.mark.parametrize("options", [{}, {"depth": 2}, {"cuts": 1}], ids=str)
 @pytest.mark.parametrize("mode", ["exact", "approximate"])
-def test_exact_codes_give_what_plain_segments_give(name, options, mode):
+def test_fine_codes_give_what_plain_segments_give(name, options, mode):
     model = MODELS[name]()
     logits = []
     for quantization in (None, codec_of(model)):
@@ -35,7 +35,7 @@ def test_exact_codes_give_what_plain_segments_give(name, options, mode):
             logits.append(first_logits(model, joined(A, D, B), cache))
             assert cache.report().computed_tokens < 64
     # With a depth or cuts the hidden states beside codes have 8 bits.
-    torch.testing.assert_close(logits[1], logits[0], atol=0.3 if options else 2e-3, rtol=0)
+    torch.testing.assert_close(logits[1], logits[0], atol=0.3 if options else 3e-2, rtol=0)
 
 
 def test_a_segment_takes_the_bytes_of_its_codes_and_the_first_tokens_of_a_text():
@@ -46,9 +46,9 @@ def test_a_segment_takes_the_bytes_of_its_codes_and_the_first_tokens_of_a_text()
         with SegmentStore("memory", quantization=codec) as store:
             first_logits(model, joined(A, B, C), SegmentReuseCache(model, store, mode="auto"))
             report = store.report()
-            sizes[ratio] = report.bytes - report.tokens * codec.bytes_per_token
+            sizes[ratio] = report.bytes - report.tokens * codec.packed_ratio * 4 * 2 * 2 * 8 * 2
     exact = 4 * 4 * 2 * 2 * 8 * 4  # 4 tokens in float32: 4 layers, both sides, 2 heads of 8
-    assert all(exact <= size < exact + 4000 for size in sizes.values())
+    assert all(exact <= size < exact + 6000 for size in sizes.values())
 
 
 def test_processes_with_the_same_codec_share_a_place_and_others_see_nothing(shared_location: str, tmp_path: Path):
@@ -79,7 +79,7 @@ def test_rows_of_a_padded_batch_are_filled():
         assert cache.report().reused_tokens > 0
         for row, prompt in enumerate(prompts):
             alone = first_logits(model, prompt, SegmentReuseCache(model, store, mode="auto"))
-            torch.testing.assert_close(together[row : row + 1], alone, atol=2e-3, rtol=0)
+            torch.testing.assert_close(together[row : row + 1], alone, atol=3e-2, rtol=0)
 
 
 def test_what_a_codec_can_not_store_is_refused():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from hf_kvcaches import AdaptiveSubspace
+from hf_kvcaches.codec.calibrate import LayerSums
 from hf_kvcaches.codec.fit import fit_layer, unmeasured
+from hf_kvcaches.codec.joint import Shape
 from hf_kvcaches.codec.sides import CalibratedSide
 from hf_kvcaches.kernels.codes import TILE, decode_codes
 from hf_kvcaches.subspace.adaptive.following import Follower, Track
@@ -45,10 +46,12 @@ def calibrated(widths: tuple[tuple[int, ...], ...], spread: float = 2.0) -> Cali
     generator = torch.Generator().manual_seed(3)
     sample = (torch.randn(HEADS, 400, DIM, generator=generator) * spread ** -torch.arange(DIM) + 0.1).double()
     half = torch.randn(HEADS, DIM, DIM, generator=generator).double()
-    apart = sample - sample.mean(1, keepdim=True)
-    side = SimpleNamespace(mean=sample.mean(1), covariance=apart.mT @ apart / 400, tokens=lambda: sample)
-    cost = half @ half.mT / DIM + torch.eye(DIM)
-    return fit_layer(SimpleNamespace(keys=side, values=side, costs=lambda: (cost, cost))).keys.with_widths(torch.tensor(widths))
+    sums = LayerSums(Shape(HEADS, DIM, DIM), torch.device("cpu"))
+    whole = torch.nn.functional.pad(sample, (0, 0, 4, 0))[None]
+    sums.observe(whole, whole, torch.rand(1, 404, generator=generator))
+    gradients = torch.linalg.cholesky(half @ half.mT / DIM + torch.eye(DIM)).mT
+    sums.observe_gradients(*[torch.nn.functional.pad(gradients, (0, 0, 4, 0))[None]] * 2)
+    return fit_layer(sums, "loss").keys.with_widths(torch.tensor(widths))
 
 
 def plain(widths: tuple[tuple[int, ...], ...]) -> CalibratedSide:

@@ -16,7 +16,7 @@ from tests.warmstart.warm import OPEN, library_of, logits_of, words
 
 
 @pytest.mark.parametrize("changed", [0, 1, 5])
-def test_exact_codes_start_a_prompt_as_plain_states_do(changed):
+def test_fine_codes_start_a_prompt_as_plain_states_do(changed):
     model, earlier = tiny.llama(), tiny.ids(1, 60, seed=3)
     prompt = earlier.clone()
     prompt[0, 20 : 20 + changed] = (prompt[0, 20 : 20 + changed] + 1) % 90 + 3
@@ -25,7 +25,7 @@ def test_exact_codes_start_a_prompt_as_plain_states_do(changed):
         cache = WarmStartCache(model, library_of(model, earlier, quantization=quantization), gate=OPEN)
         logits.append(logits_of(model, prompt, cache, new=3))
         assert cache.report().reused_tokens > 20
-    torch.testing.assert_close(logits[1], logits[0], atol=2e-3, rtol=0)
+    torch.testing.assert_close(logits[1], logits[0], atol=4e-2, rtol=0)
 
 
 def test_a_codec_is_part_of_what_a_folder_of_entries_is_for(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""Codes of a `KVCodec` as a message."""
+"""The packed form of rows of tokens as a message."""
 
 from __future__ import annotations
 
@@ -18,78 +18,76 @@ _MOST = 1 << 40
 
 
 class LayerPart(NamedTuple):
-    """A layer of the model.
-
-    Args:
-        rows: Bytes of a token's codes.
-    """
+    """A layer of the model, with the bytes of each row's record."""
 
     name: str
-    rows: int
+    lengths: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class CodecHead:
-    """What is known of codes before they come.
+    """What is known of records before they come.
 
     Args:
         codec: The codec's digest.
-        batch: How many texts.
-        tokens: Of each.
-        layers: For each layer the bytes of a token's codes, or None where the layer is not coded.
+        layers: For each layer the bytes of each row's record, or None where the layer is not coded.
     """
 
     kind: ClassVar[str] = "codes of a KVCodec"
     finite: ClassVar[bool] = True
 
     codec: str
-    batch: int
-    tokens: int
-    layers: tuple[int | None, ...]
+    layers: tuple[tuple[int, ...] | None, ...]
 
     @cached_property
     def parts(self) -> tuple[LayerPart, ...]:
         """The layers that are coded."""
-        return tuple(LayerPart(f"layer.{index}", rows) for index, rows in enumerate(self.layers) if rows is not None)
+        return tuple(LayerPart(f"layer.{index}", lengths) for index, lengths in enumerate(self.layers) if lengths is not None)
 
     def tensors_of(self, part: LayerPart) -> list[BodyTensor]:
-        """The codes of a layer."""
-        return [BodyTensor("codes", "U8", (self.batch, part.rows, self.tokens))]
+        """The records of a layer, one behind the other."""
+        return [BodyTensor("codes", "U8", (sum(part.lengths),))]
 
     def content(self) -> dict[str, Any]:
         """What is sent of it, for JSON."""
-        return {"codec": self.codec, "batch": self.batch, "tokens": self.tokens, "layers": self.layers}
+        return {"codec": self.codec, "layers": [None if lengths is None else list(lengths) for lengths in self.layers]}
 
     @classmethod
     def of_content(cls, content: dict[str, Any]) -> Self:
         """The inverse of `content`."""
-        layers = tuple(content["layers"])
-        counts = [content["batch"], content["tokens"], *(rows for rows in layers if rows is not None)]
+        layers = tuple(None if lengths is None else tuple(lengths) for lengths in content["layers"])
+        counts = [count for lengths in layers if lengths is not None for count in lengths]
         if not all(type(count) is int and 0 <= count <= _MOST for count in counts) or len(layers) > MOST_LAYERS:
             raise ValueError(f"{len(layers)} layers, and the counts {counts[:8]}")
         return cls(**content | {"layers": layers})
 
 
-def written(head: CodecHead, codes: Sequence[torch.Tensor | None]) -> Iterator[bytes]:
-    """A message, layer by layer."""
-    writer = MessageWriter(head)
-    yield writer.begin()
-    for layer in codes:
-        if layer is not None:
-            yield writer.add({"codes": layer})
-
-
-def read(source: Source, codec: str, layers: tuple[int | None, ...]) -> list[torch.Tensor | None]:
-    """The codes of a message.
+def written(codec: str, codes: Sequence[Sequence[torch.Tensor] | None]) -> Iterator[bytes]:
+    """A message, layer by layer.
 
     Args:
-        codec: As in `CodecHead`, and `layers`: those of the codec that reads.
+        codec: The codec's digest.
+        codes: For each layer the record of each row, or None.
+    """
+    writer = MessageWriter(CodecHead(codec, tuple(None if records is None else tuple(map(len, records)) for records in codes)))
+    yield writer.begin()
+    for records in codes:
+        if records is not None:
+            yield writer.add({"codes": torch.cat([*records, torch.empty(0, dtype=torch.uint8)])})
+
+
+def read(source: Source, codec: str, coded: Sequence[bool]) -> list[list[torch.Tensor] | None]:
+    """The records of a message.
+
+    Args:
+        codec: The digest of the codec that reads.
+        coded: Which layers it codes.
     """
     message = MessageReader(source, CodecHead)
     head = message.head
     if head.codec != codec:
         raise ArtifactError(f"These are codes of the codec {head.codec}, not of {codec}. Read them with that one.")
-    if head.layers != layers:
-        raise ArtifactError(f"Codes have {head.layers} bytes of a token in each layer, and the codec {layers}. Encode them anew.")
+    if [lengths is not None for lengths in head.layers] != list(coded):
+        raise ArtifactError("Codes are of other layers than those of the codec. Encode them anew.")
     parts = iter([tensors["codes"] for tensors in message])
-    return [None if rows is None else next(parts) for rows in head.layers]
+    return [None if lengths is None else list(next(parts).split(list(lengths))) for lengths in head.layers]

@@ -1,0 +1,229 @@
+"""The packed form against plain arithmetic, over tokens, spans, layers, damage and shapes."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_kvcaches import ArtifactError, ConfigError, KVCodec
+from hf_kvcaches.codec.joint import Shape
+from tests import tiny
+from tests.codec.measured import IDS, calibrate, held
+from tests.reference import packed as reference
+
+
+@cache
+def made(ratio: float = 0.125) -> KVCodec:
+    return calibrate().at(ratio)
+
+
+@cache
+def states(tokens: int = 40) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Keys before rotation and values of the model's own, by layer; those of several texts one after the other."""
+    found = {}
+    for layer in range(4):
+        _, keys, _, values = held(tiny.llama(), layer, tiny.ids(-(-tokens // 60), 60, seed=3))
+        found[layer] = tuple(each.transpose(0, 1).flatten(1, 2)[:, :tokens].float() for each in (keys, values))
+    return found
+
+
+def packed(codec: KVCodec, own: dict[int, tuple[torch.Tensor, torch.Tensor]], left_out: int = 0) -> dict[int, torch.Tensor]:
+    return codec.pack({layer: pair[0] for layer, pair in own.items()}, {layer: pair[1] for layer, pair in own.items()}, left_out)
+
+
+def unpacked(codec: KVCodec, records: dict[int, torch.Tensor], start: int = 0, stop: int | None = None) -> list[tuple[torch.Tensor, ...]]:
+    return codec.unpack([(layer, record, start, stop) for layer, record in records.items()])
+
+
+@pytest.mark.parametrize("ratio", [0.05, 0.125, 0.5])
+@pytest.mark.parametrize("tokens", [1, 2, 63, 64, 65, 200])
+def test_coefficients_are_read_within_a_step_of_what_they_were(tokens: int, ratio: float) -> None:
+    codec, own = made(ratio), states(tokens)
+    for layer, found in enumerate(unpacked(codec, packed(codec, own))):
+        assert [each.shape for each in found] == [each.shape for each in own[layer]]
+        whole = reference.integers(codec, layer, *own[layer])
+        read = reference.coefficients(codec, layer, *found)
+        # An integer stands for the mean of what was rounded to it, which is less than a step beyond it.
+        assert float(((read - whole) * whole.sign()).min()) > -0.41
+        assert float(((read - whole) * whole.sign()).max()) < 0.61
+        assert float((read - whole)[whole == 0].abs().max()) < 1e-3
+
+
+def test_integers_without_shifts_are_those_of_the_reference() -> None:
+    codec, own = made(), states(150)
+    codec.packed.quantizer.shifts.zero_()
+    try:
+        for layer, found in enumerate(unpacked(calibrate_again(codec), packed(calibrate_again(codec), own))):
+            whole = reference.integers(codec, layer, *own[layer])
+            for mine, theirs in zip(found, reference.states_of(codec, layer, whole), strict=True):
+                # In float32 now and then a coefficient falls into the next step.
+                assert float(((mine - theirs).abs() < 1e-4).float().mean()) > 0.99
+    finally:
+        made.cache_clear()
+
+
+def calibrate_again(codec: KVCodec) -> KVCodec:
+    """The codec as from a file: nothing of it is held on a device."""
+    return KVCodec.restore(codec.tensors(), codec.metadata())
+
+
+@given(data=st.data())
+def test_any_span_of_any_records_is_that_part_of_the_whole(data: st.DataObject) -> None:
+    codec, spans, whole = made(), [], []
+    for _ in range(data.draw(st.integers(1, 3))):
+        tokens, layer = data.draw(st.integers(0, 150)), data.draw(st.integers(0, 3))
+        own = {layer: tuple(each[:, :tokens] for each in states(150)[layer])}
+        record = packed(codec, own)[layer]
+        start = data.draw(st.integers(0, tokens))
+        stop = data.draw(st.integers(start, tokens))
+        spans.append((layer, record, start, stop))
+        whole.append([each[:, start:stop] for each in codec.unpack([(layer, record, 0, None)])[0]])
+    for found, expected in zip(codec.unpack(spans), whole, strict=True):
+        assert all(torch.allclose(*pair, atol=1e-5) for pair in zip(found, expected, strict=True))
+
+
+def test_layers_take_the_bytes_that_were_expected() -> None:
+    own = states(40 * 60)
+    for ratio in (0.1, 0.25):
+        codec = made(ratio)
+        assert codec.packed_ratio == pytest.approx(ratio, rel=0.05)
+        size = sum(map(len, packed(codec, own).values()))
+        assert size / (4 * 2 * 2 * 8 * 2 * 2400) == pytest.approx(ratio, rel=0.1)
+
+
+def test_more_bytes_lose_less() -> None:
+    own, lost = states(200), []
+    for ratio in (0.05, 0.1, 0.2, 0.4):
+        codec = made(ratio)
+        found = unpacked(codec, packed(codec, own))
+        errors = [
+            reference.coefficients(codec, layer, *own[layer]) - reference.coefficients(codec, layer, *read)
+            for layer, read in enumerate(found)
+        ]
+        lost.append(sum(float(error.square().sum()) for error in errors) * codec.packed.quantizer.step**2)
+    assert lost == sorted(lost, reverse=True)
+    assert lost[0] > 20 * lost[-1]
+
+
+def test_the_expected_loss_is_that_of_tokens_like_those_of_the_calibration() -> None:
+    codec = calibrate(texts=tiny.ids(24, 60, seed=3).tolist())
+    found = unpacked(codec, packed(codec, states(1440)))
+    error = sum(
+        (reference.coefficients(codec, layer, *states(1440)[layer]) - reference.coefficients(codec, layer, *read)).square().sum(0)
+        for layer, read in enumerate(found)
+    )
+    inside = torch.arange(1440) % 60 >= 4
+    assert float(error[inside].mean()) * codec.packed.quantizer.step**2 / 2 == pytest.approx(codec.packed.divergence, rel=0.1)
+
+
+def test_tokens_that_are_left_out_are_the_mean_and_cost_little() -> None:
+    codec, own = made(), states(70)
+    own = {layer: tuple(torch.cat([each[:, :4] * 1000, each[:, 4:]], 1) for each in pair) for layer, pair in own.items()}
+    without, whole = packed(codec, own, 4), packed(codec, own)
+    assert sum(map(len, without.values())) < 0.8 * sum(map(len, whole.values()))
+    for mine, theirs in zip(unpacked(codec, without), unpacked(codec, whole), strict=True):
+        assert all(torch.equal(one[:, 4:], other[:, 4:]) for one, other in zip(mine, theirs, strict=True))
+        assert all(float((each[:, 0] - each[:, 3]).abs().max()) == 0 for each in mine)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_keys_and_values_come_back_in_the_asked_dtype(dtype: torch.dtype) -> None:
+    codec, own = made(), {layer: tuple(each.to(dtype) for each in pair) for layer, pair in states(70).items()}
+    records = [(layer, record, 0, None) for layer, record in packed(codec, own).items()]
+    for mine, theirs in zip(codec.unpack(records, dtype), codec.unpack(records), strict=True):
+        assert {each.dtype for each in mine} == {dtype}
+        assert all(torch.allclose(one.float(), other, rtol=1e-2, atol=1e-2) for one, other in zip(mine, theirs, strict=True))
+
+
+def test_large_numbers_are_clipped_to_16_bits_and_those_that_are_none_are_refused() -> None:
+    codec, own = made(), {0: tuple(each.clone() for each in states(5)[0])}
+    own[0][0][0, 2, 3] = 1e9
+    (keys, _), *_ = unpacked(codec, packed(codec, own))
+    assert bool(keys.isfinite().all())
+    for number in (float("nan"), float("inf")):
+        own[0][0][0, 2, 3] = number
+        with pytest.raises(ConfigError, match=r"layers\[0\]: expected finite numbers"):
+            packed(codec, own)
+
+
+def test_damaged_records_are_refused_or_have_the_right_form() -> None:
+    codec, own = made(), {1: states(70)[1]}
+    data = packed(codec, own)[1]
+    for length in range(len(data)):
+        with pytest.raises(ArtifactError, match="damaged"):
+            codec.unpack([(1, data[:length], 0, None)])
+    refused = 0
+    for place in range(len(data)):
+        other = data.clone()
+        other[place] ^= 1 << (place % 8)
+        try:
+            [(keys, values)] = codec.unpack([(1, other, 0, None)])
+        except ArtifactError:
+            refused += 1
+            continue
+        assert keys.shape[1] == values.shape[1] == 70
+        assert bool(keys.isfinite().all() and values.isfinite().all())
+    assert refused > 0.9 * len(data)
+    for other in (data.short(), torch.zeros(0, dtype=torch.uint8), torch.full((50,), 255, dtype=torch.uint8)):
+        with pytest.raises(ArtifactError, match="damaged"):
+            codec.unpack([(1, other, 0, None)])
+
+
+def test_records_of_other_layers_or_codecs_do_not_pass_unnoticed() -> None:
+    data = packed(made(), states(70))[0]
+    with pytest.raises(ArtifactError, match="damaged"):
+        made().unpack([(3, data, 0, None)])
+    with pytest.raises(ArtifactError, match="damaged"):
+        made(0.2).unpack([(0, data, 0, None)])
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "match"),
+    [
+        ({7: torch.zeros(2, 3, 8)}, {7: torch.zeros(2, 3, 8)}, "layer 7: expected a layer of"),
+        ({0: torch.zeros(1, 3, 8)}, {0: torch.zeros(1, 3, 8)}, "layer 0: expected keys and values"),
+        ({0: torch.zeros(2, 3, 8)}, {0: torch.zeros(2, 4, 8)}, "of the same tokens"),
+        ({0: torch.zeros(1, 2, 3, 8)}, {0: torch.zeros(1, 2, 3, 8)}, "layer 0"),
+    ],
+)
+def test_layers_and_shapes_that_do_not_fit_are_refused_by_name(keys: Any, values: Any, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        made().pack(keys, values)
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 4), (6, 256, 256), (8, 128, 64), (3, 400, 200), (2, 2000, 2000)])
+def test_heads_are_joined_in_groups_of_a_size_and_come_apart_again(shape: tuple[int, int, int]) -> None:
+    own = Shape(*shape)
+    assert own.heads % own.group == 0
+    assert own.size <= 1024 or own.group == 1
+    assert own.group == own.heads or (2 * own.group > own.heads or own.heads % (2 * own.group) or 2 * own.size > 1024)
+    keys, values = torch.randn(2, own.heads, 5, own.key_dim), torch.randn(2, own.heads, 5, own.value_dim)
+    together = own.join(keys, values)
+    assert together.shape == (2, own.heads // own.group, 5, own.size)
+    assert torch.equal(together[0], reference.joined(keys[0], values[0], own.group).float())
+    assert all(torch.equal(*pair) for pair in zip(own.split(together), (keys, values), strict=True))
+
+
+def test_a_model_of_several_groups_and_windows_is_packed_where_attention_is_full() -> None:
+    model = tiny.gemma2()
+    codec = calibrate(model)
+    assert sorted(codec.packed.bases) == [1, 3]
+    keys = {layer: torch.randn(2, 9, 8) for layer in (1, 3)}
+    assert [each[0].shape for each in unpacked(codec, codec.pack(keys, keys))] == [(2, 9, 8)] * 2
+
+
+def test_codes_that_a_file_brings_are_those_of_before(tmp_path: Any) -> None:
+    codec, own = made(), states(70)
+    codec.save_pretrained(tmp_path)
+    again = KVCodec.from_pretrained(tmp_path)
+    assert again.digest == codec.digest
+    assert again.packed_ratio == codec.packed_ratio
+    for mine, theirs in zip(packed(codec, own).values(), packed(again, own).values(), strict=True):
+        assert torch.equal(mine, theirs)
+    assert again.at(0.2).digest == codec.at(0.2).digest
+    assert len(IDS) == 3
