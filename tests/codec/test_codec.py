@@ -282,13 +282,13 @@ def test_layers_that_are_not_coded_are_left_alone() -> None:
 
 def test_rows_are_packed_one_by_one_and_come_back_together() -> None:
     keys, values = states(made(), tokens=70)
-    codec = made().at(0.5)
+    codec = made().at(0.75, widths=(8, 16))
     codes = codec.encode(keys, values)
     assert [len(records) for records in codes] == [2] * 4
     for key, value, found in zip(keys, values, codec.decode(codes, torch.float64), strict=True):
         for expected, read in zip((key, value), found, strict=True):
             assert read.dtype == torch.float64
-            assert float((expected - read).square().mean()) < 1e-2 * float(expected.square().mean())
+            assert float((expected - read).square().mean()) < 1e-3 * float(expected.square().mean())
 
 
 def test_a_codec_serves_its_model_in_any_precision_and_no_other() -> None:
