@@ -103,7 +103,7 @@ def codec(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--texts", required=True, **TEXTS)
     parser.add_argument("--bytes-ratio", type=float, default=0.125, help="bytes of a token, as a share of exact ones in 16 bits")
     parser.add_argument("--metric", choices=("loss", "plain"), default="loss", help="what errors cost")
-    parser.add_argument("--recent", type=int, default=64, help="newest tokens that will be exact")
+    parser.add_argument("--recent", type=int, default=0, help="newest tokens that are always exact where the codec is used")
     parser.add_argument("--rotation", choices=("aware", "post"), default="aware", help="keys before or after they are rotated")
     parser.add_argument("--length", type=int, default=512, help="of a text, in tokens at most")
     parser.add_argument("--max-tokens", type=int, help="stop after so many; default: read all")

@@ -42,7 +42,7 @@ class Reading:
 
     rotation: Literal["aware", "post"] = "aware"
     metric: Metric = "loss"
-    recent: int = 64
+    recent: int = 0
     block: int = 512
     batch_size: int = 1
     max_tokens: int | None = None

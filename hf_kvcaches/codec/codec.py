@@ -81,7 +81,7 @@ class KVCodec(Artifact):
         gamma: Literal["one", "paper"] = "one",
         rotation: Literal["aware", "post"] = "aware",
         metric: Metric = "loss",
-        recent: int = 64,
+        recent: int = 0,
         block: int = 512,
         batch_size: int = 1,
         max_tokens: int | None = None,
@@ -106,8 +106,8 @@ class KVCodec(Artifact):
             metric: "loss": errors count by what they do to the model's predictions, which takes a backward pass, through frozen and
                 quantised models too; where there is none it is "plain", with a warning. "plain": by the error of keys and values
                 themselves.
-            recent: With "loss", how many of the newest tokens will be exact where codes are used: only what tokens further away see of a
-                key or value counts (in a short sequence, further than half of it). With 0 all of it does.
+            recent: With "loss", how many of the newest tokens are always exact where codes are used: only what tokens further away see of a
+                key or value counts (in a short sequence, further than half of it). Such a codec is of little use where none are exact.
             block: Texts are read in sequences of so many tokens, or what the model can read if that is less.
             batch_size: Sequences at a time.
             max_tokens: Stop after so many; None reads all.
