@@ -18,7 +18,6 @@ from hf_kvcaches.codec.sides import WIDTHS, CalibratedLayer, CalibratedSide
 _DAMPING = 0.02
 # Of a head's mean square.
 _LEAST_VARIANCE = 1e-12
-_LEAST_SAMPLE = 1024
 # The step of a uniform quantiser that loses least of a normal distribution, in standard deviations.
 _NORMAL_STEPS = {1: 1.596, 2: 0.9957, 3: 0.586, 4: 0.3352, 5: 0.1881, 6: 0.1041, 8: 0.0308}
 # The squared error of those that clip, as a share of the variance.
@@ -71,9 +70,7 @@ def costs(sums: LayerSums, metric: Metric) -> tuple[torch.Tensor, torch.Tensor]:
 def fit_layer(sums: LayerSums, metric: Metric) -> CalibratedLayer:
     """The transforms and quantisers of keys and of values, for each head by itself; all widths are 0 so far."""
     means = sums.shape.split(sums.mean[:, None])
-    # Steps of many bits reach all of the sample, and would be too wide with the outliers of a larger one.
-    few = max(_LEAST_SAMPLE, int(sums.states.count) // 4)
-    tokens = sums.shape.split(sums.sample[:few].transpose(0, 1))
+    tokens = sums.shape.split(sums.sample.transpose(0, 1))
     sides = zip(means, _blocks(sums, sums.covariance), tokens, costs(sums, metric), strict=True)
     keys, values = (_fit(mean[:, 0], covariance, states, cost) for mean, covariance, states, cost in sides)
     return CalibratedLayer(keys, values)
