@@ -68,16 +68,27 @@ class Tables:
         return ((slots - starts) << 20 | (frequencies - 1) << 8 | symbols.int()).flatten()
 
     @cached_property
+    def of_sizes(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """For each size of a group `HALVES`, (1 + 4,), and what its integers add to the index in a box, (1 + 4, 4); int32."""
+        weights = [[0] * GROUP]
+        for size, half in HALVES.items():
+            weights.append([(2 * half + 1) ** (size - 1 - digit) if digit < size else 0 for digit in range(GROUP)])
+        device = self.sizes.device
+        return torch.tensor([0, *HALVES.values()], dtype=torch.int32, device=device), torch.tensor(
+            weights, dtype=torch.int32, device=device
+        )
+
+    @cached_property
     def boxes(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The symbols of all groups of integers up to `HALVES`, table after table, uint8; and the index of zeros, (tables,), int32."""
-        lengths = torch.tensor([0, *((2 * half + 1) ** size for size, half in HALVES.items())], device=self.sizes.device)[self.sizes.long()]
+        halves, weights = (each.long()[self.sizes.long()] for each in self.of_sizes)
+        lengths = (2 * halves + 1) ** self.sizes
         zeros = (lengths.cumsum(0) - lengths + lengths // 2).int()
         symbols = torch.full((int(lengths.sum()),), ESCAPE, dtype=torch.uint8, device=lengths.device)
         used = self.frequencies > 0
         used[:, ESCAPE] = False
         table, symbol = used.nonzero(as_tuple=True)
-        weights = torch.tensor([[0] * GROUP, *map(weights_of, HALVES)], device=lengths.device)[self.sizes[table].long()]
-        symbols[zeros[table] + (self.digits[table, symbol] * weights).sum(1)] = symbol.to(torch.uint8)
+        symbols[zeros[table] + (self.digits[table, symbol] * weights[table]).sum(1)] = symbol.to(torch.uint8)
         return symbols, zeros
 
     def symbols_of(self, groups: torch.Tensor, rows: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
@@ -89,13 +100,12 @@ class Tables:
             sizes: Integers of a group of each step, (steps,), int64.
         """
         symbols, zeros = self.boxes
-        halves = torch.tensor([0, *HALVES.values()], dtype=torch.int32, device=sizes.device)[sizes][:, None]
-        weights = torch.tensor([[0] * GROUP, *map(weights_of, HALVES)], dtype=torch.int32, device=sizes.device)[sizes]
+        halves, weights = (each[sizes] for each in self.of_sizes)
         index, largest = zeros.index_select(0, rows.flatten()).view(rows.shape), torch.zeros_like(rows)
         for digit, integers in enumerate(groups):
             index = torch.addcmul(index, integers, weights[:, digit, None])
             largest = torch.maximum(largest, integers.abs())
-        outside = largest > halves
+        outside = largest > halves[:, None]
         found = symbols.index_select(0, index.masked_fill_(outside, 0).flatten()).view(rows.shape)
         return found.masked_fill_(outside, ESCAPE)
 
@@ -118,7 +128,7 @@ class Tables:
 
 
 class CodedTiles(NamedTuple):
-    """CodedTiles tiles.
+    """Coded tiles.
 
     Args:
         states: Of each tile's lanes, (tiles, lanes), int32.
@@ -223,11 +233,6 @@ def tables_of(shares: torch.Tensor, size: int) -> TableRows:
         digits[:, 1 : 1 + order.shape[1], digit] = (order % own.shape[1] - half).short()
         order = order // own.shape[1]
     return TableRows(digits.masked_fill_(~used[..., None], 0), frequencies, bits / size)
-
-
-def weights_of(size: int) -> list[int]:
-    """What each integer of a group adds to the index of its symbol in a table's box."""
-    return [(2 * HALVES[size] + 1) ** (size - 1 - digit) if digit < size else 0 for digit in range(GROUP)]
 
 
 def uniform_tables(most: int) -> TableRows:

@@ -123,7 +123,7 @@ class Packer:
             integers: (kept, tokens) each, int32.
             token_levels: (tokens,) each, int32.
         """
-        blocks: list[_Block] = []
+        blocks: list[_Uncoded] = []
         escaped: list[list[torch.Tensor]] = []
         for number, (layer, own, levels) in enumerate(zip(layers, integers, token_levels, strict=True)):
             program = self.programs[layer]
@@ -132,7 +132,7 @@ class Packer:
             masks = (symbols == ESCAPE).split(TILE, 1)
             escaped.append([part.permute(1, 2, 0)[mask] for part, mask in zip(groups.split(TILE, 2), masks, strict=True)])
             blocks += [
-                _Block(number, _by_lane(symbols[:, span], _FIRST), _by_lane(rows[:, span], NOTHING)) for span in _spans(own.shape[1])
+                _Uncoded(number, _by_lane(symbols[:, span], _FIRST), _by_lane(rows[:, span], NOTHING)) for span in _spans(own.shape[1])
             ]
         coded: dict[int, list[CodedTiles]] = {}
         for batch in _batches(blocks):
@@ -189,7 +189,7 @@ class Packer:
                 entry = decoder.step(table)
                 symbols[step, half] = entry
                 if not step:
-                    levels.append(((entry & (SYMBOLS - 1)) - _FIRST).clamp_(0, TOKEN_LEVELS - 1).long())
+                    levels.append(_levels_of(entry & (SYMBOLS - 1)).long())
         if not decoder.ended():
             raise ArtifactError(_DAMAGED)
         for block, own in zip(batch, symbols.split(tiles, 2), strict=True):
@@ -200,7 +200,7 @@ class Packer:
         program = self.programs[layer]
         steps = len(program.step_sizes)
         symbols = torch.cat([part[:steps] for part in parts], 1) if parts else record.heads.new_empty(steps, 0, dtype=torch.uint8)
-        token_levels = (symbols[0].int() - _FIRST).clamp_(0, TOKEN_LEVELS - 1)
+        token_levels = _levels_of(symbols[0].int())
         groups = self.tables.groups_of(symbols, program.rows.index_select(1, token_levels))
         masks = (symbols == ESCAPE).split(TILE, 1) if parts else ()
         counts = torch.tensor([int(mask.sum()) for mask in masks], dtype=torch.int64, device=symbols.device)
@@ -211,7 +211,12 @@ class Packer:
         return program.integers_of(groups)[:, wanted], token_levels[wanted]
 
 
-class _Block(NamedTuple):
+def _levels_of(symbols: torch.Tensor) -> torch.Tensor:
+    """The levels of tokens from the symbols of the first step, int32; damaged ones are brought into range."""
+    return (symbols - _FIRST).clamp_(0, TOKEN_LEVELS - 1)
+
+
+class _Uncoded(NamedTuple):
     """Tiles of one record to code, (steps, tiles, lanes) each."""
 
     number: int
@@ -238,7 +243,7 @@ class _Coded(NamedTuple):
         return self.coded.states.shape[0], self.coded.states.shape[1]
 
 
-SomeBlock = TypeVar("SomeBlock", _Block, _Coded)
+SomeBlock = TypeVar("SomeBlock", _Uncoded, _Coded)
 
 
 def _batches(blocks: Sequence[SomeBlock]) -> Iterator[list[SomeBlock]]:

@@ -260,7 +260,7 @@ def _decoded(spans: Sequence[BlobSpan], number: int, chosen: slice, codec: Token
             for part, span in zip(parts, spans, strict=True):
                 if part.shape[1] != span.stop - span.start:
                     raise ArtifactError(f"its codes are of fewer than {span.stop} tokens")
-                exact = span.tensors[f"{name}.{number}"][chosen][place, :, span.start : span.stop]
+                exact = span.tensors[f"{name}.{number}"][chosen.start + place, :, span.start : span.stop]
                 part[:, : exact.shape[1]] = exact
             layers.append(torch.cat(parts, 1))
         sides.append(Packed(torch.stack(layers)))
