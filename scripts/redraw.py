@@ -22,8 +22,6 @@ import bench_segments
 import bench_subspace
 import bench_translation
 import bench_warmstart
-import eval_subspace
-import eval_subspace_length
 from shared import ROOT
 from shared.cli import arguments, run_script
 from shared.plot import Panel, draw, title_from
@@ -36,8 +34,6 @@ PICTURES: dict[str, tuple[Callable[[Sequence[Row]], list[Panel]], str]] = {
     "pruning": (_pruning_report.panels, _pruning_report.PICTURE),
     "real": (_real_report.panels, _real_report.PICTURE),
     "segments-speed-cpu": (bench_segments.panels, "SegmentReuseCache"),
-    "subspace-quality": (eval_subspace.panels, "SubspaceCache with a codec, and plain quantization"),
-    "subspace-length": (eval_subspace_length.panels, "SubspaceCache over long texts"),
     "subspace-speed-cpu": (bench_subspace.panels, "SubspaceCache"),
     "translation-analysis": (analyse_translation.panels, "base to tuned"),
     "translation-quality": (_translation_report.panels, "TranslatedCache"),

@@ -45,7 +45,7 @@ def store():
         (lambda model, store: EquipCache(model, backend="tritn"), "'triton'"),
         (lambda model, store: SubspaceCache(model, adaptive=AdaptiveSubspace(rank=4), backend="pytorch"), "'torch'"),
         (lambda model, store: AdaptiveSubspace(rank=4, rotation="awere"), "'aware'"),
-        (lambda model, store: KVCodec.calibrate(model, None, [[3, 4]], rank=4, metric="plane"), "'plain'"),
+        (lambda model, store: KVCodec.calibrate(model, None, [[3, 4]], metric="plane"), "'plain'"),
         (lambda model, store: SegmentStore("memory", quantization="int_8"), "'int8'"),
         (lambda model, store: SegmentReuseCache(model, store, mode="exakt"), "'exact'"),
     ],
@@ -78,7 +78,7 @@ def test_a_tokenizers_name_is_no_tokenizer(model, store):
     for make in (
         lambda: SegmentReuseCache(model, store, "gpt2"),
         lambda: WarmStartLibrary(model, "gpt2"),
-        lambda: KVCodec.calibrate(model, "gpt2", ["a text"], rank=4),
+        lambda: KVCodec.calibrate(model, "gpt2", ["a text"]),
     ):
         with pytest.raises(ConfigError, match=r"AutoTokenizer.from_pretrained\('gpt2'\)"):
             make()
@@ -135,7 +135,7 @@ def test_an_encoder_decoder_is_sent_to_what_works(store):
     for make in (
         lambda: EquipCache(t5),
         lambda: SubspaceCache(t5, adaptive=AdaptiveSubspace(rank=4)),
-        lambda: KVCodec.calibrate(t5, None, [[3, 4, 5]], rank=4),
+        lambda: KVCodec.calibrate(t5, None, [[3, 4, 5]]),
         lambda: SegmentReuseCache(t5, store),
     ):
         with pytest.raises(UnsupportedError, match=r"encoder-decoder.* Use GrowingCache, or leave past_key_values out"):
@@ -161,4 +161,4 @@ def test_a_refusal_does_not_recommend_what_is_refused_too(store):
     bloom = tiny.build(BloomConfig(vocab_size=96, hidden_size=32, n_layer=2, n_head=4))
     for rotation in ("aware", "post"):
         with pytest.raises(UnsupportedError, match=r"KVCodec.calibrate needs a cache that answers .* Use DynamicCache"):
-            KVCodec.calibrate(bloom, None, [[3, 4, 5]], rank=4, rotation=rotation)
+            KVCodec.calibrate(bloom, None, [[3, 4, 5]], rotation=rotation)

@@ -103,9 +103,11 @@ def codec(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--texts", required=True, **TEXTS)
     parser.add_argument("--bytes-ratio", type=float, default=0.125, help="bytes of a token, as a share of exact ones in 16 bits")
     parser.add_argument("--metric", choices=("loss", "plain"), default="loss", help="what errors cost")
-    parser.add_argument("--recent", type=int, default=0, help="newest tokens that are always exact where the codec is used")
-    parser.add_argument("--rotation", choices=("aware", "post"), default="aware", help="keys before or after they are rotated")
-    parser.add_argument("--length", type=int, default=512, help="of a text, in tokens at most")
+    parser.add_argument("--for", dest="engine", choices=("vllm", "lmcache"), help="the engine that will load it; it decides the rotation")
+    parser.add_argument("--recent", type=int, help="newest tokens that are exact where the codec is used (default 64, of engines 0)")
+    parser.add_argument("--shards", type=int, default=1, help="processes that will share the heads under tensor parallelism")
+    parser.add_argument("--rotation", choices=("aware", "post"), help="keys before (default) or after they are rotated")
+    parser.add_argument("--length", type=int, help="of a text, in tokens at most (default 512, for lmcache 4096)")
     parser.add_argument("--max-tokens", type=int, help="stop after so many; default: read all")
 
 

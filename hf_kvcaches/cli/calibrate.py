@@ -6,9 +6,11 @@ import argparse
 import time
 
 from hf_kvcaches.cli import calibrate_segments, calibrate_translator, calibrate_warmstart
-from hf_kvcaches.cli.options import begin, check_counts, load, require_files
+from hf_kvcaches.cli.options import begin, check_counts, load, model_source, require_files
 from hf_kvcaches.cli.texts import read_texts
 from hf_kvcaches.codec.codec import KVCodec
+from hf_kvcaches.engines import engine_codec
+from hf_kvcaches.errors import ConfigError
 
 
 def run(args: argparse.Namespace) -> int:
@@ -24,15 +26,29 @@ def run(args: argparse.Namespace) -> int:
 
 def calibrate_codec(args: argparse.Namespace) -> None:
     check_counts(args, ["length", "max_tokens"], least=2)
+    check_counts(args, ["shards"])
     device = begin(args)
     require_files("--texts", args.texts)
+    rotation = engine_codec.ROTATIONS[args.engine] if args.engine else args.rotation or "aware"
+    recent = args.recent if args.recent is not None else 0 if args.engine else 64
+    # Where keys are coded with their rotation, codes of positions that no text reached take half as many bytes again.
+    length = args.length or (4096 if args.engine == "lmcache" else 512)
+    if args.engine:
+        if args.rotation not in (None, rotation):
+            raise ConfigError.of("--rotation", f"{rotation!r} for {args.engine}", args.rotation, "Leave it out.")
+        if args.push_to_hub:
+            raise ConfigError.of("--push-to-hub", "none with --for: engines load folders", args.push_to_hub, "Copy the folder.")
+        engine_codec.checkpoint_digest(model_source(args.model))
     model, tokenizer = load(args.model, device, args.dtype)
-    texts = [text for path in args.texts for text in read_texts(path, tokenizer, args.length)]
-    options = {"metric": args.metric, "recent": args.recent, "rotation": args.rotation, "block": args.length, "max_tokens": args.max_tokens}
+    texts = [text for path in args.texts for text in read_texts(path, tokenizer, length)]
+    options = {name: getattr(args, name) for name in ("metric", "max_tokens", "shards")} | {"block": length}
     began = time.perf_counter()
-    codec = KVCodec.calibrate(model, tokenizer, texts, args.bytes_ratio, **options)
+    codec = KVCodec.calibrate(model, tokenizer, texts, args.bytes_ratio, rotation=rotation, recent=recent, **options)
     seconds = time.perf_counter() - began
-    codec.save_pretrained(args.out)
+    if args.engine:
+        engine_codec.save(codec, args.out, args.engine, model_source(args.model))
+    else:
+        codec.save_pretrained(args.out)
     print(f"{codec}\n{codec.settings.tokens} tokens of {len(texts)} texts, {seconds:.0f} s; written to {args.out}")
     if args.push_to_hub:
         print(f"uploaded: {codec.push_to_hub(args.push_to_hub)}")

@@ -17,11 +17,13 @@ from hf_kvcaches.core.layers import capacity_for
 from hf_kvcaches.core.report import foreign_tensors
 from hf_kvcaches.core.rope_families import head_sizes
 from hf_kvcaches.errors import UnsupportedError
+from hf_kvcaches.kernels.code_format import TILE
+from hf_kvcaches.subspace.rows import Ends, room_for
 
 # Of families that can't be run without weights, only these layers are known from the config.
 _PLAIN = ("full_attention", "sliding_attention")
-# Sinks and newest tokens that a `SubspaceCache` keeps exact by default.
-_EXACT = 4 + 64
+# What a `SubspaceCache` keeps exact by default.
+_ENDS = Ends(sinks=4, recent=64)
 # Bits of the methods of quantization whose configs do not say them.
 _METHODS = {"fp8": 8, "fp4": 4, "eetq": 8, "bitnet": 2}
 # Tokens that the model without weights is fed.
@@ -90,8 +92,9 @@ class ModelSize:
 
     def codes(self, tokens: int, ratio: float) -> float:
         """Bytes of a row of a `SubspaceCache` with a codec of that share of the bytes of 16 bits."""
-        exact = min(tokens, _EXACT)
-        return self._with(tokens, lambda layer: exact * self._token(layer) + capacity_for(tokens - exact) * 2 * layer.numbers * ratio)
+        coded = TILE * _ENDS.tiles(tokens)
+        capacity = room_for(coded) if coded else 0
+        return self._with(tokens, lambda layer: (tokens - coded) * self._token(layer) + capacity * 2 * layer.numbers * ratio)
 
     def _token(self, layer: LayerSize) -> int:
         return layer.numbers * self.element

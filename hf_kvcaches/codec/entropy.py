@@ -1,33 +1,45 @@
-"""Entropy coding of small integers: rANS whose lanes all take the same step at the same time.
+"""Entropy coding of small integers: rANS whose lanes all code a symbol at the same time.
 
-A step codes up to four integers of a token as one symbol of 256. A tile is up to 64 tokens of one layer, and each of its lanes codes two of
-them. One step is a handful of tensor operations for all lanes of all tiles, or a few instructions of a warp. A lane whose
-state runs low reads the next 16-bit word of its tile, lower lanes first. Tiles are independent, so a span can be read from its middle.
+A symbol is one of 256 and stands for one, two or four integers of a token. A tile is up to 64 tokens of one layer, and each of its lanes
+codes two of them. Decoding a symbol takes a handful of tensor operations for all lanes of all tiles, or a few instructions of a warp. A
+lane whose state runs low reads the next 16-bit word of its tile, lower lanes first. Tiles are independent, so that a span can be read from
+its middle.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
-TILE = 64
+from hf_kvcaches.errors import ArtifactError
+
+TILE, LANES = 64, 32
 SYMBOLS = 256
-GROUP = 4
-"""Most integers of a symbol."""
-HALVES = {1: 127, 2: 31, 3: 7, 4: 3}
-"""For each size of a group the largest integer that can be part of a symbol."""
+LARGEST = {1: 127, 2: 31, 4: 3}
+"""By the size of a group of integers, the largest one that can be part of a symbol."""
+SIZES = tuple(LARGEST)
 ESCAPE = 0
-"""The symbol of integers that have none of their own, and are stored beside the words."""
+"""The symbol of groups that have none of their own; their integers are stored beside the words."""
+NOTHING = 0
+"""The table of lanes that code nothing: one symbol has all of the probability."""
 PRECISION = 12
-_SLOTS = 1 << PRECISION
-_LOWEST = 1 << 15  # of a state; the largest is below 2^31, so that states are int32
-_WORD = 16
-_WORD_MASK = (1 << _WORD) - 1
+SLOTS = 1 << PRECISION
+LOWEST = 1 << 15  # of a state; the largest is below 2^31, so that states are int32
 _RAREST = 2.0**-15  # probability of a symbol: a slot of 4,096 for a rarer one costs the others more than it saves
-_ESCAPED_BITS = 16 * GROUP
+
+
+def _int32(number: int) -> torch.Tensor:
+    return torch.tensor(number, dtype=torch.int32)
+
+
+# As tensors numbers need no conversion in each operation, which would take longer than the operation.
+_ONE, _SYMBOL_BITS, _PLACE_BITS, _PRECISION_BITS, _WORD_BITS = map(_int32, (1, 8, 20, PRECISION, 16))
+_SLOTS, _SLOT_MASK, _FREQUENCY_MASK, _FREQUENCY_BITS = map(_int32, (SLOTS, SLOTS - 1, 2 * SLOTS - 1, PRECISION + 1))
+_LOWEST, _SIGN_BITS, _FULL_BITS = map(_int32, (LOWEST, 31, 31 - PRECISION))
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,173 +47,195 @@ class Tables:
     """What symbols stand for, and how frequent they are.
 
     Args:
-        digits: The integers of each symbol, (tables, 256, 4), int16; zeros behind the last of a group.
-        frequencies: In parts of 4,096, (tables, 256), int32; 0 for symbols that stand for nothing.
-        sizes: Integers of a group, (tables,), int32.
+        integers: Of each symbol, (tables, 256, 4), int16; zeros behind the last of a group.
+        frequencies: In parts of 4,096, (tables, 256), int16; 0 for symbols that stand for nothing.
+        sizes: Integers of a group, (tables,), uint8.
+        shifts: How far coefficients lie beyond their integers in the mean, (tables,), float32.
     """
 
-    digits: torch.Tensor
+    integers: torch.Tensor
     frequencies: torch.Tensor
     sizes: torch.Tensor
+    shifts: torch.Tensor
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By name."""
+        return {"integers": self.integers, "frequencies": self.frequencies, "sizes": self.sizes, "shifts": self.shifts}
 
     def to(self, device: torch.device) -> Tables:
         """The same on another device."""
-        return self if device == self.sizes.device else Tables(*(getattr(self, field.name).to(device) for field in fields(self)))
+        return Tables(**{name: tensor.to(device) for name, tensor in self.tensors().items()})
+
+    def require_valid(self, count: int) -> None:
+        """Refuse tables that a decoder could not rely on."""
+        shapes = ((count, SYMBOLS, 4), (count, SYMBOLS), (count,), (count,))
+        fits = all(tensor.shape == shape for tensor, shape in zip(self.tensors().values(), shapes, strict=True))
+        frequencies = self.frequencies.int()
+        if not fits or bool((frequencies < 0).any() | (frequencies.sum(1) != SLOTS).any()) or not set(self.sizes.tolist()) <= set(SIZES):
+            raise ArtifactError("The tables of packed codes make no sense. Calibrate anew.")
 
     @cached_property
-    def starts(self) -> torch.Tensor:
+    def _starts(self) -> torch.Tensor:
         """The first slot of each symbol, (tables, 256), int32."""
-        return self.frequencies.cumsum(1, dtype=torch.int32) - self.frequencies
-
-    @cached_property
-    def intervals(self) -> torch.Tensor:
-        """Of each symbol of each table its first slot (bits from 13 on) and its frequency, int32."""
-        return (self.starts << 13 | self.frequencies).flatten()
+        frequencies = self.frequencies.int()
+        return frequencies.cumsum(1, dtype=torch.int32) - frequencies
 
     @cached_property
     def slots(self) -> torch.Tensor:
-        """Of each slot its place in its symbol (bits from 20 on), the symbol's frequency less 1 (from 8 on), the symbol; int32."""
-        ends = (self.starts + self.frequencies).contiguous()
-        slots = torch.arange(_SLOTS, dtype=torch.int32, device=ends.device).expand(len(ends), -1).contiguous()
-        symbols = torch.searchsorted(ends, slots, right=True)
-        starts, frequencies = self.starts.gather(1, symbols), self.frequencies.gather(1, symbols)
-        return ((slots - starts) << 20 | (frequencies - 1) << 8 | symbols.int()).flatten()
+        """For each slot its place in its symbol (bits from 20 on), the symbol's frequency less 1 (from 8 on), the symbol; int32."""
+        frequencies = self.frequencies.int()
+        slots = torch.arange(SLOTS, dtype=torch.int32, device=frequencies.device).expand(len(frequencies), -1).contiguous()
+        symbols = torch.searchsorted((self._starts + frequencies).contiguous(), slots, right=True)
+        places = slots - self._starts.gather(1, symbols)
+        return (places << 20 | (frequencies.gather(1, symbols) - 1) << 8 | symbols.int()).flatten()
 
     @cached_property
-    def of_sizes(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """For each size of a group `HALVES`, (1 + 4,), and what its integers add to the index in a box, (1 + 4, 4); int32."""
-        weights = [[0] * GROUP]
-        for size, half in HALVES.items():
-            weights.append([(2 * half + 1) ** (size - 1 - digit) if digit < size else 0 for digit in range(GROUP)])
-        device = self.sizes.device
-        return torch.tensor([0, *HALVES.values()], dtype=torch.int32, device=device), torch.tensor(
-            weights, dtype=torch.int32, device=device
-        )
+    def values(self) -> torch.Tensor:
+        """What each digit of each symbol stands for, (4, 2 * tables * 256), float32: with shifts, and as plain integers behind these."""
+        integers = self.integers.float()
+        shifted = integers + integers.sign() * self.shifts[:, None, None]
+        return torch.cat([shifted, integers]).flatten(0, 1).T.contiguous()
 
     @cached_property
     def boxes(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The symbols of all groups of integers up to `HALVES`, table after table, uint8; and the index of zeros, (tables,), int32."""
-        halves, weights = (each.long()[self.sizes.long()] for each in self.of_sizes)
-        lengths = (2 * halves + 1) ** self.sizes
-        zeros = (lengths.cumsum(0) - lengths + lengths // 2).int()
-        symbols = torch.full((int(lengths.sum()),), ESCAPE, dtype=torch.uint8, device=lengths.device)
+        """The intervals of all groups of integers, and where those of zeros are, (tables,); int32.
+
+        An interval is a symbol's first slot (bits from 13 on) and its frequency. Integers beyond the largest by more than 1 have none.
+        """
+        sides = torch.tensor([side_of(size) for size in range(5)], device=self.sizes.device)[self.sizes.long()]
+        lengths = sides ** self.sizes.long()
+        centers = lengths.cumsum(0) - lengths + lengths // 2
+        intervals = self._starts << (PRECISION + 1) | self.frequencies.int()
+        boxes = intervals[:, ESCAPE].repeat_interleave(lengths)
         used = self.frequencies > 0
         used[:, ESCAPE] = False
         table, symbol = used.nonzero(as_tuple=True)
-        symbols[zeros[table] + (self.digits[table, symbol] * weights[table]).sum(1)] = symbol.to(torch.uint8)
-        return symbols, zeros
-
-    def symbols_of(self, groups: torch.Tensor, rows: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-        """The symbols of groups of integers, (steps, tokens), uint8.
-
-        Args:
-            groups: (4, steps, tokens), int32; zeros behind the last of a group.
-            rows: The table of each step and token, (steps, tokens), int32.
-            sizes: Integers of a group of each step, (steps,), int64.
-        """
-        symbols, zeros = self.boxes
-        halves, weights = (each[sizes] for each in self.of_sizes)
-        index, largest = zeros.index_select(0, rows.flatten()).view(rows.shape), torch.zeros_like(rows)
-        for digit, integers in enumerate(groups):
-            index = torch.addcmul(index, integers, weights[:, digit, None])
-            largest = torch.maximum(largest, integers.abs())
-        outside = largest > halves[:, None]
-        found = symbols.index_select(0, index.masked_fill_(outside, 0).flatten()).view(rows.shape)
-        return found.masked_fill_(outside, ESCAPE)
-
-    def groups_of(self, symbols: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """The integers of symbols, (steps, tokens, 4), int16.
-
-        Args:
-            symbols: (steps, tokens), uint8.
-            rows: The table of each step and token, (steps, tokens), int32.
-        """
-        index = (rows * SYMBOLS).add_(symbols)
-        # Four integers of 16 bits are looked up as one number.
-        found = self.digits.view(torch.int64).flatten().index_select(0, index.flatten())
-        return found.view(torch.int16).view(*symbols.shape, GROUP)
-
-    def bits(self, symbols: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """What symbols take, (steps, tokens); arguments as of `groups_of`."""
-        frequencies = self.frequencies.flatten().index_select(0, (rows * SYMBOLS).add_(symbols).flatten())
-        return PRECISION - frequencies.view(symbols.shape).float().log2() + _ESCAPED_BITS * (symbols == ESCAPE)
+        index = torch.zeros_like(table)
+        for digit in range(4):
+            inside = self.sizes[table] > digit
+            index = torch.where(inside, index * sides[table] + self.integers[table, symbol, digit], index)
+        boxes[centers[table] + index] = intervals[table, symbol]
+        return boxes, centers.int()
 
 
-class CodedTiles(NamedTuple):
-    """Coded tiles.
+def side_of(size: int) -> int:
+    """How many integers a digit of a box may be: up to the largest, and those beyond as one."""
+    return 2 * LARGEST.get(size, 0) + 3
 
-    Args:
-        states: Of each tile's lanes, (tiles, lanes), int32.
-        words: Of the tiles, one after the other, int16.
-        counts: The words of each tile, (tiles,), int64.
-    """
+
+def is_escape(intervals: torch.Tensor) -> torch.Tensor:
+    """Whether intervals are of groups without a symbol, in tables that have `ESCAPE`."""
+    return intervals < 1 << (PRECISION + 1)
+
+
+class LaneCodes(NamedTuple):
+    """Codes of some tiles: the states of their lanes, (tiles, 32), all words, and how many of these each tile has."""
 
     states: torch.Tensor
     words: torch.Tensor
     counts: torch.Tensor
 
 
-def encode(symbols: torch.Tensor, rows: torch.Tensor, tables: Tables) -> CodedTiles:
-    """Code symbols.
+def encode(intervals: torch.Tensor, tiles: Sequence[int]) -> list[LaneCodes]:
+    """Code symbols; return the codes of the first tiles, of the next and so on.
 
     Args:
-        symbols: (steps, tiles, lanes), uint8.
-        rows: The table of each, of the same shape, int32.
+        intervals: Of the symbols, (symbols, 2, tiles, lanes), int32; the last three are the tokens.
+        tiles: How many there are of each.
     """
-    intervals = tables.intervals.index_select(0, (rows * SYMBOLS).add_(symbols).flatten()).view(symbols.shape)
-    state = torch.full_like(intervals[0], _LOWEST)
-    taken, words = torch.empty_like(symbols, dtype=torch.bool), torch.empty_like(symbols, dtype=torch.int16)
-    for step in range(len(symbols) - 1, -1, -1):
-        frequency = intervals[step] & (2 * _SLOTS - 1)
-        over = torch.ge(state >> (31 - PRECISION), frequency, out=taken[step])
+    steps = intervals.flatten(0, 1)
+    state = torch.full_like(steps[0], LOWEST)
+    taken, words = torch.empty_like(steps, dtype=torch.bool), torch.empty_like(steps, dtype=torch.int16)
+    for step in range(len(steps) - 1, -1, -1):
+        interval = steps[step]
+        frequency = interval & _FREQUENCY_MASK
+        full = torch.ge(state >> _FULL_BITS, frequency, out=taken[step])
         words[step] = state
-        state = torch.where(over, state >> _WORD, state)
-        state += (state // frequency).mul_(_SLOTS - frequency).add_(intervals[step] >> 13)
-    taken, words = (each.transpose(0, 1).contiguous() for each in (taken, words))
-    return CodedTiles(state, words.masked_select(taken), taken.sum((1, 2)))
+        state >>= full.int().mul_(_WORD_BITS)
+        state += (state // frequency).mul_(_SLOTS - frequency).add_(interval >> _FREQUENCY_BITS)
+    coded = []
+    for states, *parts in zip(state.split(tiles), taken.split(tiles, 1), words.split(tiles, 1), strict=True):
+        mask, own = (part.transpose(0, 1).contiguous() for part in parts)
+        coded.append(LaneCodes(states, _selected(own, mask), mask.sum((1, 2), dtype=torch.int32)))
+    return coded
 
 
-class TileDecoder:
-    """Decodes tiles step by step, since the table of a step may depend on the steps before.
+def _selected(words: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    # On a CPU, NumPy needs half of the time of PyTorch, which first makes the mask int64.
+    return torch.from_numpy(words.numpy()[mask.numpy()]) if words.device.type == "cpu" else words.masked_select(mask)
+
+
+class CodedTiles(NamedTuple):
+    """Tiles of some records.
 
     Args:
-        coded: Some tiles.
-        tables: As they were coded with.
+        lanes: How many lanes code a first token, and how many a second one, (tiles, 2), int32.
+        states: Of the lanes, (tiles, 32), int32.
+        words: int16, of the tiles one after the other.
+        escaped: Integers, int16, of the tiles one after the other.
+        counts: Words and escaped integers of each tile, (tiles, 2), int32.
     """
 
-    def __init__(self, coded: CodedTiles, tables: Tables) -> None:
-        self.slots, self.state = tables.slots, coded.states
-        self._ends = coded.counts.cumsum(0)
-        self._position = (self._ends - coded.counts).int()[:, None] - 1
-        self._words = torch.cat([coded.words, coded.words.new_zeros(1)]).int().bitwise_and_(_WORD_MASK)
+    lanes: torch.Tensor
+    states: torch.Tensor
+    words: torch.Tensor
+    escaped: torch.Tensor
+    counts: torch.Tensor
 
-    def step(self, rows: torch.Tensor) -> torch.Tensor:
-        """The next symbol of each lane, in the lowest 8 bits, int32.
 
-        Args:
-            rows: Its table, (tiles, lanes) or what broadcasts to it, int32.
-        """
-        state = self.state
-        slot = (state & (_SLOTS - 1)).add_(rows << PRECISION)
-        entry = self.slots.index_select(0, slot.flatten()).view(state.shape)
-        frequency = (entry >> 8).bitwise_and_(_SLOTS - 1).add_(1)
-        state = (state >> PRECISION).mul_(frequency).add_((entry >> 20).bitwise_and_(_SLOTS - 1))
-        low = state < _LOWEST
-        places = low.cumsum(-1, dtype=torch.int32).add_(self._position)
-        self._position = places[..., -1:]
-        word = self._words.index_select(0, places.clamp(0, len(self._words) - 1).flatten()).view(state.shape)
-        self.state = torch.where(low, (state << _WORD).bitwise_or_(word), state)
-        return entry
+def decode(coded: CodedTiles, rows: torch.Tensor, follows: torch.Tensor, tables: Tables) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return symbols, (symbols, 2, tiles, lanes), uint8, and whether the words are those of a code.
 
-    def ended(self) -> bool:
-        """Whether all that was coded has been decoded, and nothing else."""
-        return bool((self.state == _LOWEST).all() & (self._position[:, 0] + 1 == self._ends).all())
+    The first symbol of a token is its level plus 1, and tables of others may depend on it.
+
+    Args:
+        rows: The table of each symbol in each tile, at level 0, (symbols, tiles), int32.
+        follows: 1 where the table is that many rows further on as the token's level is, else 0; like `rows`.
+    """
+    state, device = coded.states.clone(), coded.states.device
+    symbols = torch.empty(len(rows), 2, *state.shape, dtype=torch.uint8, device=device)
+    ends = coded.counts[:, 0].cumsum(0, dtype=torch.int32)
+    position = (ends - coded.counts[:, 0])[:, None]
+    words = torch.cat([coded.words.new_zeros(1), coded.words]).int().bitwise_and_(0xFFFF)
+    last = torch.tensor(len(words) - 1, dtype=torch.int32)
+    whole = bool((coded.lanes == LANES).all())
+    present = (torch.arange(LANES, device=device) < coded.lanes.T[..., None]).int()
+    rows, levels = (rows << PRECISION)[..., None], [torch.zeros_like(state)] * 2
+    for number, (row, follow) in enumerate(zip(rows, follows[..., None], strict=True)):
+        for half in range(2):
+            slot = (levels[half] * follow).add_(row)
+            if not whole:
+                slot *= present[half]
+            entry = tables.slots.index_select(0, slot.add_(state & _SLOT_MASK).flatten()).view_as(state)
+            symbols[number, half] = entry
+            if not number:
+                levels[half] = levels_of(symbols[0, half]) << PRECISION
+            frequency = (entry >> _SYMBOL_BITS).bitwise_and_(_SLOT_MASK).add_(_ONE)
+            place = entry.bitwise_right_shift_(_PLACE_BITS).bitwise_and_(_SLOT_MASK)
+            state = state.bitwise_right_shift_(_PRECISION_BITS).mul_(frequency).add_(place)
+            # -1 for lanes that read a word, which are numbered from the first on, else 0.
+            low = (state - _LOWEST).bitwise_right_shift_(_SIGN_BITS)
+            places = position - low.cumsum(-1, dtype=torch.int32)
+            position = places[..., -1:]
+            # The others read the 0 before all words; what is behind the last word is no code.
+            word = words.index_select(0, torch.minimum(places & low, last).flatten()).view_as(state)
+            state = state.bitwise_left_shift_(low.bitwise_and_(_WORD_BITS)).bitwise_or_(word)
+    return symbols, (state == LOWEST).all() & (position[:, 0] == ends).all()
+
+
+TOKEN_LEVELS = 16
+"""A token's level says how much larger its coefficients are than in the mean, from 1/4 to almost 4 times."""
+
+
+def levels_of(symbols: torch.Tensor) -> torch.Tensor:
+    """The levels of tokens from their first symbols, int32; damaged ones are brought into range."""
+    return (symbols.int() - 1).clamp_(0, TOKEN_LEVELS - 1)
 
 
 class TableRows(NamedTuple):
-    """Rows of `Tables` for groups of one size, and the bits of an integer in the mean, (tables,)."""
+    """Integers and frequencies of some `Tables` for groups of one size, and the bits of an integer in the mean, (tables,)."""
 
-    digits: torch.Tensor
+    integers: torch.Tensor
     frequencies: torch.Tensor
     bits: torch.Tensor
 
@@ -213,11 +247,11 @@ def tables_of(shares: torch.Tensor, size: int) -> TableRows:
         shares: For each table those of the integers from -127 to 127, (tables, 255), float64.
         size: Integers of a group.
     """
-    half, middle = HALVES[size], shares.shape[1] // 2
-    own = shares[:, middle - half : middle + half + 1]
-    joint = own
+    half, middle = LARGEST[size], shares.shape[1] // 2
+    single = shares[:, middle - half : middle + half + 1]
+    joint = single
     for _ in range(size - 1):
-        joint = (joint[:, :, None] * own[:, None]).flatten(1)
+        joint = (joint[:, :, None] * single[:, None]).flatten(1)
     probabilities, order = joint.sort(dim=1, descending=True, stable=True)
     probabilities, order = probabilities[:, : SYMBOLS - 1], order[:, : SYMBOLS - 1]
     probabilities = probabilities.where(probabilities > _RAREST, 0.0)
@@ -225,33 +259,33 @@ def tables_of(shares: torch.Tensor, size: int) -> TableRows:
     probabilities = torch.nn.functional.pad(torch.cat([escape, probabilities], 1), (0, SYMBOLS - 1 - probabilities.shape[1]))
     used = probabilities > 0
     used[:, ESCAPE] = True
-    frequencies = _rounded(probabilities * _SLOTS, used)
+    frequencies = _rounded(probabilities * SLOTS, used)
     lengths = torch.where(used, PRECISION - frequencies.clamp_min(1).double().log2(), 0.0)
-    bits = (probabilities * lengths).sum(1) + probabilities[:, ESCAPE] * _ESCAPED_BITS
-    digits = torch.zeros(len(shares), SYMBOLS, GROUP, dtype=torch.int16)
+    bits = (probabilities * lengths).sum(1) / size + probabilities[:, ESCAPE] * 16
+    integers = torch.zeros(len(shares), SYMBOLS, 4, dtype=torch.int16)
     for digit in range(size - 1, -1, -1):
-        digits[:, 1 : 1 + order.shape[1], digit] = (order % own.shape[1] - half).short()
-        order = order // own.shape[1]
-    return TableRows(digits.masked_fill_(~used[..., None], 0), frequencies, bits / size)
+        integers[:, 1 : 1 + order.shape[1], digit] = (order % single.shape[1] - half).short()
+        order = order // single.shape[1]
+    return TableRows(integers.masked_fill_(~used[..., None], 0), frequencies, bits)
 
 
-def uniform_tables(most: int) -> TableRows:
-    """The tables of integers of 0 to so many bits, all of one probability."""
-    symbols, bits = torch.arange(SYMBOLS), torch.arange(most + 1)
+def uniform_tables(count: int) -> TableRows:
+    """The tables of integers of 0 bits, of 1 bit and so on, all of one probability."""
+    symbols, bits = torch.arange(SYMBOLS), torch.arange(count)
     used = (symbols > 0) & (symbols <= 1 << bits[:, None])
-    digits = torch.zeros(most + 1, SYMBOLS, GROUP, dtype=torch.int16)
-    digits[..., 0] = torch.where(used, symbols - 1, 0)
-    return TableRows(digits, torch.where(used, _SLOTS >> bits[:, None], 0).int(), bits.double())
+    integers = torch.zeros(count, SYMBOLS, 4, dtype=torch.int16)
+    integers[..., 0] = torch.where(used, symbols - 1, 0)
+    return TableRows(integers, torch.where(used, SLOTS >> bits[:, None], 0).short(), bits.double())
 
 
 def _rounded(wanted: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
-    """Whole numbers close to the wanted ones, (tables, 256), int32: at least 1 where a symbol is used, with the sum 4,096."""
+    """Whole numbers close to the wanted ones, (tables, 256), int16: at least 1 where a symbol is used, with the sum 4,096."""
     wanted = torch.where(used, wanted.clamp_min(1), 0)
     # What is too much is taken from all that is above 1, in proportion.
     spare = torch.where(used, wanted - 1, 0)
-    excess = wanted.sum(1, keepdim=True) - _SLOTS
+    excess = wanted.sum(1, keepdim=True) - SLOTS
     exact = wanted - spare * excess / spare.sum(1, keepdim=True).clamp_min(1e-9)
     whole = exact.floor()
-    missing = (_SLOTS - whole.sum(1, keepdim=True)).round()
+    missing = (SLOTS - whole.sum(1, keepdim=True)).round()
     rank = (exact - whole).masked_fill(~used, -1).argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-    return (whole + (rank < missing)).int()
+    return (whole + (rank < missing)).short()

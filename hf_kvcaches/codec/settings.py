@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Self
 
+from hf_kvcaches.codec.fixed import FixedLayer
 from hf_kvcaches.codec.metric import Metric
-from hf_kvcaches.codec.sides import CalibratedLayer
 
 
 @dataclass(frozen=True)
@@ -18,57 +18,51 @@ class CodecSettings:
         rotation: Whether keys are coded before ("aware") or after ("post") the model rotates them.
         metric: By which errors count.
         recent: How many of the newest tokens are expected to be exact.
-        rule: How bits were allotted: the argument of `KVCodec.at` and its value.
-        widths: The bits that a direction may have.
-        gamma: The factor on decoded keys: "one", or the "paper"'s.
+        bytes_ratio: The share of the bytes of exact keys and values in 16 bits that was asked for.
         block: Tokens of the longest sequence that was read.
+        blocks: How many sequences were read.
+        tokens: And tokens.
     """
 
     rotation: Literal["aware", "post"]
     metric: Metric
     recent: int
-    rule: dict[str, Any]
-    widths: tuple[int, ...]
-    gamma: Literal["one", "paper"]
+    bytes_ratio: float
     block: int
     blocks: int
     tokens: int
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        rule = {name: list(value) if isinstance(value, tuple) else value for name, value in self.rule.items()}
-        return asdict(self) | {"rule": rule, "widths": list(self.widths)}
+        return asdict(self)
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> Self:
         """The inverse of `to_dict`."""
-        rule = {name: tuple(value) if isinstance(value, list) else value for name, value in stored["rule"].items()}
-        return cls(**stored | {"rule": rule, "widths": tuple(stored["widths"])})
+        return cls(**stored)
 
-    def card(self, layers: Sequence[CalibratedLayer | None], memory: str, packed: str) -> str:
+    def card(self, layers: Mapping[int, FixedLayer], memory: str, packed: str) -> str:
         """What a model card says, as Markdown.
 
         Args:
+            layers: As they are read in memory.
             memory: The bytes of a token in memory, and `packed`.
         """
         rows = {
             "text": f"{self.tokens:,} tokens in {self.blocks:,} sequences of up to {self.block:,}",
-            "bits by": ", ".join(f"{name} = {value}" for name, value in self.rule.items()),
+            "share of the bytes": f"{self.bytes_ratio:g}",
             "memory": memory,
             "packed": packed,
-            "bits of a direction": ", ".join(map(str, self.widths)),
             "rotation": self.rotation,
             "metric": self.metric,
             "exact newest tokens": str(self.recent),
-            "gamma": self.gamma,
         }
         facts = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
-        head = "| layer | directions of keys | of values | bits of a key | of a value | energy of keys | of values |"
-        table = "\n".join(_row(index, layer) for index, layer in enumerate(layers) if layer is not None)
-        return f"| | |\n|---|---|\n{facts}\n\n{head}\n|---|---|---|---|---|---|---|\n{table}\n\nEnergies are the shares kept."
+        head = "| layer | heads of a basis | directions | with bits | bits of a number | energy kept |"
+        table = "\n".join(_row(index, layer) for index, layer in layers.items())
+        return f"| | |\n|---|---|\n{facts}\n\n{head}\n|---|---|---|---|---|---|\n{table}"
 
 
-def _row(index: int, layer: CalibratedLayer) -> str:
-    directions = [", ".join(map(str, (side.widths > 0).sum(1).tolist())) for side in layer]
-    bits = [f"{float(side.widths.float().mean()):.2f}" for side in layer]
-    return f"| {index} | {' | '.join([*directions, *bits, *(f'{side.kept:.4f}' for side in layer)])} |"
+def _row(index: int, layer: FixedLayer) -> str:
+    directions = f"{layer.shape.size} | {int((layer.widths > 0).sum())}"
+    return f"| {index} | {layer.shape.group} | {directions} | {float(layer.widths.float().mean()):.2f} | {layer.kept:.4f} |"

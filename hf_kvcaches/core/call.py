@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -32,7 +33,7 @@ class Call:
         self.bias: torch.Tensor | None = options.get("position_bias")
         self.sink_logits: torch.Tensor | None = options.get("s_aux")
 
-    @property
+    @cached_property
     def scaling(self) -> float:
         """What scores are multiplied with."""
         scaling = self.options.get("scaling")

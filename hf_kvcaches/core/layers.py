@@ -192,6 +192,13 @@ class TensorLayer(KVLayer):
         for name, tensor in self.owned_tensors().items():
             setattr(self, name, tensor.to(device, non_blocking=True))
 
+    def leave_inference_mode(self) -> None:
+        """Copy what was made under `torch.inference_mode`, where that is over: it can neither be written to nor be part of a graph."""
+        if not torch.is_inference_mode_enabled():
+            for name, tensor in self.owned_tensors().items():
+                if tensor.is_inference():
+                    setattr(self, name, tensor.clone())
+
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorLayer:
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied

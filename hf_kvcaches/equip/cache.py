@@ -66,7 +66,7 @@ class EquipCache(AnsweringCache):
             before it is pruned before the question is read, and fractions are of it. None: nothing is a question.
         positions: "original": as they were in the text; "compact": counted within the cache, as in StreamingLLM; "auto": original until the
             text outgrows the window that the model was trained with, compact from then on, and always with "streaming" and a codec.
-        backend: Of the kernels: "auto", "torch", "triton" or "reference".
+        backend: Of the kernels: "auto", "torch" or "triton".
         page_size: Keep slots in pages of so many, taken as rows fill them; None for one buffer, or the pool's.
         pool: The pages, shared with other caches, all with the same codec or all without; None for pages of the cache's own.
         storage: Keep keys and values in fewer bits: "int8", "int4", or None for the model's dtype.
@@ -92,7 +92,7 @@ class EquipCache(AnsweringCache):
         head_budgets: Literal["auto", "global", "layer"] | HeadBudgets | None = "auto",
         question_start: int | None = None,
         positions: Literal["auto", "compact", "original"] = "auto",
-        backend: Literal["auto", "torch", "triton", "reference"] = "auto",
+        backend: Literal["auto", "torch", "triton"] = "auto",
         page_size: int | None = None,
         pool: PagePool | None = None,
         storage: Literal["int8", "int4"] | None = None,

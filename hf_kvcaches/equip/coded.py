@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hf_kvcaches.codec.codec import KVCodec
-from hf_kvcaches.codec.coder import LayerCoder
+from hf_kvcaches.codec.fixed import LayerCoder
 from hf_kvcaches.equip.paged import Paged
 from hf_kvcaches.equip.pages import BlockTable, PagePool
 from hf_kvcaches.equip.storage import Flat, Raw, Slots, extended, pick, read_decoded
@@ -17,7 +17,7 @@ from hf_kvcaches.kernels.launch import Backend
 
 
 class FlatCodes(Flat):
-    """Codes of slots, (batch, bytes, slots, 1), one buffer a row."""
+    """Codes of slots, (batch, kv_heads, slots, bytes), one buffer a row."""
 
     names = exported = ("codes",)
     codes: torch.Tensor | None = None
@@ -31,22 +31,23 @@ class PagedCodes(Paged):
     def __init__(
         self, backend: Backend, pool: PagePool, tables: list[BlockTable], slots_of: Callable[[int], int], codec: KVCodec, layer_idx: int
     ) -> None:
-        widths = [width or 1 for width in codec.separate_bytes]
-        self.kind, self.width = f"codes of the codec {codec.digest[:8]}", dict(enumerate(widths)).get(layer_idx, 1)
-        self.page_bytes = pool.page_size * max(widths)
+        layers = codec.slots.layers
+        self.kind, self.code_heads = f"codes of the codec {codec.digest[:8]}", layers[layer_idx].shape.heads
+        self.width = max(1, layers[layer_idx].nbytes)
+        self.page_bytes = pool.page_size * max(1, *(layer.nbytes for layer in layers.values()))
         super().__init__(backend, pool, tables, slots_of, self.page_bytes // self.width)
 
     def _open(self, *states: torch.Tensor) -> None:
         self.pool.open(self.kind, {"codes": (self.page_bytes,)}, torch.uint8, states[0].device)
 
     def _slots(self) -> list[torch.Tensor]:
-        """Pages of bytes as (pages, bytes of a slot, page_size, 1); a rest that is too short for a slot is left out."""
+        """Pages of bytes as (pages, kv_heads, page_size, bytes); a rest that is too short for a slot is left out."""
         size = self.table.size
-        return [self.pool.stores["codes"][:, : self.width * size].unflatten(1, (self.width, size, 1))]
+        return [self.pool.stores["codes"][:, : self.width * size].unflatten(1, (self.code_heads, size, -1))]
 
 
 class Coded(Flat):
-    """Codes of all slots, in which every byte belongs to one head; `keys` and `values` are those of the first slots, the sinks', exactly.
+    """Codes of all slots, of each head by itself; `keys` and `values` are those of the first slots, the sinks', exactly.
 
     **Reading** decodes all slots in use, in each step and layer: it saves memory between steps, and no time. For that long, one layer's
     keys and values are there in the model's dtype. Policies that score while decoding read twice.
@@ -71,11 +72,11 @@ class Coded(Flat):
         return self.codes.capacity
 
     def encode(self, keys: torch.Tensor, values: torch.Tensor) -> Raw:
-        return self._coder(keys).encode(keys, values)[..., None], keys, values
+        return self._coder(keys).encode(keys, values).mT, keys, values
 
     def decode(self, raw: Raw) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values from what `raw` gave."""
-        keys, values = self._coder(raw[1]).decode(raw[0][..., 0])
+        keys, values = self._coder(raw[1]).decode(raw[0].mT.contiguous(), raw[1].dtype)
         for states, exact in ((keys, raw[1]), (values, raw[2])):
             states[:, :, : exact.shape[2]] = exact
         return keys, values
@@ -85,22 +86,22 @@ class Coded(Flat):
 
     def gather(self, slots: Slots) -> Raw:
         exact = slots.clamp(max=self.sinks)
-        return *self.codes.gather(self._by_byte(slots)), *(pick(tensor, exact) for tensor in self._slots())
+        return *self.codes.gather(slots), *(pick(tensor, exact) for tensor in self._slots())
 
     def write(self, slots: Slots, raw: Raw) -> None:
-        self.codes.write(self._by_byte(slots), raw[:1])
+        self.codes.write(slots, raw[:1])
         super().write(slots.clamp(max=self.sinks), raw[1:])  # tokens that are no sinks share the slot behind these
 
     def rebuild(self, index: Slots | None, new: Raw | None, used: int, most: int) -> None:
         coded, count = (None, 0) if new is None else (new[:1], new[1].shape[2])
         like = self._slots()[0] if new is None else new[1]
-        self.codes.rebuild(None if index is None else self._by_byte(index, like), coded, used, most)
+        self.codes.rebuild(index, coded, used, most)
         index = torch.arange(used + count, device=like.device)[None, None] if index is None else index
         first = index[..., : self.sinks].expand(*like.shape[:2], -1)
         if not first.shape[-1]:
             return self._hold_sinks(tuple(states[:, :, :0] for states in (self._slots() if new is None else new[1:])))
         # What a slot behind the sinks held exists as codes alone, new tokens exactly.
-        exact: Raw = self._coder(like).decode(self.codes.raw(first.shape[-1])[0][..., 0])
+        exact: Raw = self._coder(like).decode(self.codes.raw(first.shape[-1])[0].mT.contiguous(), like.dtype)
         if used:
             old = (pick(tensor, first.clamp(max=self.sinks)) for tensor in self._slots())
             exact = tuple(torch.where((first < min(used, self.sinks))[..., None], *parts) for parts in zip(old, exact, strict=True))
@@ -155,9 +156,4 @@ class Coded(Flat):
 
     def _coder(self, like: torch.Tensor) -> LayerCoder:
         """The layer's coder for a tensor's dtype and device."""
-        return self.codec.coder(self.layer_idx, like.dtype, like.device, separate=True)
-
-    def _by_byte(self, slots: Slots, like: torch.Tensor | None = None) -> Slots:
-        """What slots of heads are for bytes, (batch, 1 or bytes, tokens)."""
-        like = self._slots()[0] if like is None else like
-        return slots if slots.shape[1] == 1 else slots.index_select(1, self._coder(like).row_heads())
+        return self.codec.slots.coder(self.layer_idx, like.dtype, like.device)

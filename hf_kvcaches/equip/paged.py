@@ -80,7 +80,7 @@ class Paged(Flat):
         # A row that has no new token may name a page that it has not; nothing is written there.
         stores = self._slots()
         if len(stores) == 2 and stores[0].is_cuda:
-            kernels.write_pages(stores[0], stores[1], self._pages(), slots, raw[0], raw[1], backend=self.backend, check=False)
+            kernels.write_slots(stores[0], stores[1], slots, raw[0], raw[1], tables=self._pages(), backend=self.backend)
         else:
             kernels.put_in_pages(stores, self._pages(), slots, raw)
 
@@ -98,7 +98,7 @@ class Paged(Flat):
         if options.get("valid") is None:
             options["valid"] = torch.ones(1, 1, used, dtype=torch.bool, device=query.device)
         keys, values = self._slots()
-        return kernels.paged_attention(query, keys, values, self._pages(), scaling, backend=self.backend, check=False, **options)
+        return kernels.slot_attention(query, keys, values, scaling, tables=self._pages(), backend=self.backend, **options)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Copies of the pages in use: the pool's memory is not the layer's alone."""

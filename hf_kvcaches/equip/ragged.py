@@ -105,8 +105,8 @@ class Ragged(Flat):
             rotation = rotation._replace(positions=rotation.positions.expand(index.shape).reshape(count, 1, used))
         keys, values = (tensor.view(-1, 1, 1, tensor.shape[-1]) for tensor in (keys, values))
         near, tables = query.reshape(count, group, 1, dim), index.reshape(count, used)
-        output, weights = kernels.paged_attention(
-            near, keys, values, tables, scaling, rotation=rotation, valid=valid, backend="triton", check=False, **options
+        output, weights = kernels.slot_attention(
+            near, keys, values, scaling, tables=tables, rotation=rotation, valid=valid, backend="triton", **options
         )
         return output.view(len(query), 1, query.shape[1], -1), None if weights is None else weights.view(index.shape)
 

@@ -128,7 +128,7 @@ class Flat:
         """Overwrite slots, in one indexed write."""
         buffers = [getattr(self, name) for name in self.names]
         if buffers[0].is_cuda and len(raw) == 2 and not torch.compiler.is_compiling():
-            kernels.write_slots(buffers[0], buffers[1], slots, raw[0], raw[1], backend=self.backend, check=False)
+            kernels.write_slots(buffers[0], buffers[1], slots, raw[0], raw[1], backend=self.backend)
         elif slots.shape[:2] == (1, 1):
             for buffer, new in zip(buffers, raw, strict=True):
                 buffer.index_copy_(2, slots.view(-1), new)
@@ -173,7 +173,7 @@ class Flat:
         """Attention of one query a row over the first slots; arguments as in `slot_attention`."""
         keys, values = self.read(used)
         backend: Backend = "torch" if torch.compiler.is_compiling() else self.backend
-        return kernels.slot_attention(query, keys, values, scaling, rotation=rotation, backend=backend, check=False, **options)
+        return kernels.slot_attention(query, keys, values, scaling, rotation=rotation, backend=backend, **options)
 
     # Memory and rows.
 

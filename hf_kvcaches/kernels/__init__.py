@@ -1,1 +1,1 @@
-"""Pure functions on tensors, each with a plain PyTorch reference beside it."""
+"""Pure functions on tensors, in PyTorch and as Triton kernels."""

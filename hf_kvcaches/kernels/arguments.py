@@ -1,4 +1,4 @@
-"""The arguments that kernels, their wrappers and their references share."""
+"""The arguments that kernels and their wrappers share."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RotationTables(NamedTuple):
 
 
 class SlotOptions(NamedTuple):
-    """What `slot_attention` and `paged_attention` may be given by name, which is described there."""
+    """What `slot_attention` may be given by name, which is described there."""
 
     valid: torch.Tensor | None = None
     rotation: RotationTables | None = None

@@ -1,247 +1,219 @@
-"""The Triton kernel behind `codes.py`, with its launcher. Import it inside a function: it needs Triton as soon as it is imported.
+"""The Triton kernels behind `codes.py`, with their launcher. Import it inside a function: it needs Triton as soon as it is imported.
 
-A program attends for one row and KV head, with all the query heads that share it, over a run of its tokens. Of each token it reads the
-bytes that hold codes of its head, neighbouring tokens together, and takes the codes out of them in registers. Values are summed up as
-levels. `combine_kernel` puts the runs together, multiplies by the basis of the values and adds their offset, once.
+A program works for one row and key head, with queries of all heads that share it, over a run of its tokens, and on LEVELS of the levels,
+which it takes out of their bytes in registers. `score_kernel` holds its columns of the basis; for a few tiles at a time it rotates the
+queries back, projects them, and multiplies them with the levels of the tokens: a row of its matrices is one query at one tile.
+`value_kernel` adds these scores up, and sums up levels by their exponentials. `combine` merges the runs; values are decoded once.
 
-With a bank of bases a program takes a tile at a time, loads a basis of keys when it changes, and multiplies by a basis of values when it
-ends. Keys are decoded on the tensor cores and rotated in registers: where positions count up, the query is
-unrotated to the first token of each block, and all that is left are the same few angles in every block.
-
-Options come to the kernel as tuples of a tensor and its strides, or as None, which leaves their code out.
+What differs between layers (levels, planes, tokens) is known at run time only, so that a model compiles each kernel once.
 """
 
 from __future__ import annotations
-
-import math
-from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
 
 from hf_kvcaches.errors import UnsupportedError
-from hf_kvcaches.kernels.bases_triton import (
-    LARGEST,
-    bank_of,
-    basis_halves,
-    basis_number,
-    block_size,
-    cos_and_sin,
-    frequencies_of,
-    projected,
-    projected_query,
-    query_halves,
-    rotated_products,
-    vector_halves,
-    warps,
-)
-from hf_kvcaches.kernels.code_layout import TILE
-from hf_kvcaches.kernels.common_triton import basis_at, capped, combine, decoded, dot, finite, load_option, rotate_pairs, store_part
-from hf_kvcaches.kernels.launch import padded, split_tokens, strided, strided_or_none
-
-if TYPE_CHECKING:
-    from hf_kvcaches.kernels.attention_parts import KeyRotation, Part
-    from hf_kvcaches.kernels.code_layout import CodeMap, CodeOptions
+from hf_kvcaches.kernels.code_format import TILE, Counts
+from hf_kvcaches.kernels.common_triton import capped, combine, dot, finite, rotate_pairs, store_part
+from hf_kvcaches.kernels.launch import padded, split_tokens, strided
+from hf_kvcaches.kernels.parts import AttentionPart
+from hf_kvcaches.kernels.rotation import Layout
 
 A_TILE = tl.constexpr(TILE)
+# Dimensions of keys whose basis a program can hold, as compiled for sm_80.
+MOST = 256
+DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit
-def _columns(side, b, h, ranks, RANK: tl.constexpr):
-    """Where the codes of a head are, (ranks) each: pointer to the row of bytes, first bit, mask of the bits, code of level 0.
-
-    `side`: a pointer to bytes, the strides of batch and row, a pointer to the index, and how many codes have 8, 4, 2 and 1 bits.
-    """
-    level = tl.load(side[3] + h * RANK + ranks, mask=ranks < RANK, other=0).to(tl.int32)
-    of_8, of_4, of_2, of_1 = side[4], side[5], side[6], side[7]
-    is_8, is_4, is_2 = level < of_8, level < of_8 + of_4, level < of_8 + of_4 + of_2
+def _bits_of(codes, b, group, levels, count, of_8, of_4, of_2):
+    """Of each level a pointer to its row of bytes, its first bit, the mask of its bits, and the part that is level 0."""
+    is_8, is_4, is_2 = levels < of_8, levels < of_8 + of_4, levels < of_8 + of_4 + of_2
     bits = tl.where(is_8, 8, tl.where(is_4, 4, tl.where(is_2, 2, 1)))
-    count = tl.where(is_8, of_8, tl.where(is_4, of_4, tl.where(is_2, of_2, of_1)))
+    size = tl.where(is_8, of_8, tl.where(is_4, of_4, tl.where(is_2, of_2, count - of_8 - of_4 - of_2)))
     first = tl.where(is_8, 0, tl.where(is_4, of_8, tl.where(is_2, of_8 + of_4, of_8 + of_4 + of_2)))
     first_row = tl.where(is_8, 0, tl.where(is_4, of_8, tl.where(is_2, of_8 + of_4 // 2, of_8 + of_4 // 2 + of_2 // 4)))
-    rows = tl.maximum(count * bits // 8, 1)
-    row = first_row + (level - first) % rows
-    at = side[0] + b * side[1] + row.to(tl.int64) * side[2]
-    return at, (level - first) // rows * bits, (1 << bits) - 1, 1 << (bits - 1)
+    rows, part = tl.maximum(size * bits // 8, 1), levels - first
+    offsets = ((first_row + part % rows) * codes[3]).to(tl.int32)  # Wider ones take twice the registers; a group is less than 2 GiB.
+    return codes[0] + b * codes[1] + group * codes[2], offsets, part // rows * bits, (1 << bits) - 1, 1 << (bits - 1)
 
 
 @triton.jit
-def _levels(columns, s, live, ranks, RANK: tl.constexpr, dtype: tl.constexpr):
-    """Levels of a block of tokens, (tokens, ranks). Those of tokens that are not live are any of the levels."""
-    mask = (ranks < RANK)[:, None] & live[None, :]
-    codes = tl.load(columns[0][:, None] + s[None, :], mask=mask, other=0).to(tl.int32)
-    codes = (codes >> columns[1][:, None]) & columns[2][:, None]
-    return tl.trans((codes - columns[3][:, None]).to(tl.float32).to(dtype))
+def _levels(bits, s, mask, dtype: tl.constexpr):
+    """Levels of a block of tokens, (levels, tokens), by what `_bits_of` gave; 0 where the mask says no."""
+    at, offsets, shifts, masks, zeros = bits
+    parts = (tl.load(at + (offsets[:, None] + s[None, :]), mask=mask, other=0).to(tl.int32) >> shifts[:, None]) & masks[:, None]
+    return tl.where(mask, parts - zeros[:, None], 0).to(tl.float32).to(dtype)
 
 
 @triton.jit
-def _decoded_values(
-    sums, share, b, h, basis, bank, offsets, dims, ranks, DIM: tl.constexpr, RANK: tl.constexpr
+def _loaded(at, offsets, mask):
+    """Numbers of each row, (rows, offsets), in float32."""
+    return tl.load(at[:, None] + offsets[None, :], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _basis(keys, dims, live, levels, count, dtype: tl.constexpr):
+    """Some rows of a basis, (dims, levels), and their numbers for the constant level, (dims)."""
+    at = keys + dims * (count + 1)
+    basis = tl.load(at[:, None] + levels[None, :], mask=live[:, None] & (levels < count)[None, :], other=0.0)
+    return basis.to(dtype), tl.load(at + count, mask=live, other=0.0).to(tl.float32)
+
+
+# Arguments of both kernels.
+# `query`: (batch * kv_heads, ALL, dim), ALL = query heads of a key head * COUNT. `codes`: (pointer, strides), as `code_format` says.
+# `keys`: (kv_heads, dim, count + 1). `cos`, `sin`: None, or (pointer, strides) of (batch, tiles, PAIRS). `scores`: before they are
+# scaled, of each block of LEVELS, (blocks, batch * kv_heads, ALL, tokens). `visible`: None, or (pointer, strides) of (batch, COUNT,
+# tokens). `parts`, `stats`: see `store_part`. `chunk`: tokens of a program.
+# The grid: row and key head and block of QUERIES; runs of tokens; blocks of LEVELS. TOKENS: of a row at a time. TILES: in so many tokens;
+# 1 without a rotation. PAIRS: that rotate. PAIRS_PAD, REST_PAD: powers of two that hold them and the other dimensions, 0 if there are none.
+@triton.jit(do_not_specialize=["count", "of_8", "of_4", "of_2"])
+def score_kernel(
+    query, codes, keys, cos, sin, scores, rows, tokens, chunk, dim, count, of_8, of_4, of_2,
+    KV_HEADS: tl.constexpr, HEADS: tl.constexpr, ALL: tl.constexpr, QUERIES: tl.constexpr, TILES: tl.constexpr, PAIRS: tl.constexpr,
+    PAIRS_PAD: tl.constexpr, REST_PAD: tl.constexpr, INTERLEAVED: tl.constexpr, LEVELS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Sums of values, (heads, dims), from those of levels, (heads, ranks), and of weights, (heads)."""
-    offset = tl.load(basis_at(b, h, basis, offsets) + dims, mask=dims < DIM, other=0.0).to(tl.float32)
-    return decoded(sums, b, h, basis, bank, dims, ranks, DIM, RANK) + share[:, None] * offset[None, :]
-
-
-# Arguments of `attend_kernel`.
-# `query`: (batch * heads, DIM). `asked`, `constants`: what of it is multiplied with levels, and with the offset, None or (pointer,
-# strides) of (GROUP, RANK) and (GROUP). `keys`, `values`: see `_columns`. Of their tiles: None or (bases, strides). `valid`: None or
-# (pointer, strides). `key_bank`, `key_offsets`: of (DIM, RANK) and (DIM), if keys are rotated. `value_bank`, `value_offsets`: of
-# (VALUE_DIM, VALUE_RANK) and (VALUE_DIM), if there are several bases. `frequencies`: in 2^-64 of a full circle. `positions`: None, if
-# they count up from `start`, or (pointer, stride). `parts`, `stats`: as `combine_kernel` reads them, of width VALUE_RANK, or VALUE_DIM
-# with a bank.
-@triton.jit
-def attend_kernel(
-    query, asked, constants, keys, key_basis_of, values, value_basis_of, valid, key_bank, key_offsets, value_bank, value_offsets,
-    frequencies, positions, start, attention_scaling, parts, stats, scaling, softcap, tokens, chunk,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, RANK: tl.constexpr, RANK_PAD: tl.constexpr,
-    VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr, VALUE_RANK: tl.constexpr, VALUE_RANK_PAD: tl.constexpr,
-    PAIRS: tl.constexpr, PAIRS_PAD: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Attention of one row and KV head over a run of its tokens. Stores a maximum, a total, and sums, which are of levels."""
-    row = tl.program_id(0).to(tl.int64)
+    """The scores of one row and key head, of HEADS with one basis, over a run of its tokens, as far as LEVELS make them."""
+    row, levels = tl.program_id(0).to(tl.int64) % rows, tl.program_id(2) * LEVELS + tl.arange(0, LEVELS)
     b, h = row // KV_HEADS, row % KV_HEADS
     dtype: tl.constexpr = query.dtype.element_ty
-    heads, ranks, value_ranks = tl.arange(0, HEADS), tl.arange(0, RANK_PAD), tl.arange(0, VALUE_RANK_PAD)
-    value_dims, pairs = tl.arange(0, VALUE_PAD), tl.arange(0, PAIRS_PAD)
+    lines = tl.arange(0, TILES * QUERIES)
+    q, slot = tl.program_id(0) // rows * QUERIES + lines % QUERIES, lines // QUERIES
+    query_at, key_at = query + (row * ALL + q) * dim, keys + h * dim * (count + 1)
+    bits = _bits_of(codes, b, h // HEADS, levels, count, of_8, of_4, of_2)
+    rest, rest_constant = tl.zeros([TILES * QUERIES, LEVELS], tl.float32), tl.zeros([TILES * QUERIES], tl.float32)
+    if REST_PAD > 0:
+        dims = 2 * PAIRS + tl.arange(0, REST_PAD)
+        states = _loaded(query_at, dims, (q < ALL)[:, None] & (dims < dim)[None, :])
+        basis, column = _basis(key_at, dims, dims < dim, levels, count, dtype)
+        rest, rest_constant = dot(states.to(dtype), basis), tl.sum(states * column[None, :], 1)
+    if PAIRS > 0:
+        pair = tl.arange(0, PAIRS_PAD)
+        first, second = 2 * pair if INTERLEAVED else pair, 2 * pair + 1 if INTERLEAVED else pair + PAIRS
+        mask = (q < ALL)[:, None] & (pair < PAIRS)[None, :]
+        one, two = _loaded(query_at, first, mask), _loaded(query_at, second, mask)
+        basis_one, column_one = _basis(key_at, first, pair < PAIRS, levels, count, dtype)
+        basis_two, column_two = _basis(key_at, second, pair < PAIRS, levels, count, dtype)
     begin, end = tl.program_id(1) * chunk, tl.minimum((tl.program_id(1) + 1) * chunk, tokens)
-    key_columns, value_columns = _columns(keys, b, h, ranks, RANK), _columns(values, b, h, value_ranks, VALUE_RANK)
-    key_basis = row * 0 if key_basis_of is None else basis_number(begin // A_TILE, b, h, key_basis_of)
-    value_basis = row * 0 if value_basis_of is None else basis_number(begin // A_TILE, b, h, value_basis_of)
-    if asked is not None:
-        plain = projected_query(b, h, key_basis, asked, heads, ranks, GROUP, RANK, dtype)
-        constant = tl.load(basis_at(b, h, key_basis, constants) + heads, mask=heads < GROUP, other=0.0)
-    if key_bank is not None:
-        one, two = query_halves(query, row, heads, pairs, attention_scaling, DIM, GROUP, PAIRS, INTERLEAVED)
-        frequency = tl.load(frequencies + pairs, mask=pairs < PAIRS, other=0)
-        first, second = basis_halves(basis_at(b, h, key_basis, key_bank), pairs, ranks, RANK, PAIRS, INTERLEAVED, dtype)
-        offset_one, offset_two = vector_halves(basis_at(b, h, key_basis, key_offsets), pairs, PAIRS, INTERLEAVED)
-        if positions is None:
-            block_cos, block_sin = cos_and_sin(tl.arange(0, BLOCK).to(tl.int64), frequency)
-    highest, total, share = tl.full([HEADS], float("-inf"), tl.float32), tl.zeros([HEADS], tl.float32), tl.zeros([HEADS], tl.float32)
-    sums, done = tl.zeros([HEADS, VALUE_RANK_PAD], tl.float32), tl.zeros([HEADS, VALUE_PAD], tl.float32)
-    for from_token in range(begin, end, BLOCK):
-        s = from_token + tl.arange(0, BLOCK)
-        live = s < end if valid is None else (s < end) & (load_option(s, s < end, b, h, valid) != 0)
-        if key_basis_of is not None:
-            basis = basis_number(from_token // A_TILE, b, h, key_basis_of)
-            if basis != key_basis:
-                if asked is not None:
-                    plain = projected_query(b, h, basis, asked, heads, ranks, GROUP, RANK, dtype)
-                    constant = tl.load(basis_at(b, h, basis, constants) + heads, mask=heads < GROUP, other=0.0)
-                if key_bank is not None:
-                    first, second = basis_halves(basis_at(b, h, basis, key_bank), pairs, ranks, RANK, PAIRS, INTERLEAVED, dtype)
-                    offset_one, offset_two = vector_halves(basis_at(b, h, basis, key_offsets), pairs, PAIRS, INTERLEAVED)
-                key_basis = basis
-        data = _levels(key_columns, s, s < end, ranks, RANK, dtype)
-        scores = tl.zeros([HEADS, BLOCK], tl.float32) if asked is None else dot(plain, tl.trans(data)) + constant[:, None]
-        if key_bank is not None:
-            key_one, key_two = dot(data, first) + offset_one[None, :], dot(data, second) + offset_two[None, :]
-            if positions is None:
-                cos, sin = cos_and_sin(tl.full([1], 0, tl.int64) + start + from_token, frequency)
-                block_one, block_two = rotate_pairs(one, two, cos, -sin)
-                scores += rotated_products(key_one, key_two, block_one, block_two, block_cos, block_sin, dtype)
-            else:
-                cos, sin = cos_and_sin(tl.load(positions[0] + b * positions[1] + s, mask=live, other=0).to(tl.int64), frequency)
-                scores += rotated_products(key_one, key_two, one, two, cos, sin, dtype)
-        scores = tl.where(live[None, :], capped(scores * scaling, softcap), float("-inf"))
-        higher = tl.maximum(highest, tl.max(scores, 1))
-        weights, shrink = tl.exp(scores - finite(higher)[:, None]), tl.exp(highest - finite(higher))
+    for start in range(begin, end, TOKENS):
+        projected, constant, s = rest, rest_constant, start + tl.arange(0, TOKENS)
+        live = (q < ALL)[:, None] & (s < end)[None, :]
+        if PAIRS > 0:
+            tile = start // A_TILE + slot
+            mask = (tile * A_TILE < end)[:, None] & (pair < PAIRS)[None, :]
+            tile_cos = _loaded(cos[0] + b * cos[1] + tile * cos[2], pair * cos[3], mask)
+            tile_sin = _loaded(sin[0] + b * sin[1] + tile * sin[2], pair * sin[3], mask)
+            first_states, second_states = rotate_pairs(one, two, tile_cos, -tile_sin)
+            projected = dot(second_states.to(dtype), basis_two, dot(first_states.to(dtype), basis_one, rest))
+            constant += tl.sum(first_states * column_one[None, :] + second_states * column_two[None, :], 1)
+            live = live & (s // A_TILE == tile[:, None])
+        block = _levels(bits, s, (levels < count)[:, None] & (s < end)[None, :], dtype)
+        # Of all programs that share the tokens the first one counts the constant level.
+        found = dot(projected.to(dtype), block) + tl.where(tl.program_id(2) == 0, constant, 0.0)[:, None]
+        score_at = scores + ((tl.program_id(2) * rows + row) * ALL + q)[:, None] * tokens + s[None, :]
+        tl.store(score_at, found, mask=live)
+
+
+@triton.jit(do_not_specialize=["count", "of_8", "of_4", "of_2"])
+def value_kernel(
+    scores, codes, visible, parts, stats, scaling, softcap, rows, tokens, chunk, count, of_8, of_4, of_2,
+    KV_HEADS: tl.constexpr, HEADS: tl.constexpr, ALL: tl.constexpr, COUNT: tl.constexpr, QUERIES: tl.constexpr, LEVELS: tl.constexpr,
+    TOKENS: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Sums of LEVELS of one row and key head, of HEADS with one basis, by exponentials, over a run of its tokens."""
+    row, levels = tl.program_id(0).to(tl.int64) % rows, tl.program_id(2) * LEVELS + tl.arange(0, LEVELS)
+    b, h = row // KV_HEADS, row % KV_HEADS
+    q = tl.program_id(0) // rows * QUERIES + tl.arange(0, QUERIES)
+    bits = _bits_of(codes, b, h // HEADS, levels, count, of_8, of_4, of_2)
+    highest, total = tl.full([QUERIES], float("-inf"), tl.float32), tl.zeros([QUERIES], tl.float32)
+    sums = tl.zeros([QUERIES, LEVELS], tl.float32)
+    begin, end = tl.program_id(1) * chunk, tl.minimum((tl.program_id(1) + 1) * chunk, tokens)
+    for start in range(begin, end, TOKENS):
+        s = start + tl.arange(0, TOKENS)
+        live = (q < ALL)[:, None] & (s < end)[None, :]
+        if visible is not None:
+            seen_at = visible[0] + b * visible[1] + (q % COUNT)[:, None] * visible[2] + s[None, :] * visible[3]
+            live = live & (tl.load(seen_at, mask=live, other=0) != 0)
+        found = tl.zeros([QUERIES, TOKENS], tl.float32)
+        for part in range(tl.num_programs(2)):
+            score_at = scores + ((part * rows + row) * ALL + q)[:, None] * tokens + s[None, :]
+            found += tl.load(score_at, mask=live, other=0.0)
+        found = tl.where(live, capped(found * scaling, softcap), float("-inf"))
+        higher = tl.maximum(highest, tl.max(found, 1))
+        weights, shrink = tl.exp(found - finite(higher)[:, None]), tl.exp(highest - finite(higher))
         total, highest = total * shrink + tl.sum(weights, 1), higher
-        if value_bank is not None:
-            basis = basis_number(from_token // A_TILE, b, h, value_basis_of)
-            if basis != value_basis:
-                done += _decoded_values(
-                    sums, share, b, h, value_basis, value_bank, value_offsets, value_dims, value_ranks, VALUE_DIM, VALUE_RANK
-                )
-                sums, share = tl.zeros([HEADS, VALUE_RANK_PAD], tl.float32), tl.zeros([HEADS], tl.float32)
-                value_basis = basis
-            done, share = done * shrink[:, None], share * shrink + tl.sum(weights, 1)
-        sums = sums * shrink[:, None] + dot(weights.to(dtype), _levels(value_columns, s, s < end, value_ranks, VALUE_RANK, dtype))
-    if value_bank is not None:
-        done += _decoded_values(sums, share, b, h, value_basis, value_bank, value_offsets, value_dims, value_ranks, VALUE_DIM, VALUE_RANK)
-        store_part(row, heads, done, value_dims, highest, total, parts, stats, GROUP, VALUE_DIM)
-    else:
-        store_part(row, heads, sums, value_ranks, highest, total, parts, stats, GROUP, VALUE_RANK)
+        block = _levels(bits, s, (levels < count)[:, None] & (s < end)[None, :], DTYPE)
+        sums = dot(weights.to(DTYPE), tl.trans(block), sums * shrink[:, None])
+    part = store_part(row, q, sums, levels, highest, total, parts, stats, ALL, count + 1, count)
+    tl.store(parts + part * (count + 1) + count, total, mask=q < ALL)  # What the constant level sums up to.
 
 
-def _side(packed: torch.Tensor, code_map: CodeMap) -> tuple[Any, ...]:
-    """What `_columns` reads."""
-    return packed, *packed.stride()[:2], code_map.index.contiguous(), *code_map.counts
-
-
-def fits(query: torch.Tensor, key_map: CodeMap, value_map: CodeMap, rotation: KeyRotation | None) -> bool:
-    """Whether a program can hold the bases that it needs: those of keys that are rotated, and those of values in a bank."""
-    of_keys = 0 if rotation is None else 2 * padded(len(rotation.inv_freq)) * padded(key_map.index.shape[1]) * query.element_size()
-    of_values = math.prod(map(padded, value_map.decode.shape[-2:])) * 4 if value_map.decode.ndim == 5 else 0
-    return of_keys <= LARGEST[0] and of_values <= LARGEST[1]
-
-
-def attend(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    key_map: CodeMap,
-    value_map: CodeMap,
-    scaling: float,
-    options: CodeOptions,
-    *,
-    splits: int | None = None,
-    block: int | None = None,
-) -> Part:
-    """`code_attention`, whose arguments these are, checked, and two more.
+def sizes(queries: int, dim: int, pairs: int, single: bool) -> tuple[dict[str, int], dict[str, int]]:
+    """Constants of both kernels with which registers hardly spill and shared memory suffices, as compiled for sm_80, 90 and 100.
 
     Args:
-        splits: How many programs share the tokens of a row and KV head; None: enough to fill the GPU.
-        block: Tokens that a program takes at a time, a power of two from 16 on; None: what fits into registers. A tile, with a bank.
+        queries: Of all heads that share a key head.
+        pairs: Of dimensions that rotate.
+        single: Whether products are in float32.
     """
-    valid, rotation, key_basis_of, value_basis_of, softcap = options
-    batch, heads, _, dim = query.shape
-    (kv_heads, rank), tokens = key_map.index.shape, keys.shape[2]
-    value_dim, value_rank = value_map.decode.shape[-2:]
-    pairs, positions = (0, None) if rotation is None else (len(rotation.inv_freq), rotation.positions)
-    if not fits(query, key_map, value_map, rotation):
-        raise UnsupportedError("backend='triton': such large bases, rotated or in a bank, do not fit a GPU. Use backend='torch'.")
-    banked = key_basis_of is not None or value_basis_of is not None
-    block = TILE if banked else block or block_size(rank, value_rank, pairs)
-    chunk, splits = split_tokens(tokens, block, batch * kv_heads, splits, query.device)
-    query = query.contiguous()
-    key_offsets, value_offsets = (code_map.offset.unsqueeze(-1) for code_map in (key_map, value_map))
-    width = value_rank if value_basis_of is None else value_dim
-    parts, stats = (query.new_empty(batch * heads * splits * n, dtype=torch.float32) for n in (width, 2))
-    attend_kernel[(batch * kv_heads, splits)](
-        query,
-        projected(query, key_map.decode, kv_heads, 2 * pairs),
-        projected(query.float(), key_offsets, kv_heads, 2 * pairs),
-        _side(keys, key_map),
-        *strided_or_none(key_basis_of),
-        _side(values, value_map),
-        *strided_or_none(value_basis_of),
-        None if valid is None else strided(valid, (batch, kv_heads, tokens)),
-        *(None if rotation is None else bank_of(bank) for bank in (key_map.decode, key_offsets)),
-        *(None if value_basis_of is None else bank_of(bank) for bank in (value_map.decode, value_offsets)),
-        None if rotation is None else frequencies_of(rotation.inv_freq, query.device),
-        None if positions is None else (positions.contiguous(), positions.shape[1] if len(positions) == batch else 0),
-        *((0, 1.0) if rotation is None else (rotation.start, rotation.attention_scaling)),
-        *(parts, stats, scaling, softcap, tokens, chunk),
-        KV_HEADS=kv_heads,
-        GROUP=heads // kv_heads,
-        HEADS=padded(heads // kv_heads),
-        DIM=dim,
-        RANK=rank,
-        RANK_PAD=padded(rank),
-        VALUE_DIM=value_dim,
-        VALUE_PAD=padded(value_dim),
-        VALUE_RANK=value_rank,
-        VALUE_RANK_PAD=padded(value_rank),
-        PAIRS=pairs,
-        PAIRS_PAD=padded(pairs),
-        INTERLEAVED=rotation is not None and rotation.layout == "interleaved",
-        BLOCK=block,
-        num_stages=2,
-        num_warps=warps(rank, value_rank, query.dtype == torch.float32),
+    tokens, most = 64, (64 if single else 128) // (2 if dim > 128 else 1)
+    tiles = tokens // TILE if pairs else 1
+    block = min(32 // tiles, max(16 // tiles, triton.next_power_of_2(queries)))
+    rest = dim - 2 * pairs
+    score = {"QUERIES": block, "TILES": tiles, "PAIRS": pairs, "PAIRS_PAD": padded(pairs) if pairs else 0}
+    score |= {"REST_PAD": padded(rest) if rest else 0, "LEVELS": most, "TOKENS": tokens}
+    return score, {"QUERIES": 16, "LEVELS": most, "TOKENS": tokens}
+
+
+def code_part(
+    query: torch.Tensor,
+    codes: torch.Tensor,
+    code_map: tuple[Counts, torch.Tensor, torch.Tensor],
+    scaling: float,
+    rotation: tuple[torch.Tensor, torch.Tensor, Layout] | None,
+    visible: torch.Tensor | None,
+    softcap: float | None,
+    splits: int | None = None,
+) -> AttentionPart:
+    """`codes.code_part`, whose arguments these are, and one more. Sums are normalized.
+
+    Args:
+        splits: How many programs share the tokens of a row and key head; None: enough to fill the GPU.
+    """
+    counts, keys, values = code_map
+    (batch, heads, queries, dim), tokens, levels = query.shape, codes.shape[3], sum(counts)
+    kv_heads, width = keys.shape[0] * keys.shape[1], keys.shape[3]
+    rows, every = batch * kv_heads, heads // kv_heads * queries
+    if dim > MOST:
+        raise UnsupportedError(f"backend='triton': keys of {dim} dimensions, more than {MOST}, do not fit a GPU. Use backend='torch'.")
+    pairs, single = 0 if rotation is None else rotation[0].shape[2], query.dtype == torch.float32
+    for_scores, for_values = sizes(every, dim, pairs, single)
+    chunk, splits = split_tokens(tokens, for_scores["TOKENS"], rows, splits, query.device)
+    blocks = max(1, triton.cdiv(levels, for_scores["LEVELS"]))
+    scores = query.new_empty(blocks * rows, every, tokens, dtype=torch.float32)
+    parts, stats = (query.new_empty(rows, splits, every, n, dtype=torch.float32) for n in (width, 2))
+    shared = {"KV_HEADS": kv_heads, "HEADS": keys.shape[1], "ALL": every, "num_stages": 2, "num_warps": 8}
+    score_kernel[(rows * triton.cdiv(every, for_scores["QUERIES"]), splits, blocks)](
+        *(query.contiguous(), strided(codes), keys.contiguous()),
+        *((None, None) if rotation is None else (strided(table, (batch, tokens // TILE, pairs)) for table in rotation[:2])),
+        *(scores, rows, tokens, chunk, dim, levels, *counts[:3]),
+        INTERLEAVED=rotation is not None and rotation[2] == "interleaved",
+        **for_scores,
+        **shared,
     )
-    output = query.new_empty(batch, 1, heads, value_dim)
-    decode, offset = (None, None) if value_basis_of is not None else (bank_of(value_map.decode), bank_of(value_offsets))
-    return output, combine(parts, stats, decode, output, kv_heads, splits, width, offset)
+    value_kernel[(rows * triton.cdiv(every, for_values["QUERIES"]), splits, blocks)](
+        *(scores, strided(codes)),
+        None if visible is None else strided(visible, (batch, queries, tokens)),
+        *(parts, stats, scaling, softcap, rows, tokens, chunk, levels, *counts[:3]),
+        COUNT=queries,
+        DTYPE=DTYPES[query.dtype],
+        **for_values,
+        **shared,
+    )
+    sums = query.new_empty(batch, kv_heads, every, width, dtype=torch.float32)
+    highest = combine(parts, stats, sums, splits, torch.float32).view(batch, heads, queries, 1)
+    decoded = sums.transpose(0, 1).flatten(1, 2) @ values.flatten(0, 1).float().mT
+    decoded = decoded.unflatten(1, (batch, every)).transpose(0, 1).reshape(batch, heads, queries, -1)
+    return AttentionPart(decoded, sums[..., -1].reshape(batch, heads, queries, 1), highest.clamp_min_(torch.finfo(torch.float32).min))

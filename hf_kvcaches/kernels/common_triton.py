@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -107,83 +105,49 @@ def load_option(s, live, b, h, option):
 
 
 @triton.jit
-def basis_at(b, h, basis, bank):
-    """Pointer to a basis of one row and KV head."""
-    return bank[0] + b * bank[1] + h * bank[2] + basis * bank[3]
+def store_part(row, heads, sums, dims, highest, total, parts, stats, GROUP: tl.constexpr, width, count):
+    """Stores what one program found for some of the GROUP heads of a row, for `combine_kernel`, and returns where.
 
-
-@triton.jit
-def decoded(sums, b, h, basis, bank, dims, ranks, DIM: tl.constexpr, RANK: tl.constexpr):
-    """(heads, ranks) times a basis: (heads, dims)."""
-    at = basis_at(b, h, basis, bank) + dims[None, :] * RANK + ranks[:, None]
-    return dot(sums, tl.load(at, mask=(dims < DIM)[None, :] & (ranks < RANK)[:, None], other=0.0).to(tl.float32))
-
-
-@triton.jit
-def store_part(row, heads, sums, dims, highest, total, parts, stats, GROUP: tl.constexpr, DIM: tl.constexpr):
-    """Stores the result of one program, whose number of programs is the grid's second size, for `combine_kernel`."""
+    The number of programs of a row is the grid's second size. `sums`: (heads, dims), of which there are `count`; `width` are stored.
+    """
     part = (row * tl.num_programs(1) + tl.program_id(1)) * GROUP + heads
-    tl.store(parts + part[:, None] * DIM + dims[None, :], sums, mask=(heads < GROUP)[:, None] & (dims < DIM)[None, :])
+    tl.store(parts + part[:, None] * width + dims[None, :], sums, mask=(heads < GROUP)[:, None] & (dims < count)[None, :])
     tl.store(stats + part * 2, highest, mask=heads < GROUP)
     tl.store(stats + part * 2 + 1, total, mask=heads < GROUP)
+    return part
 
 
 @triton.jit
-def combine_kernel(
-    parts, stats, decode, offset, output, lse, splits,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr,
-    WIDTH_PAD: tl.constexpr, DIMS: tl.constexpr,
-):  # fmt: skip
-    """Merges what `splits` programs stored for one row and KV head, for DIMS dimensions of its values.
+def combine_kernel(parts, stats, output, lse, splits, width, GROUP: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexpr):
+    """Merges what `splits` programs stored for the GROUP heads of one row, for DIMS of `width` sums.
 
-    `parts`: (batch * kv_heads, splits, GROUP, WIDTH). `stats`: (..., 2). `decode`: None, if parts are values already, or (pointer,
-    strides) of (VALUE_DIM, WIDTH). `offset`: None or (pointer, strides) of what is added to all values, (VALUE_DIM).
-    `output`: (batch * heads, VALUE_DIM); `lse`: (batch * heads), float64.
+    `parts`: (rows, splits, GROUP, width). `stats`: (rows, splits, GROUP, 2). `output`: (rows, GROUP, width). `lse`: (rows, GROUP).
     """
     row = tl.program_id(0).to(tl.int64)
-    heads = tl.arange(0, HEADS)
-    dims = tl.program_id(1) * DIMS + tl.arange(0, DIMS)
-    widths = dims if decode is None else tl.arange(0, WIDTH_PAD)
-    mask = (heads < GROUP)[:, None] & (widths < WIDTH)[None, :]
+    heads, dims = tl.arange(0, HEADS), tl.program_id(1) * DIMS + tl.arange(0, DIMS)
+    mask = (heads < GROUP)[:, None] & (dims < width)[None, :]
     highest, total = tl.full([HEADS], float("-inf"), tl.float32), tl.zeros([HEADS], tl.float32)
-    sums = tl.zeros([HEADS, DIMS if decode is None else WIDTH_PAD], tl.float32)
+    sums = tl.zeros([HEADS, DIMS], tl.float32)
     for split in range(splits):
         part = (row * splits + split) * GROUP + heads
         high = tl.load(stats + part * 2, mask=heads < GROUP, other=float("-inf"))
         higher = tl.maximum(highest, high)
         shrink, share = tl.exp(highest - finite(higher)), tl.exp(high - finite(higher))
         total = total * shrink + tl.load(stats + part * 2 + 1, mask=heads < GROUP, other=0.0) * share
-        part_sums = tl.load(parts + part[:, None] * WIDTH + widths[None, :], mask=mask, other=0.0)
+        part_sums = tl.load(parts + part[:, None] * width + dims[None, :], mask=mask, other=0.0)
         sums, highest = sums * shrink[:, None] + part_sums * share[:, None], higher
     any_valid = total > 0
     sums = sums / tl.where(any_valid, total, 1.0)[:, None]
-    if decode is not None:
-        sums = decoded(sums, row // KV_HEADS, row % KV_HEADS, 0, decode, dims, widths, VALUE_DIM, WIDTH)
-    if offset is not None:
-        constant = tl.load(basis_at(row // KV_HEADS, row % KV_HEADS, 0, offset) + dims, mask=dims < VALUE_DIM, other=0.0).to(tl.float32)
-        sums += tl.where(any_valid[:, None], constant[None, :], 0.0)
-    query_heads = row * GROUP + heads
-    output_mask = (heads < GROUP)[:, None] & (dims < VALUE_DIM)[None, :]
-    tl.store(output + query_heads[:, None] * VALUE_DIM + dims[None, :], sums, mask=output_mask)
+    tl.store(output + (row * GROUP + heads)[:, None] * width + dims[None, :], sums, mask=mask)
     log_sum = highest.to(tl.float64) + tl.log(tl.where(any_valid, total, 1.0).to(tl.float64))
-    tl.store(lse + query_heads, tl.where(any_valid, log_sum, float("-inf")), mask=heads < GROUP)
+    tl.store(lse + row * GROUP + heads, tl.where(any_valid, log_sum, float("-inf")), mask=heads < GROUP)
 
 
-def combine(
-    parts: torch.Tensor,
-    stats: torch.Tensor,
-    decode: tuple[Any, ...] | None,
-    output: torch.Tensor,
-    kv_heads: int,
-    splits: int,
-    width: int,
-    offset: tuple[Any, ...] | None = None,
-) -> torch.Tensor:
-    """Writes the output, (batch, 1, heads, value_dim), and returns log sum exp, (batch, heads), in float64."""
-    batch, _, heads, value_dim = output.shape
-    group, dims = heads // kv_heads, min(64, padded(value_dim))
-    lse = output.new_empty(batch, heads, dtype=torch.float64)
-    sizes = {"KV_HEADS": kv_heads, "GROUP": group, "HEADS": padded(group), "VALUE_DIM": value_dim}
-    grid = batch * kv_heads, triton.cdiv(value_dim, dims)
-    combine_kernel[grid](parts, stats, decode, offset, output, lse, splits, WIDTH=width, WIDTH_PAD=padded(width), DIMS=dims, **sizes)
+def combine(parts: torch.Tensor, stats: torch.Tensor, output: torch.Tensor, splits: int, dtype: torch.dtype) -> torch.Tensor:
+    """Writes the output, (..., GROUP, width), and returns log sum exp, (..., GROUP)."""
+    group, width = output.shape[-2:]
+    lse, dims = output.new_empty(output.shape[:-1], dtype=dtype), min(64, padded(width))
+    combine_kernel[(lse.numel() // group, triton.cdiv(width, dims))](
+        parts, stats, output, lse, splits, width, GROUP=group, HEADS=padded(group), DIMS=dims
+    )
     return lse

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from functools import cache
 from typing import Any, Literal, get_args
 
@@ -10,7 +11,7 @@ import torch
 
 from hf_kvcaches.errors import ConfigError, UnsupportedError, require, require_choice
 
-Backend = Literal["auto", "triton", "torch", "reference"]
+Backend = Literal["auto", "triton", "torch"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
 
 
@@ -22,11 +23,13 @@ def has_triton() -> bool:
 
 def choose(backend: Backend, *tensors: torch.Tensor) -> Backend:
     """The back-end that computes, never `"auto"`, for tensors that a gradient could be wanted for."""
-    if backend in ("torch", "reference"):
+    if backend == "torch":
         return backend
     needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     supported = tensors[0].dtype in (torch.float32, torch.bfloat16, torch.float16) and not needs_gradient
     if backend == "auto":
+        if tensors[0].is_cuda and supported and not has_triton():
+            _warn_slow()
         return "triton" if tensors[0].is_cuda and supported and has_triton() else "torch"
     require_choice("backend", backend, BACKENDS)
     triton = require("triton", "triton", "backend='triton'")
@@ -35,6 +38,12 @@ def choose(backend: Backend, *tensors: torch.Tensor) -> Backend:
     if not tensors[0].is_cuda and not triton.knobs.runtime.interpret:
         raise ConfigError.of("backend", "'torch' for tensors that are not on a CUDA device", backend, "backend='auto' chooses by itself.")
     return backend
+
+
+@cache
+def _warn_slow() -> None:
+    """Say once that CUDA tensors are computed by many small kernels."""
+    warnings.warn("Triton is not installed, and kernels of hf_kvcaches run as many PyTorch operations. pip install triton.", stacklevel=4)
 
 
 def padded(dim: int) -> int:

@@ -3,21 +3,17 @@
 What one model computed for a prompt reaches another model as a few numbers a token. A linear map makes that model's keys and values from
 them, and from what it knows of each token for nothing; the keys are rotated to their positions, and all is written into the cache.
 
-`rebuild` has a `backend`: `"torch"` (fast on CPUs), `"triton"` (one launch a layer; CUDA, no float64), `"reference"` (loops in float64
-that are easy to read), or `"auto"`: Triton for CUDA tensors where it can, else torch.
+`rebuild` has a `backend`: `"torch"` (fast on CPUs), `"triton"` (one launch a layer; CUDA, no float64), or `"auto"`: Triton for CUDA tensors
+where it can, else torch. Arguments are not checked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 
 import torch
 
-from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.kernels import rebuild_reference
 from hf_kvcaches.kernels.arguments import Decoder, RowSpan
-from hf_kvcaches.kernels.checks import FLOATS, check_tables, check_tensor
 from hf_kvcaches.kernels.launch import Backend, choose
 from hf_kvcaches.kernels.rotation import Layout, Tables, rotate_
 
@@ -40,7 +36,6 @@ def rebuild(
     sin: torch.Tensor | None = None,
     layout: Layout = "half",
     backend: Backend = "auto",
-    check: bool = True,
 ) -> None:
     """Writes `side @ decoder.side + codes @ decoder.codes + decoder.bias`, keys rotated, to the slots of `spans`. Nothing else is written.
 
@@ -62,10 +57,7 @@ def rebuild(
         sin: Like `cos`.
         layout: Which dimensions form a pair: `"half"`: i and i + rotary_dim / 2; `"interleaved"`: 2i and 2i + 1.
         backend: See the module.
-        check: Whether to look at the arguments first. Not for those that fit by construction.
     """
-    if check:
-        _check_rebuild(side, codes, decoder, key_out, value_out, spans, side_rows, cos, sin, layout)
     backend = choose(backend, key_out)
     if not any(span.tokens for span in spans):
         return None
@@ -74,13 +66,9 @@ def rebuild(
         return _rebuild_torch(side, codes, decoder, key_out, value_out, spans, side_rows, tables, layout)
     if side is not None and side_rows is not None:
         side = side[side_rows]
-    if backend == "reference":
-        return rebuild_reference.rebuild(side, codes, decoder, key_out, value_out, spans, cos=cos, sin=sin, layout=layout)
     from hf_kvcaches.kernels import rebuild_triton
 
-    return rebuild_triton.rebuild(
-        side, codes, decoder, key_out, value_out, spans, None if cos is None or sin is None else (cos, sin), layout
-    )
+    return rebuild_triton.rebuild(side, codes, decoder, key_out, value_out, spans, tables, layout)
 
 
 def _rebuild_torch(
@@ -121,8 +109,10 @@ def _rebuild_torch(
         keys, values = (part.unflatten(1, (heads, -1)).transpose(0, 1) for part in numbers.split(widths, 1))
         if tables is not None:
             rotate_(keys, tables[0][here], tables[1][here], layout)
-        _write(keys, key_out[row, :, slots])
-        _write(values, value_out[row, :, slots])
+        if key_out.dtype == torch.float16:
+            numbers.clamp_(-torch.finfo(torch.float16).max, torch.finfo(torch.float16).max)
+        key_out[row, :, slots] = keys
+        value_out[row, :, slots] = values
 
 
 def _pieces(spans: Sequence[RowSpan], most: int) -> Iterator[tuple[slice, int, slice]]:
@@ -133,60 +123,3 @@ def _pieces(spans: Sequence[RowSpan], most: int) -> Iterator[tuple[slice, int, s
             some = min(most, count - done)
             yield slice(begin + done, begin + done + some), row, slice(first + done, first + done + some)
         begin += count
-
-
-def _write(numbers: torch.Tensor, out: torch.Tensor) -> None:
-    """Casts numbers, which may be overwritten, into a part of the cache."""
-    if out.dtype == torch.float16:
-        numbers.clamp_(-torch.finfo(out.dtype).max, torch.finfo(out.dtype).max)
-    out.copy_(numbers)
-
-
-def _check_rebuild(
-    side: torch.Tensor | None,
-    codes: torch.Tensor | None,
-    decoder: Decoder,
-    key_out: torch.Tensor,
-    value_out: torch.Tensor,
-    spans: Sequence[RowSpan],
-    side_rows: torch.Tensor | None,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    layout: str,
-) -> None:
-    """Refuses arguments of `rebuild` that don't fit together."""
-    device = key_out.device
-    check_tensor("key_out", key_out, (None,) * 4, contiguous=True)
-    check_tensor("value_out", value_out, (*key_out.shape[:3], None), key_out.dtype, device, contiguous=True)
-    tokens = _check_spans(spans, key_out.shape[0], key_out.shape[2])
-    width = key_out.shape[1] * (key_out.shape[3] + value_out.shape[3])
-    if side is None and codes is None and decoder.bias is None:
-        raise ConfigError.of("side, codes and decoder.bias", "at least one of them", None)
-    for name, factor, weights in (("side", side, decoder.side), ("codes", codes, decoder.codes)):
-        if (factor is None) != (weights is None):
-            wanted = f"{'None' if factor is None else 'a tensor'} for these {name}"
-            raise ConfigError.of(f"decoder.{name}", wanted, type(weights).__name__)
-    if side is not None and decoder.side is not None:
-        check_tensor("side", side, (tokens if side_rows is None else None, None), FLOATS, device)
-        check_tensor("decoder.side", decoder.side, (side.shape[1], width), FLOATS, device)
-    if codes is not None and decoder.codes is not None:
-        check_tensor("codes", codes, (tokens, None), FLOATS, device)
-        check_tensor("decoder.codes", decoder.codes, (codes.shape[1], width), FLOATS, device)
-    if side_rows is not None:
-        check_tensor("side_rows", side_rows, (tokens,), torch.int64, device)
-    if decoder.bias is not None:
-        check_tensor("decoder.bias", decoder.bias, (width,), FLOATS, device)
-    check_tables(cos, sin, layout, tokens, key_out.shape[3], device)
-
-
-def _check_spans(spans: Sequence[RowSpan], batch: int, capacity: int) -> int:
-    """The tokens of all spans."""
-    for span in spans:
-        if not isinstance(span, RowSpan) or any(type(number) is not int for number in span):
-            raise ConfigError.of("spans", "each a Span of three integers", span)
-        if not (0 <= span.row < batch and 0 <= span.first <= span.first + span.tokens <= capacity):
-            raise ConfigError.of("spans", f"each within {batch} rows of {capacity} slots", span)
-    for before, after in pairwise(sorted(span for span in spans if span.tokens)):
-        if before.row == after.row and before.first + before.tokens > after.first:
-            raise ConfigError.of("spans", "no slot twice", (before, after))
-    return sum(span.tokens for span in spans)

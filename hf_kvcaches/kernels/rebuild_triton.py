@@ -91,7 +91,7 @@ def rebuild(
     tables: Tables | None,
     layout: Layout,
 ) -> None:
-    """`rebuild`, whose arguments these are, checked; there are tokens."""
+    """`rebuild`, whose arguments these are; there are tokens."""
     tokens = sum(span.tokens for span in spans)
     _, heads, _, key_dim = key_out.shape
     value_dim = value_out.shape[3]

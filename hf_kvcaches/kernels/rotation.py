@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -11,27 +10,40 @@ Layout = Literal["half", "interleaved"]
 Tables = tuple[torch.Tensor, torch.Tensor]
 
 
-def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: Layout) -> torch.Tensor:
+def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: Layout, *, back: bool = False) -> torch.Tensor:
     """Rotates the first dimensions of `x`, in place, and returns it. Gradients pass, unless `x` is a leaf.
 
     Args:
         x: (..., dim). Dimensions beyond those of the tables stay as they are.
         cos: Of each pair's angle, (..., rotary_dim / 2).
-        sin: Like `cos`; negated, it rotates back.
+        sin: Like `cos`.
         layout: Which dimensions form a pair: `"half"`: i and i + rotary_dim / 2; `"interleaved"`: 2i and 2i + 1.
+        back: By the negative angles.
     """
     half = cos.shape[-1]
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     if layout == "interleaved" and not torch.compiler.is_compiling() and _is_complex(x):  # a tenth of the time of strided halves
-        torch.view_as_complex(x[..., : 2 * half].unflatten(-1, (half, 2))).mul_(torch.complex(cos, sin))
+        torch.view_as_complex(x[..., : 2 * half].unflatten(-1, (half, 2))).mul_(torch.complex(cos, -sin if back else sin))
         return x
     first, second = (
         (x[..., : 2 * half : 2], x[..., 1 : 2 * half : 2]) if layout == "interleaved" else (x[..., :half], x[..., half : 2 * half])
     )
     cross = first * sin
-    first.mul_(cos).addcmul_(second, sin, value=-1)
-    second.mul_(cos).add_(cross)
+    first.mul_(cos).addcmul_(second, sin, value=1 if back else -1)
+    second.mul_(cos).add_(cross, alpha=-1 if back else 1)
     return x
+
+
+def rotated_back(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """A rotated copy of `x`, by the negative angles; arguments as for `rotate_`. `x` may be expanded, which costs nothing."""
+    half, out = cos.shape[-1], torch.empty_like(x, memory_format=torch.contiguous_format)
+    step, second = (2, slice(1, 2 * half, 2)) if layout == "interleaved" else (1, slice(half, 2 * half))
+    one, two = x[..., : step * half : step], x[..., second]
+    torch.mul(one, cos, out=out[..., : step * half : step]).addcmul_(two, sin)
+    torch.mul(two, cos, out=out[..., second]).addcmul_(one, sin, value=-1)
+    if 2 * half < x.shape[-1]:
+        out[..., 2 * half :] = x[..., 2 * half :]
+    return out
 
 
 def swap_pairs(x: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -54,20 +66,3 @@ def cos_sin(inv_freq: torch.Tensor, positions: int | torch.Tensor, dtype: torch.
     angles = inv_freq * (positions if isinstance(positions, int) else positions.to(torch.float64).unsqueeze(-1))
     # Cosine and sine reduce a float64 argument exactly; a remainder by a rounded 2 pi would add its error once per circle.
     return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def angle_table(inv_freq: torch.Tensor, length: int, dtype: torch.dtype, device: torch.device) -> Tables:
-    """`cos_sin` of positions 0 to `length` - 1 and some more, made once for all layers and calls.
-
-    Args:
-        inv_freq: As for `cos_sin`, best on the CPU: it is read as numbers.
-    """
-    return _angle_table(tuple(inv_freq.tolist()), max(512, 1 << (length - 1).bit_length()), dtype, device)
-
-
-@lru_cache(maxsize=8)
-@torch.inference_mode(False)
-@torch.no_grad()
-def _angle_table(frequencies: tuple[float, ...], length: int, dtype: torch.dtype, device: torch.device) -> Tables:
-    cos, sin = cos_sin(torch.tensor(frequencies, dtype=torch.float64), torch.arange(length), dtype)
-    return cos.to(device), sin.to(device)

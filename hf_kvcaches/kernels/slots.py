@@ -3,7 +3,7 @@
 Softmax does not care for order, so a cache that evicts tokens can put a new one wherever one left, and nothing has to move.
 
 Each function has a `backend`: `"torch"` (fast on CPUs, has gradients, can be compiled), `"triton"` (one pass over keys and values; CUDA,
-no gradients), `"reference"` (loops in float64 that are easy to read), or `"auto"`: Triton for CUDA tensors where it can, else torch.
+no gradients), or `"auto"`: Triton for CUDA tensors where it can, else torch. Tensors are those of a cache, and are not checked.
 """
 
 from __future__ import annotations
@@ -12,10 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.kernels import slots_reference
 from hf_kvcaches.kernels.arguments import Attended, RotationTables, SlotOptions
-from hf_kvcaches.kernels.checks import FLOATS, INTEGERS, check_layout, check_mask, check_query, check_tensor
 from hf_kvcaches.kernels.launch import Backend, choose
 from hf_kvcaches.kernels.rotation import rotate_, swap_pairs
 
@@ -26,84 +23,45 @@ def slot_attention(
     values: torch.Tensor,
     scaling: float,
     *,
+    tables: torch.Tensor | None = None,
     valid: torch.Tensor | None = None,
     rotation: RotationTables | None = None,
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
     want_weights: bool = False,
     backend: Backend = "auto",
-    check: bool = True,
 ) -> Attended:
     """Attention of one query token a row over slots in any order.
 
-    Invalid slots take no part. Their values must be finite numbers (buffers begin as zeros) for the torch back-end, which multiplies
-    them by zero; their keys may hold anything.
+    Invalid slots take no part, and their keys may hold anything; so may their values in pages. Without pages these must be finite numbers
+    (buffers begin as zeros) for the torch back-end, which multiplies them by zero.
 
     Args:
         query: (batch, heads, 1, head_dim); consecutive heads share a key head.
-        keys: (batch, kv_heads, slots, head_dim), the last dimension contiguous.
-        values: (batch, kv_heads, slots, value_dim), the last dimension contiguous.
+        keys: (batch, kv_heads, slots, head_dim), or (pages, kv_heads, page, head_dim) with `tables`; the last dimension contiguous.
+        values: Like `keys`, with value_dim.
+        tables: The pages of each row, (batch, blocks), int32 or int64: slot s of row b lies in `keys[tables[b, s // page], :, s % page]`.
+            -1 where a row has none, whose slots must be invalid. None: without pages. With pages `valid` says how many slots there are.
         valid: True for slots that take part, (batch or 1, kv_heads or 1, slots); None for all. A row without any gives zeros.
         rotation: For keys that are stored unrotated: the rotation to apply on the way.
         softcap: If given, scores are softcap * tanh(scores * scaling / softcap).
         sink_logits: A score for each head, (heads,), that takes a share of the weights and gives nothing: a learned sink.
         backend: See the module.
-        check: Whether to look at the arguments first, which takes as long as a small product. Not for tensors that fit by construction.
 
     Returns:
         The output, (batch, 1, heads, value_dim), and None or float32 weights, (batch, kv_heads, slots): mean over the heads of a group.
     """
     options = SlotOptions(valid, rotation, softcap, sink_logits, want_weights)
-    if check:
-        _check_attention(query, keys, values, None, options)
-    backend = choose(backend, query, keys, values)
-    if backend == "torch":
-        return _attention_torch(query, keys, values, scaling, options)
-    if backend == "reference":
-        return slots_reference.slot_attention(query, keys, values, scaling, **options._asdict())
-    from hf_kvcaches.kernels import slots_triton
+    slots = keys.shape[2] if tables is None or valid is None else valid.shape[-1]
+    if choose(backend, query, keys, values) == "triton":
+        from hf_kvcaches.kernels import slots_triton
 
-    return slots_triton.attend(query, keys, values, None, keys.shape[2], scaling, options)
-
-
-def paged_attention(
-    query: torch.Tensor,
-    key_pages: torch.Tensor,
-    value_pages: torch.Tensor,
-    tables: torch.Tensor,
-    scaling: float,
-    *,
-    valid: torch.Tensor,
-    rotation: RotationTables | None = None,
-    softcap: float | None = None,
-    sink_logits: torch.Tensor | None = None,
-    want_weights: bool = False,
-    backend: Backend = "auto",
-    check: bool = True,
-) -> Attended:
-    """`slot_attention` where slot s of row b lies in `key_pages[tables[b, s // page], :, s % page]`.
-
-    Invalid slots may hold anything, also what is not a number. Arguments and result are those of `slot_attention`, but for these:
-
-    Args:
-        key_pages: (pages, kv_heads, page, head_dim), the last dimension contiguous.
-        value_pages: (pages, kv_heads, page, value_dim), the last dimension contiguous.
-        tables: The pages of each row, (batch, blocks), int32 or int64; -1 where a row has none, whose slots must be invalid.
-        valid: It also says how many slots there are: at most blocks * page.
-        check: Whether to look at the arguments first.
-    """
-    options = SlotOptions(valid, rotation, softcap, sink_logits, want_weights)
-    slots = _check_attention(query, key_pages, value_pages, tables, options) if check else valid.shape[-1]
-    backend = choose(backend, query, key_pages, value_pages)
-    if backend == "reference":
-        return slots_reference.paged_attention(query, key_pages, value_pages, tables, scaling, **options._asdict())
-    if backend == "torch":
-        pages, heads = tables.long().clamp(min=0).unsqueeze(1), _range(key_pages.shape[1], tables).view(-1, 1)
-        keys, values = (store[pages, heads].flatten(2, 3)[:, :, :slots] for store in (key_pages, value_pages))
-        return _attention_torch(query, keys, values.masked_fill(~valid.unsqueeze(-1), 0), scaling, options)
-    from hf_kvcaches.kernels import slots_triton
-
-    return slots_triton.attend(query, key_pages, value_pages, tables, slots, scaling, options)
+        return slots_triton.attend(query, keys, values, tables, slots, scaling, options)
+    if tables is not None and valid is not None:
+        pages, heads = tables.long().clamp(min=0).unsqueeze(1), _range(keys.shape[1], tables).view(-1, 1)
+        keys, values = (store[pages, heads].flatten(2, 3)[:, :, :slots] for store in (keys, values))
+        values = values.masked_fill(~valid.unsqueeze(-1), 0)
+    return _attention_torch(query, keys, values, scaling, options)
 
 
 def write_slots(
@@ -113,73 +71,42 @@ def write_slots(
     new_keys: torch.Tensor,
     new_values: torch.Tensor,
     *,
+    tables: torch.Tensor | None = None,
     backend: Backend = "auto",
-    check: bool = True,
 ) -> None:
     """Puts new tokens into slots, in place: `keys[b, h, slots[b, h, j]] = new_keys[b, h, j]`, and the same for values.
 
     Args:
-        keys: (batch, kv_heads, slots, head_dim), the last dimension contiguous.
-        values: (batch, kv_heads, slots, value_dim), the last dimension contiguous.
-        slots: (batch or 1, kv_heads or 1, tokens), int64, from 0 on, no slot of a row and head twice.
+        keys: As in `slot_attention`.
+        values: Like `keys`.
+        slots: (batch or 1, kv_heads or 1, tokens), int64, from 0 on, no slot of a row and head twice. With pages, -1 takes no token.
         new_keys: (batch, kv_heads, tokens, head_dim).
         new_values: (batch, kv_heads, tokens, value_dim).
+        tables: As in `slot_attention`; where the page of a slot is -1, nothing is written.
         backend: See the module.
-        check: Whether to look at the arguments first.
     """
-    if check:
-        _check_write(keys, values, None, slots, new_keys, new_values)
-    backend = choose(backend, keys, values, new_keys)
-    if backend == "triton":
+    if choose(backend, keys, values, new_keys) == "triton":
         from hf_kvcaches.kernels import slots_triton
 
-        return slots_triton.write(keys, values, None, slots, new_keys, new_values)
-    if backend == "reference":
-        return slots_reference.write_slots(keys, values, slots, new_keys, new_values)
-    return put_in_slots((keys, values), slots, (new_keys, new_values))
-
-
-def put_in_slots(buffers: Sequence[torch.Tensor], slots: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
-    """`write_slots` in plain PyTorch, for any number of buffers of any dtype, whose arguments are not looked at."""
-    batch, heads, tokens = states[0].shape[:3]
+        return slots_triton.write(keys, values, tables, slots, new_keys, new_values)
+    if tables is not None:
+        return put_in_pages((keys, values), tables, slots, (new_keys, new_values))
+    batch, heads, tokens = new_keys.shape[:3]
     if slots.shape[:2] == (1, 1):  # Half the time of the general way.
-        for buffer, new in zip(buffers, states, strict=True):
-            buffer.index_copy_(2, slots.view(tokens), new)
-        return
+        keys.index_copy_(2, slots.view(tokens), new_keys)
+        values.index_copy_(2, slots.view(tokens), new_values)
+        return None
     # Not scatter_, which takes a thousand times as long in bfloat16.
     at = (_range(batch, slots).view(-1, 1, 1), _range(heads, slots).view(-1, 1), slots)
-    for buffer, new in zip(buffers, states, strict=True):
-        buffer.index_put_(at, new)
-
-
-def write_pages(
-    key_pages: torch.Tensor,
-    value_pages: torch.Tensor,
-    tables: torch.Tensor,
-    slots: torch.Tensor,
-    new_keys: torch.Tensor,
-    new_values: torch.Tensor,
-    *,
-    backend: Backend = "auto",
-    check: bool = True,
-) -> None:
-    """`write_slots` through block tables, as in `paged_attention`. A slot of -1 takes no token, nor does one whose page is -1."""
-    if check:
-        _check_write(key_pages, value_pages, tables, slots, new_keys, new_values)
-    if not new_keys.shape[2]:
-        return None
-    backend = choose(backend, key_pages, value_pages, new_keys)
-    if backend == "triton":
-        from hf_kvcaches.kernels import slots_triton
-
-        return slots_triton.write(key_pages, value_pages, tables, slots, new_keys, new_values)
-    if backend == "reference":
-        return slots_reference.write_pages(key_pages, value_pages, tables, slots, new_keys, new_values)
-    return put_in_pages((key_pages, value_pages), tables, slots, (new_keys, new_values))
+    keys.index_put_(at, new_keys)
+    values.index_put_(at, new_values)
+    return None
 
 
 def put_in_pages(stores: Sequence[torch.Tensor], tables: torch.Tensor, slots: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
-    """`write_pages` in plain PyTorch, for any number of stores of any dtype, whose arguments are not looked at."""
+    """`write_slots` through `tables`, for any number of stores of any dtype."""
+    if not states[0].shape[2]:
+        return
     slots = slots.expand(states[0].shape[:3])
     size = stores[0].shape[2]
     page = tables[_range(len(tables), slots).view(-1, 1, 1), slots.clamp(min=0) // size].long()
@@ -243,52 +170,3 @@ def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None, dtype: torch.dtyp
 
 def _range(size: int, like: torch.Tensor) -> torch.Tensor:
     return torch.arange(size, device=like.device)
-
-
-def _check_attention(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, tables: torch.Tensor | None, options: SlotOptions
-) -> int:
-    """Refuses arguments of `slot_attention` or, with `tables`, `paged_attention` that don't fit together. Returns the number of slots."""
-    _check_buffers(keys, values, tables)
-    valid, rotation, *_ = options
-    batch, kv_heads, dim = len(keys if tables is None else tables), keys.shape[1], keys.shape[3]
-    slots = keys.shape[2] if valid is None or tables is None else valid.shape[-1]
-    check_query(query, batch, kv_heads, dim, keys.dtype)
-    if tables is not None and slots > tables.shape[1] * keys.shape[2]:
-        raise ConfigError.of("valid", f"at most {tables.shape[1] * keys.shape[2]} slots, as many as the tables have", slots)
-    shape = (batch, kv_heads, slots)
-    if valid is not None:
-        check_mask("valid", valid, shape)
-    if options.sink_logits is not None:
-        check_tensor("sink_logits", options.sink_logits, (query.shape[1],))
-    if rotation is not None:
-        check_mask("rotation.positions", rotation.positions, shape, INTEGERS)
-        check_tensor("rotation.sin", rotation.sin, rotation.cos.shape, rotation.cos.dtype)
-        check_tensor("rotation.cos", rotation.cos, (None, tuple(range(1, dim // 2 + 1))))
-        check_layout("rotation.layout", rotation.layout)
-    return slots
-
-
-def _check_write(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    tables: torch.Tensor | None,
-    slots: torch.Tensor,
-    new_keys: torch.Tensor,
-    new_values: torch.Tensor,
-) -> None:
-    """Refuses arguments of `write_slots` or, with `tables`, `write_pages` that don't fit together."""
-    _check_buffers(keys, values, tables)
-    batch, kv_heads = len(keys if tables is None else tables), keys.shape[1]
-    check_tensor("new_keys", new_keys, (batch, kv_heads, None, keys.shape[3]), keys.dtype)
-    check_tensor("new_values", new_values, (*new_keys.shape[:3], values.shape[3]), values.dtype)
-    check_mask("slots", slots, (batch, kv_heads, new_keys.shape[2]), torch.int64)
-
-
-def _check_buffers(keys: torch.Tensor, values: torch.Tensor, tables: torch.Tensor | None) -> None:
-    """Refuses buffers (or pages, with `tables`) that don't belong together."""
-    key_name, value_name = ("keys", "values") if tables is None else ("key_pages", "value_pages")
-    check_tensor(key_name, keys, (None,) * 4, FLOATS, contiguous=True)
-    check_tensor(value_name, values, (*keys.shape[:3], None), keys.dtype, contiguous=True)
-    if tables is not None:
-        check_tensor("tables", tables, (None, None), INTEGERS)

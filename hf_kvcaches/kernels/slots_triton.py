@@ -128,7 +128,7 @@ def attend_kernel(
         sums = sums * shrink[:, None] + _sums(shares, value)
         total = total * shrink + tl.sum(shares, 1)
         highest = higher
-    store_part(row, heads, sums, value_dims, highest, total, parts, stats, GROUP, VALUE_DIM)
+    store_part(row, heads, sums, value_dims, highest, total, parts, stats, GROUP, VALUE_DIM, VALUE_DIM)
 
 
 @triton.jit
@@ -184,7 +184,7 @@ def attend(
     splits: int | None = None,
     block: int | None = None,
 ) -> Attended:
-    """`slot_attention`, or with `tables` `paged_attention`, whose arguments these are, checked, and two more.
+    """`slot_attention`, whose arguments these are, and two more.
 
     Args:
         splits: How many programs share the slots of a row and KV head; None: enough to fill the GPU.
@@ -221,7 +221,7 @@ def attend(
         num_stages=2,
     )
     output = query.new_empty(batch, 1, heads, value_dim)
-    lse = combine(parts, stats, None, output, kv_heads, splits, value_dim).view(rows, group, 1)
+    lse = combine(parts, stats, output.view(rows, group, value_dim), splits, torch.float64).unsqueeze(2)
     if raw is None:
         return output, None
     # Where no slot is valid, all scores are minus infinity.
@@ -237,7 +237,7 @@ def write(
     new_keys: torch.Tensor,
     new_values: torch.Tensor,
 ) -> None:
-    """`write_slots`, or with `tables` `write_pages`, whose arguments these are, checked."""
+    """`write_slots`, whose arguments these are."""
     batch, kv_heads, tokens, dim = new_keys.shape
     value_dim = new_values.shape[3]
     if tokens == 0:

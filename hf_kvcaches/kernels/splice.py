@@ -3,8 +3,8 @@
 What was computed for a passage of text at some positions can be used at others once its keys are rotated by the difference. It is stored
 in 8 or 4 bits or plainly, and this happens at the start of a request, so nothing as large as the passage is made on the way.
 
-`splice` has a `backend`: `"torch"` (fast on CPUs), `"triton"` (one launch a layer; CUDA, no float64), `"reference"` (loops in float64
-that are easy to read), or `"auto"`: Triton for CUDA tensors where it can, else torch.
+`splice` has a `backend`: `"torch"` (fast on CPUs), `"triton"` (one launch a layer; CUDA, no float64), or `"auto"`: Triton for CUDA tensors
+where it can, else torch. Arguments are not checked.
 """
 
 from __future__ import annotations
@@ -14,10 +14,7 @@ from itertools import product
 
 import torch
 
-from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.kernels import splice_reference
 from hf_kvcaches.kernels.arguments import Packed
-from hf_kvcaches.kernels.checks import FLOATS, check_quantized, check_tables, check_tensor
 from hf_kvcaches.kernels.launch import Backend, choose
 from hf_kvcaches.kernels.quantization import dequantize
 from hf_kvcaches.kernels.rotation import Layout, Tables, rotate_
@@ -37,7 +34,6 @@ def splice(
     sin: torch.Tensor | None = None,
     layout: Layout = "half",
     backend: Backend = "auto",
-    check: bool = True,
 ) -> None:
     """Dequantizes tokens, rotates them, and writes them in place: `outs[l][h, slots[t]]` from `packed.data[l, h, t]`, and nothing else.
 
@@ -53,18 +49,12 @@ def splice(
         sin: Like `cos`.
         layout: Which dimensions form a pair: `"half"`: i and i + rotary_dim / 2; `"interleaved"`: 2i and 2i + 1.
         backend: See the module.
-        check: Whether to look at the arguments first. The numbers in `slots` are looked at on the CPU only: a GPU would have to be waited
-            for.
     """
-    if check:
-        _check_splice(packed, outs, slots, cos, sin, layout)
     if not outs:
         return None
     backend = choose(backend, outs[0])
     if slots.numel() == 0:
         return None
-    if backend == "reference":
-        return splice_reference.splice(packed, outs, slots, cos=cos, sin=sin, layout=layout)
     tables = None if cos is None or sin is None else (cos, sin)
     if backend == "torch":
         return _splice_torch(packed, outs, slots, tables, layout)
@@ -99,33 +89,3 @@ def _splice_torch(packed: Packed, outs: Sequence[torch.Tensor], slots: torch.Ten
                 out.index_copy_(1, slots[here], new.to(dtype))
             else:
                 out[:, start + token : start + token + new.shape[1]] = new
-
-
-def _check_splice(
-    packed: Packed,
-    outs: Sequence[torch.Tensor],
-    slots: torch.Tensor,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    layout: str,
-) -> None:
-    """Refuses arguments of `splice` that don't fit together."""
-    if packed.data.ndim != 4:
-        raise ConfigError.of("packed.data", "shape (layers, heads, tokens, width)", tuple(packed.data.shape))
-    layers, heads, tokens, _ = packed.data.shape
-    device = packed.data.device
-    if len(outs) != layers:
-        raise ConfigError.of("outs", f"one tensor for each of {layers} layers", len(outs))
-    if not outs:
-        return
-    for out in outs:
-        check_tensor("outs", out, (heads, None, outs[0].shape[-1]), FLOATS if out is outs[0] else outs[0].dtype, device, contiguous=True)
-    dim = outs[0].shape[2]
-    check_quantized("packed", *packed, (layers, heads, tokens, dim), device, contiguous=True)
-    check_tensor("slots", slots, (tokens,), torch.int64, device)
-    check_tables(cos, sin, layout, tokens, dim, device)
-    if device.type == "cpu" and tokens:
-        capacity = min(out.shape[1] for out in outs)
-        lowest, highest = (int(end) for end in slots.aminmax())
-        if lowest < 0 or highest >= capacity:
-            raise ConfigError.of("slots", f"numbers from 0 to {capacity - 1}", f"numbers from {lowest} to {highest}")

@@ -56,7 +56,7 @@ def splice_kernel(
 
 
 def splice(packed: Packed, outs: Sequence[torch.Tensor], slots: torch.Tensor, tables: Tables | None, layout: Layout) -> None:
-    """`splice`, whose arguments these are, checked; there are tokens and layers."""
+    """`splice`, whose arguments these are; there are tokens and layers."""
     data, group = packed.data, packed.group
     (_, heads, tokens, _), dim = data.shape, outs[0].shape[2]
     half = 0 if tables is None else tables[0].shape[1]

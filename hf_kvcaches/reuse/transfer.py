@@ -99,5 +99,5 @@ def _write(portion: Portion, arrived: torch.cuda.Event | None) -> None:
         for tensor in (*portion.keys[:3], *portion.values[:3], portion.slots, portion.cos, portion.sin):
             if tensor is not None:
                 tensor.record_stream(current)
-    splice(portion.keys, portion.key_outs, portion.slots, cos=portion.cos, sin=portion.sin, layout=portion.layout, check=False)
-    splice(portion.values, portion.value_outs, portion.slots, check=False)
+    splice(portion.keys, portion.key_outs, portion.slots, cos=portion.cos, sin=portion.sin, layout=portion.layout)
+    splice(portion.values, portion.value_outs, portion.slots)

@@ -91,8 +91,10 @@ class RedisBlobs(BlobStore):
             starts = range(begin, min(begin + _ANSWER, size), _CHUNK)
             chunks = self._run(*(("GETRANGE", body, start, start + _CHUNK - 1) for start in starts))
             for start, chunk in zip(starts, chunks, strict=True):
+                if len(chunk) != min(_CHUNK, size - start):  # deleted meanwhile, even if the same blob has been put again since
+                    return None
                 content[start : start + len(chunk)] = chunk
-        if self._run(front) != [digest]:  # deleted or replaced meanwhile
+        if self._run(front) != [digest]:  # replaced meanwhile
             return None
         tensors = decode(key, content, verify=self._verified.get(key) != digest)
         self._verified[key] = digest

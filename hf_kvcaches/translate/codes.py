@@ -138,7 +138,7 @@ def message_of(head: CodesHead, parts: Iterable[Part]) -> Iterator[bytes]:
     yield writer.begin()
     for expected, part in zip(head.parts, parts, strict=True):
         assert part.name == expected.name
-        yield writer.add({"codes": part.codes})
+        yield b"".join(writer.add({"codes": part.codes}))
 
 
 class SemanticCodes:

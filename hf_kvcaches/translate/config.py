@@ -8,8 +8,8 @@ from typing import Literal, get_args
 
 import torch
 
-from hf_kvcaches.codec.sides import WIDTHS
 from hf_kvcaches.errors import ConfigError, is_number, require_choice, whole_number
+from hf_kvcaches.kernels.code_format import WIDTHS
 
 Method = Literal["joint", "paper"]
 Metric = Literal["loss", "attention", "plain"]

@@ -140,7 +140,7 @@ class Filling:
             side = None if weights.side is None else self._distinct_side.to(device)
             codes = None if coefficients is None or weights.codes is None else coefficients.to(device)
             tables = self._rotation(decoder.layer, device) | {"side_rows": None if self._side_rows is None else self._side_rows.to(device)}
-            rebuild(side, codes, weights, layer.key_buffer, layer.value_buffer, self.prompt.spans, check=False, **tables)
+            rebuild(side, codes, weights, layer.key_buffer, layer.value_buffer, self.prompt.spans, **tables)
         for row, source in self.prompt.copies.items():
             for buffer in (layer.key_buffer, layer.value_buffer):
                 buffer[row, :, self.prompt.seen :] = buffer[source, :, self.prompt.seen :]

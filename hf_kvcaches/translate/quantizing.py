@@ -12,11 +12,9 @@ from functools import cached_property
 import torch
 
 from hf_kvcaches.codec.allocation import allot
-from hf_kvcaches.codec.coder import Levels
-from hf_kvcaches.codec.fit import quantizers
-from hf_kvcaches.codec.sides import WIDTHS
+from hf_kvcaches.codec.quantizers import quantizers
 from hf_kvcaches.errors import ArtifactError
-from hf_kvcaches.kernels.codes import CodeMap, decode_codes
+from hf_kvcaches.kernels.code_format import WIDTHS, CodeLayout, packed_bytes
 
 # A gain is 2 ** (0.4 * (code - 6)), from a fifth of the mean size of a token to 12 times as much. It is packed like a coefficient with the
 # step 1, of which 4 bits stand for -7.5 to 7.5.
@@ -51,33 +49,27 @@ class Quantizer:
     @property
     def rows(self) -> int:
         """Bytes of a token."""
-        return self._levels.rows
+        return packed_bytes(self._layout.widths)
 
     def encode(self, coefficients: torch.Tensor) -> torch.Tensor:
         """Pack coefficients, (tokens, rank), into codes, (bytes of a token, tokens), uint8, on the CPU."""
         coefficients = coefficients.float().cpu()
         gains = gain_coefficients(coefficients, self.sizes)
         steps = torch.cat([coefficients / gains_of(gains)[:, None] / self.steps, gains[:, None]], dim=1).mT
-        return self._levels.pack((steps + self._levels.middle[0, :, None].float())[None, None])[0].contiguous()
+        widths = self._layout.widths[:, None]
+        # What is no number counts as 0.
+        integers = (steps + 2.0 ** (widths - 1)).nan_to_num_(0.0).floor_().clamp_min_(0.0).minimum(2.0**widths - 1)
+        return self._layout.pack(integers.int())
 
     def decode(self, codes: torch.Tensor) -> torch.Tensor:
         """Return the coefficients of packed codes, (tokens, rank), float32, on their device."""
-        counts, *tables = self._code_map
-        code_map = CodeMap(counts, *(table.to(codes.device) for table in tables))
-        coefficients = decode_codes(codes[None].contiguous(), code_map, check=False)[0, 0]
-        return coefficients[:, :-1] * gains_of(coefficients[:, -1:])
+        layout = self._layout.to(codes.device)
+        steps = (layout.unpack(codes).float() + (0.5 - 2.0 ** (layout.widths - 1))[:, None]).mT
+        return steps[:, :-1] * self.steps.to(codes.device) * gains_of(steps[:, -1:])
 
     @cached_property
-    def _levels(self) -> Levels:
-        widths = torch.cat([self.widths.long(), torch.tensor([_GAIN_BITS])])
-        return Levels(widths[None], torch.device("cpu"))
-
-    @cached_property
-    def _code_map(self) -> CodeMap:
-        steps = torch.cat([self.steps.double(), torch.ones(1, dtype=torch.float64)])[None]
-        identity = torch.eye(steps.shape[1], dtype=torch.float64)[None]
-        columns, offset = self._levels.decoding(identity, steps, torch.zeros_like(steps))
-        return CodeMap(self._levels.counts, self._levels.index, columns.float(), offset.float())
+    def _layout(self) -> CodeLayout:
+        return CodeLayout.of(torch.cat([self.widths.long(), torch.tensor([_GAIN_BITS])]))
 
 
 def gains_of(coefficients: torch.Tensor) -> torch.Tensor:

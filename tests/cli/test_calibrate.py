@@ -7,6 +7,7 @@ import json
 import pytest
 
 from hf_kvcaches import CacheTranslator, KVCodec, SegmentPolicy, WarmStartGate
+from hf_kvcaches.engines.engine_codec import EngineCodec
 from tests import testbed
 from tests.cli.running import BASE, run
 
@@ -29,6 +30,27 @@ def test_a_codec_of_texts_from_files(capsys, tmp_path):
     cache = f"SubspaceCache(KVCodec('{tmp_path / 'codec'}'))"
     verified = run(capsys, "verify", "--model", BASE, "--cache", cache, "--prompt", START, "--max-new-tokens", 2)
     assert verified.code == 0, verified.err
+
+
+@pytest.mark.parametrize(("engine", "rotation"), [("vllm", "aware"), ("lmcache", "post")])
+def test_a_codec_for_an_engine_names_its_checkpoint(capsys, tmp_path, engine, rotation):
+    (tmp_path / "a.txt").write_text(testbed.held_out()[:600])
+    files = ("--model", BASE, "--texts", tmp_path / "a.txt", "--metric", "plain", "--length", 64, "--out", tmp_path / "codec")
+    done = run(capsys, "calibrate", "codec", "--for", engine, *files)
+    assert done.code == 0, done.err
+    made = EngineCodec.load(tmp_path / "codec", engine)
+    made.require_checkpoint(str(BASE))
+    assert (made.codec.settings.rotation, made.codec.settings.recent) == (rotation, 0)
+
+
+@pytest.mark.parametrize("option", [("--rotation", "post"), ("--push-to-hub", "owner/name")])
+def test_what_an_engine_can_not_load_is_refused_before_calibrating(capsys, tmp_path, option):
+    (tmp_path / "a.txt").write_text(START)
+    files = ("--model", BASE, "--texts", tmp_path / "a.txt", "--out", tmp_path / "codec")
+    done = run(capsys, "calibrate", "codec", "--for", "vllm", *files, *option)
+    assert done.code == 2
+    assert option[0] in done.err
+    assert not (tmp_path / "codec").exists()
 
 
 @pytest.mark.full

@@ -8,8 +8,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_kvcaches import KVCodec, RotaryGeometry
-from hf_kvcaches.codec.calibrate import LayerSums, MeterCache, Reading
-from hf_kvcaches.codec.sides import EXACT
+from hf_kvcaches.codec.meter import EXACT, LayerSums, MeterCache, Reading
 from tests import tiny
 
 IDS = tiny.ids(3, 40, seed=5)
@@ -62,13 +61,13 @@ def rotated(model: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def energies(codec: KVCodec) -> list[torch.Tensor]:
-    """What is lost of each direction at 0 bits, of keys and of values of all coded layers."""
-    return [side.distortions[..., 0] for layer in codec.layers if layer is not None for side in layer]
+    """What is lost of each direction at 0 bits, of all coded layers."""
+    return [layer.distortions[..., 0] for layer in codec.in_place.layers.values()]
 
 
 def by_head(sums: LayerSums, moment: torch.Tensor) -> list[torch.Tensor]:
     """The blocks on the diagonal of a moment of a layer with one group, of keys and of values, (heads, d, d) each."""
-    heads, *sizes = sums.shape
+    heads, sizes = sums.shape.heads, (sums.shape.key_dim, sums.shape.value_dim)
     assert moment.shape[0] == 1, "heads are in several groups"
     found, start = [], 0
     for size in sizes:

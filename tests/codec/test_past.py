@@ -11,9 +11,10 @@ import torch
 from transformers import Cache
 
 from hf_kvcaches import KVCodec, SubspaceCache, compat
-from hf_kvcaches.codec.past import CodecCoding, CodedPast, PastCoding, read_rows
+from hf_kvcaches.codec.past import CodecCoding
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.evaluate.measures import compare
+from hf_kvcaches.evaluate.past import CodedPast, PastCoding, read_rows
 from tests import tiny
 from tests.test_layout import ROOT
 

@@ -119,7 +119,7 @@ def test_a_prompt_is_read_in_one_process_and_goes_on_in_another(codec: KVCodec) 
         again = SubspaceCache.from_bytes(there.recv, MODEL, codec)
         writer.join()
         assert there.recv(4) == b"next"
-    assert torch.equal(again.layers[2].codes, cache.layers[2].codes[:, :, : cache.layers[2].coded])
+    assert torch.equal(again.layers[2].codes, cache.layers[2].codes[..., : cache.layers[2].coded])
 
 
 def test_layers_with_a_window_stay_exact(tmp_path: Path) -> None:

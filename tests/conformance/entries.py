@@ -124,7 +124,7 @@ def codec_of(model: Any, rotation: str = "aware") -> KVCodec:
     """A codec of the model's own random text, with all directions in as many bits as float32 has digits."""
     config = model.config.get_text_config(decoder=True)
     texts = [torch.randint(3, config.vocab_size, (48,), generator=torch.Generator().manual_seed(seed)).tolist() for seed in range(4)]
-    return KVCodec.calibrate(model, None, texts, energy=1.0, widths=24, metric="plain", rotation=rotation, progress=False)
+    return KVCodec.calibrate(model, None, texts, 1.5, metric="plain", rotation=rotation, progress=False)
 
 
 def subspace(model: Any, *, rotation: str = "aware", bytes_ratio: float | None = None, **options: Any) -> SubspaceCache:
@@ -142,7 +142,7 @@ def adaptive(model: Any, **options: Any) -> SubspaceCache:
     """A cache with bases of the text; all directions unless told otherwise."""
     config = model.config.get_text_config(decoder=True)
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    follow = {"rank": size, "widths": 24, "warmup": 16, "chunk": 16} | options.pop("follow", {})
+    follow = {"rank": size, "warmup": 16, "chunk": 16} | options.pop("follow", {})
     return SubspaceCache(model, adaptive=AdaptiveSubspace(**follow), **options)
 
 
@@ -336,25 +336,15 @@ ENTRIES = [
         "subspace_adaptive_full",
         partial(adaptive, sinks=1, recent=3),
         lossless=True,
-        records=True,
         without=SUBSPACE,
-        refuses=WITHOUT_GRADIENTS,
+        refuses=WITHOUT_GRADIENTS | CROPPING,
     ),
     Entry(
         "subspace_adaptive",
-        partial(adaptive, sinks=1, recent=2, follow={"rank": (3, 4), "widths": 8, "rotation": "post", "sketch": "fd"}),
+        partial(adaptive, sinks=1, recent=2, follow={"rank": (3, 4), "rotation": "post", "sketch": "fd"}),
         lossless=False,
         every_family=False,
-        records=True,
-        refuses=WITHOUT_GRADIENTS,
-    ),
-    Entry(
-        "subspace_followed",
-        partial(subspace, bytes_ratio=0.25, sinks=0, recent=2, adaptive=AdaptiveSubspace(chunk=16, agreement=0.0)),
-        lossless=False,
-        every_family=False,
-        records=True,
-        refuses=WITHOUT_GRADIENTS,
+        refuses=WITHOUT_GRADIENTS | CROPPING,
     ),
     *(
         Entry(

@@ -32,7 +32,7 @@ def batch(model: PreTrainedModel) -> list[list[int]]:
 
 
 def every_cache(model: PreTrainedModel) -> list[Cache]:
-    codec = KVCodec.calibrate(model, None, TEXTS, rank=4, progress=False)
+    codec = KVCodec.calibrate(model, None, TEXTS, progress=False)
     library = WarmStartLibrary(model, words(), slots=0)
     library.add(TEXTS[0])
     return [

@@ -48,8 +48,8 @@ def sliding_model() -> PreTrainedModel:
 
 @remembered
 def codec(of: PreTrainedModel) -> KVCodec:
-    # Half of the directions, in steps so small that rounding may choose either of two.
-    return KVCodec.calibrate(of, None, [tiny.ids(48, seed=seed).tolist() for seed in (1, 2)], rank=4, widths=24, progress=False)
+    # Steps so small that rounding may choose either of two.
+    return KVCodec.calibrate(of, None, [tiny.ids(48, seed=seed).tolist() for seed in (1, 2)], bytes_ratio=1.5, progress=False)
 
 
 @remembered

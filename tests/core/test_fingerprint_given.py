@@ -47,7 +47,7 @@ def test_weights_that_cannot_be_read_ask_for_a_fingerprint() -> None:
         ModelFingerprint.of(model)
     with SegmentStore("memory") as store:
         assert "set_fingerprint" in identity_of(model).reason
-        codec = KVCodec.calibrate(tiny.llama(), None, [tiny.ids(60).tolist()], rank=4, progress=False)
+        codec = KVCodec.calibrate(tiny.llama(), None, [tiny.ids(60).tolist()], progress=False)
         for ask in (lambda: SubspaceCache(model, codec), lambda: GrowingCache(model).save("unused")):
             with pytest.raises((FingerprintMismatch, UnsupportedError), match="set_fingerprint"):
                 ask()
@@ -60,9 +60,9 @@ def test_a_given_fingerprint_says_what_cannot_be_read() -> None:
     set_fingerprint(model, carried(expected))
     assert ModelFingerprint.of(model) == expected
     assert identity_of(model).digest == expected.digest
-    codec = KVCodec.calibrate(tiny.llama(), None, [tiny.ids(60).tolist()], rank=4, progress=False)
+    codec = KVCodec.calibrate(tiny.llama(), None, [tiny.ids(60).tolist()], progress=False)
     SubspaceCache(model, codec)
-    other = KVCodec.calibrate(tiny.llama(seed=1), None, [tiny.ids(60).tolist()], rank=4, progress=False)
+    other = KVCodec.calibrate(tiny.llama(seed=1), None, [tiny.ids(60).tolist()], progress=False)
     with pytest.raises(FingerprintMismatch, match="weights differ"):
         SubspaceCache(model, other)
     set_fingerprint(model, None)
@@ -71,7 +71,7 @@ def test_a_given_fingerprint_says_what_cannot_be_read() -> None:
 
 
 def test_a_codec_of_another_precision_serve_a_model_that_cannot_be_read() -> None:
-    codec = KVCodec.calibrate(tiny.llama(), None, [tiny.ids(60).tolist()], rank=4, progress=False)
+    codec = KVCodec.calibrate(tiny.llama(), None, [tiny.ids(60).tolist()], progress=False)
     model = tiny.llama().to(torch.bfloat16)
     fingerprint = ModelFingerprint.of(model)
     set_fingerprint(without_data(model), fingerprint)

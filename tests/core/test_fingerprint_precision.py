@@ -156,7 +156,7 @@ def answer(model: PreTrainedModel, cache: object) -> Any:
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_codecs_serve_their_model_in_every_precision(dtype: torch.dtype, tmp_path: Path) -> None:
-    KVCodec.calibrate(tiny.llama(), None, [tiny.ids(96).tolist()], rank=8, widths=24, progress=False).save_pretrained(tmp_path)
+    KVCodec.calibrate(tiny.llama(), None, [tiny.ids(96).tolist()], bytes_ratio=1.5, progress=False).save_pretrained(tmp_path)
     model = tiny.llama().to(dtype)
     codec = KVCodec.from_pretrained(tmp_path, model=model)
     logits = answer(model, SubspaceCache(model, codec, sinks=2, recent=4)).logits[0]

@@ -51,7 +51,7 @@ def model() -> Any:
 
 @remembered
 def codec() -> KVCodec:
-    return KVCodec.calibrate(model(), None, [tiny.ids(1, 60)[0].tolist()], rank=3, progress=False)
+    return KVCodec.calibrate(model(), None, [tiny.ids(1, 60)[0].tolist()], progress=False)
 
 
 class Kind(NamedTuple):

@@ -17,7 +17,7 @@ from tests.documents.blocks import ROOT, blocks, documents
 from tests.scripts.running import import_script
 
 # Programs that a reader has, or installs beside the package.
-PROGRAMS = {"pip", "pytest", "redis-server", "torchrun", "uvicorn"}
+PROGRAMS = {"lmcache", "pip", "pytest", "redis-server", "torchrun", "uvicorn", "vllm"}
 
 
 def test_every_error_has_a_section() -> None:

@@ -322,12 +322,11 @@ def attention_by_hand(
     return output
 
 
-def test_other_backends_compute_the_same() -> None:
+def test_the_torch_backend_is_what_auto_takes_on_a_cpu() -> None:
     model = models.tiny("llama")
     expected = feed(model, build(model, "h2o"), text(60), steps(30, 60))
-    for backend in ("torch", "reference"):
-        found = feed(model, build(model, "h2o", backend=backend), text(60), steps(30, 60))
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    found = feed(model, build(model, "h2o", backend="torch"), text(60), steps(30, 60))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 # Memory, copies, files.

@@ -43,7 +43,7 @@ def options_of(scheme: str, of: PreTrainedModel | None = None) -> dict:
     if scheme not in CODECS:
         return SCHEMES[scheme]
     codec = calibrated(of or model(), codec_of)
-    return {"codec": codec if scheme == "codec" else codec.at(0.25)}
+    return {"codec": codec if scheme == "codec" else codec.at(0.4)}
 
 
 def padded(*lengths: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -239,7 +239,7 @@ def test_rows_take_the_pages_that_their_own_tokens_fill(size: int, scheme: str) 
 
 def test_codes_of_fewer_bytes_take_fewer_pages() -> None:
     codec = options_of("small_codec")["codec"]
-    narrow, wide = sorted(codec.separate_bytes)
+    narrow, wide = sorted(layer.nbytes for layer in codec.slots.layers.values())
     assert narrow < wide
     made = EquipCache(model(), "streaming", 40, page_size=4, codec=codec)
     feed(made, tiny.ids(2, 50), 45)

@@ -44,14 +44,14 @@ def model() -> PreTrainedModel:
 
 
 def in_few_bits(model: PreTrainedModel, policy: Any, budget: Any, *, storage: str, **options: Any) -> EquipCache:
-    """A cache that keeps slots in few bits; "codec": as codes of 16 bits a direction."""
+    """A cache that keeps slots in few bits; "codec": as codes of 24 bits a direction."""
     if storage not in CODED:
         return EquipCache(model, policy, budget, storage=storage, **options)
     return EquipCache(model, policy, budget, codec=codec_of(model), page_size=4 if storage == "paged_codec" else None, **options)
 
 
 def codec_of(model: PreTrainedModel) -> KVCodec:
-    return calibrated(model, lambda model: KVCodec.calibrate(model, None, tiny.ids(8, 64).tolist(), energy=1.0, widths=16, progress=False))
+    return calibrated(model, lambda model: KVCodec.calibrate(model, None, tiny.ids(8, 64).tolist(), bytes_ratio=1.5, progress=False))
 
 
 def contents(cache: EquipCache) -> dict[str, torch.Tensor]:
@@ -252,7 +252,8 @@ def test_sinks_stay_exact_beside_codes_and_a_token_that_takes_their_slot_is_what
     codec, (keys, values) = codec_of(model).at(0.125), torch.randn(2, 2, 2, 12, 64)
     codes = PagedCodes("auto", PagePool(model, 40, 4), [], lambda _: 16, codec, 0) if paged else FlatCodes("auto")
     storage = Coded("auto", codec, 0, 3, codes)
-    near = codec.coder(0, torch.float32, keys.device, separate=True).decode(storage.encode(keys, values)[0][..., 0])
+    coder = codec.slots.coder(0, torch.float32, keys.device)
+    near = coder.decode(coder.encode(keys, values), torch.float32)
     storage.check(keys, values)
     storage.rebuild(None, storage.encode(keys[:, :, :10], values[:, :, :10]), 0, 16)
     torch.testing.assert_close(storage.read(10)[0], torch.cat([keys[:, :, :3], near[0][:, :, 3:10]], 2))

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from hf_kvcaches.codec.past import PastCoding, read_rows
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.evaluate.measures import agreement, compare, divergence, losses
+from hf_kvcaches.evaluate.past import PastCoding, read_rows
 from tests import tiny
 
 

@@ -96,7 +96,7 @@ class Subspace(Bench):
 
     def make(self, **options: Any) -> SubspaceCache:
         if self.codec is None:
-            self.codec = KVCodec.calibrate(self.model, None, _texts(2, 48), rotation=self.rotation, energy=1.0, widths=24, progress=False)
+            self.codec = KVCodec.calibrate(self.model, None, _texts(2, 48), rotation=self.rotation, bytes_ratio=1.5, progress=False)
         return SubspaceCache(self.model, self.codec, sinks=1, recent=3)
 
 
@@ -106,7 +106,7 @@ class SubspacePost(Subspace):
 
 class Adaptive(Bench):
     def make(self, **options: Any) -> SubspaceCache:
-        return SubspaceCache(self.model, adaptive=AdaptiveSubspace(energy=1.0, widths=24, warmup=16, chunk=16), sinks=1, recent=3)
+        return SubspaceCache(self.model, adaptive=AdaptiveSubspace(energy=1.0, warmup=16, chunk=16), sinks=1, recent=3)
 
 
 class Segments(Bench):

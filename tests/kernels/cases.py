@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from hf_kvcaches.kernels.quantization import dequantize, quantize
@@ -37,23 +35,6 @@ class Draws:
         valid[..., -1] = True
         valid[0, 0] = self.shape[2] == 1
         return valid
-
-
-def assert_same(got: Any, expected: Any, dtype: torch.dtype, scored: torch.dtype | None = None) -> None:
-    """Outputs agree to the dtype's tolerance, and so does log sum exp, which is minus infinity in the same places.
-
-    Args:
-        got: Output and log sum exp.
-        expected: Likewise.
-        dtype: Of the query.
-        scored: The type of scores, if it is not at least float32.
-    """
-    assert got[0].shape == expected[0].shape
-    assert got[0].dtype == dtype
-    assert got[1].dtype == torch.float64
-    torch.testing.assert_close(got[0].cpu().double(), expected[0].double(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-    fine = TOLERANCE[scored or torch.promote_types(dtype, torch.float32)]
-    torch.testing.assert_close(got[1].cpu(), expected[1].double(), atol=fine, rtol=fine)
 
 
 def restored(x: torch.Tensor, bits: int, group: int | None, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -1,110 +1,129 @@
-"""Cases for attention over packed codes."""
+"""Cases for attention over codes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from hf_kvcaches.kernels.attention_parts import KeyRotation
-from hf_kvcaches.kernels.codes import TILE, CodeMap, pack
-from tests.kernels.cases import Draws
+from hf_kvcaches.kernels.code_format import PLANES, TILE, CodeLayout
+from hf_kvcaches.kernels.codes import CodeMap, TileRotation
+from hf_kvcaches.kernels.parts import AttentionPart, merged
+from tests.kernels import reference_codes
+from tests.kernels.cases import NAN, TOLERANCE, Draws
 
-COUNTS = [(0, 0, 0, 8), (3, 0, 0, 0), (0, 2, 0, 0), (0, 6, 4, 0), (1, 2, 8, 16), (5, 0, 12, 8), (0, 10, 4, 24)]
+WIDTHS = {
+    "one bit": (1,) * 9,
+    "bytes": (8, 8, 8),
+    "two parts": (3, 5, 6, 16, 3),
+    "three parts": (24, 0, 1),
+    "all": (0, 1, 2, 3, 4, 5, 6, 8, 16, 24) * 2,
+    "many": (4, 2, 1, 8) * 25,
+    "none": (0, 0),
+}
+"""Bits of the directions."""
 
 
 class Case(Draws):
-    """Random tensors of one shape.
+    """Random codes and queries of one shape.
 
     Args:
         batch: Rows.
-        kv_heads: Key heads.
+        groups: Groups of key heads, with a basis each.
+        kv_heads: Key heads of a group.
         group: Query heads that share one.
-        tokens: Of a row.
+        queries: Of each head.
+        tokens: Of a row; with a rotation, filled up to whole tiles.
         dim: Of keys.
-        counts: Codes of keys with 8, 4, 2 and 1 bits.
-        rank: Columns of each key head; None: all levels, in order.
         value_dim: Of values.
-        value_counts: Like `counts`.
-        value_rank: Like `rank`.
-        bases: 0: one basis a head; else how many in a bank.
-        aligned: Tiles between changes of basis, in all rows and heads; 0: each tile has any basis.
-        dtype: Of the query and the maps.
+        widths: Bits of the directions.
+        pairs: Of the dimensions of a key that rotate; 0 for no rotation.
+        layout: Of these pairs.
+        common: Whether all rows share their angles.
+        mask: Who sees which tokens: "" (all see all), "rows" (queries of a row see the same) or "queries". The first row, or the first
+            query of it, sees nothing, the others see the last token.
+        dtype: Of the query.
         seed: Of everything random.
-        room: Unused tokens behind those of each row, in one buffer of keys and values.
+        room: Unused tokens behind those of each row, and unused rows of bytes, in the buffer of the codes.
     """
 
     def __init__(
-        self, batch=2, kv_heads=2, group=2, tokens=37, dim=8, counts=(1, 2, 8, 16), rank=5, value_dim=8, value_counts=(0, 2, 4, 8),
-        value_rank=3, bases=0, aligned=0, dtype=torch.float32, seed=0, room=0,
+        self, batch=2, groups=2, kv_heads=2, group=2, queries=1, tokens=48, dim=8, value_dim=6, widths: Sequence[int] = WIDTHS["all"],
+        pairs=0, layout="half", common=False, mask="", dtype=torch.float32, seed=0, room=0,
     ) -> None:  # fmt: skip
-        super().__init__(batch, kv_heads, tokens, dtype, seed)
-        self.dim, self.bases, self.aligned = dim, bases, aligned
-        self.query = self.randn(batch, kv_heads * group, 1, dim)
-        self.valid = self.some()
-        self.key_map, self.value_map = self.map(dim, counts, rank), self.map(value_dim, value_counts, value_rank)
-        self.key_levels, self.value_levels = self.levels(counts), self.levels(value_counts)
-        keys, values = pack(self.key_levels, counts), pack(self.value_levels, value_counts)
-        buffer = torch.randint(0, 256, (batch, keys.shape[1] + values.shape[1], tokens + room), generator=self.generator).to(torch.uint8)
-        self.keys, self.values = (part[..., :tokens] for part in buffer.split([keys.shape[1], values.shape[1]], 1))
-        self.keys[...], self.values[...] = keys, values
+        tokens = -(-tokens // TILE) * TILE if pairs else tokens
+        super().__init__(batch, groups, tokens, dtype, seed)
+        self.query = self.randn(batch, groups * kv_heads * group, queries, dim)
+        bits = torch.tensor(widths, dtype=torch.int64)
+        self.integers = (torch.rand(batch, groups, len(widths), tokens, generator=self.generator).double() * 2.0 ** bits[:, None]).long()
+        layout_of_codes = CodeLayout.of(bits)
+        self.codes = self.within_a_buffer(layout_of_codes.pack(self.integers), room)
+        self.code_map = CodeMap(
+            layout_of_codes.counts, *(self.basis(groups, kv_heads, size, layout_of_codes.counts) for size in (dim, value_dim))
+        )
+        self.options: dict[str, Any] = {"rotation": self.rotation(pairs, layout, common), "visible": None}
+        if mask:
+            visible = torch.rand(batch, 1 if mask == "rows" else queries, tokens, generator=self.generator) < 0.6
+            visible[..., -1] = True
+            visible[0, 0] = False
+            self.options["visible"] = visible
 
-    def map(self, dim: int, counts: tuple[int, int, int, int], rank: int | None) -> CodeMap:
-        """Each direction contributes as much as the others to vectors of the size of 1; the last head has one column less."""
-        batch, kv_heads, _ = self.shape
-        if rank is None:
-            index = torch.arange(sum(counts)).expand(kv_heads, -1).contiguous()
-        else:
-            index = torch.randint(0, sum(counts), (kv_heads, rank), generator=self.generator)
-        lead = (batch, kv_heads, self.bases) if self.bases else (kv_heads,)
-        width = torch.tensor([2.0**bits for bits, count in zip((8, 4, 2, 1), counts, strict=True) for _ in range(count)])
-        decode = 2 * self.randn(*lead, dim, index.shape[1]).double() / max(1, index.shape[1]) ** 0.5
-        decode /= width[index].view(*((1,) if self.bases else ()), kv_heads, *((1,) if self.bases else ()), 1, -1)
-        if index.shape[1] > 1:
-            decode[(slice(None), -1) if self.bases else -1][..., -1] = 0
-        return CodeMap(counts, index, decode.to(self.dtype), self.randn(*lead, dim) / 4)
+    def within_a_buffer(self, codes: torch.Tensor, room: int) -> torch.Tensor:
+        """The codes as part of a larger buffer of other bytes."""
+        batch, groups, rows, tokens = codes.shape
+        buffer = torch.randint(0, 256, (batch, groups, rows + room, tokens + room), generator=self.generator).to(torch.uint8)
+        buffer[:, :, :rows, :tokens] = codes
+        return buffer[:, :, :rows, :tokens]
 
-    def levels(self, counts: tuple[int, int, int, int]) -> torch.Tensor:
+    def basis(self, groups: int, heads: int, dim: int, counts: Sequence[int]) -> torch.Tensor:
+        """Each level contributes as much as the others to vectors of the size of 1; with a constant."""
+        sizes = torch.tensor([2.0**bits for bits, count in zip(PLANES, counts, strict=True) for _ in range(count)])
+        wide = torch.promote_types(self.dtype, torch.float32)
+        levels = 2 * self.randn(groups, heads, dim, len(sizes)).double() / max(1, len(sizes)) ** 0.5 / sizes
+        return torch.cat([levels, self.randn(groups, heads, dim, 1) / 4], -1).to(wide)
+
+    def rotation(self, pairs: int, layout: str, common: bool) -> TileRotation | None:
         batch, _, tokens = self.shape
-        planes = [
-            torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), (batch, count, tokens), generator=self.generator)
-            for bits, count in zip((8, 4, 2, 1), counts, strict=True)
-        ]
-        return torch.cat(planes, 1).to(torch.int8)
+        if not pairs:
+            return None
+        angles = torch.rand(1 if common else batch, tokens // TILE, pairs, generator=self.generator, dtype=torch.float64) * 6
+        cos, sin = (1.3 * table.to(torch.promote_types(self.dtype, torch.float32)) for table in (angles.cos(), angles.sin()))
+        return TileRotation(cos, sin, layout)  # type: ignore[arg-type]
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        return self.query, self.keys, self.values, self.key_map, self.value_map, 0.3
+        return self.query, self.codes, self.code_map, 0.3
 
-    def options(
-        self, valid: bool = True, layout: str = "", rest: int = 0, where: str = "start", softcap: float | None = None
-    ) -> dict[str, Any]:
-        """Keyword arguments.
+    def expected(self, softcap: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The output and log sum exp."""
+        keys, values = reference_codes.decoded(self.codes, self.code_map, self.options["rotation"])
+        return reference_codes.attention(self.query, keys, values, 0.3, self.options["visible"], softcap)
 
-        Args:
-            valid: Whether some tokens are invalid.
-            layout: "" for no rotation, "half" or "interleaved".
-            rest: Dimensions that are not rotated.
-            where: "start", "padded" (positions that count up), "any" (positions in any order).
-            softcap: As it is.
-        """
-        batch, kv_heads, tokens = self.shape
-        options: dict[str, Any] = {"valid": self.valid if valid else None, "softcap": softcap}
-        if self.bases:
-            for name in ("key_basis_of", "value_basis_of"):
-                tiles, step = -(-tokens // TILE), self.aligned or 1
-                of = torch.randint(0, self.bases, (batch, kv_heads, -(-tiles // step)), generator=self.generator)
-                options[name] = of.repeat_interleave(step, 2)[..., :tiles].to(torch.int16)
-        if layout:
-            pairs = max(1, (self.dim - rest) // 2)
-            frequencies = 1e4 ** -(torch.arange(pairs, dtype=torch.float64) / pairs)
-            rotation = KeyRotation(frequencies, layout, attention_scaling=1.3)  # type: ignore[arg-type]
-            if where == "start":
-                rotation = rotation._replace(start=123)
-            elif where == "padded":
-                positions = torch.arange(tokens) + 5 - torch.arange(batch).unsqueeze(1)
-                rotation = rotation._replace(positions=torch.where(self.valid.any(1), positions, -7) if valid else positions)
-            else:
-                rotation = rotation._replace(positions=torch.randint(0, 1_000_000, (batch, tokens), generator=self.generator))
-            options["rotation"] = rotation
-        return options
+    def hide_tiles(self) -> None:
+        """Has no query of the first row see its first tile, whose angles are no numbers."""
+        self.options["visible"] = self.options["visible"].clone()
+        self.options["visible"][0, :, :TILE] = False
+        rotation = self.options["rotation"]
+        self.options["rotation"] = rotation._replace(cos=rotation.cos.clone(), sin=rotation.sin.clone())
+        for table in self.options["rotation"][:2]:
+            table[0, 0] = NAN
+
+
+def assert_part(part: AttentionPart, expected: tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype, exactness: torch.dtype) -> None:
+    """A part is that attention, in float32 or in the query's float64.
+
+    Args:
+        dtype: Of the query.
+        exactness: The type that products are computed in.
+    """
+    output, lse = expected
+    batch, queries, heads, value_dim = output.shape
+    assert part.sums.shape == (batch, heads, queries, value_dim)
+    assert part.total.shape == part.highest.shape == (batch, heads, queries, 1)
+    assert {tensor.dtype for tensor in part} == {torch.promote_types(dtype, torch.float32)}
+    part = AttentionPart(*(tensor.cpu() for tensor in part))
+    tolerance = TOLERANCE[exactness]
+    torch.testing.assert_close(merged([part]).double(), output, atol=tolerance, rtol=tolerance)
+    found = torch.where(part.total > 0, part.total.log() + part.highest, -torch.inf).squeeze(-1)
+    torch.testing.assert_close(found.double(), lse, atol=tolerance, rtol=tolerance)

@@ -1,4 +1,4 @@
-"""The Triton back-end of `codes.py` equals the reference. Run by `test_codes_triton.py` in a process of its own.
+"""The Triton back-end of `codes.py` equals decoding every token. Run by `test_codes_triton.py` in a process of its own.
 
 On a machine without a GPU that process has TRITON_INTERPRET=1, which Triton and its own library must see when they are first imported.
 """
@@ -14,179 +14,117 @@ from hypothesis import strategies as st
 
 from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.kernels import codes_triton
-from hf_kvcaches.kernels.attention_parts import KeyRotation
-from hf_kvcaches.kernels.code_layout import CodeOptions
-from hf_kvcaches.kernels.codes import CodeMap, code_attention, pack
-from tests.kernels.cases import NAN, assert_same
-from tests.kernels.codes_cases import COUNTS, Case
+from hf_kvcaches.kernels.code_format import WIDTHS as ALL_WIDTHS
+from hf_kvcaches.kernels.codes import CodeMap, code_part
+from hf_kvcaches.kernels.parts import AttentionPart
+from tests.kernels.cases import NAN
+from tests.kernels.codes_cases import WIDTHS, Case, assert_part
 from tests.kernels.triton_process import moved
 
 pytestmark = pytest.mark.usefixtures("unwritten_memory_is_not_a_number")
 
-CASES = {
+SHAPES = {
     "batch": st.integers(1, 2),
-    "kv_heads": st.integers(1, 3),
+    "groups": st.integers(1, 2),
+    "kv_heads": st.integers(1, 2),
     "group": st.sampled_from([1, 3, 4]),
-    "tokens": st.sampled_from([1, 15, 16, 17, 63]),
+    "queries": st.sampled_from([1, 1, 2, 5]),
+    "tokens": st.sampled_from([1, 15, 16, 17, 48, 80]),
     "dim": st.sampled_from([20, 60, 64, 80]),
-    "counts": st.sampled_from(COUNTS),
-    "rank": st.sampled_from([None, 3, 8, 20, 60]),
-    "value_dim": st.sampled_from([1, 20, 64]),
-    "value_counts": st.sampled_from(COUNTS),
-    "value_rank": st.sampled_from([None, 1, 3, 20]),
-    "bases": st.sampled_from([0, 3]),
-    "aligned": st.sampled_from([0, 2]),
+    "value_dim": st.sampled_from([1, 20]),
+    "widths": st.lists(st.sampled_from((0, *ALL_WIDTHS)), max_size=12),
+    "pairs": st.sampled_from([0, 1, 7, 10]),
+    "layout": st.sampled_from(["half", "interleaved"]),
+    "common": st.booleans(),
+    "mask": st.sampled_from(["", "rows", "queries"]),
     "dtype": st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     "seed": st.integers(0, 1000),
     "room": st.sampled_from([0, 5]),
 }
-OPTIONS = {
-    "valid": st.sampled_from([True, True, False]),
-    "layout": st.sampled_from(["", "half", "interleaved"]),
-    "rest": st.sampled_from([0, 2]),
-    "where": st.sampled_from(["start", "padded", "any"]),
-    "softcap": st.sampled_from([None, 2.0]),
-}
 
 
-def attend(case: Case, options: dict[str, Any], **tuning: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The launcher itself, which takes the number of splits and the size of a block as well."""
-    output, lse = codes_triton.attend(*moved(case.arguments), moved(CodeOptions(**options)), **tuning)
-    return output.cpu(), lse.cpu()
+def attend(case: Case, softcap: float | None = None, splits: int | None = None) -> AttentionPart:
+    """The launcher itself, which takes the number of splits as well."""
+    return codes_triton.code_part(*moved((*case.arguments, *case.options.values())), softcap, splits=splits)
 
 
-def expected_of(case: Case, options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    return code_attention(*case.arguments, **options, backend="reference")
+def assert_equals_the_reference(case: Case, softcap: float | None = None, splits: int | None = None) -> None:
+    part = attend(case, softcap, splits)
+    assert not part.sums.isnan().any()
+    assert_part(part, case.expected(softcap), case.dtype, case.dtype)
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
-@given(shape=st.fixed_dictionaries(CASES), chosen=st.fixed_dictionaries(OPTIONS), splits=st.sampled_from([1, 2, 5]))
-def test_attention_equals_the_reference(shape: dict[str, Any], chosen: dict[str, Any], splits: int) -> None:
-    case = Case(**shape)
-    options = case.options(**chosen)
-    got = attend(case, options, splits=splits, block=16)
-    assert not got[0].isnan().any()
-    assert_same(got, expected_of(case, options), case.dtype, case.dtype)
+@given(shape=st.fixed_dictionaries(SHAPES), softcap=st.sampled_from([None, 2.0]), splits=st.sampled_from([1, 2, 5]))
+def test_attention_equals_the_reference(shape: dict[str, Any], softcap: float | None, splits: int) -> None:
+    assert_equals_the_reference(Case(**shape), softcap, splits)
 
 
-@pytest.mark.parametrize("counts", COUNTS)
-def test_codes_of_every_width_are_found(counts: tuple[int, int, int, int]) -> None:
-    case = Case(2, 3, 3, 40, 20, counts, None, 20, counts, None)
-    assert_same(attend(case, case.options(), splits=2), expected_of(case, case.options()), case.dtype)
+@pytest.mark.parametrize("widths", WIDTHS.values(), ids=WIDTHS)
+def test_directions_of_every_width_are_found(widths: tuple[int, ...]) -> None:
+    assert_equals_the_reference(Case(widths=widths, pairs=4))
 
 
-@pytest.mark.parametrize("layout", ["", "half"])
-def test_sides_without_any_codes_are_their_offsets(layout: str) -> None:
-    case = Case(dim=20, counts=(0, 0, 0, 0), rank=None, value_counts=(0, 0, 0, 0), value_rank=None)
-    options = case.options(True, layout)
-    assert_same(attend(case, options), expected_of(case, options), case.dtype)
+@pytest.mark.parametrize("dim", [20, 60, 64, 80])
+@pytest.mark.parametrize(("layout", "whole"), [("half", True), ("interleaved", True), ("half", False), ("interleaved", False)])
+def test_keys_of_any_size_rotate_wholly_or_in_part(dim: int, layout: str, whole: bool) -> None:
+    assert_equals_the_reference(Case(batch=1, groups=1, dim=dim, pairs=dim // 2 if whole else dim // 2 - 3, layout=layout))
 
 
-@pytest.mark.parametrize("layout", ["", "half"])
-@pytest.mark.parametrize("splits", [1, 2])
-def test_bases_that_change_within_a_run_are_followed(layout: str, splits: int) -> None:
-    case = Case(1, 2, 3, 100, 20, rank=8, value_dim=20, value_rank=5, bases=3)
+@pytest.mark.parametrize("tokens", [64, 128, 208])
+@pytest.mark.parametrize("splits", [1, 2, 3])
+@pytest.mark.parametrize("pairs", [0, 4])
+def test_runs_of_several_blocks_equal_the_reference(tokens: int, splits: int, pairs: int) -> None:
+    case = Case(groups=1, tokens=tokens, pairs=pairs, mask="queries", queries=2, group=3)
     case.query *= 3  # Scores that differ, so that the maximum rises on the way.
-    options = case.options(True, layout, rest=2)
-    for name in ("key_basis_of", "value_basis_of"):
-        assert (options[name].diff(dim=-1) != 0).sum(-1).min() > 1
-    assert_same(attend(case, options, splits=splits), expected_of(case, options), case.dtype)
+    assert_equals_the_reference(case, splits=splits)
 
 
-@pytest.mark.parametrize("bank", ["", "key", "value"])
-@pytest.mark.parametrize("layout", ["", "half"])
-def test_a_side_without_a_choice_of_bases_may_have_one_a_row(bank: str, layout: str) -> None:
-    """Also beside a side that has several; blocks are longer than tiles otherwise."""
-    case = Case(2, 2, 3, 70, 20, rank=8, value_dim=20, value_rank=5, bases=3)
-    options = case.options(True, layout, rest=2)
-    for name in ("key", "value"):
-        if name != bank:
-            code_map = getattr(case, f"{name}_map")
-            setattr(case, f"{name}_map", code_map._replace(decode=code_map.decode[:, :, :1], offset=code_map.offset[:, :, :1]))
-            del options[f"{name}_basis_of"]
-    assert_same(attend(case, options, splits=2), expected_of(case, options), case.dtype)
+@pytest.mark.parametrize("queries", [3, 11])
+@pytest.mark.parametrize("pairs", [0, 4])
+def test_more_queries_than_a_program_takes_equal_the_reference(queries: int, pairs: int) -> None:
+    assert_equals_the_reference(Case(groups=1, group=4, queries=queries, pairs=pairs, mask="queries"))
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_all_rows_may_share_their_positions_and_their_mask(dtype: torch.dtype) -> None:
-    case = Case(2, 2, 3, 40, 20)
-    options = case.options(True, "half", where="any")
-    options["rotation"] = options["rotation"]._replace(positions=options["rotation"].positions[:1].to(dtype))
-    options["valid"] = options["valid"][1:, 1:]
-    assert_same(attend(case, options, splits=2), expected_of(case, options), case.dtype)
+def test_levels_of_several_programs_equal_the_reference() -> None:
+    assert_equals_the_reference(Case(batch=1, groups=2, widths=(1, 2, 4, 3) * 50, pairs=4, group=1), splits=2)
 
 
-@pytest.mark.parametrize("splits", [1, 3])
-def test_memory_beyond_a_basis_is_not_looked_at(splits: int) -> None:
-    case = Case(2, 2, 3, 21, 20, rank=5, value_dim=12, value_rank=3, room=11)
-    options = case.options(True, "half")
-    expected = expected_of(case, options)
-    for name in ("key_map", "value_map"):
-        code_map = getattr(case, name)
-        decode, offset = (torch.full((4, *bank.shape[1:]), NAN) for bank in (code_map.decode, code_map.offset))
-        decode[::2], offset[::2] = code_map.decode, code_map.offset
-        setattr(case, name, code_map._replace(decode=decode[::2], offset=offset[::2]))
-    assert_same(attend(case, options, splits=splits, block=16), expected, case.dtype)
+@pytest.mark.parametrize("mask", ["rows", "queries"])
+def test_angles_of_tiles_that_no_query_sees_need_not_be_numbers(mask: str) -> None:
+    case = Case(queries=2, pairs=4, mask=mask)
+    case.hide_tiles()
+    assert_equals_the_reference(case)
 
 
-@pytest.mark.parametrize("tokens", [1, 63, 250])
-@pytest.mark.parametrize("layout", ["", "half"])
+def test_memory_beyond_queries_bases_and_angles_is_not_looked_at() -> None:
+    case = Case(dim=20, pairs=7, room=11)
+    expected = case.expected()
+    case.code_map = CodeMap(case.code_map.counts, *(within(basis) for basis in case.code_map[1:]))
+    case.query = within(case.query)
+    rotation = case.options["rotation"]
+    case.options["rotation"] = rotation._replace(cos=within(rotation.cos), sin=within(rotation.sin))
+    assert_part(attend(case), expected, case.dtype, case.dtype)
+
+
+def within(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers as part of a larger tensor of NaN."""
+    larger = torch.full(tuple(size + 3 for size in x.shape), NAN, dtype=x.dtype)
+    part = larger[tuple(slice(1, size + 1) for size in x.shape)]
+    part.copy_(x)
+    return part
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention_as_it_is_called_equals_the_torch_back_end(tokens: int, layout: str, dtype: torch.dtype) -> None:
-    case = Case(1, 2, 4, tokens, 128, rank=20, value_dim=128, value_counts=(0, 20, 36, 16), value_rank=60, dtype=dtype)
+def test_attention_as_it_is_called_equals_the_torch_back_end(dtype: torch.dtype) -> None:
+    case = Case(1, 2, 2, 4, 1, 256, 128, 128, (4, 2, 3, 1) * 40, pairs=64, dtype=dtype)
     case.query /= 4
-    options = case.options(True, layout)
-    got = code_attention(*moved(case.arguments), **moved(options), backend="triton")
-    assert_same(got, code_attention(*case.arguments, **options), dtype, dtype)
+    got = code_part(*moved(case.arguments), **moved(case.options), backend="triton")
+    expected = code_part(*case.arguments, **case.options, backend="torch")
+    as_reference = (expected.sums / expected.total).transpose(1, 2).double(), (expected.total.log() + expected.highest)[..., 0].double()
+    assert_part(got, as_reference, dtype, dtype)
 
 
-@pytest.mark.parametrize("where", ["start", "positions"])
-def test_angles_at_a_million_are_as_exact_as_at_zero(where: str) -> None:
-    """Scores of a single pair each are cosines of the angle, to 1e-5."""
-    first, tokens = 999_936, 40
-    frequencies = 1e4 ** -(torch.arange(0, 32, 2, dtype=torch.float64) / 32)
-    frequencies[:2] = torch.tensor([3.14, 5.9])  # About half a circle a position, and more.
-    unit = torch.zeros(16, 32)
-    unit[torch.arange(16), torch.arange(16)] = 1
-    case = Case(1, 16, 1, tokens, 32)
-    levels = torch.eye(tokens).to(torch.int8).unsqueeze(0)
-    case.query, case.keys, case.values = (
-        unit.view(1, 16, 1, 32),
-        torch.zeros(1, 1, tokens, dtype=torch.uint8),
-        pack(levels, (tokens, 0, 0, 0)),
-    )
-    case.key_map = CodeMap((0, 0, 0, 8), torch.zeros(16, 1, dtype=torch.int64), torch.zeros(16, 32, 1), unit)
-    eye, index = torch.eye(tokens).expand(16, -1, -1), torch.arange(tokens).expand(16, -1)
-    case.value_map = CodeMap((tokens, 0, 0, 0), index, eye.contiguous(), torch.zeros(16, tokens))
-    positions = torch.arange(first, first + tokens)
-    rotation = KeyRotation(frequencies, start=first) if where == "start" else KeyRotation(frequencies, positions=positions.unsqueeze(0))
-    output, lse = attend(case, {"rotation": rotation}, splits=2)
-    scores = output[0, 0].double().log() + lse[0].unsqueeze(1)
-    assert (scores - 0.3 * (positions.double() * frequencies.unsqueeze(1)).cos()).abs().max() < 1e-5
-
-
-def test_queries_and_bases_may_lie_in_any_order() -> None:
-    case = Case(tokens=40)
-    options = case.options(True, "half")
-    expected = expected_of(case, options)
-    case.key_map = case.key_map._replace(
-        index=case.key_map.index.T.contiguous().T,
-        decode=case.key_map.decode.transpose(1, 2).contiguous().transpose(1, 2),
-        offset=case.key_map.offset.T.contiguous().T,
-    )
-    case.query = case.query.repeat_interleave(2, -1)[..., ::2]
-    assert_same(attend(case, options), expected, case.dtype)
-
-
-def test_bases_that_are_too_large_are_refused_and_auto_computes_them_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    rotated, banked = Case(1, 1, 1, 16, 256, rank=256), Case(1, 1, 1, 16, 8, value_dim=256, value_rank=256, bases=2)
-    for case, layout in ((rotated, "half"), (banked, "")):
-        options = case.options(True, layout)
-        with pytest.raises(UnsupportedError, match="large bases"):
-            attend(case, options)
-        expected = code_attention(*case.arguments, **options, backend="torch")
-        with monkeypatch.context() as patch:
-            patch.setattr("hf_kvcaches.kernels.codes.choose", lambda *_: "triton")
-            got = code_attention(*moved(case.arguments), **moved(options))
-        assert_same(got, expected, case.dtype)
-    assert attend(rotated, rotated.options(True))[0].shape == (1, 1, 1, 8)
+def test_keys_that_are_too_large_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"257 dimensions.*backend='torch'"):
+        attend(Case(dim=257))

@@ -8,7 +8,6 @@ import torch
 
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.kernels.arguments import Decoder, RowSpan
-from hf_kvcaches.kernels.rebuild import rebuild
 from tests.kernels.cases import NAN, Draws
 
 PLACES = ["one", "rows", "cut"]
@@ -132,11 +131,11 @@ def assert_written(case: Case, outs: list[torch.Tensor], truncated: bool = False
         torch.testing.assert_close(got.cpu().double(), expected, equal_nan=True, rtol=step + case.noise / 10, atol=case.noise)
 
 
-def largest_of_float16(device: str, backend: Any) -> list[list[float]]:
+def largest_of_float16(device: str, rebuild: Any) -> list[list[float]]:
     """Keys and values that are too large for float16, one of them infinite beside others that are not."""
     weights = torch.tensor([[1e6, -1e6, 3.0, 0.0, 1e6, 2.0]], device=device)
     decoder = Decoder(side=weights, bias=torch.tensor([0, 0, 0, float("inf"), 0, 0], device=device))
     outs = [torch.zeros(1, 1, 1, 3, dtype=torch.float16, device=device) for _ in "kv"]
     tables = {"cos": torch.ones(1, 1, device=device), "sin": torch.zeros(1, 1, device=device)}
-    rebuild(torch.ones(1, 1, device=device), None, decoder, *outs, [RowSpan(0, 0, 1)], **tables, backend=backend)
+    rebuild(torch.ones(1, 1, device=device), None, decoder, *outs, [RowSpan(0, 0, 1)], **tables)
     return [out.flatten().tolist() for out in outs]

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from hf_kvcaches.kernels import slots_triton
 from hf_kvcaches.kernels.arguments import SlotOptions
-from hf_kvcaches.kernels.slots import paged_attention, slot_attention, write_pages, write_slots
+from hf_kvcaches.kernels.slots import slot_attention, write_slots
+from tests.kernels import reference_slots as reference
 from tests.kernels.cases import NAN
 from tests.kernels.slots_cases import Case, assert_same, write_arguments
 from tests.kernels.triton_process import moved
@@ -55,7 +56,7 @@ def test_attention_equals_the_reference(shape: dict[str, Any], chosen: dict[str,
     options = case.options(**chosen)
     got = attend(case.query, case.keys, case.values, None, shape["slots"], options, splits=splits, block=16)
     assert not got[0].isnan().any()
-    assert_same(got, slot_attention(case.query, case.keys, case.values, 0.3, **options, backend="reference"), case.dtype)
+    assert_same(got, reference.slot_attention(case.query, case.keys, case.values, 0.3, **options), case.dtype)
 
 
 @FEW
@@ -72,7 +73,7 @@ def test_paged_attention_equals_the_reference(shape: dict[str, Any], chosen: dic
     options |= {"valid": valid}
     got = attend(case.query, *pages, tables, shape["slots"], options, splits=splits, block=16)
     assert not got[0].isnan().any()
-    assert_same(got, paged_attention(case.query, *pages, tables, 0.3, **options, backend="reference"), case.dtype)
+    assert_same(got, reference.paged_attention(case.query, *pages, tables, 0.3, **options), case.dtype)
 
 
 @pytest.mark.parametrize("slots", [1, 63, 64, 65, 257])
@@ -83,7 +84,7 @@ def test_attention_as_it_is_called_equals_the_reference(slots: int, group: int, 
     arguments = (case.query, case.keys, case.values, 60**-0.5)
     got = slot_attention(*moved(arguments), want_weights=True, backend="triton")
     got = tuple(part.cpu() for part in got)
-    assert_same(got, slot_attention(*arguments, want_weights=True, backend="reference"), dtype)
+    assert_same(got, reference.slot_attention(*arguments, want_weights=True), dtype)
 
 
 def test_buffers_and_masks_may_be_repeated_or_lie_in_any_order() -> None:
@@ -92,7 +93,7 @@ def test_buffers_and_masks_may_be_repeated_or_lie_in_any_order() -> None:
     options["valid"] = options["valid"][:1]
     keys, values = (tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (case.keys, case.values))
     got = attend(case.query, keys, values, None, 20, options)
-    assert_same(got, slot_attention(case.query, case.keys, case.values, 0.3, **options, backend="reference"), case.dtype)
+    assert_same(got, reference.slot_attention(case.query, case.keys, case.values, 0.3, **options), case.dtype)
 
 
 @FEW
@@ -108,9 +109,10 @@ def test_writing_equals_the_reference_and_touches_nothing_else(shape: dict[str, 
         where[torch.rand(where.shape, generator=case.generator) < 0.3] = -1
     *buffers, tables, _ = case.paged(7) if paged else (case.keys, case.values, None, None)
     expected, given = [tensor.clone() for tensor in buffers], moved(tuple(tensor.clone() for tensor in buffers))
-    table = [tables] if paged else []
-    write = write_pages if paged else write_slots
-    write(*given, *moved((*table, where, *new)), backend="triton")
-    write(*expected, *table, where, *new, backend="reference")
+    write_slots(*given, *moved((where, *new)), tables=moved(tables), backend="triton")
+    if paged:
+        reference.write_pages(*expected, tables, where, *new)
+    else:
+        reference.write_slots(*expected, where, *new)
     for one, other in zip(given, expected, strict=True):
         torch.testing.assert_close(one.cpu(), other, equal_nan=True, atol=0, rtol=0)

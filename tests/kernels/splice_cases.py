@@ -10,7 +10,6 @@ import torch
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.kernels.arguments import Packed
 from hf_kvcaches.kernels.quantization import quantize
-from hf_kvcaches.kernels.splice import splice
 from tests.kernels.cases import NAN, Draws, restored
 
 SLOTS = ["run", "backwards", "scattered"]
@@ -106,16 +105,16 @@ def assert_written(case: Case, pool: torch.Tensor, truncated: bool = False) -> N
     torch.testing.assert_close(got, expected, equal_nan=True, rtol=step, atol=case.noise)
 
 
-def largest_of_float16(device: str, backend: Any) -> torch.Tensor:
+def largest_of_float16(device: str, splice: Any) -> torch.Tensor:
     """What becomes of levels 0 and 254 of a grid that is wider than float16."""
     data = torch.tensor([-127, 127, 0], dtype=torch.int8, device=device).view(1, 1, 1, 3)
     scale, zero = (torch.full((1, 1, 1, 1), number, device=device) for number in (1e4, -1e6))
     out = torch.zeros(1, 1, 3, dtype=torch.float16, device=device)
-    splice(Packed(data, scale, zero), [out], torch.zeros(1, dtype=torch.int64, device=device), backend=backend)
+    splice(Packed(data, scale, zero), [out], torch.zeros(1, dtype=torch.int64, device=device))
     return out.view(3).cpu()
 
 
-def assert_copies_bit_for_bit(dtype: torch.dtype, device: str, backend: Any) -> None:
+def assert_copies_bit_for_bit(dtype: torch.dtype, device: str, splice: Any) -> None:
     """Plain data in the dtype of the buffers are copied as they are, also what is not a number, of which there are several."""
     odd = torch.tensor([0.0, -0.0, float("inf"), NAN, float("inf"), 1e-7, 1.5], dtype=dtype)
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
@@ -123,6 +122,6 @@ def assert_copies_bit_for_bit(dtype: torch.dtype, device: str, backend: Any) -> 
     x = odd.to(device).view(1, 1, 7, 1).repeat(1, 1, 1, 3)
     out = torch.zeros(1, 9, 3, dtype=dtype, device=device)
     slots = torch.tensor([3, 2, 8, 0, 1, 5, 4], device=device)
-    splice(Packed(x), [out], slots, backend=backend)
+    splice(Packed(x), [out], slots)
     assert torch.equal(out.view(bits)[0, slots], x.view(bits)[0, 0])
     assert not out[0, [6, 7]].any()

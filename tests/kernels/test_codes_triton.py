@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
 
 pytest.importorskip("triton")
 
-from hf_kvcaches.kernels.launch import padded
 from tests.kernels.triton_process import SHARED_MEMORY, STRIDES, assert_compiles, assert_passes, compile_all
 
 pytestmark = pytest.mark.full
@@ -23,71 +23,49 @@ def test_the_kernel_compiles_ahead_of_time_and_fits(capability: int) -> None:
     assert_compiles("test_codes_triton.py", capability)
 
 
-def attend_variants():
-    """Signatures of `attend_kernel`: strings are types, everything else is known when it is compiled."""
-    from hf_kvcaches.kernels.bases_triton import block_size
+def code_variants():
+    """Signatures of the kernels, for a model of 8B: strings are types, everything else is known when it is compiled."""
+    import triton.language as tl
 
-    #   query,  dim, rank, value rank, pairs, bank, positions, rich
-    for dtype, dim, rank, value_rank, pairs, bank, where, rich in (
-        ("bf16", 128, 64, 64, 64, False, "start", False),
-        ("bf16", 128, 64, 96, 0, False, "", False),
-        ("bf16", 128, 128, 128, 64, False, "start", True),  # as large as a rotated basis may be
-        ("fp32", 256, 64, 256, 64, False, "positions", True),
-        ("fp32", 256, 256, 256, 0, False, "", True),
-        ("fp32", 256, 64, 128, 64, True, "start", True),  # as large as bases in a bank may be
-        ("fp16", 128, 64, 64, 0, True, "", True),
+    from hf_kvcaches.kernels.codes_triton import score_kernel, sizes, value_kernel
+
+    types = {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}
+    numbers = ("rows", "tokens", "chunk", "dim", "count", "of_8", "of_4", "of_2")
+    for dtype, queries, dim, pairs, rich in (
+        ("bf16", 1, 128, 64, False),
+        ("bf16", 3, 128, 64, True),
+        ("bf16", 5, 128, 0, True),
+        ("bf16", 1, 128, 32, False),
+        ("bf16", 3, 256, 96, False),  # as large as keys may be
+        ("fp16", 1, 128, 64, True),
+        ("fp32", 1, 128, 64, True),
+        ("fp32", 3, 128, 32, True),
+        ("fp32", 1, 128, 0, False),
+        ("fp32", 3, 256, 96, True),
+        ("fp32", 3, 256, 0, True),
     ):
-        plain = 2 * pairs < dim
-        yield {
-            "query": f"*{dtype}",
-            "asked": (f"*{dtype}", *STRIDES) if plain else None,
-            "constants": ("*fp32", *STRIDES) if plain else None,
-            **dict.fromkeys(("keys", "values"), ("*u8", "i64", "i64", "*i64", "i32", "i32", "i32", "i32")),
-            **dict.fromkeys(("key_basis_of", "value_basis_of"), ("*i16", *STRIDES) if bank else None),
-            "valid": ("*u8", *STRIDES) if rich else None,
-            **dict.fromkeys(("key_bank", "key_offsets"), (f"*{dtype}", *STRIDES) if pairs else None),
-            **dict.fromkeys(("value_bank", "value_offsets"), (f"*{dtype}", *STRIDES) if bank else None),
-            "frequencies": "*i64" if pairs else None,
-            "positions": ("*i64", "i64") if where == "positions" else None,
-            "start": "i64",
-            "attention_scaling": "fp32",
-            **dict.fromkeys(("parts", "stats"), "*fp32"),
-            "scaling": "fp32",
-            "softcap": "fp32" if rich else None,
-            "tokens": "i32",
-            "chunk": "i32",
-            "KV_HEADS": 8,
-            "GROUP": 4,
-            "HEADS": 16,
-            "DIM": dim,
-            "RANK": rank,
-            "RANK_PAD": padded(rank),
-            "VALUE_DIM": 128,
-            "VALUE_PAD": 128,
-            "VALUE_RANK": value_rank,
-            "VALUE_RANK_PAD": padded(value_rank),
-            "PAIRS": pairs,
-            "PAIRS_PAD": padded(pairs) if pairs else 16,
-            "INTERLEAVED": rich,
-            "BLOCK": 16 if bank else block_size(rank, value_rank, pairs),
-        }
+        for_scores, for_values = sizes(4 * queries, dim, pairs, dtype == "fp32")
+        given = {"codes": ("*u8", *STRIDES), "scores": "*fp32", **dict.fromkeys(numbers, "i32")}
+        given |= {"KV_HEADS": 8, "HEADS": 2, "ALL": 4 * queries}
+        tables = dict.fromkeys(("cos", "sin"), ("*fp32", *STRIDES) if pairs else None)
+        yield score_kernel, {"query": f"*{dtype}", "keys": "*fp32", **tables, "INTERLEAVED": rich, **given, **for_scores}
+        options: dict[str, Any] = {"visible": ("*u8", *STRIDES) if rich else None, "softcap": "fp32" if rich else None, "scaling": "fp32"}
+        options |= {"COUNT": queries, "DTYPE": types[dtype]}
+        yield value_kernel, {**dict.fromkeys(("parts", "stats"), "*fp32"), **options, **given, **for_values}
 
 
 def combine_variants():
-    tensors = {"parts": "*fp32", "stats": "*fp32", "output": "*bf16", "lse": "*fp64", "splits": "i32"}
-    for bank, width in ((("*bf16", *STRIDES), 256), (("*fp32", *STRIDES), 60)):
-        sizes = {"KV_HEADS": 8, "GROUP": 4, "HEADS": 16, "VALUE_DIM": 128, "WIDTH": width, "WIDTH_PAD": padded(width), "DIMS": 64}
-        yield {**tensors, "decode": bank, "offset": bank, **sizes}
+    for lse, group in (("*fp64", 4), ("*fp32", 12)):
+        tensors = {**dict.fromkeys(("parts", "stats", "output"), "*fp32"), "lse": lse, "splits": "i32", "width": "i32"}
+        yield {**tensors, "GROUP": group, "HEADS": 16, "DIMS": 64}
 
 
 def wanted():
     """Every kernel in all its variants."""
-    from hf_kvcaches.kernels.bases_triton import warps
-    from hf_kvcaches.kernels.codes_triton import attend_kernel
     from hf_kvcaches.kernels.common_triton import combine_kernel
 
-    for chosen in attend_variants():
-        yield attend_kernel, chosen, {"num_warps": warps(chosen["RANK"], chosen["VALUE_RANK"], chosen["query"] == "*fp32")}
+    for kernel, chosen in code_variants():
+        yield kernel, chosen, {"num_warps": 8}
     for chosen in combine_variants():
         yield combine_kernel, chosen, {}
 

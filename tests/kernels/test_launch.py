@@ -1,9 +1,14 @@
 """How launchers cut their work."""
 
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
-from hf_kvcaches.kernels.launch import padded, split_tokens, strided
+from hf_kvcaches.kernels import launch
+from hf_kvcaches.kernels.launch import choose, padded, split_tokens, strided
 
 
 @pytest.mark.parametrize("count", [1, 15, 16, 17, 63, 64, 65, 1000])
@@ -26,3 +31,14 @@ def test_what_is_repeated_has_no_stride_and_masks_are_bytes() -> None:
     tensor, *strides = strided(mask, (3, 2, 5))
     assert tensor.dtype == torch.uint8
     assert strides == [0, 5, 1]
+
+
+def test_a_gpu_without_triton_is_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "has_triton", lambda: False)
+    launch._warn_slow.cache_clear()
+    tensor: Any = SimpleNamespace(is_cuda=True, dtype=torch.float32, requires_grad=False)
+    with pytest.warns(UserWarning, match="Triton is not installed"):
+        assert choose("auto", tensor) == "torch"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert choose("auto", tensor) == "torch"

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.kernels import slots as kernels
 from hf_kvcaches.kernels.arguments import RotationTables
-from hf_kvcaches.kernels.slots import paged_attention, slot_attention, write_pages, write_slots
+from hf_kvcaches.kernels.slots import slot_attention, write_slots
+from tests.kernels import reference_slots as reference
 from tests.kernels.cases import NAN
 from tests.kernels.slots_cases import Case, assert_same, write_arguments
 
@@ -42,7 +43,7 @@ def test_attention_equals_the_reference(shape: dict[str, Any], chosen: dict[str,
     arguments = (case.query, case.keys, case.values, 0.3)
     got = slot_attention(*arguments, **options)
     assert got[0].shape == (shape["batch"], 1, case.query.shape[1], shape["value_dim"])
-    assert_same(got, slot_attention(*arguments, **options, backend="reference"), case.dtype)
+    assert_same(got, reference.slot_attention(*arguments, **options), case.dtype)
 
 
 @pytest.mark.parametrize("slots", [1, 63, 64, 65, 257])
@@ -51,7 +52,7 @@ def test_attention_equals_the_reference_at_lengths_about_a_block(slots: int, dty
     case = Case(batch=1, kv_heads=2, group=3, slots=slots, dim=60, value_dim=20, dtype=dtype)
     options = case.options(True, "")
     arguments = (case.query, case.keys, case.values, 60**-0.5)
-    assert_same(slot_attention(*arguments, **options), slot_attention(*arguments, **options, backend="reference"), dtype)
+    assert_same(reference.slot_attention(*arguments, **options), slot_attention(*arguments, **options), dtype)
 
 
 @given(
@@ -65,11 +66,11 @@ def test_paged_attention_equals_the_reference_with_unreadable_invalid_slots(
     case = Case(**shape)
     options = case.options(**chosen)
     *pages, tables, valid = case.paged(page)
-    arguments, options = (case.query, *pages, tables, 0.3), options | {"valid": valid}
-    got = paged_attention(*arguments, **options)
+    options |= {"valid": valid}
+    got = slot_attention(case.query, *pages, 0.3, tables=tables, **options)
     assert not got[0].isnan().any()
-    assert_same(got, paged_attention(*arguments, **options, backend="reference"), case.dtype)
-    assert_same(got, slot_attention(case.query, case.keys, case.values, 0.3, **options, backend="reference"), case.dtype)
+    assert_same(got, reference.paged_attention(case.query, *pages, tables, 0.3, **options), case.dtype)
+    assert_same(got, reference.slot_attention(case.query, case.keys, case.values, 0.3, **options), case.dtype)
 
 
 @pytest.mark.parametrize("page", [4, 8])
@@ -79,7 +80,7 @@ def test_paged_and_flat_attention_are_equal_to_the_last_bit(page: int, slots: in
     *pages, tables, valid = case.paged(page)
     options = {"valid": valid, "want_weights": True}
     flat = slot_attention(case.query, case.keys, case.values, 0.125, **options)
-    paged = paged_attention(case.query, *pages, tables, 0.125, **options)
+    paged = slot_attention(case.query, *pages, 0.125, tables=tables, **options)
     assert torch.equal(flat[0], paged[0])
     assert torch.equal(flat[1], paged[1])
 
@@ -92,13 +93,13 @@ def test_the_reference_equals_pytorch(valid: bool) -> None:
     mask = case.valid.repeat_interleave(3, 1).unsqueeze(2) if valid else None
     keys, values = (tensor.repeat_interleave(3, 1) for tensor in (case.keys, case.values))
     expected = torch.nn.functional.scaled_dot_product_attention(case.query, keys, values, attn_mask=mask, scale=0.3)
-    got = slot_attention(case.query, case.keys, case.values, 0.3, **options, backend="reference")
+    got = reference.slot_attention(case.query, case.keys, case.values, 0.3, **options)
     torch.testing.assert_close(got[0], expected.transpose(1, 2))
 
 
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
-@pytest.mark.parametrize("backend", ["torch", "reference"])
-def test_turning_keys_on_the_way_equals_keys_that_were_turned_pair_by_pair_before(layout: str, backend: Any) -> None:
+@pytest.mark.parametrize("attend", [slot_attention, reference.slot_attention])
+def test_rotating_keys_on_the_way_equals_keys_that_were_rotated_pair_by_pair_before(layout: str, attend: Any) -> None:
     case = Case(dim=8, dtype=torch.float64)
     turn = case.options(False, layout)["rotation"]
     pairs = turn.cos.shape[-1]
@@ -109,7 +110,7 @@ def test_turning_keys_on_the_way_equals_keys_that_were_turned_pair_by_pair_befor
             angle = turn.positions[row, 0, s]
             number = torch.complex(turn.cos[angle, i], turn.sin[angle, i]) * torch.complex(case.keys[row, :, s, a], case.keys[row, :, s, b])
             turned[row, :, s, a], turned[row, :, s, b] = number.real, number.imag
-    got = slot_attention(case.query, case.keys, case.values, 0.3, rotation=turn, backend=backend)[0]
+    got = attend(case.query, case.keys, case.values, 0.3, rotation=turn)[0]
     torch.testing.assert_close(got, slot_attention(case.query, turned, case.values, 0.3)[0])
 
 
@@ -177,9 +178,9 @@ def test_everything_runs_as_one_compiled_graph() -> None:
 
     def step(keys: torch.Tensor, values: torch.Tensor, *pages: torch.Tensor) -> tuple[torch.Tensor, ...]:
         write_slots(keys, values, where, *new)
-        write_pages(*pages, tables, where_pages, *new)
+        write_slots(*pages, where_pages, *new, tables=tables)
         flat = slot_attention(case.query, keys, values, 0.3, **options)
-        return *flat, paged_attention(case.query, *pages, tables, 0.3, valid=valid)[0]
+        return *flat, slot_attention(case.query, *pages, 0.3, tables=tables, valid=valid)[0]
 
     def buffers() -> list[torch.Tensor]:
         return [tensor.clone() for tensor in (case.keys, case.values, *pages)]
@@ -217,7 +218,7 @@ def test_writing_equals_the_reference_and_touches_nothing_else(shape: dict[str, 
     buffers = [torch.full_like(tensor, NAN) for tensor in (case.keys, case.values)]
     expected = [tensor.clone() for tensor in buffers]
     write_slots(*buffers, *arguments)
-    write_slots(*expected, *arguments, backend="reference")
+    reference.write_slots(*expected, *arguments)
     for one, other in zip(buffers, expected, strict=True):
         torch.testing.assert_close(one, other, equal_nan=True, atol=0, rtol=0)
         assert int((~one[0, 0, :, 0].isnan()).sum()) == tokens
@@ -238,68 +239,17 @@ def test_writing_pages_equals_the_reference_and_skips(shape, tokens: int, skippe
     if not contiguous:
         pages = [pool.transpose(0, 1).contiguous().transpose(0, 1) for pool in pages]
     expected = [pool.clone() for pool in pages]
-    write_pages(*pages, tables, where, *new)
-    write_pages(*expected, tables, where, *new, backend="reference")
+    write_slots(*pages, where, *new, tables=tables)
+    reference.write_pages(*expected, tables, where, *new)
     for one, other in zip(pages, expected, strict=True):
         torch.testing.assert_close(one, other, equal_nan=True, atol=0, rtol=0)
 
 
-def change(**changes: Any) -> dict[str, Any]:
-    case = Case()
-    return {"query": case.query, "keys": case.keys, "values": case.values, "scaling": 0.3} | changes
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"query": torch.zeros(2, 3, 1, 8)}, "query"),
-        ({"query": torch.zeros(2, 4, 2, 8)}, "query"),
-        ({"query": torch.zeros(2, 4, 1, 8).bfloat16()}, "query"),
-        ({"values": torch.zeros(2, 2, 8, 8)}, "values"),
-        ({"keys": torch.zeros(2, 2, 8, 9).transpose(2, 3)}, "keys"),
-        ({"valid": torch.ones(2, 2, 9)}, "valid"),
-        ({"valid": torch.ones(2, 2, 8, dtype=torch.bool)}, "valid"),
-        ({"rotation": RotationTables(torch.zeros(1, 1, 8).long(), torch.zeros(3, 4), torch.zeros(3, 4))}, "rotation.positions"),
-        ({"rotation": RotationTables(torch.zeros(1, 1, 9).long(), torch.zeros(3, 5), torch.zeros(3, 5))}, "rotation.cos"),
-        ({"rotation": RotationTables(torch.zeros(1, 1, 9).long(), torch.zeros(3, 4), torch.zeros(3, 4), "thirds")}, "rotation.layout"),  # type: ignore[arg-type]
-        ({"backend": "cuda"}, "backend"),
-    ],
-)
-def test_attention_names_the_argument_that_does_not_fit(changes: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{named}: expected"):
-        slot_attention(**change(**changes))
-
-
-@pytest.mark.parametrize(
-    ("position", "wrong", "named"),
-    [
-        (2, torch.zeros(2, 2, 1).int(), "slots"),
-        (2, torch.zeros(2, 1).long(), "slots"),
-        (3, torch.zeros(2, 2, 1, 7), "new_keys"),
-        (4, torch.zeros(2, 2, 2, 8), "new_values"),
-        (4, torch.zeros(2, 2, 1, 8).double(), "new_values"),
-    ],
-)
-def test_writing_names_the_argument_that_does_not_fit(position: int, wrong: torch.Tensor, named: str) -> None:
-    case = Case()
-    arguments = [case.keys, case.values, *write_arguments(case, 1)]
-    arguments[position] = wrong
-    with pytest.raises(ConfigError, match=f"^{named}: expected"):
-        write_slots(*arguments)
-
-
-def test_paged_attention_refuses_tables_and_validity_that_do_not_fit() -> None:
-    case = Case()
-    *pages, tables, valid = case.paged(4)
-    with pytest.raises(ConfigError, match=r"^tables: expected int32 or int64"):
-        paged_attention(case.query, *pages, tables.float(), 0.3, valid=valid)
-    with pytest.raises(ConfigError, match=r"^valid: expected at most 4 slots"):
-        paged_attention(case.query, *pages, tables[:, :1], 0.3, valid=valid)
-
-
-def test_triton_is_refused_where_it_cannot_run() -> None:
+def test_backends_that_cannot_run_are_refused() -> None:
     pytest.importorskip("triton")
     case = Case()
+    with pytest.raises(ConfigError, match=r"^backend: expected"):
+        slot_attention(case.query, case.keys, case.values, 0.3, backend="cuda")
     with pytest.raises(ConfigError, match="'torch' for tensors that are not on a CUDA device"):
         slot_attention(case.query, case.keys, case.values, 0.3, backend="triton")
     with pytest.raises(UnsupportedError, match="no gradients and no float64"):

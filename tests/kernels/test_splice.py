@@ -14,6 +14,7 @@ from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.kernels import splice as kernels
 from hf_kvcaches.kernels.arguments import Packed
 from hf_kvcaches.kernels.splice import splice
+from tests.kernels import reference_splice as reference
 from tests.kernels.splice_cases import SLOTS, Case, assert_copies_bit_for_bit, assert_written, largest_of_float16
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -38,16 +39,16 @@ def copies(packed: Packed) -> list[torch.Tensor]:
     return [part.clone() for part in packed[:3] if part is not None]
 
 
-@pytest.mark.parametrize(("backend", "block"), [("torch", 2**18), ("torch", 64), ("reference", 0)])
-def test_splicing_equals_decoding_shifting_and_writing_and_touches_nothing_else(backend: Any, block: int, monkeypatch) -> None:
+@pytest.mark.parametrize(("write", "block"), [(splice, 2**18), (splice, 64), (reference.splice, 0)])
+def test_splicing_equals_decoding_shifting_and_writing_and_touches_nothing_else(write: Any, block: int, monkeypatch) -> None:
     monkeypatch.setattr(kernels, "BLOCK", block)
 
-    @settings(max_examples=150 if backend == "torch" else 30, deadline=None)
+    @settings(max_examples=150 if write is splice else 30, deadline=None)
     @given(chosen=st.fixed_dictionaries(CASES))
     def check(chosen: dict[str, Any]) -> None:
         case = Case(**chosen)
         pool, before = case.pool.clone(), copies(case.packed)
-        splice(case.packed, case.outs(pool), case.slots, **case.given, backend=backend)
+        write(case.packed, case.outs(pool), case.slots, **case.given)
         assert_written(case, pool)
         assert all(map(torch.equal, copies(case.packed), before))
 
@@ -80,30 +81,30 @@ def test_nothing_is_made_on_the_way_that_is_larger_than_a_block(bits: int, turn:
             return out
 
     with Watch():
-        splice(case.packed, case.outs(case.pool), case.slots, **case.given, check=False)
+        splice(case.packed, case.outs(case.pool), case.slots, **case.given)
     assert 0 < max(made) <= 512
     assert_written(case, case.pool)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("backend", ["torch", "reference"])
-def test_plain_data_in_the_dtype_of_the_buffers_are_copied_bit_for_bit(dtype: torch.dtype, backend: Any) -> None:
-    assert_copies_bit_for_bit(dtype, "cpu", backend)
+@pytest.mark.parametrize("write", [splice, reference.splice])
+def test_plain_data_in_the_dtype_of_the_buffers_are_copied_bit_for_bit(dtype: torch.dtype, write: Any) -> None:
+    assert_copies_bit_for_bit(dtype, "cpu", write)
 
 
-@pytest.mark.parametrize("backend", ["torch", "reference"])
-def test_numbers_beyond_float16_become_its_largest(backend: Any) -> None:
-    assert largest_of_float16("cpu", backend).tolist() == [-65504, 65504, 65504]
+@pytest.mark.parametrize("write", [splice, reference.splice])
+def test_numbers_beyond_float16_become_its_largest(write: Any) -> None:
+    assert largest_of_float16("cpu", write).tolist() == [-65504, 65504, 65504]
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("backend", ["torch", "reference"])
-def test_a_group_of_equal_numbers_comes_back_exactly(bits: int, backend: Any) -> None:
+@pytest.mark.parametrize("write", [splice, reference.splice])
+def test_a_group_of_equal_numbers_comes_back_exactly(bits: int, write: Any) -> None:
     width = 8 if bits == 8 else 4
     data = torch.full((1, 1, 3, width), -127 if bits == 8 else 0, dtype=torch.int8 if bits == 8 else torch.uint8)
     zero = torch.tensor([0.1, -70.3, 1e-5]).view(1, 1, 3, 1)
     out = torch.zeros(1, 3, 8)
-    splice(Packed(data, torch.zeros_like(zero), zero), [out], torch.arange(3), backend=backend)
+    write(Packed(data, torch.zeros_like(zero), zero), [out], torch.arange(3))
     assert torch.equal(out, zero[0].expand(1, 3, 8))
 
 
@@ -133,55 +134,6 @@ def test_layers_may_have_buffers_of_different_capacities() -> None:
     splice(case.packed, [outs[0], longer], case.slots)
     torch.testing.assert_close(torch.stack([outs[0], longer[:, :-4]]), torch.stack(case.outs(expected)), equal_nan=True)
     assert (longer[:, -4:] == 1).all()
-
-
-def tables(*shape: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    return {"cos": torch.ones(shape, dtype=dtype), "sin": torch.zeros(shape, dtype=dtype)}
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"data": torch.zeros(2, 5, 8, dtype=torch.int8)}, "packed.data"),
-        ({"data": torch.zeros(2, 2, 5, 8, dtype=torch.int16)}, "packed.data"),
-        ({"data": torch.zeros(2, 2, 5, 7, dtype=torch.int8)}, "packed.data"),
-        ({"data": torch.zeros(2, 2, 5, 8, dtype=torch.uint8)}, "packed.data"),
-        ({"data": torch.zeros(2, 2, 8, 5, dtype=torch.int8).mT}, "packed.data"),
-        ({"data": torch.zeros(2, 2, 5, 8)}, "packed.scale"),
-        ({"scale": None}, "packed.scale"),
-        ({"zero": None}, "packed.zero"),
-        ({"scale": torch.zeros(2, 2, 5, 2)}, "packed.scale"),
-        ({"zero": torch.zeros(2, 2, 5, 1, dtype=torch.int8)}, "packed.zero"),
-        ({"group": 0}, "packed.group"),
-        ({"group": 4}, "packed.scale"),
-        ({"outs": [torch.zeros(2, 12, 8)]}, "outs"),
-        ({"outs": [torch.zeros(2, 12, 8), torch.zeros(2, 12, 8).bfloat16()]}, "outs"),
-        ({"outs": [torch.zeros(3, 12, 8)] * 2}, "outs"),
-        ({"outs": [torch.zeros(2, 12, 8).int()] * 2}, "outs"),
-        ({"outs": [torch.zeros(2, 8, 12).mT] * 2}, "outs"),
-        ({"outs": [torch.zeros(2, 12, 8, device="meta")] * 2}, "outs"),
-        ({"slots": torch.arange(4)}, "slots"),
-        ({"slots": torch.arange(5).int()}, "slots"),
-        ({"slots": torch.arange(8, 13)}, "slots"),
-        ({"slots": torch.arange(-1, 4)}, "slots"),
-        ({"cos": torch.ones(5, 4)}, "cos and sin"),
-        (tables(4, 4), "cos"),
-        (tables(5, 5), "cos"),
-        (tables(5, 0), "cos"),
-        (tables(5, 4, dtype=torch.bfloat16), "cos"),
-        (tables(5, 4) | {"sin": torch.zeros(5, 3)}, "sin"),
-        (tables(5, 4) | {"sin": torch.zeros(5, 4).double()}, "sin"),
-        ({"layout": "thirds"}, "layout"),
-        ({"backend": "cuda"}, "backend"),
-    ],
-)
-def test_what_does_not_fit_is_named_and_nothing_is_written(changes: dict[str, Any], named: str) -> None:
-    case = Case()
-    chosen = case.packed._asdict() | {"outs": case.outs(case.pool), "slots": case.slots} | changes
-    packed = Packed(*(chosen.pop(name) for name in Packed._fields))
-    with pytest.raises(ConfigError, match=f"^{named}: expected"):
-        splice(packed, **chosen)
-    assert case.pool.isnan().all()
 
 
 def test_triton_is_refused_where_it_cannot_run() -> None:

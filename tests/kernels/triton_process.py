@@ -14,7 +14,7 @@ import torch
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 STRIDES = ("i64", "i64", "i64")
 
 

@@ -62,7 +62,6 @@ HOLDERS: dict[str, Make] = {
     "coded slots": lambda model, made: EquipCache(model, "tova", BUDGET, sinks=2, recent=4, codec=made["codec"]),
     "coded pages": lambda model, made: EquipCache(model, "h2o", BUDGET, sinks=2, recent=4, codec=made["codec"], page_size=8),
     "codec": lambda model, made: SubspaceCache(model, made["codec"], sinks=2, recent=4),
-    "codec, adaptive": lambda model, made: SubspaceCache(model, made["codec"], adaptive=AdaptiveSubspace(chunk=16), sinks=2, recent=4),
     "rank": adaptive(rank=(3, 4)),
     "bytes_ratio": adaptive(bytes_ratio=0.3),
     "energy": adaptive(energy=0.8),

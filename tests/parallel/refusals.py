@@ -11,7 +11,6 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
 from hf_kvcaches import (
-    AdaptiveSubspace,
     EquipCache,
     GrowingCache,
     HeadBudgets,
@@ -22,7 +21,6 @@ from hf_kvcaches import (
     QueryStatistics,
     SegmentReuseCache,
     SegmentStore,
-    SubspaceCache,
     TranslatedCache,
     WarmStartCache,
     WarmStartLibrary,
@@ -80,8 +78,6 @@ REFUSED: dict[str, Callable[[PreTrainedModel, dict[str, Any]], Any]] = {
     "a press": lambda model, _: EquipCache(model, PressPolicy(Press()), 16),
     "a cache of a config": of_config,
     "a pickled cache": lambda model, _: pickle.dumps(EquipCache(model, "h2o", 16)),
-    "a sketch as large as the most directions": lambda model, _: SubspaceCache(model, adaptive=AdaptiveSubspace(energy=0.9, sketch="fd")),
-    "diagnostics": lambda model, made: SubspaceCache(model, made["codec"]).diagnostics(IDS),
     "exact tokens saved as codes": as_codes,
     "a store of codes": lambda model, made: SegmentReuseCache(model, SegmentStore("memory", quantization=made["codec"])),
     "a library of codes": lambda model, made: library(model, quantization=made["codec"]),

@@ -36,7 +36,7 @@ class Real:
     @cached_property
     def lossless_codec(self) -> KVCodec:
         """All directions in 24 bits: it does not matter how they were found."""
-        return self._calibrated(1024, metric="plain", energy=1.0, widths=24)
+        return self._calibrated(1024, metric="plain", bytes_ratio=1.5)
 
     def _calibrated(self, tokens: int, **options: Any) -> KVCodec:
         ids = self.tokenizer(testbed.held_out(), add_special_tokens=False)["input_ids"][-tokens:]

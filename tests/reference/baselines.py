@@ -339,7 +339,7 @@ class KernelView(LayerView):
         self.keys, self.values = keys, values
 
     def attend(self, module: nn.Module, query: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any) -> tuple[torch.Tensor, None]:
-        return slot_attention(query, self.keys, self.values, kwargs["scaling"], backend="torch", check=False)[0], None
+        return slot_attention(query, self.keys, self.values, kwargs["scaling"], backend="torch")[0], None
 
 
 class FrozenLayer(BaselineLayer):

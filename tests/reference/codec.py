@@ -1,39 +1,52 @@
-"""What a `KVCodec` does to vectors, written down plainly: in float64, one head and one direction at a time."""
+"""What forms of a `KVCodec` with fixed widths do to vectors, written down plainly: in float64, one group and one direction at a time."""
 
 from __future__ import annotations
 
 import torch
 
-from hf_kvcaches.codec.sides import CalibratedLayer, CalibratedSide
+from hf_kvcaches.codec.fixed import FixedLayer
+from hf_kvcaches.kernels.code_format import WIDTHS
 
 
-def codes_of(side: CalibratedSide, vectors: torch.Tensor) -> torch.Tensor:
-    """The code of each direction, (batch, kv_heads, tokens, d), int64; 0 where a direction has no bits.
-
-    Args:
-        vectors: (batch, kv_heads, tokens, d).
-    """
-    codes = torch.zeros(vectors.shape, dtype=torch.int64)
-    for head, direction in torch.cartesian_prod(*map(torch.arange, side.shape)).tolist():
-        width, step = int(side.widths[head, direction]), float(side.chosen_steps[head, direction])
-        if width:
-            coefficients = (vectors[:, head].double() - side.mean[head].double()) @ side.encode[head, direction].double()
-            levels = (coefficients / step).floor() + 2 ** (width - 1)
-            codes[:, head, :, direction] = levels.clamp(0, 2**width - 1).long()
-    return codes
+def joined(layer: FixedLayer, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Vectors of the groups, (batch, groups, tokens, size): the keys of a group's heads, then the values."""
+    group = layer.shape.group
+    return torch.stack(
+        [
+            torch.cat([side[:, head] for side in (keys, values) for head in range(start, start + group)], -1)
+            for start in range(0, layer.shape.heads, group)
+        ],
+        1,
+    )
 
 
-def vectors_of(side: CalibratedSide, codes: torch.Tensor) -> torch.Tensor:
-    """What the codes stand for: the middle of each step, and the mean where there are no bits."""
-    coefficients = torch.zeros(codes.shape, dtype=torch.float64)
-    for head, direction in torch.cartesian_prod(*map(torch.arange, side.shape)).tolist():
-        width, step = int(side.widths[head, direction]), float(side.chosen_steps[head, direction])
-        if width:
-            coefficients[:, head, :, direction] = (codes[:, head, :, direction] + 0.5 - 2 ** (width - 1)) * step
-    decode = torch.linalg.inv(side.encode.double())
-    return torch.einsum("hij,bhtj->bhti", decode, coefficients) + side.mean.double()[:, None]
+def integers_of(layer: FixedLayer, vectors: torch.Tensor) -> torch.Tensor:
+    """The integer of each direction, (batch, groups, tokens, size), int64; 0 where a direction has no bits."""
+    found, transform = torch.zeros(vectors.shape, dtype=torch.int64), layer.basis.transform
+    for group, direction in torch.cartesian_prod(*map(torch.arange, layer.basis.mean.shape)).tolist():
+        if width := int(layer.widths[direction]):
+            step = float(layer.steps[group, direction, WIDTHS.index(width)])
+            coefficients = (vectors[:, group].double() - layer.basis.mean[group].double()) @ transform[group, direction]
+            found[:, group, :, direction] = ((coefficients / step).floor() + 2 ** (width - 1)).clamp(0, 2**width - 1).long()
+    return found
 
 
-def decoded(layer: CalibratedLayer, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values after their codes; gamma is left out."""
-    return vectors_of(layer.keys, codes_of(layer.keys, keys)), vectors_of(layer.values, codes_of(layer.values, values))
+def vectors_of(layer: FixedLayer, integers: torch.Tensor) -> torch.Tensor:
+    """What the integers stand for: the middle of each step, and the mean where there are no bits."""
+    coefficients = torch.zeros(integers.shape, dtype=torch.float64)
+    for group, direction in torch.cartesian_prod(*map(torch.arange, layer.basis.mean.shape)).tolist():
+        if width := int(layer.widths[direction]):
+            step = float(layer.steps[group, direction, WIDTHS.index(width)])
+            coefficients[:, group, :, direction] = (integers[:, group, :, direction].double() + 0.5 - 2 ** (width - 1)) * step
+    decode = torch.linalg.inv(layer.basis.transform)
+    return torch.einsum("gij,bgtj->bgti", decode, coefficients) + layer.basis.mean.double()[:, None]
+
+
+def decoded(layer: FixedLayer, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values after their codes, (batch, kv_heads, tokens, dim) each."""
+    vectors, shape = vectors_of(layer, integers_of(layer, joined(layer, keys, values))), layer.shape
+    sizes = [shape.key_dim] * shape.group + [shape.value_dim] * shape.group
+    heads = [vectors[:, group].split(sizes, -1) for group in range(shape.groups)]
+    return tuple(  # type: ignore[return-value]
+        torch.stack([head for own in heads for head in own[first : first + shape.group]], 1) for first in (0, shape.group)
+    )

@@ -18,29 +18,28 @@ def joined(keys: torch.Tensor, values: torch.Tensor, group: int) -> torch.Tensor
 
 def coefficients(codec: KVCodec, layer: int, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """In steps, (directions, tokens)."""
-    basis = codec.packed.bases[layer]
+    basis = codec.packed.bases[layer].basis
     apart = joined(keys, values, basis.shape.group) - basis.mean.double()[:, None]
-    return torch.cat([encode.double() @ own.T for encode, own in zip(basis.encode, apart, strict=True)]) / codec.packed.quantizer.step
+    return torch.cat([transform @ own.T for transform, own in zip(basis.transform, apart, strict=True)]) / codec.packed.quantizer.step
 
 
 def integers(codec: KVCodec, layer: int, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Of all directions, 0 for those that are left out, (directions, tokens)."""
-    program = dict(zip(codec.packed.bases, codec.packed.quantizer.programs, strict=True))[layer]
+    plan = dict(zip(codec.packed.bases, codec.packed.quantizer.plans, strict=True))[layer]
     found = coefficients(codec, layer, keys, values)
-    whole = found.sign() * (found.abs() + 0.4).floor()
-    kept = torch.zeros(len(whole), 1, dtype=torch.bool)
-    kept[program.order] = True
-    return whole * kept
+    split, kept = (torch.zeros(len(found), 1, dtype=torch.bool) for _ in range(2))
+    split[plan.order[: plan.split]], kept[plan.order] = True, True
+    return torch.where(split, found.round(), found.sign() * (found.abs() + 0.4).floor()) * kept
 
 
 def states_of(codec: KVCodec, layer: int, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values, (kv_heads, tokens, dim), if each integer stood for just so many steps."""
-    basis = codec.packed.bases[layer]
-    heads, key_dim, value_dim = basis.shape
-    group, size = basis.shape.group, basis.shape.size
+    basis = codec.packed.bases[layer].basis
+    heads, key_dim, value_dim, group = basis.shape
+    size = basis.shape.size
     keys, values = torch.empty(heads, whole.shape[1], key_dim), torch.empty(heads, whole.shape[1], value_dim)
     for place, own in enumerate(whole.split(size)):
-        vectors = (torch.linalg.inv(basis.encode[place].double()) @ (own * codec.packed.quantizer.step)).T + basis.mean[place].double()
+        vectors = (basis.inverse[place] @ (own * codec.packed.quantizer.step)).T + basis.mean[place].double()
         for head in range(group):
             start = group * key_dim + head * value_dim
             keys[place * group + head] = vectors[:, head * key_dim : (head + 1) * key_dim]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from transformers import DynamicCache
 
 from hf_kvcaches.codec.codec import KVCodec
 from hf_kvcaches.core.rope import RotaryGeometry
+from tests.reference.codec import decoded
 
 
 class SubspaceOracle(DynamicCache):
@@ -29,23 +29,27 @@ class SubspaceOracle(DynamicCache):
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         before = self.get_seq_length(layer_idx)
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if self.codec.layers[layer_idx] is None or not before:
+        if not self.codec.has_codes(layer_idx) or not before:
             return keys, values
         real = torch.ones(keys.shape[0], keys.shape[2], dtype=torch.bool) if self.real is None else self.real[:, : keys.shape[2]]
         numbers = real.cumsum(1) - 1
         # A single token reads what is left once it is there; several are exact to each other.
         held = real if key_states.shape[2] == 1 else real[:, :before]
-        middle = (numbers >= self.sinks) & (numbers < held.sum(1, keepdim=True) - self.recent)
-        read_keys, read_values = self._read(keys, values, layer_idx, numbers.clamp(min=0))
+        # Whole tiles of 16 tokens behind the sinks are codes.
+        tiles = (held.sum(1, keepdim=True) - self.sinks - self.recent).clamp(min=0) // 16
+        middle = (numbers >= self.sinks) & (numbers < self.sinks + 16 * tiles)
+        starts = numbers - (numbers - self.sinks) % 16
+        read_keys, read_values = self._read(keys, values, layer_idx, starts.clamp(min=0))
         return torch.where(middle[:, None, :, None], read_keys, keys), torch.where(middle[:, None, :, None], read_values, values)
 
-    def _read(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys, rotated, and values as their codes have them."""
+    def _read(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys, rotated, and values as their codes have them.
+
+        Args:
+            starts: The position of the first token of each token's tile.
+        """
         geometry = RotaryGeometry.from_config(self.config, layer_idx=layer_idx)
         rotates = self.codec.settings.rotation == "aware" and geometry.kind == "rope"
-        one = dataclasses.replace(self.codec, layers=(self.codec.layers[layer_idx],))
-        coder = one.coder(0, keys.dtype, keys.device)
-        codes = coder.encode(geometry.unrotate(keys, positions) if rotates else keys, values)
-        read = coder.decode(codes)
-        assert read is not None
-        return geometry.rotate(read[0], positions) if rotates else read[0], read[1]
+        plain = geometry.unrotate(keys, starts) if rotates else keys
+        read_keys, read_values = decoded(self.codec.in_place.layers[layer_idx], plain, values)
+        return (geometry.rotate(read_keys, starts) if rotates else read_keys).to(keys.dtype), read_values.to(values.dtype)

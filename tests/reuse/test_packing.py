@@ -13,10 +13,10 @@ from transformers import GPT2Config, LlamaConfig
 
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.kernels.arguments import Packed
-from hf_kvcaches.kernels.splice import splice
 from hf_kvcaches.reuse import layout
 from hf_kvcaches.reuse.layout import LayerStates
 from tests.kernels.cases import restored
+from tests.kernels.reference_splice import splice
 
 BITS = {"int8": 8, "int4": 4}
 WAYS = [None, "int8", "int4"]
@@ -42,7 +42,7 @@ def unpacked(packed: Packed, dim: int, dtype: torch.dtype) -> torch.Tensor:
     """The numbers, (layers, heads, tokens, dim), as the slow splice writes them."""
     layers, heads, tokens, _ = packed.data.shape
     outs = list(torch.full((layers, heads, tokens, dim), math.nan, dtype=dtype))
-    splice(packed, outs, torch.arange(tokens), backend="reference")
+    splice(packed, outs, torch.arange(tokens))
     return torch.stack(outs)
 
 

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from tests import testbed
 from tests.reference import residuals
 from tests.scripts.running import import_script, rows_of, run_script
-from tests.subspace.test_bounds import covers, tokens
+from tests.scripts.test_paper_bounds import covers, tokens
 
-BOUNDS = import_script("_sketch_bounds")
+BOUNDS, SCRIPT = import_script("papers._bounds"), import_script("papers.falsify_subspace")
 
 
 @pytest.mark.full
 def test_each_claim_has_a_line_and_a_verdict(tmp_path):
-    done = run_script("falsify_subspace", "--device", "cpu", "--quick", "--csv", tmp_path / "claims.csv")
+    done = run_script("papers/falsify_subspace", "--device", "cpu", "--quick", "--csv", tmp_path / "claims.csv")
     assert done.returncode == 0, done.stderr
     rows = rows_of(tmp_path / "claims.csv")
     assert len({row["claim"] for row in rows}) == len(rows) > 20
@@ -32,7 +32,7 @@ def test_each_claim_has_a_line_and_a_verdict(tmp_path):
 def layers():
     model, tokenizer = testbed.load("base")
     ids = tokenizer(testbed.held_out(), return_tensors="pt").input_ids[:, :256]
-    return import_script("falsify_subspace").record(model, ids), model, ids
+    return SCRIPT.record(model, ids), model, ids
 
 
 def test_recorded_keys_and_values_are_those_of_the_cache_and_keys_without_positions(layers):
@@ -48,8 +48,7 @@ def test_recorded_keys_and_values_are_those_of_the_cache_and_keys_without_positi
 
 
 def test_bounds_that_hold_are_said_to_hold_and_the_papers_counterexample_is_refuted(layers):
-    script = import_script("falsify_subspace")
-    found = {row["claim"]: row for row in (*script.bound_claims(layers[0]), *script.sketch_claims(layers[0]))}
+    found = {row["claim"]: row for row in (*SCRIPT.bound_claims(layers[0]), *SCRIPT.sketch_claims(layers[0]))}
     refuted = [claim for claim, row in found.items() if row["verdict"] == "refuted"]
     assert any("of the energies 100, 1, 0" in claim for claim in refuted)
     for sure in ("with gamma = 1", "the largest row", "on softmax", "on outputs:", "||A'A - S'S|| <=", "sqrt(s_(r+1)^2"):
@@ -59,7 +58,7 @@ def test_bounds_that_hold_are_said_to_hold_and_the_papers_counterexample_is_refu
 
 @pytest.mark.parametrize(("order", "expected"), [([1.0, 2.0, 30.0], 1.0), ([3.0, 2.0, 1.0], -1.0)])
 def test_ranks_are_correlated_and_not_sizes(order, expected):
-    found = import_script("falsify_subspace")._rank_correlation(torch.tensor([1.0, 2.0, 3.0]), torch.tensor(order))
+    found = SCRIPT._rank_correlation(torch.tensor([1.0, 2.0, 3.0]), torch.tensor(order))
     assert found == pytest.approx(expected)
 
 

@@ -19,7 +19,7 @@ TURNING = [name for name in MODELS if name not in ("gemma2", "sliding")]
 
 def codec_of(model) -> KVCodec:
     """As fine as the packed form can be: 12 bits a number."""
-    return calibrated(model, lambda model: KVCodec.calibrate(model, None, tiny.ids(6, 64).tolist(), energy=1.0, widths=24, progress=False))
+    return calibrated(model, lambda model: KVCodec.calibrate(model, None, tiny.ids(6, 64).tolist(), bytes_ratio=1.5, progress=False))
 
 
 @pytest.mark.parametrize("name", TURNING)

@@ -372,3 +372,22 @@ def test_what_can_not_be_stored_is_refused_and_leaves_nothing(location):
         store.put(KEY, {}, {"x": [1]})
     assert store.changes() == ([], [])
     assert store.tensors(KEY) is None
+
+
+def test_a_blob_that_is_deleted_and_put_again_while_it_is_read_is_read_or_missed(location):
+    store = open_blobs(location)
+    writer = store if location == "memory" else open_blobs(location)
+    content, stop = {"x": torch.arange(300_000)}, threading.Event()
+
+    def replace() -> None:
+        while not stop.is_set():
+            writer.put(KEY, HEAD, content)
+            writer.delete(KEY)
+
+    thread = threading.Thread(target=replace)
+    thread.start()
+    read = [store.tensors(KEY) for _ in range(300)]
+    stop.set()
+    thread.join()
+    assert all(found is None or same(found, content) for found in read)
+    assert store.complaints == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_kvcaches import AdaptiveSubspace, KVCodec, SubspaceCache
+from hf_kvcaches import KVCodec, SubspaceCache
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedError
 from tests import testbed, tiny
 from tests.reference.subspace import SubspaceOracle
@@ -23,7 +22,7 @@ TOLERANCE = {"atol": 2e-4, "rtol": 2e-4}
 ROUNDING = {"atol": 2e-5, "rtol": 2e-5}
 PROMPT, STEPS = 40, [1] * 30
 # The bits of all directions, of a tenth of the bytes, and of none on some sides of a layer.
-BITS: dict[str, dict[str, Any]] = {"wide": {"rank": (3, 4)}, "few": {"bytes_ratio": 0.15}, "fewest": {"bytes_ratio": 0.03}}
+BITS = {"wide": 0.8, "few": 0.2, "fewest": 0.06}
 
 
 @cache
@@ -34,7 +33,7 @@ def calibrated(rotation: str) -> KVCodec:
 
 def pair(rotation: str = "aware", bits: str = "few") -> tuple[Any, KVCodec]:
     """A tiny grouped model in float32, and a codec for it."""
-    return tiny.llama(), calibrated(rotation).at(**BITS[bits])
+    return tiny.llama(), calibrated(rotation).at(BITS[bits])
 
 
 def run(model: Any, given: Any, text: torch.Tensor, chunks: list[int], mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -63,8 +62,8 @@ def compare(model: Any, codec: KVCodec, chunks: list[int], *, rows: int = 2, mas
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("rotation", ["aware", "post"])
-# With 5 recent tokens a coefficient lies on the edge of its code, and rounding decides.
-@pytest.mark.parametrize(("sinks", "recent"), [(0, 0), (2, 7), (4, 0), (0, 6)])
+# With 4 sinks alone a coefficient lies on the edge of its code, and rounding decides.
+@pytest.mark.parametrize(("sinks", "recent"), [(0, 0), (2, 7), (3, 0), (0, 6)])
 def test_steps_equal_the_reference(rotation: str, bits: str, sinks: int, recent: int) -> None:
     compare(*pair(rotation, bits), [PROMPT, *STEPS], sinks=sinks, recent=recent)
 
@@ -129,7 +128,7 @@ def test_soft_caps_windows_and_models_without_rotation_equal_the_reference(build
 @pytest.mark.parametrize("rotation", ["aware", "post"])
 def test_24_bits_of_all_directions_equal_a_dynamic_cache(rotation: str) -> None:
     model, plain, text = tiny.llama(), tiny.llama(), tiny.ids(2, 70)
-    codec, chunks = calibrated(rotation).at(energy=1, widths=24), [30, 10, *STEPS]
+    codec, chunks = calibrated(rotation).at(1.5), [30, 10, *STEPS]
     expected = run(plain, DynamicCache(config=plain.config), text, chunks)
     got = run(model, SubspaceCache(model, codec, sinks=1, recent=3), text, chunks)
     torch.testing.assert_close(got, expected, atol=1e-3, rtol=1e-3)
@@ -139,13 +138,13 @@ def test_24_bits_of_all_directions_equal_a_dynamic_cache(rotation: str) -> None:
 def test_a_codec_of_float32_is_no_further_from_it_in_bfloat16_than_a_dynamic_cache(rotation: str) -> None:
     half, plain = tiny.llama().bfloat16(), tiny.llama().bfloat16()
     exact, text, chunks = tiny.llama().bfloat16().float(), tiny.ids(2, 100), [30, 10, *STEPS, 30]
-    codec = calibrated(rotation).at(energy=1, widths=16)
+    codec = calibrated(rotation).at(1.0)
     expected = run(exact, DynamicCache(config=exact.config), text, chunks)
     usual = (run(plain, DynamicCache(config=plain.config), text, chunks).float() - expected).abs().mean()
     given = SubspaceCache(half, codec, sinks=1, recent=3)
     ours = (run(half, given, text, chunks).float() - expected).abs().mean()
     assert ours < 1.25 * usual
-    assert given.layers[0].recent_keys.dtype == torch.bfloat16
+    assert given.layers[0].exact_keys.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("recent", [0, 6])
@@ -163,15 +162,40 @@ def test_recorded_tokens_are_taken_back_exactly(recent: int) -> None:
     torch.testing.assert_close(run(model, given, text[:, 70:80], [1] * 10), expected, **ROUNDING)
 
 
-def test_tokens_that_are_still_exact_or_have_no_window_behind_them_are_taken_back_unrecorded() -> None:
+def test_recorded_tokens_of_padded_rows_are_taken_back_exactly() -> None:
     model, codec = pair()
-    for recent, left in ((20, 12), (0, 17), (0, 1)):
-        text = tiny.ids(1, 30)
+    text, mask = tiny.ids(2, 90), torch.ones(2, 90, dtype=torch.long)
+    mask[0, :9] = 0
+    given, twin = (SubspaceCache(model, codec, sinks=2, recent=3) for _ in range(2))
+    run(model, given, text[:, :45], [45], mask)
+    twin = copy.deepcopy(given)
+    given.activate_past_recording()
+    for held, stop in ((given, 65), (twin, 50)):
+        for index in range(45, stop):
+            go_on(model, held, text, mask, index)
+    given.crop(-15)
+    for index in range(50, 90):
+        torch.testing.assert_close(*(go_on(model, held, text, mask, index) for held in (given, twin)), **ROUNDING)
+    with pytest.raises(UnsupportedError, match="crop"):
+        given.crop(-89)
+
+
+def go_on(model: Any, given: Any, text: torch.Tensor, mask: torch.Tensor, index: int) -> torch.Tensor:
+    """Logits of one token of rows with padding."""
+    options = {"attention_mask": mask[:, : index + 1], "position_ids": mask[:, : index + 1].cumsum(1)[:, -1:] - 1}
+    with torch.no_grad():
+        return model(text[:, index : index + 1], past_key_values=given, **options).logits
+
+
+def test_tokens_that_are_still_exact_are_taken_back_unrecorded() -> None:
+    model, codec = pair()
+    for recent, seen, left in ((20, 20, 12), (0, 33, 18), (0, 17, 1), (6, 30, 24)):
+        text = tiny.ids(1, 50)
         given, expected = (SubspaceCache(model, codec, sinks=2, recent=recent) for _ in range(2))
-        run(model, given, text[:, :20], [20])
-        given.crop(left - 20)
+        run(model, given, text[:, :seen], [seen])
+        given.crop(left - seen)
         run(model, expected, text[:, :left], [left])
-        torch.testing.assert_close(run(model, given, text[:, 20:], [1] * 10), run(model, expected, text[:, 20:], [1] * 10), **ROUNDING)
+        torch.testing.assert_close(run(model, given, text[:, 33:], [1] * 17), run(model, expected, text[:, 33:], [1] * 17), **ROUNDING)
 
 
 def test_taking_back_what_the_window_lost_is_refused_and_changes_nothing() -> None:
@@ -180,20 +204,39 @@ def test_taking_back_what_the_window_lost_is_refused_and_changes_nothing() -> No
     run(model, given, tiny.ids(1, 30), [30])
     twin = copy.deepcopy(given)
     with pytest.raises(UnsupportedError, match="activate_past_recording"):
-        given.crop(-1)
+        given.crop(-7)
     for tokens in (1, -31):
         with pytest.raises(ConfigError, match="tokens_to_remove"):
             given.crop(tokens)
     assert torch.equal(*(run(model, each, tiny.ids(1, 3, seed=1), [1] * 3) for each in (given, twin)))
 
 
+@pytest.mark.parametrize("chunks", [[40, *STEPS], [20, 20, *STEPS]])
+def test_positions_of_the_callers_own_are_followed(chunks: list[int]) -> None:
+    """That begin anywhere, jump, and start in the middle of a text that had none of its own."""
+    model, plain, codec = tiny.llama(), tiny.llama(), calibrated("aware").at(1.5)
+    text = tiny.ids(2, 70)
+    ids = torch.stack([torch.arange(70) + 9, torch.arange(70)])
+    ids[1, 45:] += 30
+    given, expected = SubspaceCache(model, codec, sinks=2, recent=3), DynamicCache(config=plain.config)
+    start = 0
+    for tokens in chunks:
+        options = {} if not start and len(chunks) > 31 else {"position_ids": ids[:, start : start + tokens]}
+        both = []
+        for runner, held in ((model, given), (plain, expected)):
+            with torch.no_grad():
+                both.append(runner(text[:, start : start + tokens], past_key_values=held, **options).logits)
+        torch.testing.assert_close(*both, atol=1e-3, rtol=1e-3)
+        start += tokens
+
+
 def test_bytes_are_those_of_codes_and_ends() -> None:
     model, codec = pair()
     given = SubspaceCache(model, codec, sinks=2, recent=6)
     run(model, given, tiny.ids(1, 250), [200, *[1] * 50])
-    codes = sum(layer.codes[:, :, : layer.coded].numel() for layer in given.layers)
-    assert codes == (250 - 8) * codec.bytes_per_token
-    ends = 8 * 4 * 4 * 2 * 2 * 8  # tokens, layers, bytes, keys and values, heads, head_dim
+    codes = sum(layer.codes[..., : layer.coded].numel() for layer in given.layers)
+    assert codes == 240 * codec.bytes_per_token
+    ends = 10 * 4 * 4 * 2 * 2 * 8  # tokens, layers, bytes, keys and values, heads, head_dim
     assert codes + ends <= given.report().bytes <= codes + ends + 64 * codec.bytes_per_token
 
 
@@ -205,10 +248,12 @@ def test_long_texts_take_little_more_than_the_share_of_their_codes() -> None:
     given = SubspaceCache(model, codec, sinks=4, recent=0)
     run(model, given, ids[:, : 8 * 1024].view(16, 512), [512])
     given = SubspaceCache(model, codec, sinks=4, recent=0)
-    keys = torch.zeros(1, *codec.layers[0].keys.mean.shape, dtype=torch.bfloat16)[:, :, None].expand(-1, -1, 8192, -1)
-    for index in range(len(codec.layers)):
-        given.adopt_layer(index, keys, keys, torch.arange(8192)[None])
-    full = 8192 * 2 * sum(layer.elements for layer in codec.layers)
+    shape = codec.in_place.layers[0].shape
+    keys = torch.zeros(1, shape.heads, 8192, shape.key_dim, dtype=torch.bfloat16)
+    positions = torch.arange(8192)[None]
+    for index in range(codec.layer_count):
+        given.adopt_layer(index, keys, keys, positions)
+    full = 8192 * 2 * codec.in_place.elements
     assert given.report().bytes <= 1.03 * codec.bytes_ratio * full
 
 
@@ -244,25 +289,17 @@ def test_kernels_are_chosen_by_the_machine_that_loads_a_cache(tmp_path: Path) ->
     saved.save(tmp_path / "cache.safetensors")
     loaded = SubspaceCache.load(tmp_path / "cache.safetensors", model)
     assert torch.isfinite(run(model, loaded, tiny.ids(1, 3), [1, 1, 1])).all()
-    assert SubspaceCache.rebuild(model, {**saved.settings(), "backend": "triton", "codec": codec}).settings() == saved.settings()
 
 
-def test_recording_without_a_crop_takes_no_more_memory_with_each_step() -> None:
+def test_recording_without_a_crop_keeps_256_tokens_more() -> None:
     model, codec = pair()
     given = SubspaceCache(model, codec, sinks=2, recent=6)
     run(model, given, tiny.ids(1, 10), [10])
     given.activate_past_recording()
-
-    def recorded() -> int:
-        gc.collect()
-        return sum(isinstance(each, torch.Tensor) for each in gc.get_objects())
-
     text = tiny.ids(1, 100)
-    for _ in range(3):
+    for _ in range(4):
         run(model, given, text, [1] * 100)
-    before = recorded()
-    run(model, given, text, [1] * 100)
-    assert recorded() <= before + 50
+    assert all(layer.exact_keys.shape[2] <= 2 + 6 + 15 + 256 for layer in given.layers)
     given.crop(-100)
     assert given.seen == 310
     with pytest.raises(UnsupportedError, match="crop"):
@@ -340,7 +377,6 @@ def test_gradients_through_codes_are_refused() -> None:
         ({"sinks": -1}, "sinks"),
         ({"recent": 1.5}, "recent"),
         ({"backend": "cuda"}, "backend"),
-        ({"adaptive": AdaptiveSubspace(rank=3)}, "bytes_ratio, rank, energy: expected none beside a codec"),
         ({"adaptive": {"chunk": 64}}, "adaptive"),
     ],
 )

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 
-from hf_kvcaches.codec.wire.messages import BodyTensor, MessageReader, MessageWriter
+from hf_kvcaches.codec.wire.messages import BodyTensor, Bytes, MessageReader, MessageWriter
 from hf_kvcaches.core.files import MOST_LAYERS
 from hf_kvcaches.errors import ArtifactError
 from hf_kvcaches.stores.streams import Source
@@ -62,8 +62,8 @@ class CodecHead:
         return cls(**content | {"layers": layers})
 
 
-def written(codec: str, codes: Sequence[Sequence[torch.Tensor] | None]) -> Iterator[bytes]:
-    """A message, layer by layer.
+def written(codec: str, codes: Sequence[Sequence[torch.Tensor] | None]) -> Iterator[Bytes]:
+    """A message, in pieces.
 
     Args:
         codec: The codec's digest.
@@ -73,7 +73,7 @@ def written(codec: str, codes: Sequence[Sequence[torch.Tensor] | None]) -> Itera
     yield writer.begin()
     for records in codes:
         if records is not None:
-            yield writer.add({"codes": torch.cat([*records, torch.empty(0, dtype=torch.uint8)])})
+            yield from writer.add({"codes": records[0] if len(records) == 1 else torch.cat([torch.empty(0, dtype=torch.uint8), *records])})
 
 
 def read(source: Source, codec: str, coded: Sequence[bool]) -> list[list[torch.Tensor] | None]:

@@ -38,6 +38,7 @@ from hf_kvcaches.stores.blobs_format import DTYPES, as_bytes
 from hf_kvcaches.stores.files import parse_json
 from hf_kvcaches.stores.streams import Source, reader_of, take
 
+Bytes = bytes | bytearray | memoryview
 VERSION = 3
 AGAIN = "Have them sent again."
 
@@ -152,8 +153,8 @@ class MessageWriter:
         self._digest = _digest_of(start)
         return start + self._digest
 
-    def add(self, tensors: Mapping[str, Tensor]) -> bytes:
-        """The bytes of the next part.
+    def add(self, tensors: Mapping[str, Tensor]) -> list[Bytes]:
+        """The bytes of the next part, in pieces, of which the numbers of tensors on a CPU are not copied.
 
         Args:
             tensors: As the head says, by name.
@@ -162,11 +163,11 @@ class MessageWriter:
         expected = self.head.tensors_of(self.head.parts[self.number])
         form = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
         assert form == {tensor.name: (DTYPES[tensor.dtype], tensor.shape) for tensor in expected}, f"the head says {expected}, got {form}"
-        body = b"".join((_body_header(expected), *(as_bytes(tensors[tensor.name].detach().cpu().contiguous()) for tensor in expected)))
-        self._digest = _digest_of_part(self._digest, self.number, body)
-        start = _PART.pack(self.number, len(body), self._digest)
+        body: list[Bytes] = [_body_header(expected), *(as_bytes(tensors[tensor.name].detach().cpu().contiguous()) for tensor in expected)]
+        self._digest = _digest_of_part(self._digest, self.number, *body)
+        start = _PART.pack(self.number, sum(map(len, body)), self._digest)
         self.number += 1
-        return start + body
+        return [start, *body]
 
 
 class MessageReader(Generic[SomeHead]):
@@ -284,7 +285,7 @@ def _body_size(tensors: Sequence[BodyTensor]) -> int:
     return len(_body_header(tensors)) + sum(tensor.nbytes for tensor in tensors)
 
 
-def _digest_of(*pieces: bytes | bytearray) -> bytes:
+def _digest_of(*pieces: Bytes) -> bytes:
     """The digest of the pieces one after the other."""
     hasher = hashlib.blake2b(digest_size=DIGEST)
     for piece in pieces:
@@ -292,13 +293,13 @@ def _digest_of(*pieces: bytes | bytearray) -> bytes:
     return hasher.digest()
 
 
-def _digest_of_part(before: bytes, number: int, body: bytes | bytearray) -> bytes:
+def _digest_of_part(before: bytes, number: int, *body: Bytes) -> bytes:
     """The digest of a part, which has those of all parts before it in it.
 
     Args:
         before: The digest of the part before, or of the head.
     """
-    return _digest_of(before, number.to_bytes(4, "little"), body)
+    return _digest_of(before, number.to_bytes(4, "little"), *body)
 
 
 def _tensor(body: bytearray, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

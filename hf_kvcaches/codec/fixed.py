@@ -1,0 +1,235 @@
+"""The forms of a codec with fixed widths: a basis for each group of heads, and bits for each direction, alike in all groups of a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from hf_kvcaches.codec.allocation import allot
+from hf_kvcaches.codec.basis import Basis
+from hf_kvcaches.codec.quantizers import quantizers
+from hf_kvcaches.codec.shape import Shape, States
+from hf_kvcaches.codec.statistics import LayerStatistics
+from hf_kvcaches.core.parallel import HeadShard
+from hf_kvcaches.errors import ArtifactError, ConfigError
+from hf_kvcaches.kernels.code_format import WIDTHS, CodeLayout, packed_bytes
+from hf_kvcaches.kernels.codes import CodeMap, decode
+
+# Tokens of all rows that are encoded at a time, so that a long prompt needs no more memory.
+_PIECE = 2048
+# Those that take two parts are worth it only where bits are plenty.
+_ALLOTTED = (1, 2, 4, 6, 8, 16, 24)
+# A direction with less energy is unused, as a share of the group's mean; and what other texts are taken to have there. A transform in
+# half precision leaks 1e-8 to 1e-7 of the others' energy into it.
+_UNUSED, _UNSEEN = 1e-6, 1e-5
+
+
+@dataclass(frozen=True, eq=False)
+class FixedLayer:
+    """One layer: tensors on the CPU.
+
+    A direction's coefficient that has `w` bits is kept as the integer `floor(coefficient / step) + 2^(w - 1)`, clipped to w bits.
+
+    Args:
+        basis: Of each group.
+        steps: (groups, size, widths), for each of `WIDTHS`, float32.
+        distortions: What is lost of a direction at 0 bits and at each of `WIDTHS`, (groups, size, 1 + widths), float32. With the metric
+            "loss" these are twice the divergence of a token's prediction.
+        widths: Bits of each direction, (size,), uint8.
+    """
+
+    basis: Basis
+    steps: torch.Tensor
+    distortions: torch.Tensor
+    widths: torch.Tensor
+
+    @classmethod
+    def fit(cls, statistics: LayerStatistics) -> FixedLayer:
+        """The basis and the quantizers; all widths are 0 so far."""
+        basis, coefficients = statistics.basis()
+        steps, distortions = quantizers(coefficients.float())
+        # A direction that the texts do not use gets bits that clip nothing, where there are bits for all.
+        mean_energy = distortions[..., :1].mean(1, keepdim=True)
+        clipped = torch.tensor([0, *WIDTHS], device=distortions.device) < 16
+        unused = (distortions[..., :1] < _UNUSED * mean_energy) & clipped
+        distortions = torch.where(unused, _UNSEEN * mean_energy, distortions)
+        return cls(basis, steps.cpu(), distortions.cpu(), torch.zeros(basis.shape.size, dtype=torch.uint8))
+
+    @property
+    def shape(self) -> Shape:
+        """Of the layer."""
+        return self.basis.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a token."""
+        return self.shape.groups * packed_bytes(self.widths)
+
+    @property
+    def loss(self) -> float:
+        """What is lost with these bits, in units of the metric."""
+        places = torch.tensor([0 if not width else 1 + WIDTHS.index(width) for width in self.widths.tolist()])
+        return float(self.distortions.double().gather(2, places.expand(self.shape.groups, -1)[..., None]).sum())
+
+    @property
+    def kept(self) -> float:
+        """The share of the energy, in the metric, in directions that have bits."""
+        energies = self.distortions[..., 0].double().sum(0)
+        whole = float(energies.sum())
+        return float(energies[self.widths > 0].sum()) / whole if whole else 1.0
+
+    def of_heads(self, shard: HeadShard) -> FixedLayer:
+        """The groups that a process has under tensor parallelism."""
+        groups = self.basis.groups_of(shard)
+        return FixedLayer(self.basis.of_heads(shard), self.steps[groups], self.distortions[groups], self.widths)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By name."""
+        return self.basis.tensors() | {"steps": self.steps, "distortions": self.distortions, "widths": self.widths}
+
+    @classmethod
+    def of(cls, shape: Sequence[int], tensors: Mapping[str, torch.Tensor]) -> FixedLayer:
+        """From `tensors`, if they fit each other."""
+        layer = cls(Basis.of(shape, tensors), tensors["steps"], tensors["distortions"], tensors["widths"])
+        lead = (layer.shape.groups, layer.shape.size)
+        fits = layer.steps.shape == (*lead, len(WIDTHS)) and layer.distortions.shape == (*lead, 1 + len(WIDTHS))
+        whole = layer.widths.shape == lead[1:] and layer.widths.dtype == torch.uint8 and set(layer.widths.tolist()) <= {0, *WIDTHS}
+        if not fits or not whole:
+            raise ArtifactError("The tensors of a form with fixed widths don't fit each other. Calibrate anew.")
+        return layer
+
+
+@dataclass(frozen=True, eq=False)
+class FixedForm:
+    """How codes of all layers are made and read.
+
+    Args:
+        layers: Of the layers that are coded, by index.
+    """
+
+    layers: Mapping[int, FixedLayer]
+
+    def at(self, bytes_ratio: float) -> FixedForm:
+        """The form with other bits: they go where they save most, over all layers and directions together.
+
+        Args:
+            bytes_ratio: The bytes of a token's codes as a share of those of its exact keys and values in 16 bits.
+        """
+        layers = list(self.layers.values())
+        budget, copies = bytes_ratio * 2 * self.elements, [layer.shape.groups for layer in layers]
+        widths = allot([layer.distortions.double().sum(0) for layer in layers], budget, _ALLOTTED, copies)
+        if not any(bool(own.any()) for own in widths):
+            raise ConfigError.of("bytes_ratio", "enough for at least one direction", bytes_ratio, "Try 0.125.")
+        chosen = (replace(layer, widths=own.to(torch.uint8)) for layer, own in zip(layers, widths, strict=True))
+        return FixedForm(dict(zip(self.layers, chosen, strict=True)))
+
+    @property
+    def elements(self) -> int:
+        """Numbers of a token's keys and values in all layers."""
+        return sum(layer.shape.elements for layer in self.layers.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a token's codes in all layers."""
+        return sum(layer.nbytes for layer in self.layers.values())
+
+    @property
+    def divergence(self) -> float:
+        """What is expected of a prediction to change, in nats, where errors of layers do not add up; with the metric "loss"."""
+        return sum(layer.loss for layer in self.layers.values()) / 2
+
+    def of_heads(self, shard: HeadShard) -> FixedForm:
+        """The form of the heads that a process has under tensor parallelism."""
+        return FixedForm({index: layer.of_heads(shard) for index, layer in self.layers.items()})
+
+    def coder(self, layer_idx: int, dtype: torch.dtype, device: torch.device) -> LayerCoder:
+        """The coder of one layer, made once for each dtype and device and shared by all caches.
+
+        Args:
+            dtype: Of keys and values.
+        """
+        coders: dict[Any, LayerCoder] = self.__dict__.setdefault("_coders", {})
+        key = (layer_idx, dtype, device)
+        if key not in coders:
+            # A later pass may need gradients, which tensors of the caller's inference mode refuse.
+            with torch.inference_mode(False), torch.no_grad():
+                coders[key] = LayerCoder(self.layers[layer_idx], dtype, device)
+        return coders[key]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_coders"}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By name."""
+        return {f"{index}.{name}": tensor for index, layer in self.layers.items() for name, tensor in layer.tensors().items()}
+
+    def shapes(self) -> dict[str, list[int]]:
+        """Of each layer, by its index, for JSON."""
+        return {str(index): list(layer.shape) for index, layer in self.layers.items()}
+
+    @classmethod
+    def restore(cls, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, list[int]]) -> FixedForm:
+        """From `tensors` and `shapes`."""
+        layers = {}
+        for index, shape in shapes.items():
+            own = {name.removeprefix(f"{index}."): tensor for name, tensor in tensors.items() if name.startswith(f"{index}.")}
+            layers[int(index)] = FixedLayer.of(shape, own)
+        return cls(layers)
+
+
+class LayerCoder:
+    """Encodes and decodes one layer on a device.
+
+    Args:
+        dtype: Of keys and values; coefficients are in float32, or in float64 where it is that.
+
+    Attributes:
+        map: How kernels read the codes.
+        rows: Bytes of a token in each group.
+    """
+
+    def __init__(self, layer: FixedLayer, dtype: torch.dtype, device: torch.device) -> None:
+        wide = torch.promote_types(dtype, torch.float32)
+        kept = layer.widths.nonzero()[:, 0]
+        widths = layer.widths[kept].long()
+        layout = CodeLayout.of(widths)
+        places = torch.tensor([WIDTHS.index(width) for width in widths.tolist()], dtype=torch.int64)
+        steps = layer.steps[:, kept].double().gather(2, places.expand(layer.shape.groups, -1)[..., None])[..., 0]
+        mean, middle = layer.basis.mean.double(), 2.0 ** (widths.double() - 1)
+        rows = layer.basis.transform[:, kept] / steps[..., None]
+        decode = layer.basis.inverse[:, :, kept] * steps[:, None]
+        columns = decode[:, :, layout.directions] * (2.0 ** layout.shifts.double()).masked_fill(layout.filled, 0.0)
+        # A direction's integer stands for the middle of its step, and a level is counted from the middle of its part.
+        offset = mean + decode @ (0.5 - middle) + columns @ 2.0 ** (layout.bits.double() - 1)
+        vectors = torch.cat([columns, offset[..., None]], -1).mT  # [G, levels + 1, size]
+        keys, values = (side.unflatten(0, (layer.shape.groups, -1)).mT for side in layer.shape.split(vectors))
+        self.shape, self.rows, self._wide = layer.shape, packed_bytes(widths), wide
+        self.map = CodeMap(layout.counts, keys.to(device, wide).contiguous(), values.to(device, wide).contiguous())
+        self._layout = layout.to(device)
+        self._encode = rows.to(device, wide)
+        self._shift = (middle[:, None] - rows @ mean[..., None]).to(device, wide)
+        self._top = (2.0 ** widths.double() - 1)[:, None].to(device, wide)
+        # Integers of a byte take a quarter of the time of wider ones.
+        self._integers = torch.uint8 if not len(widths) or int(widths.max()) <= 8 else torch.int32
+
+    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """The codes, (batch, groups, rows, tokens), uint8.
+
+        Args:
+            keys: (batch, kv_heads, tokens, dim), as the codec sees them.
+            values: Like `keys`.
+        """
+        tokens, pieces = max(1, _PIECE // max(1, len(keys))), []
+        for own in zip(keys.split(tokens, 2), values.split(tokens, 2), strict=True):
+            steps = (self._encode @ self.shape.join(*own, self._wide).mT).add_(self._shift)
+            # What is no number counts as 0; the rest is cut off by the conversion. These operations are vectorized, `fmax` is not.
+            integers = torch.minimum(steps.nan_to_num_(0.0).clamp_min_(0.0), self._top, out=steps).to(self._integers)
+            pieces.append(self._layout.pack(integers))
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 3)
+
+    def decode(self, codes: torch.Tensor, dtype: torch.dtype) -> States:
+        """Keys and values of what `encode` gave, (batch, kv_heads, tokens, dim) each."""
+        return decode(codes, self.map, dtype)

@@ -1,1 +1,0 @@
-"""Bases that follow the text."""

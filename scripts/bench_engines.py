@@ -1,0 +1,182 @@
+"""What the plug-ins for vLLM and LMCache cost and lose on a CPU: bytes, quality and speed of a prompt's keys and values.
+
+    python scripts/bench_engines.py --model .models/smollm2 --text FILE --vllm FOLDER --lmcache FOLDER [--engine] [--csv FILE]
+
+`make engines` makes the environment. The folders are what `hf-kvcaches calibrate codec --for vllm` and `--for lmcache` write; other shares
+of the bytes are made from them. Prompts of 1,024 tokens are stored and read in chunks of 256, and the next 256 tokens are compared with
+those after the exact prompt. `--engine` starts two processes of vLLM, too: cold, and with what the first one stored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+from hf_kvcaches.engines.chunks import ChunkCoder, States
+from hf_kvcaches.engines.engine_codec import EngineCodec
+
+PROMPT, FOLLOWING, CHUNK = 1024, 256, 256
+RATIOS = (0.25, 0.125, 0.0625)
+ANSWERING = Path(__file__).resolve().parent.parent / "tests" / "engines" / "answering.py"
+Encode = Callable[[States, int], tuple[Any, int]]
+Decode = Callable[[Any, int, States], States]
+
+
+def cast(dtype: torch.dtype) -> tuple[Encode, Decode]:
+    def encode(states: States, first: int) -> tuple[Any, int]:
+        sides = [side.to(dtype) for side in states]
+        return sides, sum(side.nbytes for side in sides)
+
+    return encode, lambda sides, first, like: tuple(side.float() for side in sides)
+
+
+def connector(coder: ChunkCoder) -> tuple[Encode, Decode]:
+    def encode(states: States, first: int) -> tuple[Any, int]:
+        blob = coder.encode(states, first)
+        exact = sum(tensor.numel() * 2 for name, tensor in blob.items() if name.startswith("first"))
+        return blob, blob["codes"].nbytes + blob["sizes"].nbytes + exact
+
+    return encode, lambda blob, first, like: coder.decode([blob], first, 0, torch.device("cpu"))
+
+
+def serde(own: Any) -> tuple[Encode, Decode]:
+    def chunk_of(states: States) -> torch.Tensor:
+        return torch.stack([side.transpose(1, 2).flatten(2) for side in states])
+
+    key = SimpleNamespace(model_name="model")
+
+    def encode(states: States, first: int) -> tuple[Any, int]:
+        chunk = chunk_of(states).bfloat16()
+        size = own.estimate_serialized_size(SimpleNamespace(shapes=[chunk.shape], dtypes=[chunk.dtype]))
+        buffer = SimpleNamespace(tensor=torch.zeros(size, dtype=torch.uint8))
+        return buffer, own.serialize(SimpleNamespace(tensor=chunk), buffer, key)
+
+    def decode(buffer: Any, first: int, like: States) -> States:
+        found = SimpleNamespace(tensor=torch.empty_like(chunk_of(like).bfloat16()))
+        own.deserialize(buffer, found, key)
+        keys, values = found.tensor.float().unflatten(-1, (like[0].shape[1], -1)).transpose(2, 3)
+        return keys, values
+
+    return encode, decode
+
+
+def sides(args: argparse.Namespace, config: Any) -> Iterator[tuple[str, Encode, Decode]]:
+    """What is compared, by name."""
+    yield "exact, bfloat16", *cast(torch.bfloat16)
+    yield "fp8 (e4m3)", *cast(torch.float8_e4m3fn)
+    codec = EngineCodec.load(args.vllm, "vllm").codec
+    for ratio in RATIOS:
+        yield f"connector, {ratio:g}", *connector(ChunkCoder(codec.at(ratio), config))
+    if args.lmcache:
+        from hf_kvcaches.engines.lmcache import CodecSerde
+
+        codec = EngineCodec.load(args.lmcache, "lmcache").codec
+        for ratio in RATIOS:
+            yield f"serde, {ratio:g}", *serde(CodecSerde(codec.at(ratio), "model"))
+
+
+@torch.no_grad()
+def measure(model: Any, prompts: list[torch.Tensor], encode: Encode, decode: Decode, exact: list[Any]) -> dict[str, float]:
+    """Bytes as a share of those in 16 bits, what is lost, and MB of exact keys and values in 16 bits a second and thread."""
+    totals = {"bytes": 0, "exact": 0, "encode": 0.0, "decode": 0.0}
+    kls, losses = [], []
+    for ids, (states, reference) in zip(prompts, exact, strict=True):
+        found = []
+        for start in range(0, PROMPT, CHUNK):
+            part = tuple(side[:, :, start : start + CHUNK] for side in states)
+            began = time.process_time()
+            coded, size = encode(part, start)
+            between = time.process_time()
+            found.append(decode(coded, start, part))
+            totals["decode"] += time.process_time() - between
+            totals["encode"] += between - began
+            totals["bytes"] += size
+            totals["exact"] += sum(side.numel() * 2 for side in part)
+        cache = DynamicCache(config=model.config)
+        for layer in range(len(states[0])):
+            cache.update(*(torch.cat([part[side][layer] for part in found], 1)[None] for side in range(2)), layer)
+        logits = model(ids[:, PROMPT:], past_key_values=cache).logits[0].log_softmax(-1)
+        kls.append(float((reference.exp() * (reference - logits)).sum(-1).mean()))
+        losses.append(float(torch.nn.functional.nll_loss(logits[:-1], ids[0, PROMPT + 1 :])))
+    return {
+        "share of bytes": totals["bytes"] / totals["exact"],
+        "KL": statistics.mean(kls),
+        "perplexity": float(torch.tensor(statistics.mean(losses)).exp()),
+        "encode MB/s": totals["exact"] / totals["encode"] / 1e6,
+        "decode MB/s": totals["exact"] / totals["decode"] / 1e6,
+    }
+
+
+def engine(args: argparse.Namespace, prompts: list[list[int]]) -> list[dict[str, Any]]:
+    """Seconds to the first token in a process of vLLM's that fills a store, and in another that reads it."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        extra = {"codec": args.vllm, "store": f"disk:{folder}/store", "timeout": 60}
+        task = {"model": args.model, "prompts": prompts, "max_tokens": 1, "length": 2304, "extra": extra}
+        Path(folder, "task.json").write_text(json.dumps(task))
+        for name in ("cold", "loaded"):
+            paths = [str(Path(folder, each)) for each in ("task.json", "answers.json")]
+            environment = os.environ | {"OMP_NUM_THREADS": str(args.threads), "PYTHONPATH": str(ANSWERING.parents[2])}
+            subprocess.run([sys.executable, str(ANSWERING), *paths], check=True, env=environment, stderr=subprocess.DEVNULL)
+            answers = json.loads(Path(paths[1]).read_text())
+            rows.append(
+                {"": f"vLLM, {name}"} | {key: statistics.median(answer[key] for answer in answers) for key in ("cached", "seconds")}
+            )
+        stored = sum(path.stat().st_size for path in Path(folder, "store").iterdir())
+        print(f"{len(prompts)} prompts of {len(prompts[0])} tokens: {stored:,} bytes stored")
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--vllm", required=True)
+    parser.add_argument("--lmcache")
+    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--engine", action="store_true")
+    parser.add_argument("--csv", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    ids = torch.tensor(tokenizer(args.text.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"])
+    if args.engine:
+        long = [ids[number * 2000 :][:2000].tolist() for number in range(2)]
+        for row in engine(args, long):
+            print(row)
+        return
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
+    prompts = [ids[None, start : start + PROMPT + FOLLOWING] for start in range(0, args.prompts * 2000, 2000)]
+    exact, rows = [], []
+    with torch.no_grad():
+        for prompt in prompts:
+            cache = model(prompt[:, :PROMPT], logits_to_keep=1).past_key_values
+            states = tuple(torch.stack([getattr(layer, side)[0] for layer in cache.layers]) for side in ("keys", "values"))
+            exact.append((states, model(prompt[:, PROMPT:], past_key_values=cache).logits[0].log_softmax(-1)))
+    for name, encode, decode in sides(args, model.config):
+        rows.append({"": name} | measure(model, prompts, encode, decode, exact))
+        print(name, {key: round(value, 4) for key, value in list(rows[-1].items())[1:]}, flush=True)
+    if args.csv:
+        with args.csv.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()

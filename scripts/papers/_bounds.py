@@ -1,0 +1,158 @@
+"""How far attention over coefficients can be from exact attention, and a sketch from what it has seen.
+
+Keys are stored as `encode @ k` and read as `decode @ encode @ k`, times gamma in the logits; values likewise, without gamma. With
+orthonormal rows B, `encode = B` and `decode = B.T` make an orthogonal projector; no bound here needs one, unless it says so: they hold for
+any two matrices. All is computed in float64, batched over leading dimensions.
+
+The manuscript "Online Subspace Projection for KV Caches" (section 8) gives these bounds. **Departs from the paper:**
+
+- Its bound on the logits, `gamma / sqrt(d) * ||K (I - P)|| * ||q||`, holds for gamma = 1 only: keys inside the subspace have no residual,
+  and yet their logits are off by the factor gamma. Here the residual is that of `k - gamma P k`, whatever gamma is.
+- It measures keys and values by the operator norm of all residuals together. No single logit or output can be off by more than the largest
+  residual *row*, which is never above the operator norm and up to sqrt(T) below it. Each bound takes either.
+- It bounds what a sketch's basis misses by `sqrt(eps) + 2 eps / gap` (`paper_sketch_bound`). That is false: with the energies 100, 1, 0,
+  rank 1 and a sketch of 101 rows it gives 0.1, and the second direction alone misses 1. It also adds numbers of different units, and speaks
+  of the vectors that the sketch has seen, where a basis serves those that come later. `sketched_residual_bound` holds in its place.
+
+Its bounds on softmax (tight) and on the output are right as they stand. `falsify_subspace.py` checks all of them with a model's keys and
+values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+Number = float | torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionBounds:
+    """How far one query's attention can be off.
+
+    Args:
+        logits: Absolute error of the logit that is off most.
+        output: Euclidean norm of the error of the output.
+    """
+
+    logits: torch.Tensor
+    output: torch.Tensor
+
+
+def logit_error_bound(residual: Number, query_norm: Number, scaling: Number) -> torch.Tensor:
+    """How far any logit can be off.
+
+    A logit is `scaling * q.k` and its estimate `scaling * gamma * q.Pk`, so their difference is `scaling * q.(k - gamma Pk)`, and by
+    Cauchy-Schwarz at most `|scaling| ||q|| ||k - gamma Pk||`. A query along the largest residual reaches it. What comes after keeps it: a
+    mask or bias adds the same to both, and a soft cap has no slope above 1.
+
+    Args:
+        residual: The largest norm of a row `k - gamma P k`, or the operator norm of all of them, with the gamma of the logits.
+        query_norm: Of the query as it meets the keys: rotated, if they are.
+        scaling: What the model multiplies `q.k` with, often `1 / sqrt(d)`.
+    """
+    return _double(scaling).abs() * _double(query_norm) * _double(residual)
+
+
+def weight_error_bound(logit_error: Number) -> torch.Tensor:
+    """How far softmax can be off, as the sum of absolute differences: `2 tanh(e / 2)`.
+
+    No smaller bound holds. Half of the sum is what some set of tokens gains. If its true weight is p, it gains most when its logits rise by
+    e and all others fall by e: then its odds grow by exp(2e). The gain is largest for p = 1 / (1 + exp(e)), and there tanh(e / 2).
+
+    Softmax ignores what is added to all logits, so half the difference between the largest and the smallest error may be given, too.
+    """
+    return 2 * torch.tanh(_double(logit_error) / 2)
+
+
+def output_error_bound(logit_error: Number, value_radius: Number, value_residual: Number) -> torch.Tensor:
+    """How far the output can be off.
+
+    The output's error is `sum (a - a') v + sum a' (v - Pv)`. The differences of weights sum up to 0, so any one vector may be taken from
+    all values in the first sum; the second is an average of residuals.
+
+    Args:
+        value_radius: The largest distance of the values from some one vector; see `value_radius`.
+        value_residual: The same of the values, without gamma.
+    """
+    return weight_error_bound(logit_error) * _double(value_radius) + _double(value_residual)
+
+
+def value_radius(values: torch.Tensor) -> torch.Tensor:
+    """The largest distance of the values from 0 or from their mean, whichever is smaller, (...).
+
+    For a model with a learned sink in its softmax, whose value is 0, append a row of zeros.
+
+    Args:
+        values: (..., tokens, d), at least one token.
+    """
+    values = values.double()
+    centres = (values, values - values.mean(-2, keepdim=True))
+    largest = [torch.linalg.vector_norm(centred, dim=-1).amax(-1) for centred in centres]
+    return torch.minimum(*largest)
+
+
+def attention_error_bound(
+    key_residuals: torch.Tensor, value_residuals: torch.Tensor, query_norm: Number, value_radius: Number, scaling: Number
+) -> AttentionBounds:
+    """Both bounds over chunks that have bases of their own.
+
+    One softmax runs over all chunks, so the worst of them counts, and not their sum; the output's second term is an average over chunks.
+    Tokens that are kept exactly have residuals of 0 and need not be listed.
+
+    Args:
+        key_residuals: (..., chunks): the largest row or the operator norm of each chunk, with the gamma of the logits. The rows of all
+            tokens do, too. With none, logits are exact.
+        value_residuals: (..., chunks): the same of values.
+        query_norm: (...).
+        value_radius: (...), over the values of all chunks and of the exact tokens.
+        scaling: What the model multiplies `q.k` with.
+    """
+    logits = logit_error_bound(_largest(key_residuals), query_norm, scaling)
+    return AttentionBounds(logits, output_error_bound(logits, value_radius, _largest(value_residuals)))
+
+
+def paper_sketch_bound(gram: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    """The paper's bound on what a basis of a sketch misses, `sqrt(eps) + 2 eps / gap`."""
+    energies = torch.linalg.eigvalsh(gram).flip(-1).clamp_min(0)
+    epsilon = energies[..., rank:].sum(-1) / (size - rank)
+    return epsilon.sqrt() + 2 * epsilon / (energies[..., rank - 1] - energies[..., rank])
+
+
+def certificate(energy: torch.Tensor, sketch_energy: torch.Tensor, size: int) -> torch.Tensor:
+    """How far a Frequent Directions sketch can be from what it has seen, `||X'X - S'S||`, from two numbers that a stream knows.
+
+    A shrinking by x takes x from at least `size` squared singular values. Never above the least `tail_r / (size - r)` over the ranks r,
+    where `tail_r` is what the best subspace of rank r misses of the tokens.
+
+    Args:
+        energy: `||X||_F ** 2`.
+        sketch_energy: `||S||_F ** 2`.
+        size: The number of the singular value whose square is taken off.
+    """
+    # Both are sums of rounded squares, and their difference may be nothing.
+    return (energy - sketch_energy).clamp_min(0) / size + 64 * torch.finfo(torch.float64).eps * energy
+
+
+def sketched_residual_bound(next_singular_value: torch.Tensor, covariance_error: torch.Tensor) -> torch.Tensor:
+    """What a basis taken from a sketch can miss of the tokens that the sketch has seen: `||X (I - P)|| <= sqrt(s ** 2 + error)`.
+
+    With P onto the first r right singular vectors of S, `||X (I - P)|| ** 2` is at most `||S (I - P)|| ** 2 + ||X'X - S'S||`, and the
+    first term is the square of the sketch's singular value r + 1. A Frequent Directions sketch is never longer than X in any direction,
+    so the singular value of X does as well. No gap between singular values is needed: where they are close, a wrong direction costs little.
+
+    Args:
+        next_singular_value: Number r + 1 of the sketch or of the tokens.
+        covariance_error: `||X'X - S'S||` or a bound on it.
+    """
+    return (next_singular_value.square() + covariance_error).sqrt()
+
+
+def _double(value: Number) -> torch.Tensor:
+    return value.double() if isinstance(value, torch.Tensor) else torch.tensor(float(value), dtype=torch.float64)
+
+
+def _largest(residuals: torch.Tensor) -> torch.Tensor:
+    """The largest of each row; 0 where there are none."""
+    return torch.nn.functional.pad(residuals.double(), (0, 1)).amax(-1)

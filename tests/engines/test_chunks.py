@@ -1,0 +1,151 @@
+"""Chunks of prompts: keys that depend on all tokens before, codes that come back, and the thread that stores them."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_kvcaches import ArtifactError
+from hf_kvcaches.engines.chunks import ChunkCoder, ChunkWriter, chain
+from hf_kvcaches.stores.blobs import MemoryBlobs, StoreUnavailable
+from tests import tiny
+from tests.codec.measured import calibrate
+
+ROOT = b"model and codec"
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny.llama()
+
+
+@pytest.fixture(scope="module")
+def coder(model):
+    return ChunkCoder(calibrate(model, tiny.ids(6, 200, seed=1).tolist(), bytes_ratio=0.75), model.config)
+
+
+@pytest.fixture(scope="module")
+def states(model):
+    """Keys and values of a prompt of 64 tokens, (layers, heads, tokens, dim) each."""
+    with torch.no_grad():
+        cache = model(input_ids=tiny.ids(1, 64, seed=2), use_cache=True).past_key_values
+    return tuple(torch.stack([getattr(layer, side)[0] for layer in cache.layers]) for side in ("keys", "values"))
+
+
+def parts(states, *sizes):
+    return zip(*(side.split(list(sizes), 2) for side in states), strict=True)
+
+
+@given(st.lists(st.integers(0, 2**31 - 1), max_size=40), st.integers(1, 8), st.data())
+def test_a_key_says_all_tokens_up_to_the_end_of_its_chunk(ids, size, data):
+    keys = chain(ROOT, ids, size)
+    assert len(keys) == len(set(keys)) == len(ids) // size
+    assert chain(ROOT, ids[: len(keys) * size], size) == keys
+    if keys:
+        changed = data.draw(st.integers(0, len(keys) * size - 1))
+        other = chain(ROOT, [*ids[:changed], ids[changed] + 1, *ids[changed + 1 :]], size)
+        assert other[: changed // size] == keys[: changed // size]
+        assert not set(other[changed // size :]) & set(keys)
+        assert not set(chain(b"another model", ids, size)) & set(keys)
+
+
+def test_chunks_come_back_at_their_positions_whatever_their_number(coder, states):
+    blobs = [coder.encode(part, start) for part, start in zip(parts(states, 16, 32, 16), (0, 16, 48), strict=True)]
+    for found, expected in zip(coder.decode(blobs, 0, 0, CPU), states, strict=True):
+        torch.testing.assert_close(found, expected, atol=0.05, rtol=0)
+    later = coder.decode(blobs[1:], 16, 5, CPU)
+    for found, expected in zip(later, states, strict=True):
+        torch.testing.assert_close(found, expected[:, :, 21:], atol=0.05, rtol=0)
+
+
+def test_the_first_tokens_of_a_prompt_come_back_as_they_were(coder, states):
+    (first, *_) = parts(states, 16, 48)
+    for found, expected in zip(coder.decode([coder.encode(first, 0)], 0, 0, CPU), states, strict=True):
+        assert torch.equal(found[:, :, :4], expected[:, :, :4])
+    for found, expected in zip(coder.decode([coder.encode(first, 0)], 0, 3, CPU), states, strict=True):
+        assert torch.equal(found[:, :, 0], expected[:, :, 3])
+
+
+def test_encoding_leaves_what_it_is_given_as_it_was(coder, states):
+    before = [side.clone() for side in states]
+    coder.encode(states, 0)
+    assert all(torch.equal(side, copy) for side, copy in zip(states, before, strict=True))
+
+
+def test_records_that_do_not_fit_each_other_are_refused(coder, states):
+    blob = coder.encode(states, 0)
+    with pytest.raises(ArtifactError, match="don't fit"):
+        coder.decode([blob | {"codes": blob["codes"][:-1]}], 0, 0, CPU)
+    with pytest.raises(ArtifactError, match="don't fit"):
+        coder.decode([blob | {"sizes": blob["sizes"][:-1]}], 0, 0, CPU)
+
+
+class SlowBlobs(MemoryBlobs):
+    """A store that waits, and notes what is put."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.goes_on, self.put_keys = threading.Event(), []
+
+    def put(self, key, head, tensors):
+        self.goes_on.wait(10)
+        self.put_keys.append(key)
+        return super().put(key, head, tensors)
+
+
+def test_chunks_are_stored_once_and_in_the_background(coder, states):
+    store, complaints = SlowBlobs(), []
+    writer = ChunkWriter(store, coder, None, complaints.append)
+    for key in ("aa", "bb", "aa"):
+        writer.submit(key, states, 0)
+    assert store.put_keys == []
+    store.goes_on.set()
+    writer.close()
+    assert (store.put_keys, complaints) == (["aa", "bb"], [])
+    assert set(store.tensors("aa")) == {"codes", "sizes", "first_keys", "first_values"}
+
+
+def test_a_store_beyond_its_cap_loses_its_oldest_chunks(coder, states):
+    sizes = {name: tensor.nbytes for name, tensor in coder.encode(states, 0).items()}
+    store = MemoryBlobs()
+    store.put("00", {}, coder.encode(states, 0))  # another instance's
+    writer = ChunkWriter(store, coder, int(2.5 * sum(sizes.values())), pytest.fail)
+    for number in range(1, 5):
+        writer.submit(f"{number:02x}", states, 0)
+    writer.close()
+    assert sorted(store.versions()) == ["03", "04"]
+
+
+def test_a_chunk_that_cannot_be_stored_is_complained_about_and_the_next_one_stored(coder, states):
+    class Failing(MemoryBlobs):
+        def put(self, key, head, tensors):
+            if key == "aa":
+                raise StoreUnavailable("the server is gone")
+            return super().put(key, head, tensors)
+
+    store, complaints = Failing(), []
+    writer = ChunkWriter(store, coder, None, complaints.append)
+    writer.submit("aa", states, 0)
+    writer.submit("bb", (states[0] * torch.inf, states[1]), 0)
+    writer.submit("cc", states, 0)
+    writer.close()
+    assert list(store.versions()) == ["cc"]
+    assert len(complaints) == 2
+    assert "the server is gone" in complaints[0]
+
+
+def test_chunks_that_come_faster_than_they_are_encoded_are_left_out(coder, states, monkeypatch):
+    monkeypatch.setattr("hf_kvcaches.engines.chunks._PENDING", 2 * sum(side.nbytes for side in states))
+    store, complaints = SlowBlobs(), []
+    writer = ChunkWriter(store, coder, None, complaints.append)
+    for key in ("aa", "bb", "cc"):
+        writer.submit(key, states, 0)
+    store.goes_on.set()
+    writer.close()
+    assert store.put_keys == ["aa", "bb"]
+    assert len(complaints) == 1

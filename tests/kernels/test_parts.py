@@ -1,0 +1,67 @@
+"""Attention over parts of the tokens merges to the softmax over all of them."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_kvcaches.kernels.parts import exact_part, merged
+from tests.kernels import reference_codes as reference
+from tests.kernels.cases import NAN, Draws
+from tests.kernels.codes_cases import assert_part
+
+
+@given(
+    lengths=st.lists(st.sampled_from([1, 1, 2, 5, 40]), min_size=1, max_size=6),
+    size=st.sampled_from([1.0, 1e4]),
+    queries=st.sampled_from([1, 3]),
+    seed=st.integers(0, 1000),
+    hidden=st.booleans(),
+)
+def test_parts_merge_to_plain_softmax_to_a_millionth(lengths: list[int], size: float, queries: int, seed: int, hidden: bool) -> None:
+    """Also with scores of ten thousand, parts of one token, and parts without any visible token."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = sum(lengths)
+    # Whole numbers and half of them: no score is rounded, so that only the merging is looked at.
+    query = torch.randint(-4, 5, (2, 4, queries, 4), generator=generator).float() / 2
+    keys = torch.randint(-4, 5, (2, 2, tokens, 4), generator=generator).float() / 2
+    keys[..., 0] += size / 4
+    query[..., 0] = 4
+    values = torch.randn(2, 2, tokens, 3, generator=generator)
+    visible = torch.rand(2, queries, tokens, generator=generator) < 0.7
+    visible[0, 0] = False
+    masks = visible.split(lengths, 2) if hidden else [None] * len(lengths)
+    sides = zip(keys.split(lengths, 2), values.split(lengths, 2), masks, strict=True)
+    parts = [exact_part(query, *side[:2], 1.0, side[2]) for side in sides]
+    expected, _ = reference.attention(query, keys, values, 1.0, visible if hidden else None)
+    torch.testing.assert_close(merged(parts).double(), expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("mask", ["", "rows", "queries"])
+def test_exact_attention_equals_the_reference(dtype: torch.dtype, softcap: float | None, mask: str) -> None:
+    case, visible = Draws(2, 2, 37, dtype, seed=0), None
+    query, keys, values = case.randn(2, 6, 3, 8), case.randn(2, 2, 37, 8), case.randn(2, 2, 37, 5)
+    if mask:
+        visible = torch.rand(2, 1 if mask == "rows" else 3, 37, generator=case.generator) < 0.6
+        visible[0, 0], visible[..., 5] = False, False
+        keys[:, :, 5] = NAN
+    arguments = (query, keys, values, 0.4, visible, softcap)
+    assert_part(exact_part(*arguments), reference.attention(*arguments), dtype, torch.promote_types(dtype, torch.float32))
+
+
+def test_all_rows_may_share_a_mask() -> None:
+    case = Draws(2, 2, 7, torch.float32, seed=0)
+    query, keys, values = case.randn(2, 2, 1, 8), case.randn(2, 2, 7, 8), case.randn(2, 2, 7, 8)
+    visible = torch.tensor([True, False, True, True, False, True, False]).view(1, 1, 7)
+    arguments = (query, keys, values, 0.4, visible)
+    assert_part(exact_part(*arguments), reference.attention(*arguments), torch.float32, torch.float32)
+
+
+def test_a_query_that_no_part_shows_anything_gets_zeros() -> None:
+    case = Draws(1, 2, 7, torch.float32, seed=0)
+    query, keys, values = case.randn(1, 2, 1, 8), case.randn(1, 2, 7, 8), case.randn(1, 2, 7, 8)
+    part = exact_part(query, keys, values, 0.4, torch.zeros(1, 1, 7, dtype=torch.bool))
+    for count in (1, 2, 3):
+        assert not merged([part] * count).any()
