@@ -334,6 +334,9 @@ class KVCodec(Artifact):
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_shards"}
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # never changed, and shared by copies of a cache
+
     def tensors(self) -> dict[str, torch.Tensor]:
         forms = {"packed": self.packed.tensors(), "in_place": self.in_place.tensors(), "slots": self.slots.tensors()}
         return {f"{form}.{name}": tensor for form, own in forms.items() for name, tensor in own.items()}

@@ -162,6 +162,9 @@ class FixedForm:
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_coders"}
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> FixedForm:
+        return self  # never changed, and layers of copied caches hold it
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """By name."""
         return {f"{index}.{name}": tensor for index, layer in self.layers.items() for name, tensor in layer.tensors().items()}

@@ -128,7 +128,7 @@ class TensorLayer(KVLayer):
     """A layer whose tensors are all declared, and therefore all moved, copied, counted and saved together.
 
     A subclass names its tensors, whose dimension 0 is the batch, in `row_tensors`, and its numbers that belong to the state in
-    `counters`. Putting a tensor into any other attribute is a `TypeError` at once.
+    `counters`. A tensor in any other attribute is a `TypeError` when rows are picked or the layer is moved, copied or saved.
     """
 
     keys: torch.Tensor | None
@@ -136,11 +136,6 @@ class TensorLayer(KVLayer):
 
     row_tensors: ClassVar[tuple[str, ...]] = ("keys", "values")
     counters: ClassVar[tuple[str, ...]] = ("seen",)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, torch.Tensor) and name not in self.row_tensors:
-            raise TypeError(f"{type(self).__name__}.{name} is a tensor that row_tensors does not name")
-        super().__setattr__(name, value)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -157,7 +152,7 @@ class TensorLayer(KVLayer):
         self.is_initialized = False
 
     def export_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        return self.owned_tensors(), {name: getattr(self, name) for name in self.counters}
+        return self._declared_tensors(), {name: getattr(self, name) for name in self.counters}
 
     def import_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
         foreign = (set(tensors) - set(self.row_tensors)) | (set(self.counters) ^ set(values))
@@ -184,25 +179,32 @@ class TensorLayer(KVLayer):
                     "Use a new cache, or reset() this one; batch_repeat_interleave and batch_select_indices change its rows."
                 )
 
+    def _declared_tensors(self) -> dict[str, torch.Tensor]:
+        """`owned_tensors`, where no others would be left behind."""
+        for name, value in vars(self).items():
+            if isinstance(value, torch.Tensor) and name not in self.row_tensors:
+                raise TypeError(f"{type(self).__name__}.{name} is a tensor that row_tensors does not name")
+        return self.owned_tensors()
+
     def _map_rows(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        for name, tensor in self.owned_tensors().items():
+        for name, tensor in self._declared_tensors().items():
             setattr(self, name, function(tensor))
 
     def _move(self, device: torch.device | str) -> None:
-        for name, tensor in self.owned_tensors().items():
+        for name, tensor in self._declared_tensors().items():
             setattr(self, name, tensor.to(device, non_blocking=True))
 
     def leave_inference_mode(self) -> None:
         """Copy what was made under `torch.inference_mode`, where that is over: it can neither be written to nor be part of a graph."""
         if not torch.is_inference_mode_enabled():
-            for name, tensor in self.owned_tensors().items():
-                if tensor.is_inference():
+            for name in self.row_tensors:
+                if (tensor := getattr(self, name, None)) is not None and tensor.is_inference():
                     setattr(self, name, tensor.clone())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorLayer:
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        tensors = self.owned_tensors()
+        tensors = self._declared_tensors()
         for name, value in vars(self).items():
             # Cloned, because deepcopy refuses tensors that are part of an autograd graph.
             setattr(copied, name, tensors[name].clone() if name in tensors else copy.deepcopy(value, memo))
@@ -228,7 +230,7 @@ class GrowingLayer(TensorLayer):
 
     @keys.setter
     def keys(self, value: torch.Tensor | None) -> None:
-        assert value is None  # of transformers' constructor; a tensor is refused like any undeclared one
+        _refuse_tensor("keys", value)
 
     @property
     def values(self) -> torch.Tensor | None:
@@ -237,7 +239,7 @@ class GrowingLayer(TensorLayer):
 
     @values.setter
     def values(self, value: torch.Tensor | None) -> None:
-        assert value is None
+        _refuse_tensor("values", value)
 
     @property
     def kept(self) -> int:
@@ -279,6 +281,12 @@ class GrowingLayer(TensorLayer):
         tensors, values = super().export_state()
         buffers = {name: tensor[:, :, : self.kept] for name, tensor in tensors.items() if name in self.exact_tensors}
         return tensors | buffers, values
+
+
+def _refuse_tensor(name: str, value: torch.Tensor | None) -> None:
+    """Refuse to assign what buffers show; transformers' constructor assigns None."""
+    if value is not None:
+        raise TypeError(f"{name} are what the layer's buffer shows, and can't be assigned")
 
 
 def append(buffer: torch.Tensor | None, new: torch.Tensor, start: int, reserve: int = 8) -> torch.Tensor:

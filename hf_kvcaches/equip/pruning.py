@@ -16,7 +16,7 @@ from hf_kvcaches.equip.positions import PositionedLayer
 from hf_kvcaches.equip.ragged import Ragged
 from hf_kvcaches.equip.refit import refit
 from hf_kvcaches.equip.settings import scores_alike
-from hf_kvcaches.equip.storage import Slots
+from hf_kvcaches.equip.storage import Slots, pick
 from hf_kvcaches.equip.streamed import Streamed
 from hf_kvcaches.errors import ConfigError
 
@@ -224,24 +224,24 @@ class PruningLayer(PositionedLayer):
 
     def _store(self, arrival: Arrival, index: Slots | None, positions: torch.Tensor, rooms: torch.Tensor | None) -> None:
         """Keep the keys and values of tokens at some indices; arguments as in `_install`."""
-        storage, used, new = self.storage, self.table.used, None
+        storage, used, states = self.storage, self.table.used, None
         if arrival.new is not None:
             states = arrival.new.keys, arrival.new.values
             self._prepare(states[0], arrival.new.positions >= 0)
-            new = storage.encode(*states)
         refits = self.settings.refit and index is not None and self.table.asked is not None
         if rooms is None and not refits:
-            return storage.rebuild(index, new, used, self.slots)
-        raw = storage.raw(used) if used else ()
-        if new is not None:
-            raw = tuple(torch.cat(parts, 2) for parts in zip(raw, new, strict=True)) if raw else new
+            return storage.rebuild(index, None if states is None else storage.encode(*states), used, self.slots)
+        if used:
+            held = storage.read(used)
+            states = held if states is None else (torch.cat([held[0], states[0]], 2), torch.cat([held[1], states[1]], 2))
         assert index is not None
-        picked = tuple(storage.pick(tensor, index) for tensor in raw)
+        assert states is not None
+        keys, values = (pick(tensor, index) for tensor in states)
         if refits:
-            picked = (picked[0], self._refitted(arrival, picked[0], raw[1], index, positions))
+            values = self._refitted(arrival, keys, states[1], index, positions)
         if rooms is None:
-            return storage.hold(picked, self.slots)
-        self.replace_storage(Ragged.of(picked, rooms, self.settings.backend, (positions >= 0).sum(-1, keepdim=True)))
+            return storage.rebuild(None, storage.encode(keys, values), 0, self.slots)
+        self.replace_storage(Ragged.of((keys, values), rooms, self.settings.backend, (positions >= 0).sum(-1, keepdim=True)))
         return None
 
     def _refitted(

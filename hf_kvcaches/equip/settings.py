@@ -111,7 +111,6 @@ class EquipSettings:
                 latents and in_few_bits,
                 "storage, codec: this model keeps latents, which are held in its dtype. Leave storage and codec out.",
             ),
-            (self.refit and in_few_bits, "refit: refitted values are held in the model's dtype. Leave storage and codec out, or refit."),
             (self.refit and latents, "refit: latents are keys and values at once. Leave refit out."),
             (
                 self.refit and policy.order_only,

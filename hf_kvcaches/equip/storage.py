@@ -157,11 +157,7 @@ class Flat:
         raw = self.raw(used) if used else ()
         if new is not None:
             raw = tuple(torch.cat(parts, 2) for parts in zip(raw, new, strict=True)) if raw else new
-        self.hold(raw if index is None else tuple(self.pick(tensor, index) for tensor in raw), most)
-
-    def pick(self, tensor: torch.Tensor, index: Slots) -> torch.Tensor:
-        """Some tokens of what is kept, (batch, kv_heads, tokens, width)."""
-        return pick(tensor, index)
+        self.hold(raw if index is None else tuple(pick(tensor, index) for tensor in raw), most)
 
     def reserve(self, slots: int, most: int) -> None:
         """Make room for a number of slots, of at most `most`."""

@@ -98,8 +98,7 @@ class CodedLayer(TensorLayer, AnsweringLayer):
 
     def _step(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: Pass) -> torch.Tensor:
         """One token, which is coded first if its row says so, and then attends."""
-        exact_keys, exact_values = self._take(keys, values, running)
-        seen_exact, seen_codes = self._visible(running, exact_keys.shape[2])
+        exact_keys, exact_values, (seen_exact, seen_codes) = self._take(keys, values, running)
         parts = self._code_parts(query, seen_codes, call, running) if self.coded else []
         if exact_keys.shape[2]:
             parts.append(exact_part(query, exact_keys, exact_values, call.scaling, seen_exact, call.softcap))
@@ -124,7 +123,8 @@ class CodedLayer(TensorLayer, AnsweringLayer):
         exact_keys, exact_values, seen_exact, seen_codes = keys, values, new, None
         if self.exact_keys is not None and self.exact_values is not None:
             old_keys, old_values = self.exact_keys, self.exact_values
-            before, seen_codes = self._visible(running, old_keys.shape[2])
+            held, key = old_keys.shape[2], ("visible", self.counts, old_keys.shape[2])
+            before, seen_codes = running.shared(key, lambda: visible(self.ends, self.counts, held, running.allowed, running.device))
             exact_keys, exact_values = torch.cat([old_keys, keys], 2), torch.cat([old_values, values], 2)
             before = new.new_ones(1, 1, old_keys.shape[2]) if before is None else before
             rows = max(len(before), len(new))
@@ -146,34 +146,45 @@ class CodedLayer(TensorLayer, AnsweringLayer):
     ) -> None:
         self._take(keys, values, self.passes.of_prompt(positions, padding, keys.shape[2], keys.device))
 
-    def _take(self, keys: torch.Tensor, values: torch.Tensor, running: Pass) -> tuple[torch.Tensor, torch.Tensor]:
-        """Put new tokens where they belong, code those that are no longer exact, and return keys and values of those that are."""
-        keys, values = keys.detach(), values.detach()
-        held, spare = (0 if self.exact_keys is None else self.exact_keys.shape[2]), _RECORDED * self.record_past
-        key = ("move", self.counts, held, spare)  # tells layers apart of which a failed pass reached only some
-        to: Move = running.shared(key, lambda: move(self.ends, self.counts, held, running, spare, len(keys)))
-        positions: torch.Tensor | None = None
-        if self.geometry is not None:  # one tensor for all layers, as long as these have the same
-            before, rows = self.positions, len(keys)
-            positions = running.shared(("positions", id(before)), lambda: with_positions(before, running, rows))
+    def _take(
+        self, keys: torch.Tensor, values: torch.Tensor, running: Pass
+    ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor | None, torch.Tensor | None]]:
+        """Put new tokens where they belong and code those that are no longer exact.
+
+        Returns:
+            Keys and values of those that are, and what the query of a step sees of them and of codes.
+        """
+        keys, values, held = keys.detach(), values.detach(), 0
         if self.exact_keys is not None and self.exact_values is not None:
+            held = self.exact_keys.shape[2]
             keys, values = torch.cat([self.exact_keys, keys], 2), torch.cat([self.exact_values, values], 2)
-        if (encoded := to.encoded) is not None:
-            starts = None if positions is None else encoded.of(positions)[:, 0, ::TILE, 0]
-            self._encode(encoded.of(keys), encoded.of(values), starts, encoded)
-            if starts is not None:
-                self.starts = running.shared(("starts", id(self.starts)), lambda: encoded.written(self.starts, starts, 1))
+        # Tells layers apart that rotate keys and that do not, and those that a failed pass did not reach.
+        key = ("move", self.geometry is None, self.counts, held, self.record_past, id(self.positions), id(self.starts))
+        to: Move = running.shared(key, lambda: self._move_of(running, held, len(keys)))
+        if to.encoded is not None:
+            self._encode(to.encoded.of(keys), to.encoded.of(values), to.new_starts, to.encoded)
         kept_keys, kept_values = to.keep(keys), to.keep(values)
         if not held or keys.shape[2] > held + 1:  # the rest of a prompt is not kept alive, nor anything of the caller's
             kept_keys, kept_values = kept_keys.clone(), kept_values.clone()
-        self.exact_keys, self.exact_values = kept_keys, kept_values
-        if positions is not None:
-            self.positions = running.shared(("kept", id(positions)), lambda: to.keep(positions))
+        self.exact_keys, self.exact_values, self.positions, self.starts = kept_keys, kept_values, to.positions, to.starts
         if to.padding is not None:
             self.padded = self.seen + to.padding
         self.seen += running.tokens
-        self._count(to.counts)
-        return kept_keys, kept_values
+        self.counts, self.coded = to.counts, to.coded
+        return kept_keys, kept_values, to.seen
+
+    def _move_of(self, running: Pass, held: int, rows: int) -> Move:
+        """Where new tokens go, and what follows from it for all layers that are as far as this one."""
+        to = move(self.ends, self.counts, held, running, _RECORDED * self.record_past, rows)
+        if running.tokens == 1:
+            to = to._replace(seen=visible(self.ends, to.counts, to.sinks + to.newest, running.allowed, running.device))
+        if self.geometry is None:
+            return to
+        positions, starts, new_starts = with_positions(self.positions, running, rows), self.starts, None
+        if to.encoded is not None:
+            new_starts = to.encoded.of(positions)[:, 0, ::TILE, 0]
+            starts = to.encoded.written(starts, new_starts, 1)
+        return to._replace(positions=to.keep(positions), starts=starts, new_starts=new_starts)
 
     def _count(self, counts: tuple[int, ...]) -> None:
         """Say how many real tokens the rows have."""
@@ -212,13 +223,6 @@ class CodedLayer(TensorLayer, AnsweringLayer):
         if self.geometry is not None:
             keys = self.geometry.rotate(keys, self._starts_of(block).repeat_interleave(TILE, 1))
         return keys, values
-
-    def _visible(self, running: Pass, held: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Which of the exact tokens held and which codes new queries see, (batch or 1, queries or 1, tokens) each; None for all."""
-        shown: tuple[torch.Tensor | None, torch.Tensor | None] = running.shared(
-            ("visible", self.counts, held), lambda: visible(self.ends, self.counts, held, running.allowed, self.device)
-        )
-        return shown
 
     def activate_past_recording(self) -> None:
         """From now on the last 256 tokens can be taken back with `crop`."""

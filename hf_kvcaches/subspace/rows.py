@@ -95,19 +95,28 @@ class Move(NamedTuple):
 
     Args:
         counts: Real tokens of each row afterwards; one number while all rows have as many.
+        coded: Tokens that are codes afterwards, in the row with most.
         encoded: What becomes codes, or None.
         sinks: Slots of sinks afterwards.
         newest: Slots of the tokens at the end.
         slots: For each row which tokens these are, (batch, sinks + newest); None where they lie at both ends.
         padding: How many of the new tokens there are up to the last that is padding in any row; None for no padding.
+        positions: The model's, of exact tokens afterwards, (batch, 1, sinks + newest, 1); None where keys are not rotated.
+        starts: Those of the first token of each tile afterwards, (batch, capacity); and `new_starts` of the new tiles alone.
+        seen: Of a step, which exact tokens and which codes its query sees; see `visible`.
     """
 
     counts: tuple[int, ...]
+    coded: int
     encoded: Encoded | None
     sinks: int
     newest: int
     slots: torch.Tensor | None = None
     padding: int | None = None
+    positions: torch.Tensor | None = None
+    starts: torch.Tensor | None = None
+    new_starts: torch.Tensor | None = None
+    seen: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
 
     def keep(self, states: torch.Tensor) -> torch.Tensor:
         """The tokens that stay exact, of (batch, kv_heads, exact + new, dim)."""
@@ -149,7 +158,7 @@ def move(ends: Ends, counts: tuple[int, ...], held: int, running: Pass, spare: i
         # The last of the tokens that lie behind the new tiles are the window.
         stop = held + tokens - ends.window(after)
         encoded = Encoded(slice(stop - count * TILE, stop), tiles - count, count, tiles)
-    return Move((after,), encoded, sinks, newest)
+    return Move((after,), TILE * tiles, encoded, sinks, newest)
 
 
 def _move_apart(ends: Ends, counts: tuple[int, ...], held: int, running: Pass, spare: int) -> Move:
@@ -179,7 +188,7 @@ def _move_apart(ends: Ends, counts: tuple[int, ...], held: int, running: Pass, s
     padding = None
     if valid is not None:
         padding = max((place + 1 for own in real for place in set(range(tokens)) - set(own)), default=0)
-    return Move(after, encoded, sinks, newest, index.to(device), padding)
+    return Move(after, TILE * ends.tiles(max(after)), encoded, sinks, newest, index.to(device), padding)
 
 
 def visible(

@@ -93,9 +93,20 @@ def filled() -> PositionLayer:
     return layer
 
 
-def test_an_undeclared_tensor_is_refused_at_once():
+@pytest.mark.parametrize(
+    "operation",
+    [
+        copy.deepcopy,
+        lambda layer: layer.reorder_cache(torch.tensor([0])),
+        lambda layer: layer.batch_repeat_interleave(2),
+        lambda layer: layer.offload(),
+        lambda layer: layer.export_state(),
+    ],
+)
+def test_no_operation_leaves_an_undeclared_tensor_behind(filled, operation):
+    filled.scores = torch.zeros(3)
     with pytest.raises(TypeError, match="scores"):
-        PositionLayer().scores = torch.zeros(2)
+        operation(filled)
 
 
 def test_row_operations_move_every_tensor(filled):

@@ -237,6 +237,20 @@ def test_refuses_gradients(model, storage):
         model(input_ids=text(30), past_key_values=in_few_bits(model, "streaming", 24, storage=storage))
 
 
+@each_storage
+def test_refitted_values_are_kept_in_few_bits(model, storage):
+    ids = text(90)
+    alike = {"head_budgets": None, "positions": "compact"}
+    plain, kept = (EquipCache(model, "future", 24, refit=refit, **alike) for refit in (True, False))
+    coded = in_few_bits(model, "future", 24, storage=storage, refit=True, **alike)
+    for cache in (plain, kept, coded):
+        model(ids[:, :60], past_key_values=cache)
+    assert positions_of(coded) == positions_of(plain)
+    expected, other, found = (model(ids[:, 60:61], past_key_values=cache).logits for cache in (plain, kept, coded))
+    torch.testing.assert_close(found, expected, atol=CLOSE[storage], rtol=0)
+    assert (found - expected).norm() < (other - expected).norm()  # they are not those of no refit
+
+
 def test_a_codec_takes_its_share_of_the_bytes_and_the_sinks():
     model = gentle().to(torch.bfloat16)
     codec = codec_of(model).at(0.125)

@@ -162,6 +162,13 @@ def test_recorded_tokens_are_taken_back_exactly(recent: int) -> None:
     torch.testing.assert_close(run(model, given, text[:, 70:80], [1] * 10), expected, **ROUNDING)
 
 
+def test_copies_of_a_cache_share_its_codec() -> None:
+    model, codec = pair()
+    twin = copy.deepcopy(SubspaceCache(model, codec))
+    assert twin.codec is codec
+    assert {id(layer.form) for layer in twin.layers} == {id(codec.in_place)}
+
+
 def test_recorded_tokens_of_padded_rows_are_taken_back_exactly() -> None:
     model, codec = pair()
     text, mask = tiny.ids(2, 90), torch.ones(2, 90, dtype=torch.long)
