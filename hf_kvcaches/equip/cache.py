@@ -104,8 +104,9 @@ class EquipCache(AnsweringCache):
         base, config = compat.split_model(model)
         self._latents = base is not None and keeps_latents(base, config)
         self.pool, self._shard = resolve_pool(config, page_size, pool), shard_of(model)
-        self._in_one_buffer = self.pool is None and storage is None and codec is None and not self._latents
-        heads = resolve_head_budgets(head_budgets, policy, self._in_one_buffer, question_start is not None or offloading)
+        apart = self.pool is None and storage is None and not self._latents
+        self._in_one_buffer = apart and codec is None
+        heads = resolve_head_budgets(head_budgets, policy, apart, question_start is not None or offloading)
         pages = None if self.pool is None else self.pool.page_size
         limits = (policy, resolve_budgets(budget, config), sinks, recent, decode_budget, heads, question_start)
         self._settings = EquipSettings(*limits, positions, backend, pages, storage, codec, refit)

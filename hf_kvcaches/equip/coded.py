@@ -12,6 +12,7 @@ from hf_kvcaches.codec.codec import KVCodec
 from hf_kvcaches.codec.fixed import LayerCoder
 from hf_kvcaches.equip.paged import Paged
 from hf_kvcaches.equip.pages import BlockTable, PagePool
+from hf_kvcaches.equip.ragged import RaggedCodes
 from hf_kvcaches.equip.storage import Flat, Raw, Slots, extended, pick, read_decoded
 from hf_kvcaches.kernels.launch import Backend
 
@@ -50,7 +51,8 @@ class Coded(Flat):
     """Codes of all slots, of each head by itself; `keys` and `values` are those of the first slots, the sinks', exactly.
 
     **Reading** decodes all slots in use, in each step and layer: it saves memory between steps, and no time. For that long, one layer's
-    keys and values are there in the model's dtype. Policies that score while decoding read twice.
+    keys and values are there in the model's dtype, where heads have different numbers of slots as many of each as of the longest. Policies
+    that score while decoding read twice.
 
     Attributes:
         codes: Where the codes lie.
@@ -63,9 +65,13 @@ class Coded(Flat):
 
     read = read_decoded
 
-    def __init__(self, backend: Backend, codec: KVCodec, layer_idx: int, sinks: int, codes: FlatCodes | PagedCodes) -> None:
+    def __init__(self, backend: Backend, codec: KVCodec, layer_idx: int, sinks: int, codes: FlatCodes | PagedCodes | RaggedCodes) -> None:
         super().__init__(backend)
         self.codec, self.layer_idx, self.sinks, self.codes, self.pooled = codec, layer_idx, sinks, codes, codes.pooled
+
+    def apart(self, codes: RaggedCodes) -> Coded:
+        """An empty one whose heads have different numbers of slots."""
+        return Coded(self.backend, self.codec, self.layer_idx, self.sinks, codes)
 
     @property
     def capacity(self) -> int:
@@ -151,7 +157,7 @@ class Coded(Flat):
         return self.codes.export() | {name: tensor.contiguous() for name, tensor in Flat.tensors(self).items()}
 
     def take(self, tensors: dict[str, torch.Tensor], kept: torch.Tensor, most: int) -> None:
-        self.codes.take({name: tensors[name] for name in self.codes.names if name in tensors}, kept, most)
+        self.codes.take({name: tensors[name] for name in self.codes.exported if name in tensors}, kept, most)
         self.keys, self.values = tensors.get("keys"), tensors.get("values")
 
     def _coder(self, like: torch.Tensor) -> LayerCoder:

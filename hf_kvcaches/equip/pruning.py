@@ -10,10 +10,11 @@ from hf_kvcaches.equip import graphs
 from hf_kvcaches.equip.allocation import Candidates, best, compared, in_order, indices_of, protected, rooms_of, with_rooms
 from hf_kvcaches.equip.block import Arrival, Incoming, Questions
 from hf_kvcaches.equip.budgets import Limit
+from hf_kvcaches.equip.coded import Coded
 from hf_kvcaches.equip.policies.future import future_queries
 from hf_kvcaches.equip.policies.tokens import Tokens, unscored
 from hf_kvcaches.equip.positions import PositionedLayer
-from hf_kvcaches.equip.ragged import Ragged
+from hf_kvcaches.equip.ragged import Ragged, RaggedCodes
 from hf_kvcaches.equip.refit import refit
 from hf_kvcaches.equip.settings import scores_alike
 from hf_kvcaches.equip.storage import Slots, pick
@@ -241,7 +242,11 @@ class PruningLayer(PositionedLayer):
             values = self._refitted(arrival, keys, states[1], index, positions)
         if rooms is None:
             return storage.rebuild(None, storage.encode(keys, values), 0, self.slots)
-        self.replace_storage(Ragged.of((keys, values), rooms, self.settings.backend, (positions >= 0).sum(-1, keepdim=True)))
+        if isinstance(storage, Coded):
+            apart = storage.apart(RaggedCodes.with_rooms(rooms, storage.backend))
+            self.replace_storage(apart)
+            return apart.rebuild(None, apart.encode(keys, values), 0, self.slots)
+        self.replace_storage(Ragged.of((keys, values), rooms, storage.backend, (positions >= 0).sum(-1, keepdim=True)))
         return None
 
     def _refitted(

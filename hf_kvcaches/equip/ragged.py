@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -26,7 +26,7 @@ class Ragged(Flat):
         hiding: 0 for slots that a head has, and the lowest number for others, (batch * kv_heads, 1, capacity), in the dtype of keys.
     """
 
-    exported = ("keys", "values", "rooms")
+    exported: ClassVar[tuple[str, ...]] = ("keys", "values", "rooms")
     no_gradients = "head_budgets: there are no gradients. Run the model under torch.no_grad(), or pass head_budgets=None."
 
     read = read_decoded
@@ -120,7 +120,7 @@ class Ragged(Flat):
         return torch.bmm(scores.softmax(-1), values.flatten(0, 1)).view(len(query), 1, query.shape[1], -1)
 
     def map_rows(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        if self.keys is not None:
+        if self.rooms.numel():
             self.full, self.hiding = False, None
             self._fill(tuple(function(tensor) for tensor in self.raw(self.capacity)), function(self.rooms))
 
@@ -150,3 +150,22 @@ class Ragged(Flat):
         source = head * width + torch.arange(total, device=rooms.device) - self.starts.flatten()[head]
         for name, tensor in zip(self.names, raw, strict=True):
             setattr(self, name, extended(tensor, width).flatten(0, 2).index_select(0, source))
+
+
+class RaggedCodes(Ragged):
+    """Codes of slots, (slots of all rows and heads, bytes); see `coded.py`."""
+
+    names = ("codes",)
+    exported = ("codes", "rooms")
+    codes: torch.Tensor | None = None
+
+    @classmethod
+    def with_rooms(cls, rooms: torch.Tensor, backend: Backend) -> Self:
+        """Heads with `rooms` slots each that hold nothing yet."""
+        storage = cls(backend)
+        storage._lay_out(rooms)
+        return storage
+
+    def clear(self) -> None:
+        super().clear()
+        self.codes = None

@@ -105,7 +105,7 @@ class EquipSettings:
                 self.codec and self.codec.settings.rotation != "aware",
                 "codec: slots change their positions. Calibrate with rotation='aware'.",
             ),
-            (shared and in_few_bits, "head_budgets: such heads are held in the model's dtype. Leave storage and codec out, or pass None."),
+            (shared and self.storage, "head_budgets: such heads are held in the model's dtype, or as codes. Leave storage out."),
             (shared and latents, "head_budgets: latents are common to all heads. Pass None."),
             (
                 latents and in_few_bits,

@@ -191,7 +191,7 @@ def test_evict_and_edit(model, storage):
 
 @pytest.mark.parametrize("storage", [storage for storage in CLOSE if storage != "paged_codec"])  # pages are for one budget
 def test_a_context_is_pruned_by_compress(model, storage):
-    waiting = in_few_bits(model, "kvzip", 0.5, storage=storage)
+    waiting = in_few_bits(model, "kvzip", 0.5, storage=storage, head_budgets=None)
     feed_all(model, waiting, text(30))
     waiting.compress(model, input_ids=text(30))
     assert len(positions_of(waiting)) == 15
@@ -251,6 +251,28 @@ def test_refitted_values_are_kept_in_few_bits(model, storage):
     assert (found - expected).norm() < (other - expected).norm()  # they are not those of no refit
 
 
+@pytest.mark.parametrize("head_budgets", ["global", "layer"])
+def test_heads_that_share_slots_are_kept_as_codes(model, head_budgets, tmp_path):
+    ids = text(90).expand(2, -1).clone()
+    ids[1] = ids[1].flip(0)
+    options = {"head_budgets": head_budgets, "refit": True, "positions": "compact"}
+    plain, coded = EquipCache(model, "future", 24, **options), in_few_bits(model, "future", 24, storage="codec", **options)
+    for cache in (plain, coded):
+        model(ids[:, :60], past_key_values=cache)
+    assert len({len(set(positions)) for positions in coded.layers[0].kept_positions()[0].tolist()}) > 1  # they do differ
+    assert torch.equal(coded.layers[0].kept_positions(), plain.layers[0].kept_positions())
+    expected, found = (feed(model, copy.deepcopy(cache), ids[:, 60:], [20, *[1] * 10]) for cache in (plain, coded))
+    assert float((found - expected).abs().max()) < CLOSE["codec"]
+    coded.save(tmp_path / "cache.safetensors")
+    loaded = EquipCache.load(tmp_path / "cache.safetensors", model)
+    assert torch.equal(feed(model, loaded, ids[:, 60:], [20, *[1] * 10]), found)
+    for cache in (plain, coded):
+        cache.reorder_cache(torch.tensor([1, 0]))
+    other = ids.flip(0)[:, 60:]
+    expected, found = (feed(model, cache, other) for cache in (plain, coded))
+    assert float((found - expected).abs().max()) < CLOSE["codec"]
+
+
 def test_a_codec_takes_its_share_of_the_bytes_and_the_sinks():
     model = gentle().to(torch.bfloat16)
     codec = codec_of(model).at(0.125)
@@ -307,7 +329,6 @@ def test_a_row_of_padding_fits_its_channels_when_its_first_tokens_come():
     [
         ({"storage": "int8"}, UnsupportedError),
         ({"positions": "original"}, UnsupportedError),
-        ({"head_budgets": "layer", "policy": "snapkv"}, UnsupportedError),
     ],
     ids=str,
 )
