@@ -27,7 +27,7 @@ from hf_kvcaches import (
 )
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.errors import FingerprintMismatch
-from hf_kvcaches.warmstart.summaries.adapters import Adapters
+from hf_kvcaches.warmstart.paper.adapters import Adapters
 from tests import tiny
 from tests.core.fingerprint_helpers import TINY, llama, lora, two_adapters
 from tests.warmstart.warm import library_of, words

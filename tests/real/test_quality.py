@@ -87,7 +87,7 @@ def test_divergence_and_perplexity_behind_coded_past(real):
 
 def test_divergence_behind_pages_that_have_moved(real):
     requests, store = agent_prompts(real.tokenizer, 3, pool=6, page_tokens=70, prose=PROSE), SegmentStore("memory")
-    caches = {"segments": lambda: SegmentReuseCache(real.model, store, real.tokenizer, mode="auto")}
+    caches = {"segments": lambda: SegmentReuseCache(real.model, store, real.tokenizer, mode="approximate")}
     rows = measured(suite.request_items(real.model, "agents", requests, caches))
     check(real.name, "segments", suite.reuse_summary(rows, "segments"))
 
@@ -95,7 +95,7 @@ def test_divergence_behind_pages_that_have_moved(real):
 @pytest.mark.parametrize("kind", ["words", "pages"])
 def test_divergence_behind_a_prompt_that_starts_from_a_similar_one(real, kind: PairKind):
     def prepare(earlier: Sequence[int]) -> Callable[[], Any]:
-        library = WarmStartLibrary(real.model, real.tokenizer, slots=0)
+        library = WarmStartLibrary(real.model, real.tokenizer)
         library.add([list(earlier)])
         return lambda: WarmStartCache(real.model, library)
 
