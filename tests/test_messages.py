@@ -101,7 +101,7 @@ def test_numpys_integers_are_integers(model):
     made = AdaptiveSubspace(rank=(two, eight), chunk=np.int64(16), warmup=np.int64(16))
     assert made == AdaptiveSubspace(rank=(2, 8), chunk=16, warmup=16)
     assert answer(SubspaceCache(model, adaptive=made, sinks=two, recent=eight)).shape == (1, 16)
-    assert SegmentStore("memory", max_bytes=np.int64(1000)).catalog.max_bytes == 1000
+    assert SegmentStore("memory", max_bytes=np.int64(1000)).max_bytes == 1000
     assert type(whole_number("n", np.int64(3), 1)) is int
     for wrong in (True, np.bool_(True), 2.0, np.float64(2), "2", None):
         with pytest.raises(ConfigError, match="an integer of at least 1"):

@@ -22,7 +22,7 @@ from hf_kvcaches.core.call import Call
 from hf_kvcaches.core.prompt import PrefillCall
 from hf_kvcaches.core.refusal import Refusal
 from hf_kvcaches.core.source import TensorView
-from hf_kvcaches.core.view import why_not_answering
+from hf_kvcaches.core.view import previous_implementation, why_not_answering
 from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.kernels.parts import AttentionPart, exact_part, merged
 from hf_kvcaches.reuse.layer import SplicedLayer
@@ -37,6 +37,8 @@ def spans_refused(model: PreTrainedModel) -> Refusal | None:
     if reason := why_not_answering(model):
         return reason
     config = compat.decoder_config(model.config)
+    if not compat.is_plain_attention(implementation := previous_implementation(config)):
+        return Refusal(f"attention {implementation!r} is not transformers' own, and tokens between reused ones would not pass through it")
     if not compat.is_family(config, "spans"):
         name = type(model).__name__
         return Refusal(f"{name} is of a family ({config.model_type}) not known to compute each token from its own mask and position")

@@ -98,6 +98,11 @@ class SpanStore:
         """The codec of keys and values, if they are codes."""
         return self.quantization if isinstance(self.quantization, TokenCodec) else None
 
+    @property
+    def max_bytes(self) -> int | None:
+        """The cap on the bytes of all spans, or None."""
+        return self.catalog.max_bytes
+
     def record(self, key: str) -> Record | None:
         """Return the record of a blob, or None."""
         raise NotImplementedError
@@ -128,26 +133,25 @@ class SpanStore:
         Args:
             geometries: How each layer's keys are rotated.
         """
+        with self.catalog.lock:
+            new = [span for span in spans if span.record.key not in self.catalog.entries]
+        if not new:
+            return True
         # The last first: of two equally useful spans the older one is evicted, and a prompt without its start is a miss.
-        stored = self.catalog.put(self._encoded(reversed(spans), geometries))
+        stored = self.catalog.put(self._encoded(reversed(new), geometries))
         # Processes that write at the same time keep the cap together: the last one to refresh sees what all have written.
         self.catalog.refresh()
         return stored
 
     def _encoded(self, spans: Iterable[NewSpan], geometries: Sequence[RotaryGeometry | None]) -> Iterator[NewBlob]:
         for record, layers, head in spans:
-            with self.catalog.lock:
-                if record.key in self.catalog.entries:
-                    continue
             try:
                 tensors, form = layout.encode(layers, self.quantization, record.start, geometries)
             except ConfigError as error:  # not finite
                 self.catalog.warn_once("unfinite", f"A {self.catalog.noun} was not stored: {error}")
                 continue
-            if self.catalog.max_bytes is not None and bytes_of(tensors) > self.catalog.max_bytes:
-                sentence = (
-                    f"A {self.catalog.noun} of {len(record)} tokens takes more than all of the {self.catalog.max_bytes} bytes allowed."
-                )
+            if self.max_bytes is not None and bytes_of(tensors) > self.max_bytes:
+                sentence = f"A {self.catalog.noun} of {len(record)} tokens takes more than all of the {self.max_bytes} bytes allowed."
                 self.catalog.warn_once("large", f"{sentence} It is not stored.")
                 continue
             yield NewBlob(record.key, {**replace(record, form=form).to_dict(), **head}, tensors)

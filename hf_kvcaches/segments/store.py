@@ -127,7 +127,7 @@ class SegmentStore(SpanStore):
 
     def __repr__(self) -> str:
         catalog = self.catalog
-        cap = "" if catalog.max_bytes is None else f" of {catalog.max_bytes / 2**20:.1f}"
+        cap = "" if self.max_bytes is None else f" of {self.max_bytes / 2**20:.1f}"
         if not catalog.read_once:
             return f"SegmentStore({catalog.blobs.place!r}, not yet read)"
         return f"SegmentStore({catalog.blobs.place!r}, {len(self._lengths())} segments, {catalog.bytes / 2**20:.1f}{cap} MiB)"

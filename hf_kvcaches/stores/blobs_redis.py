@@ -141,8 +141,10 @@ class RedisBlobs(BlobStore):
         ]
         state: list[Any] = []
         stale: dict[str, int] = {}
-        for first in range(0, len(ranges), _ANSWER // _CHUNK):
-            group = ranges[first : first + _ANSWER // _CHUNK]
+        # Several blobs fit into one answer.
+        most = len(ranges) if len(keys) > 1 else _ANSWER // _CHUNK
+        for first in range(0, len(ranges), most):
+            group = ranges[first : first + most]
             ends = last if first + len(group) == len(ranges) else []
             chunks = (("GETRANGE", self._bodies + keys[number], start, start + _CHUNK - 1) for number, start in group)
             answers = self._run(*chunks, *ends, body=sum(min(_CHUNK, sizes[number] - start) for number, start in group))

@@ -57,7 +57,7 @@ def size_of_a_prompt(model, ids=None) -> int:
     ],
 )
 def test_sizes_are_numbers_or_written_with_a_unit(given, expected):
-    assert SegmentStore(max_bytes=given).catalog.max_bytes == expected
+    assert SegmentStore(max_bytes=given).max_bytes == expected
 
 
 @pytest.mark.parametrize("given", [0, -1, "", "GiB", "4 GiBs", "many", "-3MB", "nan", "1e999", True, float("nan"), float("inf"), 0.5, [1]])
