@@ -18,6 +18,8 @@ from tests.warmstart.warm import OPEN, library_of
 EARLIER = tiny.ids(1, 130, seed=1)
 # Begins like the earlier prompt, and has some of it elsewhere.
 LIKE = torch.cat([EARLIER[:, :60], tiny.ids(1, 9, seed=2), EARLIER[:, 64:], tiny.ids(1, 7, seed=3)], 1)
+# Shares enough of its beginning with the earlier prompt for a warm start from that alone.
+BEGINNING = torch.cat([EARLIER[:, :110], tiny.ids(1, 9, seed=2)], 1)
 MOVED = torch.cat([tiny.ids(1, 9, seed=4), EARLIER[:, 20:120], tiny.ids(1, 7, seed=3)], 1)
 
 Make = Callable[[], KVCache]
@@ -58,7 +60,7 @@ CASES: dict[str, Callable[[], tuple[torch.Tensor, Make]]] = {
     "segments, between": lambda: segments(MOVED, "approximate"),
     "segments, repaired in lower layers": lambda: segments(MOVED, "approximate", {"repair_depth": 0.5}),
     "warm start, align": lambda: warm(LIKE, library_of(model(), EARLIER), strategy="align"),
-    "warm start, prefix": lambda: warm(LIKE, library_of(model(), EARLIER), strategy="exact"),
+    "warm start, prefix": lambda: warm(BEGINNING, library_of(model(), EARLIER), strategy="exact"),
     "translated": lambda: translated(patch_layers=None),
     "translated, patched": lambda: translated(patch_layers=[2], recompute_layers=1),
 }

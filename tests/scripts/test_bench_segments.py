@@ -179,7 +179,7 @@ def test_look_ups_find_what_is_stored_and_a_wrong_index_is_not_timed(parts, monk
     rows = list(parts.lookups(160, 16))
     assert [row["measure"] for row in rows] == ["prefix", "prefix", "runs", "runs"]
     assert all(row["value"] == 160 and row["tokens"] == 800 for row in rows)
-    monkeypatch.setattr(parts.SegmentIndex, "runs", lambda *args: [])
+    monkeypatch.setattr(parts.TokenIndex, "runs", lambda *args: [])
     with pytest.raises(SystemExit, match="runs, all moved: found 0 where there are 800"):
         list(parts.lookups(160, 16))
 
