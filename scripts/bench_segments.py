@@ -8,8 +8,9 @@ cache is in the time; storing, which is done while an answer is generated, has r
 empty at first; all prompts count, the first too.
 
 `no repeats` are prompts without anything to reuse. `larger` is a Llama with random weights, for which four fifths of a prompt have been
-seen in another order, whose surroundings "auto" rejects. `look-up` is among random segments without tensors, `sharing` the share of
-tokens that are reused where another process has stored them, in a folder, and in the Redis that `--redis` names.
+seen in another order. `look-up` is among random segments without tensors, `sharing` the share of tokens that are reused where another
+process has stored them, in a folder, and in the Redis that `--redis` names. The policy of "auto" is the one that `calibrate_segments.py`
+chooses for the model of this repository, which admits any surroundings.
 """
 
 from __future__ import annotations

@@ -51,11 +51,11 @@ class _ReadLayer(SplicedLayer):
 
 class _ReadCache(PlainCache):
     def __init__(self, model: PreTrainedModel) -> None:
-        self.read: list[Attended] = []
+        self.attended: list[Attended] = []
         super().__init__(model)
 
     def make_layer(self, layer_idx: int) -> SplicedLayer:
-        return _ReadLayer(self.read, layer_idx)
+        return _ReadLayer(self.attended, layer_idx)
 
 
 @torch.no_grad()
@@ -63,7 +63,7 @@ def read_attention(model: PreTrainedModel, ids: torch.Tensor) -> list[Attended]:
     """Run a prompt, (1, tokens), and return the queries, keys, values and scaling of each layer."""
     cache = _ReadCache(model)
     run_span(model, cache, ids, torch.arange(ids.shape[1], device=ids.device))
-    return cache.read
+    return cache.attended
 
 
 class SummaryLibrary:
