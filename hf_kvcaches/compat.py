@@ -277,12 +277,6 @@ def supports_sdpa(config: PreTrainedConfig) -> bool:
     return all(getattr(model, "_supports_sdpa", True) for model in (models if isinstance(models, tuple) else (models,)))
 
 
-def is_plain_attention(name: str) -> bool:
-    """Whether transformers' own code computes the attention of that name, without pages: the one of any other may compute anything."""
-    own = ALL_ATTENTION_FUNCTIONS.get(name)
-    return name == "eager" or ("|" not in name and getattr(own, "__module__", "").startswith("transformers.integrations."))
-
-
 def attention_function(name: str, module: nn.Module) -> Callable[..., Any]:
     """The attention function of that name; `eager` is the one in the module's own modeling file."""
     if name != "eager":

@@ -37,12 +37,20 @@ def spans_refused(model: PreTrainedModel) -> Refusal | None:
     if reason := why_not_answering(model):
         return reason
     config = compat.decoder_config(model.config)
-    if not compat.is_plain_attention(implementation := previous_implementation(config)):
+    if not _is_plain(implementation := previous_implementation(config), model):
         return Refusal(f"attention {implementation!r} is not transformers' own, and tokens between reused ones would not pass through it")
     if not compat.is_family(config, "spans"):
         name = type(model).__name__
         return Refusal(f"{name} is of a family ({config.model_type}) not known to compute each token from its own mask and position")
     return None
+
+
+def _is_plain(attention: str, model: PreTrainedModel) -> bool:
+    """Whether transformers' own code computes the attention of that name, without pages; that of anybody else may compute anything."""
+    if attention == "eager":
+        return True
+    module = getattr(compat.attention_function(attention, model), "__module__", "")
+    return "|" not in attention and module.startswith("transformers.integrations.")
 
 
 class Stretch(NamedTuple):
