@@ -34,8 +34,8 @@ from hf_kvcaches.errors import PoolExhausted as PoolExhausted
 from hf_kvcaches.errors import UnsupportedError as UnsupportedError
 from hf_kvcaches.evaluate.verify import VerifyReport as VerifyReport
 from hf_kvcaches.evaluate.verify import verify as verify
+from hf_kvcaches.reuse.policy import SegmentPolicy as SegmentPolicy
 from hf_kvcaches.segments.cache import SegmentReuseCache as SegmentReuseCache
-from hf_kvcaches.segments.policy import SegmentPolicy as SegmentPolicy
 from hf_kvcaches.segments.store import SegmentStore as SegmentStore
 from hf_kvcaches.subspace.cache import SubspaceCache as SubspaceCache
 from hf_kvcaches.subspace.paper.settings import AdaptiveSubspace as AdaptiveSubspace
@@ -47,8 +47,8 @@ from hf_kvcaches.translate.translator import CacheTranslator as CacheTranslator
 from hf_kvcaches.warmstart.cache import WarmStartCache as WarmStartCache
 from hf_kvcaches.warmstart.gate import WarmStartGate as WarmStartGate
 from hf_kvcaches.warmstart.library import WarmStartLibrary as WarmStartLibrary
-from hf_kvcaches.warmstart.summaries.adapters import TrainedAdapters as TrainedAdapters
-from hf_kvcaches.warmstart.summaries.projector import SlotProjector as SlotProjector
+from hf_kvcaches.warmstart.paper.adapters import TrainedAdapters as TrainedAdapters
+from hf_kvcaches.warmstart.paper.projector import SlotProjector as SlotProjector
 
 __version__: str
 __all__: list[str]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -325,10 +325,7 @@ def remove_pre_hook(module: nn.Module, hook: Callable[..., Any]) -> None:
 
 
 def state_of_twin(module: nn.Module, children: Mapping[str, nn.Module]) -> dict[str, Any]:
-    """In what a shallow copy of a module differs from it.
-
-    A compiled call would run the module that it was compiled from, and transformers' own hooks must not be installed on shared layers.
-    """
+    """In what a shallow copy of a module differs from it: a compiled call would run the original, and shared layers get no more hooks."""
     return {"_modules": {**module._modules, **children}, "_compiled_call_impl": None, "_output_capturing_hooks_installed": True}
 
 
@@ -345,3 +342,8 @@ def compiles(device: torch.device) -> bool:
 def mark_static(tensor: torch.Tensor) -> None:
     """Say that a tensor stays where it is, for graphs that are replayed."""
     torch._dynamo.mark_static_address(tensor, guard=False)
+
+
+def fused_attention(kind: str) -> Callable[..., Any]:
+    """PyTorch's "flash_attention", "flash_attention_for_cpu" or "efficient_attention", which return the logarithm of their sums, too."""
+    return cast("Callable[..., Any]", getattr(torch.ops.aten, f"_scaled_dot_product_{kind}"))

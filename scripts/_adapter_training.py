@@ -10,9 +10,9 @@ from tqdm import trange
 
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ConfigError, whole_number
-from hf_kvcaches.warmstart.summaries.adapters import Adapters
-from hf_kvcaches.warmstart.summaries.compressor import SlotCompressor
-from hf_kvcaches.warmstart.summaries.slots import require_layers, rotated
+from hf_kvcaches.warmstart.paper.adapters import Adapters
+from hf_kvcaches.warmstart.paper.compressor import SlotCompressor
+from hf_kvcaches.warmstart.paper.slots import require_layers, rotated
 
 
 class LayerSample(NamedTuple):

@@ -17,10 +17,9 @@ from shared.results import Row
 from shared.timing import spread
 
 from hf_kvcaches import SegmentPolicy, SegmentStore
-from hf_kvcaches.segments.index import SegmentIndex
-from hf_kvcaches.segments.records import Chain, Record
+from hf_kvcaches.reuse.index import Chain, Record, TokenIndex
 
-POLICY = SegmentPolicy(check_layer=2, probe=0.995, similarity=0.5)  # suits the model of this repository
+POLICY = SegmentPolicy(similarity=0.0)  # what calibration chooses for the model of this repository
 SEGMENTS, LENGTH, VOCABULARY = 8, 100, 32_000  # segments of a prompt, tokens of a segment
 
 
@@ -52,9 +51,9 @@ def lookups(segments: int, calls: int) -> Iterator[Row]:
         yield row | spread("time", seconds, 1e3)
 
 
-def stored(prompts: Any) -> SegmentIndex:
+def stored(prompts: Any) -> TokenIndex:
     """An index of all segments of prompts."""
-    index = SegmentIndex()
+    index = TokenIndex()
     for prompt in prompts:
         chain, ids = Chain(), prompt.reshape(-1)
         for start in range(0, len(ids), LENGTH):

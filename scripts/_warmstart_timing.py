@@ -17,13 +17,12 @@ from shared.timing import in_turns, ratios, spread, synchronize
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_kvcaches import WarmStartCache, WarmStartGate, WarmStartLibrary
+from hf_kvcaches.reuse.layout import LayerStates
 from hf_kvcaches.reuse.tokens import Ids, common_prefix
-from hf_kvcaches.warmstart.entries import Entry
-from hf_kvcaches.warmstart.planning import COMPARED
 
-COLD, PREFIX, ALIGN, AUTO, SLOTS = "cold", "exact prefix", "align", "auto", "slots"
-STRATEGIES: dict[str, Any] = {PREFIX: "exact", ALIGN: "align", AUTO: "auto", SLOTS: "slots"}
-HITS = ("exact", "align", "slots")  # what a similar prompt is used for; a common beginning alone is no such hit
+COLD, PREFIX, ALIGN, AUTO = "cold", "exact prefix", "align", "auto"
+STRATEGIES: dict[str, Any] = {PREFIX: "exact", ALIGN: "align", AUTO: "auto"}
+HITS = ("exact", "align")  # what a similar prompt is used for; a common beginning alone is no such hit
 # Of the answers compared before anything is timed: the least share with the same first token, and the most that identical prompts diverge.
 SAME, ROUNDING = 0.95, 1e-4
 
@@ -56,7 +55,7 @@ class Side:
     def cache(self) -> Any:
         if self.name == COLD:
             return DynamicCache(config=self.pair.plain.config)
-        return WarmStartCache(self.pair.switched, self.library, strategy=STRATEGIES[self.name], swap="off", gate=self.gate)
+        return WarmStartCache(self.pair.switched, self.library, strategy=STRATEGIES[self.name], gate=self.gate)
 
     def ask(self, ids: torch.Tensor) -> Answer:
         """Generate one token behind a prompt, (1, tokens)."""
@@ -136,45 +135,6 @@ def counted(served: Mapping[str, int]) -> str:
     return ", ".join(f"{how} {count}" for how, count in sorted(served.items()) if how)
 
 
-def swaps(pair: Pair, library: WarmStartLibrary, ids: torch.Tensor, gate: WarmStartGate, most: int, rounds: int) -> Iterator[Row]:
-    """Rows for what the swap behind an aligned prompt, (1, tokens), costs, in processor time of all threads of the process.
-
-    Up to `most` tokens are decoded in each round.
-    """
-    prefills, steps, swapped = [], dict[str, list[float]](), dict[str, list[tuple[int, float]]]()
-    for _ in range(rounds):
-        cache, begin = DynamicCache(config=pair.plain.config), time.process_time()
-        _feed(pair.plain, ids, cache)
-        prefills.append(time.process_time() - begin)
-        for mode in ("off", "sync", "background"):
-            cache = WarmStartCache(pair.switched, library, strategy="align", swap=mode, gate=gate)
-            new = _feed(pair.switched, ids, cache)
-            if cache.report().strategy != "align":
-                raise SystemExit(f"swap={mode!r}: the prompt was served by {cache.report().strategy!r}: not timed")
-            for token in range(2, (most if mode != "off" else min(most, 32)) + 1):
-                begin = time.process_time()
-                new = _feed(pair.switched, new, cache)
-                seconds = time.process_time() - begin
-                if cache.report().swapped:
-                    swapped.setdefault(mode, []).append((token, seconds))
-                    break
-                # With "background", the step that starts the thread and those while it runs.
-                steps.setdefault(mode, []).append(seconds)
-    row = {"length": ids.shape[1], "tokens": ids.shape[1]}
-    yield {**row, "side": COLD, "measure": "exact prefill", "count": rounds, **spread("time", prefills, 1e3)}
-    for mode, measure in (("off", "a decode step"), ("background", "a decode step meanwhile")):
-        yield {**row, "side": mode, "measure": measure, "count": len(steps[mode]), **spread("time", steps[mode], 1e3)}
-    for mode, found in swapped.items():
-        numbers = {"value": statistics.median(token for token, _ in found), "unit": "th token"}
-        yield {**row, "side": mode, "measure": "swapped in", "count": len(found), **spread("time", [s for _, s in found], 1e3), **numbers}
-
-
-@torch.no_grad()
-def _feed(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
-    """Run tokens, (1, tokens), and return the next one, (1, 1)."""
-    return model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1:].argmax(-1)
-
-
 _LENGTH, _ALIKE = 300, 50  # tokens of a made-up prompt, and how many prompts have a topic in common
 
 
@@ -195,8 +155,7 @@ def lookups(model: PreTrainedModel, tokenizer: Any, count: int, calls: int) -> I
         begin = time.perf_counter()
         near, shared = look_up(library, ids)
         seconds.append(time.perf_counter() - begin)
-        head = library.entries.head(near)
-        nearest += bool(head and (head.ids == source).all())
+        nearest += bool((near == source).all())
         if shared < common_prefix(source, ids):
             raise SystemExit(f"look-up among {count}: a stored prompt begins like it for longer: not timed")
     if nearest < 0.9 * calls:
@@ -207,18 +166,14 @@ def lookups(model: PreTrainedModel, tokenizer: Any, count: int, calls: int) -> I
 
 def library_of(model: PreTrainedModel, tokenizer: Any, prompts: Any) -> WarmStartLibrary:
     """A library of prompts without keys and values, stored as `WarmStartLibrary.add` does."""
-    library = WarmStartLibrary(model, tokenizer, slots=0)
+    library = WarmStartLibrary(model, tokenizer)
     for number, ids in enumerate(prompts):
-        tokens = ids.tolist()
-        (vector,) = library.encoder.encode([""], [tokens])
-        library.entries.put(Entry(f"{number:08} ".ljust(4 * _LENGTH, "x"), tokens, vector, {}))
-    library.refresh()
+        library.keep(ids, [LayerStates(torch.zeros(1, len(ids), 1), torch.zeros(1, len(ids), 1))], f"{number:08} ".ljust(4 * _LENGTH, "x"))
     return library
 
 
-def look_up(library: WarmStartLibrary, ids: Ids) -> tuple[str, int]:
-    """The key of the nearest prompt, and how long a stored one begins like it: what a cache asks for, in its order."""
+def look_up(library: WarmStartLibrary, ids: Ids) -> tuple[Ids, int]:
+    """The tokens of the nearest prompt, and how long a stored one begins like it: what a cache asks for, in its order."""
     library.refresh()
-    library.exact(ids)
     _, shared = library.beginning(ids)
-    return library.entries.near(library.encoder.encode([""], [ids.tolist()])[0], COMPARED)[0][0], shared
+    return library.near(ids)[0][0].ids, shared

@@ -48,7 +48,7 @@ def embed(texts: list[str]) -> torch.Tensor:
 def makers(pair: Pair, prompts: Prompts) -> dict[str, Callable[[], Cache]]:
     """How each cache is made, in front of a store or a library with other prompts."""
     model, store = pair.switched, SegmentStore("memory")
-    library = WarmStartLibrary(model, pair.tokenizer, encoder=embed, slots=0)
+    library = WarmStartLibrary(model, pair.tokenizer, encoder=embed)
     for _ in range(2):
         library.add([prompts()[0].tolist()])
     return {

@@ -33,7 +33,6 @@ from shared.timing import in_turns, ratios, spread
 from transformers import DynamicCache
 
 from hf_kvcaches import SegmentReuseCache, SegmentStore
-from hf_kvcaches.reuse import layout
 
 SECTIONS = ("prefix", "moved", "aligned", "no repeats", "network")
 COLUMNS = (
@@ -101,7 +100,9 @@ class Run:
         return random_ids(self.vocabulary, 1, self.size.tokens, seed=seed).to(self.pair.device)
 
     def bytes_per_token(self, stored: Any, itemsize: int) -> int:
-        return layout.payload_bytes(self.pair.plain.config, stored, itemsize=itemsize)
+        config = self.pair.plain.config
+        elements = 2 * config.num_key_value_heads * config.head_dim * config.num_hidden_layers
+        return elements * {"int8": 8, "int4": 4, None: 8 * itemsize}[stored] // 8
 
     def _ask(self, way: Way, ids: torch.Tensor, new_tokens: int = 1, memory: bool = False) -> Answer:
         return ask(way, self.pair.plain if isinstance(way, Cold | Copied) else self.pair.switched, ids, new_tokens, memory)

@@ -7,11 +7,9 @@ turns, in one process, and a ratio is taken within a prompt: the time of the col
 the cache and the look-up are in the time. A library holds all prompts that the measured ones resemble, of all kinds of that length, and
 half as many that nothing resembles.
 
-`hits` are those prompts that a similar one answers: by its keys and values ("exact" for the same prompt, "align" for what both share) or by
-its summary ("slots"). In `misses`, `unrelated` prompts begin as stored ones do, and `other text` has nothing in common with any. `larger`
-is a Llama with random weights and prompts of which one word in 128 is another; its gate lets all of them in. `look-up` is among made-up
-prompts without keys and values. `swap` is what the exact prefill behind an aligned prompt costs, in processor time of all threads, for the
-model of this repository and for a Llama with random weights: alone, as a whole token (`sync`), and beside decode steps (`background`).
+`hits` are those prompts that a similar one answers ("exact": the same prompt, "align": what both share). In `misses`, `unrelated` prompts
+begin as stored ones do, and `other text` has nothing in common with any. `larger` is a Llama with random weights and prompts of which one
+word in 128 is another; its gate lets all of them in. `look-up` is among made-up prompts without keys and values.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from _warmstart_timing import ALIGN, AUTO, COLD, PREFIX, SLOTS, Asked, Side, ask_in_turns, lookups, prove, rows_of, swaps
+from _warmstart_timing import ALIGN, AUTO, COLD, PREFIX, Asked, Side, ask_in_turns, lookups, prove, rows_of
 from shared.bars import Bar
 from shared.cli import run_script
 from shared.models import LARGER, Pair, Shape, random_ids, word_tokenizer
@@ -31,8 +29,8 @@ from shared.sections import TIMES, Output, begin_sections, run_sections, section
 
 from hf_kvcaches import WarmStartGate, WarmStartLibrary
 
-SECTIONS = ("hits", "misses", "larger", "look-up", "swap")
-FIRST_SIDES = (COLD, PREFIX, ALIGN, AUTO, SLOTS)
+SECTIONS = ("hits", "misses", "larger", "look-up")
+FIRST_SIDES = (COLD, PREFIX, ALIGN, AUTO)
 HIT_KINDS = tuple("identical no_content few_words reworded reordered_notes reordered_tools changed_fact changed_digit negated".split())
 COLUMNS = (
     "section measure workload group side length tokens count asked time_ms time_q1_ms time_q3_ms ratio ratio_q1 ratio_q3 "
@@ -71,13 +69,10 @@ class Size:
     rounds: int = 7  # how many of each
     prompts: tuple[int, ...] = (1_000, 10_000, 100_000)  # in the libraries of look-ups
     calls: int = 200  # look-ups in each
-    swap: tuple[Shape, int, int] = (Shape(1024, 8, 16, 2816, 2048), 1536, 3)  # of the model, tokens of its prompt, and rounds
-    swap_tokens: int = 400  # decoded at most
 
 
 QUICK = Size(
-    ("identical", "no_content", "changed_fact"), (128, 800), 2, (2, 1), 2, Shape(64, 4, 4, 96, 128), (300,), 2, (200,), 20,
-    (Shape(64, 4, 4, 96, 128), 300, 2), 60,
+    ("identical", "no_content", "changed_fact"), (128, 800), 2, (2, 1), 2, Shape(64, 4, 4, 96, 128), (300,), 2, (200,), 20
 )  # fmt: skip
 
 
@@ -135,7 +130,7 @@ class Run:
     def prove(self) -> None:
         for length in (self.size.lengths[0], self.size.lengths[-1]):
             shelf = self.shelf(length)
-            sides = self._sides((COLD, AUTO, SLOTS), shelf.library)
+            sides = self._sides((COLD, AUTO), shelf.library)
             print(prove(sides, self._some(shelf, self.size.proven), f"the model of this repository, {length} tokens"), flush=True)
 
     def _asked(self, names: Sequence[str], length: int, prompts: Sequence[Asked]) -> Iterator[Row]:
@@ -165,7 +160,7 @@ class Run:
     def larger(self) -> Iterator[Row]:
         size, vocabulary = self.size, self.size.shape.vocabulary
         pair = Pair.random(size.shape, "gqa", self.device)
-        gate = WarmStartGate(tau=-1.0, content=None, lexical=False)  # admits whatever differs
+        gate = WarmStartGate(reusable=0.0)  # admits whatever differs
         for length in size.larger:
             library = WarmStartLibrary(pair.switched, word_tokenizer(vocabulary))
             # The first one of the prompts is the same again, and does not count.
@@ -173,7 +168,7 @@ class Run:
             library.add(list(sources))
             targets = [sources[0], *(changed(ids, length // CHANGED, vocabulary, seed) for seed, ids in enumerate(sources[1:]))]
             prompts = [Asked("changed" if number else "identical", ids[None].to(self.device)) for number, ids in enumerate(targets)]
-            sides = [Side(name, pair, library, gate) for name in (COLD, PREFIX, ALIGN, SLOTS)]
+            sides = [Side(name, pair, library, gate) for name in (COLD, PREFIX, ALIGN)]
             print(prove([sides[0], *sides[2:]], prompts, f"the larger model, {length} tokens", trained=False), flush=True)
             ask_in_turns(sides, prompts[:1])
             yield from rows_of(ask_in_turns(sides, prompts[1:]), workload="changed", length=length)
@@ -181,28 +176,6 @@ class Run:
     def look_up(self) -> Iterator[Row]:
         for count in self.size.prompts:
             yield from lookups(self.pair.switched, self.pair.tokenizer, count, self.size.calls)
-
-    def swap(self) -> Iterator[Row]:
-        shape, length, rounds = self.size.swap
-        from tests.testbed.pairs import make_pairs
-
-        (similar,) = make_pairs(self.pair.tokenizer, "changed_fact", 1, length=self.size.lengths[-1])
-        library = WarmStartLibrary(self.pair.switched, self.pair.tokenizer, slots=0)
-        library.add([similar.source.prompt])
-        target = self._tensor(similar.target.prompt)
-        yield from self._swap("the model of this repository", self.pair, library, target, WarmStartGate(), max(5, rounds))
-        pair, (ids,) = Pair.random(shape, "gqa", self.device), random_ids(shape.vocabulary, 1, length, seed=length)
-        library = WarmStartLibrary(pair.switched, word_tokenizer(shape.vocabulary), slots=0)
-        library.add(ids)
-        target = changed(ids, length // CHANGED, shape.vocabulary, 0)[None].to(self.device)
-        gate = WarmStartGate(tau=-1.0, content=None, lexical=False)
-        yield from self._swap(f"hidden size {shape.hidden}, {shape.layers} layers", pair, library, target, gate, rounds)
-
-    def _swap(
-        self, workload: str, pair: Pair, library: WarmStartLibrary, ids: torch.Tensor, gate: WarmStartGate, rounds: int
-    ) -> Iterator[Row]:
-        list(swaps(pair, library, ids, gate, 4, 2))  # what is new to a process is slow
-        yield from ({**row, "workload": workload} for row in swaps(pair, library, ids, gate, self.size.swap_tokens, rounds))
 
 
 def changed(ids: torch.Tensor, places: int, vocabulary: int, seed: int) -> torch.Tensor:
@@ -256,7 +229,7 @@ def main() -> None:
     run = Run(size, device)
     if {"hits", "misses"} & set(args.sections):
         run.prove()
-    works = (run.hits, run.misses, run.larger, run.look_up, run.swap)
+    works = (run.hits, run.misses, run.larger, run.look_up)
     output = Output("WarmStartCache", COLUMNS, SHOWN, bars(), panels)
     run_sections(args, device, dict(zip(SECTIONS, works, strict=True)), output)
 

@@ -9,11 +9,28 @@ that were measured.
 
 from __future__ import annotations
 
-from _segments_quality import calibration_prompts
+from typing import Any
+
 from shared.cli import arguments, load, run_script
 
 from hf_kvcaches.cli import arguments as options
 from hf_kvcaches.cli import calibrate_segments as command
+
+# Seeds of generated requests begin here.
+SEED = 10**6
+
+
+def calibration_prompts(tokenizer: Any, requests: int) -> tuple[dict[str, list[list[int]]], int]:
+    """Prompts by workload, and how many tokens at their ends to ask for."""
+    from tests.testbed.agents import adversarial_workload, agent_workload
+
+    made = {
+        "agents": agent_workload(tokenizer, requests=requests, seed=SEED),
+        "hanging": agent_workload(tokenizer, requests=max(2, requests // 2), seed=SEED + 1, hanging=True),
+        "adversarial": adversarial_workload(tokenizer, requests=max(2, requests), seed=SEED),
+    }
+    asked = min(len(request.continuation) for own in made.values() for request in own)
+    return {name: [request.prompt + request.continuation for request in own] for name, own in made.items()}, asked
 
 
 def main() -> None:

@@ -1,12 +1,11 @@
 """Calibrates a `WarmStartGate` for a model: how much a prompt must resemble an earlier one to be answered from its state.
 
-    python scripts/calibrate_warmstart.py --out FOLDER [--model FOLDER_OR_HUB_ID] [--pairs FILE.jsonl] [--budget 0.01]
+    python scripts/calibrate_warmstart.py --out FOLDER [--model FOLDER_OR_HUB_ID] [--pairs FILE.jsonl] [--bound 0.02] [--worst 0.05]
 
 A line of the file is one pair: an object with an earlier prompt under "source" and a new one under "target", each a string or a list of
 token ids. Give pairs as your prompts come, those included that must not be taken for each other. Without a file, generated ones are taken.
-Printed are the limits that were tried, with how many pairs each admits and how many of these are false hits: the first token's
-distribution, or the mean over the `--following` ones behind it, differs by more than 0.05 nats from that of the model alone. `first`,
-`following` and `right` are means over the admitted pairs: both divergences, and the share of following tokens that the model chooses, too.
+Printed are the limits that were tried, with how many pairs each admits, and how far the first token's distribution, or the mean over the
+`--following` ones behind it, diverges from that of the model alone (KL, in nats): in the mean and at most.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from hf_kvcaches.cli import arguments as options
 from hf_kvcaches.cli import calibrate_warmstart as command
 from hf_kvcaches.cli.texts import Text
 
-# Seeds of generated pairs begin here; those that `eval_warmstart.py` measures on begin at 0.
+# Seeds of generated pairs begin here.
 CALIBRATION_SEED = 2 * 10**6
 
 

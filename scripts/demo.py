@@ -198,14 +198,14 @@ def show_texts(outcomes: list[Outcome], prompts: Prompts) -> str:
 
 def show_reuse(writer: Writer, texts: list[str]) -> str:
     """What a cache takes of each text from those before it, and what that saves."""
-    tiers = ("exact", "guarded", "repaired", "probed", "computed")
+    tiers = ("exact", "guarded", "repaired", "computed")
     writer.expect("SegmentReuseCache", 4 * len(texts))
     for _ in range(2):  # the first time for what is loaded at the first use
         store, rows = kv.SegmentStore("memory"), []
         for name, text in zip(("as they come", "in another order"), texts, strict=True):
             inputs, clocks = writer.encode([text]), (Clock(writer.progress), Clock(writer.progress))
             full = writer.write(inputs, writer.full_cache(), clocks[0])
-            cache = kv.SegmentReuseCache(writer.model, store, writer.tokenizer, mode="auto")
+            cache = kv.SegmentReuseCache(writer.model, store, writer.tokenizer, mode="approximate")
             same = writer.write(inputs, cache, clocks[1]) == full
             report = cache.report()
             del cache  # what it computed goes to the store
@@ -218,19 +218,16 @@ def show_reuse(writer: Writer, texts: list[str]) -> str:
 
 
 def show_warm_start(writer: Writer, texts: list[str]) -> str:
-    """What becomes of a text whose pages an earlier one had in another order, with and without the exact prefill behind it."""
-    writer.expect("WarmStartCache", 6)
+    """What becomes of a text whose pages an earlier one had in another order."""
+    writer.expect("WarmStartCache", 4)
     library, inputs = kv.WarmStartLibrary(writer.model, writer.tokenizer), writer.encode(texts[1:])
     library.add(texts[:1])
     _, full, seconds = writer.timed(inputs, writer.full_cache)
-    rows = [["no warm start", "", str(inputs["input_ids"].shape[1]), f"{seconds:.3f}", "", "yes"]]
-    for name, swap in (("aligned", "off"), ("aligned, then swapped", "sync")):
-        make = lambda swap=swap: kv.WarmStartCache(writer.model, library, swap=swap)  # noqa: E731
-        cache, written, seconds = writer.timed(inputs, make)
-        report = cache.report()
-        served = [report.strategies[0], str(report.computed_tokens)]
-        rows.append([name, *served, f"{seconds:.3f}", yes(report.swapped), yes(written == full)])
-    header = ["the second prompt", "served by", "tokens run", "first token s", "swapped", "same text"]
+    rows = [["no warm start", "", str(inputs["input_ids"].shape[1]), f"{seconds:.3f}", "yes"]]
+    cache, written, seconds = writer.timed(inputs, lambda: kv.WarmStartCache(writer.model, library))
+    report = cache.report()
+    rows.append(["warm start", report.strategies[0], str(report.computed_tokens), f"{seconds:.3f}", yes(written == full)])
+    header = ["the second prompt", "served by", "tokens run", "first token s", "same text"]
     return f"\nWarmStartCache, a prompt that resembles an earlier one\n{table(header, rows)}"
 
 

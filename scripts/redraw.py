@@ -1,6 +1,6 @@
 """Draws the pictures of docs/benchmarks from the committed files again, without measuring anything.
 
-    python scripts/redraw.py [--folder docs/benchmarks] [--only equip-cpu segments-quality]
+    python scripts/redraw.py [--folder docs/benchmarks] [--only equip-cpu segments-speed-cpu]
 
 A picture has the name of its file. What has no rows yet is left out.
 """
@@ -12,9 +12,7 @@ from pathlib import Path
 
 import _pruning_report
 import _real_report
-import _segments_verdicts
 import _translation_report
-import _warmstart_quality
 import analyse_translation
 import bench_equip
 import bench_growing
@@ -38,11 +36,8 @@ PICTURES: dict[str, tuple[Callable[[Sequence[Row]], list[Panel]], str]] = {
     "translation-analysis": (analyse_translation.panels, "base to tuned"),
     "translation-quality": (_translation_report.panels, "TranslatedCache"),
     "translation-speed-cpu": (bench_translation.panels, "TranslatedCache"),
-    "warmstart-quality": (_warmstart_quality.panels, "WarmStartCache"),
     "warmstart-speed-cpu": (bench_warmstart.panels, "WarmStartCache"),
 }
-DRIFTS = "segments-drift"
-WITH_DRIFTS = "segments-quality"
 
 
 def of_last_computers(rows: Sequence[Row]) -> list[Row]:
@@ -61,15 +56,8 @@ def computer(row: Row) -> str:
     return title_from(row, "").removesuffix(": ")
 
 
-def panels_of(name: str, folder: Path, rows: Sequence[Row]) -> tuple[list[Panel], str]:
-    if name == WITH_DRIFTS:
-        return _segments_verdicts.panels(rows, read_csv(folder / f"{DRIFTS}.csv")), "SegmentReuseCache"
-    panels, title = PICTURES[name]
-    return panels(rows), title
-
-
 def main() -> None:
-    names = [*PICTURES, WITH_DRIFTS]
+    names = list(PICTURES)
     parser = arguments(__doc__)
     parser.add_argument("--folder", type=Path, default=ROOT / "docs" / "benchmarks", help="of the files")
     parser.add_argument("--only", nargs="+", choices=names, default=names)
@@ -78,9 +66,9 @@ def main() -> None:
         rows, path = rows_of(name, args.folder), args.folder / f"{name}.png"
         if not rows:
             continue
-        panels, title = panels_of(name, args.folder, rows)
+        panels, title = PICTURES[name]
         computers = dict.fromkeys(computer(row) for row in rows)
-        draw(path, f"{'; '.join(computers)}: {title}", panels)
+        draw(path, f"{'; '.join(computers)}: {title}", panels(rows))
         print(path)
 
 

@@ -180,7 +180,7 @@ class Caches:
 
     def library(self, prompt: Prompt | None = None) -> WarmStartLibrary:
         """A library with the rows of a prompt, or without any."""
-        library = WarmStartLibrary(self.model, word_tokenizer(1000), slots=0)
+        library = WarmStartLibrary(self.model, word_tokenizer(1000))
         if prompt is not None:
             library.add([ids[mask.bool()].tolist() for ids, mask in zip(prompt.ids, prompt.mask, strict=True)])
         return library

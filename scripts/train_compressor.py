@@ -1,4 +1,4 @@
-"""Trains adapters for the summaries of a `WarmStartLibrary`: maps of slots' keys and values, learned on the paper's L_C.
+"""Trains adapters for the summaries of a `SummaryLibrary`: maps of slots' keys and values, learned on the paper's L_C.
 
     python scripts/train_compressor.py --out FOLDER [--model FOLDER_OR_HUB_ID] [--texts FILE.jsonl] [--slots 64] [--layout salient]
 
@@ -27,13 +27,13 @@ from shared.texts import encode, read_prompts
 from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
-from hf_kvcaches import TrainedAdapters, WarmStartCache, WarmStartLibrary
+from hf_kvcaches import TrainedAdapters
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.rope import rotation_of
 from hf_kvcaches.errors import ConfigError, UnsupportedError
-from hf_kvcaches.warmstart.reading import read_prompt
-from hf_kvcaches.warmstart.summaries.adapters import Adapters
-from hf_kvcaches.warmstart.summaries.compressor import SlotCompressor
+from hf_kvcaches.warmstart.paper.adapters import Adapters
+from hf_kvcaches.warmstart.paper.cache import SummaryCache, SummaryLibrary, read_attention
+from hf_kvcaches.warmstart.paper.compressor import SlotCompressor
 
 # Every so many texts one is not learned from.
 HELD_OUT = 5
@@ -69,9 +69,9 @@ class Bench:
         compressor = SlotCompressor(slots, layout)
         samples = []
         for ids in tqdm(texts, desc="reading", unit="text"):
-            states = read_prompt(model, torch.tensor([ids], device=model.device))
-            keys, values = zip(*states.layers, strict=True)
-            samples.append(sample_of(compressor, keys, values, states.queries, rotation.layers, tail, states.scaling))
+            read = read_attention(model, torch.tensor([ids], device=model.device))
+            keys, values, queries = zip(*((each.keys[0], each.values[0], each.query[0, :, -1]) for each in read), strict=True)
+            samples.append(sample_of(compressor, keys, values, queries, rotation.layers, tail, [each.scaling for each in read]))
         self.learned = [sample for number, sample in enumerate(samples) if number % HELD_OUT]
         self.others = samples[::HELD_OUT]
         self.asked = list(texts[::HELD_OUT])
@@ -84,18 +84,15 @@ class Bench:
 
     def kls(self, adapters: Adapters | None) -> list[float]:
         """The divergence of the next token of each text that was not learned from."""
-        library = WarmStartLibrary(
-            self.model, self.tokenizer, self.slots, layout=self.layout, tail=self.tail, full=False, adapters=adapters
-        )
+        library = SummaryLibrary(self.model, self.tokenizer, self.slots, layout=self.layout, tail=self.tail, adapters=adapters)
         found = []
         for ids, cold in zip(self.asked, self._cold, strict=True):
             library.add([ids])
-            cache = WarmStartCache(self.model, library, strategy="slots")
+            cache = SummaryCache(self.model, library)
             ours = self._logits(ids, cache)
-            if cache.report().strategies != ("slots",):
-                raise SystemExit(f"a text was not served from its summary: {cache.report().refusals[0]}")
+            if not cache.served:
+                raise SystemExit(f"a text was not served from its summary: {cache.reason}")
             found.append(float((cold.exp() * (cold - ours)).sum()))
-        library.close()
         return found
 
     def measure(self, name: str, adapters: Adapters | None) -> dict[str, Any]:

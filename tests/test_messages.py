@@ -157,7 +157,7 @@ def test_a_refusal_does_not_recommend_what_is_refused_too(store):
         got = model.generate(prompt, past_key_values=GrowingCache(model), max_new_tokens=4, do_sample=False)
         assert torch.equal(got, model.generate(prompt, max_new_tokens=4, do_sample=False))
     with pytest.raises(UnsupportedError, match=r"Use (Growing|Dynamic)Cache"):
-        WarmStartLibrary(bert, words(), slots=0)
+        WarmStartLibrary(bert, words())
     bloom = tiny.build(BloomConfig(vocab_size=96, hidden_size=32, n_layer=2, n_head=4))
     for rotation in ("aware", "post"):
         with pytest.raises(UnsupportedError, match=r"KVCodec.calibrate needs a cache that answers .* Use DynamicCache"):

@@ -122,9 +122,9 @@ def segments(parser: argparse.ArgumentParser, *, generated: bool = False) -> Non
     parser.add_argument("--requests", type=int, default=40, help="how many prompts to take at most")
     parser.add_argument("--asked", type=int, default=16, help="tokens at the end of each prompt of a file that are withheld and compared")
     parser.add_argument("--bound", type=float, default=0.05, help="the most that the mean KL divergence may be, in nats")
+    parser.add_argument("--worst", type=float, default=float("inf"), help="the most that it may be for a single prompt")
     parser.add_argument("--least-same", type=float, default=0.0, help="the least share of next tokens that are the model's own")
     parser.add_argument("--quantization", choices=("int8", "int4", "none"), default="none", help="of the store that the policy is for")
-    parser.add_argument("--cuts", type=int, help="of that store: guards of the lower layers are calibrated, too")
     parser.add_argument("--codec", help="in place of it: the folder or hub id of a KVCodec, for a store of its codes")
 
 
@@ -136,13 +136,11 @@ def warmstart(parser: argparse.ArgumentParser, *, generated: bool = False) -> No
     """
     parser.add_argument("--out", type=Path, required=True, help="the folder that the gate is written to")
     parser.add_argument("--pairs", type=Path, required=not generated, help="one pair a line, as JSON: an object with source and target")
-    parser.add_argument("--budget", type=float, default=0.01, help="the largest share of false hits in what is admitted")
-    parser.add_argument("--slots", type=int, default=64, help="of the library that the gate is for")
-    parser.add_argument("--layout", choices=("salient", "paper"), default="salient", help="of its slots")
-    parser.add_argument("--encoder", help="of that library; default: the model's input embeddings")
+    parser.add_argument("--bound", type=float, default=0.02, help="the most that the mean KL divergence of admitted pairs may be, in nats")
+    parser.add_argument("--worst", type=float, default=0.05, help="the most that it may be for a single pair")
+    parser.add_argument("--encoder", help="of the library that the gate is for; default: the model's input embeddings")
     parser.add_argument("--following", type=int, default=16, help="tokens after the first one that are compared")
     parser.add_argument("--quantization", choices=("none", "int8", "int4"), default="none", help="how it keeps keys and values")
-    parser.add_argument("--slots-only", action="store_true", help="it keeps summaries, and no keys and values of whole prompts")
 
 
 def translator(parser: argparse.ArgumentParser, *, generated: bool = False) -> None:

@@ -37,8 +37,8 @@ def run(args: argparse.Namespace, load_model: Callable[..., tuple[Any, Any]] = l
     if args.codec is not None:
         quantization = KVCodec.from_pretrained(args.codec, model=model)
     began = time.perf_counter()
-    bounds = {"bound": args.bound, "least_same": args.least_same}
-    policy = calibrate(model, tokenizer, prompts, **bounds, asked=asked, quantization=quantization, cuts=args.cuts)
+    bounds = {"bound": args.bound, "worst": args.worst, "least_same": args.least_same}
+    policy = calibrate(model, tokenizer, prompts, **bounds, asked=asked, quantization=quantization)
     seconds = time.perf_counter() - began
     policy.save_pretrained(args.out)
     print(f"{show_measured(policy.measured)}\n\n{seconds:.0f} s; written to {args.out}: {policy}\n")

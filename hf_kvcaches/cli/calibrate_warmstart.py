@@ -30,14 +30,13 @@ def run(args: argparse.Namespace, load_model: Callable[..., tuple[Any, Any]] = l
     if pairs is None:
         assert generator is not None
         pairs = generator(tokenizer)
-    options = {"slots": args.slots, "layout": args.layout, "encoder": args.encoder, "full": not args.slots_only}
-    options["quantization"] = None if args.quantization == "none" else args.quantization
+    options = {"encoder": args.encoder, "quantization": None if args.quantization == "none" else args.quantization}
     began = time.perf_counter()
-    gate = calibrate_gate(model, tokenizer, options, pairs, budget=args.budget, following=args.following)
+    gate = calibrate_gate(model, tokenizer, options, pairs, bound=args.bound, worst=args.worst, following=args.following)
     seconds = time.perf_counter() - began
     gate.save_pretrained(args.out)
     print(f"{show_measured(gate.measured)}\n\n{len(pairs)} pairs, {seconds:.0f} s; written to {args.out}")
-    print(f"tau: {_limit_text(gate.tau)}\nreusable: {_limit_text(gate.reusable)}\nencoder: {gate.encoder}")
+    print(f"reusable: {_limit_text(gate.reusable)}\nrepair: {gate.repair:g}\nencoder: {gate.encoder}")
 
 
 def _limit_text(limit: float) -> str:

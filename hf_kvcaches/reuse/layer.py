@@ -26,6 +26,24 @@ class SplicedLayer(GrowingLayer):
     """How many of the dropped tokens have no slot in the buffers: all of them or none."""
     record_past: bool = False
     """Whether tokens that leave the window are kept, because drafts may be cropped."""
+    arrived: torch.cuda.Event | None = None
+    """What stored tokens are written behind, on another stream; None once this stream waits for it."""
+
+    def arrive(self) -> None:
+        """Make the current stream, not the CPU, wait for stored tokens that are on their way."""
+        if self.arrived is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.arrived)
+            self.arrived = None
+
+    def owned_tensors(self) -> dict[str, torch.Tensor]:
+        self.arrive()
+        return super().owned_tensors()
+
+    def own_buffers(self) -> None:
+        """Copy the buffers, which another thread goes on reading."""
+        for name in ("key_buffer", "value_buffer"):
+            if (buffer := getattr(self, name)) is not None:
+                setattr(self, name, buffer.clone())
 
     def see_window(self, window: int) -> None:
         """Keep no more than a window between prompts."""
@@ -42,6 +60,7 @@ class SplicedLayer(GrowingLayer):
         return visible + query_length, self.seen - visible
 
     def exact_states(self, window: bool = False) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
+        self.arrive()
         keys, values = self.keys, self.values
         if self.dropped and not window:
             return None
@@ -50,6 +69,8 @@ class SplicedLayer(GrowingLayer):
         return functional.pad(keys, (0, 0, self.offset, 0)), functional.pad(values, (0, 0, self.offset, 0))
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if self.arrived is not None:  # a call per layer and decode step less
+            self.arrive()
         if self.window is None or self.seen == 0:
             return super().update(key_states, value_states, *args, **kwargs)
         self.check_new_tokens(key_states, value_states)
@@ -107,7 +128,7 @@ class SplicedLayer(GrowingLayer):
     def reset(self) -> None:
         super().reset()
         self.dropped = self.offset = 0
-        self.record_past = False
+        self.record_past, self.arrived = False, None
 
     def export_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         tensors, values = super().export_state()
@@ -150,6 +171,7 @@ class SplicedLayer(GrowingLayer):
             key_states: (batch, kv_heads, tokens, head_dim), rotated.
             slots: (batch, tokens); `total` for fillers, which no query sees.
         """
+        self.arrive()
         if not all(_has_room(buffer, total) for buffer in (self.key_buffer, self.value_buffer)):
             self.open(len(slots), total, key_states, value_states)
         assert self.key_buffer is not None

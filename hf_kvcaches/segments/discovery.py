@@ -14,10 +14,13 @@ from hf_kvcaches.errors import ConfigError, whole_number
 
 Ids = Sequence[int] | NDArray[np.int64]
 
-# The strength of an edge: between lines of a block; between blocks; and an edge that no span crosses.
-_LINE, _BLOCK, _WALL = 1, 2, 3
+# Tokens of a segment: shorter ones cost more look-ups and reads, and of longer ones more is read than is reused. Equal tokens inside of
+# segments are found wherever these are cut.
+SHORTEST, LONGEST = 64, 512
 
-_LINE_START = re.compile(r"\n\s*")
+# The strength of an edge: between blocks, and one that no segment crosses.
+_BLOCK, _WALL = 1, 2
+
 _BLANK_LINE = re.compile(r"\n[^\S\n]*\n\s*")
 
 # Characters of Unicode's private planes stand for incomplete characters, so that different tokens have different texts.
@@ -28,17 +31,10 @@ class Discovery:
     """Cuts a row of token ids at edges that other prompts are likely to share.
 
     **Walls** are at the starts of chat messages, at the caller's separators, and around the caller's own spans. Between walls a row is
-    split into **blocks**, which begin behind blank lines. A line of at least twice `shortest` tokens is a block of its own. (Cuts at JSON,
-    tags, code and headings were measured and make no difference: equal spans inside of segments are found anyway.)
-
-    - A block of at least `shortest` tokens is cut by itself: its lines are joined from the left until they have `shortest` tokens. The
-      remaining lines join the span before, if that gives at most `longest` tokens. A span longer than `longest` is cut into windows,
-      counted from its start.
-    - Shorter blocks are not cut. Adjacent ones are joined in the same way, never with a longer block and never across a wall. A single one
-      stays shorter than `shortest`: recomputing it costs less than binding a neighbour to it.
-
-    So the spans of a block of at least `shortest` tokens follow from its tokens alone, as long as it shares no token with a neighbour. An
-    edge inside of a token counts as before it.
+    split into **blocks**, which begin behind blank lines. A block of at least `shortest` tokens is a span; adjacent shorter ones are joined
+    until they are one, never with a longer block and never across a wall. What is longer than `longest` is cut into windows. So the spans
+    of a block of at least `shortest` tokens follow from its tokens alone, as long as it shares no token with a neighbour. An edge inside of
+    a token counts as before it.
 
     Args:
         tokenizer: The model's; its chat template, if any, tells how messages begin. None: cut at the caller's spans, and into windows of
@@ -48,7 +44,7 @@ class Discovery:
         longest: The most tokens that a span has. Neither limit applies to the caller's own spans.
     """
 
-    def __init__(self, tokenizer: Any = None, *, separators: Sequence[str] = (), shortest: int = 16, longest: int = 128) -> None:
+    def __init__(self, tokenizer: Any = None, *, separators: Sequence[str] = (), shortest: int = SHORTEST, longest: int = LONGEST) -> None:
         for argument, value, least in (("shortest", shortest, 1), ("longest", longest, shortest)):
             whole_number(argument, value, least, f"a number of tokens, at least {least}")
         if isinstance(separators, str) or not all(isinstance(separator, str) and separator for separator in separators):
@@ -83,9 +79,6 @@ class Discovery:
             strength[start + 1 : stop] = 0
             strength[[start, stop]] = _WALL
         edges = np.flatnonzero(strength)
-        long_lines = np.flatnonzero(np.diff(edges) >= 2 * self.shortest)
-        for ends in (edges[long_lines], edges[long_lines + 1]):
-            strength[ends] = np.maximum(strength[ends], _BLOCK)
         return list(self._joined(edges.tolist(), strength[edges].tolist(), {start for start, _ in kept}))
 
     def text(self, ids: Ids) -> str:
@@ -122,7 +115,6 @@ class Discovery:
             indices = np.searchsorted(offsets, np.fromiter(places, dtype=np.int64) - 1, side="right") - 1
             return np.maximum(indices, 0)
 
-        strength[tokens(match.end() for match in _LINE_START.finditer(text))] = _LINE
         strength[tokens(match.end() for match in _BLANK_LINE.finditer(text))] = _BLOCK
         if self._separator is not None:
             strength[tokens(match.start() for match in self._separator.finditer(text))] = _WALL
@@ -136,37 +128,21 @@ class Discovery:
             edges: All indices where it may be cut, including its two ends.
             caller_starts: The starts of the caller's spans.
         """
-        block = [edges[0]]
-        short: list[int] = []  # the edges of short blocks side by side
-        for edge, strength in zip(edges[1:], strengths[1:], strict=True):
-            block.append(edge)
-            if strength == _LINE:
-                continue
-            if block[0] in caller_starts:
-                yield block[0], edge
-            elif edge - block[0] >= self.shortest:
-                yield from self._cut(short)
-                yield from self._cut(block)
-                short = []
+        waiting = edges[0]  # where short blocks begin that are not yet a span
+        for (start, stop), strength in zip(pairwise(edges), strengths[1:], strict=True):
+            if start in caller_starts:
+                yield start, stop
+            elif stop - start >= self.shortest:
+                yield from self._windows(waiting, start)
+                yield from self._windows(start, stop)
+            elif strength == _WALL or stop - waiting >= self.shortest:
+                yield from self._windows(waiting, stop)
             else:
-                short += [edge] if short else [block[0], edge]
-            if strength == _WALL:
-                yield from self._cut(short)
-                short = []
-            block = [edge]
+                continue
+            waiting = stop
 
-    def _cut(self, edges: list[int]) -> Iterator[tuple[int, int]]:
-        """Join lines until they are long enough, and cut spans that are too long into windows."""
-        cuts = edges[:1]
-        for edge in edges[1:]:
-            if edge - cuts[-1] >= self.shortest:
-                cuts.append(edge)
-        if edges and cuts[-1] != edges[-1]:
-            if len(cuts) > 1 and edges[-1] - cuts[-2] <= self.longest:
-                cuts.pop()
-            cuts.append(edges[-1])
-        for start, stop in pairwise(cuts):
-            yield from ((first, min(first + self.longest, stop)) for first in range(start, stop, self.longest))
+    def _windows(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        yield from ((first, min(first + self.longest, stop)) for first in range(start, stop, self.longest))
 
 
 def _as_list(ids: Ids) -> list[int]:

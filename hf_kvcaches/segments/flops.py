@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.decoder import decoder_layers
-from hf_kvcaches.reuse.plan import Indices, PlannedRow
+from hf_kvcaches.reuse.plan import Indices, PromptRow
 
 
 @dataclass(frozen=True)
@@ -36,25 +36,23 @@ class Costs:
         scores = tuple(4.0 * _query_size(config) for config in compat.decoder_config(model.config).per_layer_config)
         return _COSTS.setdefault(model, cls(linear, scores))
 
-    def of_tokens(self, indices: Indices, start: int = 0, stop: int | None = None) -> float:
-        """Return the cost of running tokens through some layers.
+    def of_tokens(self, indices: Indices, start: int = 0) -> float:
+        """Return the cost of running tokens through the layers from `start` on.
 
         Args:
             indices: The tokens' indices in their row: each attends to all tokens up to itself.
-            stop: The first layer not to run; None to run all.
         """
-        chosen = self.linear[start:stop]
-        return len(indices) * sum(chosen) + sum(self.scores[start:stop]) * float((indices + 1).sum())
+        return len(indices) * sum(self.linear[start:]) + sum(self.scores[start:]) * float((indices + 1).sum())
 
     def of_prompt(self, begin: int, stop: int) -> float:
         """Return the cost of a span of tokens."""
         return self.of_tokens(np.arange(begin, stop))
 
-    def of_row(self, row: PlannedRow) -> float:
+    def of_row(self, row: PromptRow) -> float:
         """Return the cost of the tokens that a plan does not reuse, and of the last token."""
-        joining = sum(self.of_tokens(span.joining(), span.depth or 0) for span in row.spans)
-        leaving = sum(self.of_tokens(span.recompute, span.repair_depth) for span in row.spans if span.repair_depth is not None)
-        return joining - leaving + self.of_tokens(np.append(row.recompute(), len(row.ids) - 1))
+        repaired = [(span.computed, span.repair_depth) for span in row.spans if span.repair and span.repair_depth is not None]
+        saved = sum(self.of_tokens(indices, depth) for indices, depth in repaired)
+        return self.of_tokens(np.append(row.computed, len(row.ids) - 1)) - saved
 
 
 def _query_size(config: PreTrainedConfig) -> int:

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hf_kvcaches.core.report import CacheReport
-from hf_kvcaches.reuse.plan import PlannedRow
+from hf_kvcaches.reuse.plan import PromptRow
 
 
 class ReusedSpan(NamedTuple):
-    """Consecutive tokens of a prompt of one tier.
+    """Consecutive tokens of a prompt of one tier, which is the name of the rule that admitted them.
 
     Args:
         start: The first token's index in its row, padding not counted.
         repaired: How many stored tokens were recomputed.
-        depth: Layers below it are reused; None: all layers.
+        depth: The layers below it recomputed them; None: all layers.
         segments: The stored segments' ids, for `SegmentStore.pin` and `delete`.
         reason: Why stored tokens were computed, as sentences; "" if none are stored, or all are reused.
     """
@@ -63,7 +63,7 @@ class SegmentReport(CacheReport):
     reason: str = ""
 
 
-def report_of(plans: Sequence[PlannedRow], cost: float, full_cost: float, **fields: Any) -> SegmentReport:
+def report_of(plans: Sequence[PromptRow], cost: float, full_cost: float, **fields: Any) -> SegmentReport:
     """Report executed plans.
 
     Args:
@@ -73,8 +73,8 @@ def report_of(plans: Sequence[PlannedRow], cost: float, full_cost: float, **fiel
     """
     spans = tuple(
         ReusedSpan(
-            *(row.number, span.start, span.stop, span.tier, len(span.recompute), span.depth),
-            tuple(tokens.key for tokens in span.stored),
+            *(row.number, span.start, span.stop, span.rule, span.repair, span.repair_depth),
+            tuple(tokens.key for tokens in span.sources),
             span.reason,
         )
         for row in plans

@@ -8,50 +8,36 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hf_kvcaches.core.identity import Identity, require_identity
+from hf_kvcaches.core.identity import Identity
 from hf_kvcaches.core.tokenizer_digest import digest_of_tokenizer
 from hf_kvcaches.reuse.layout import Quantization, name_of
 from hf_kvcaches.segments.discovery import Discovery
-from hf_kvcaches.segments.policy import SegmentPolicy
 
-# Tokens of a stored segment. Shorter segments cost more look-ups and loads; equal spans inside of longer ones are found anyway.
-SHORTEST, LONGEST = 64, 128
 # The version of the format of stored segments.
-FORMAT = 3
+FORMAT = 4
 
 
-def check_policy(model: PreTrainedModel, policy: SegmentPolicy) -> None:
-    """Refuse a policy that was calibrated for another model. A policy without a fingerprint fits all models."""
-    if policy.fingerprint is not None:
-        identity = require_identity(model, "The policy")
-        policy.fingerprint.require_model(identity.fingerprint, "The policy")
-
-
-_discoveries: weakref.WeakKeyDictionary[Any, dict[tuple[str, ...], Discovery]] = weakref.WeakKeyDictionary()
-
-
-def scope_of(identity: Identity, model: PreTrainedModel, tokenizer: Any, quantization: Quantization, depth: int | None) -> str:
+def scope_of(identity: Identity, model: PreTrainedModel, tokenizer: Any, quantization: Quantization) -> str:
     """Return a digest of everything that must be equal for a stored segment to be reused."""
     words = "" if tokenizer is None else digest_of_tokenizer(tokenizer)
-    parts = (str(FORMAT), identity.digest, words, str(name_of(quantization)), str(depth), str(model.dtype))
+    parts = (str(FORMAT), identity.digest, words, str(name_of(quantization)), str(model.dtype))
     return hashlib.blake2b("|".join(parts).encode(), digest_size=16).hexdigest()
 
 
-def other_scopes(
-    identity: Identity, model: PreTrainedModel, tokenizer: Any, quantization: Quantization, depth: int | None
-) -> dict[str, str]:
+def other_scopes(identity: Identity, model: PreTrainedModel, tokenizer: Any, quantization: Quantization) -> dict[str, str]:
     """Return what differs, as a sentence, by scopes of the same model that differ in one thing and can be told without more knowledge."""
-    found = {}
+    scopes = {}
     if tokenizer is not None:
-        scope = scope_of(identity, model, None, quantization, depth)
-        found[scope] = "It has segments of this model that were stored without a tokenizer: pass the tokenizer to all caches, or to none."
+        scope = scope_of(identity, model, None, quantization)
+        scopes[scope] = "It has segments of this model that were stored without a tokenizer: pass the tokenizer to all caches, or to none."
     for other in (None, "int8", "int4"):
         if other != quantization:
             sentence = f"It has segments of this model that were stored with quantization={other!r}."
-            found[scope_of(identity, model, tokenizer, other, depth)] = sentence
-    return found
+            scopes[scope_of(identity, model, tokenizer, other)] = sentence
+    return scopes
 
 
+_discoveries: weakref.WeakKeyDictionary[Any, dict[tuple[str, ...], Discovery]] = weakref.WeakKeyDictionary()
 _without_tokenizer: dict[tuple[str, ...], Discovery] = {}
 
 
@@ -59,5 +45,5 @@ def discovery_for(tokenizer: Any, separators: tuple[str, ...]) -> Discovery:
     """Return the discovery of a tokenizer, which is shared because it caches the text of tokens."""
     discoveries = _without_tokenizer if tokenizer is None else _discoveries.setdefault(tokenizer, {})
     if separators not in discoveries:
-        discoveries[separators] = Discovery(tokenizer, separators=separators, shortest=SHORTEST, longest=LONGEST)
+        discoveries[separators] = Discovery(tokenizer, separators=separators)
     return discoveries[separators]

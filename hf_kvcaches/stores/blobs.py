@@ -6,9 +6,10 @@ import contextlib
 import json
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from hf_kvcaches.errors import ArtifactError
@@ -16,7 +17,7 @@ from hf_kvcaches.stores.blobs_format import checked_key, dense, head_as_json
 from hf_kvcaches.stores.hot import aliases, bytes_of, slab
 
 
-class Stored(NamedTuple):
+class BlobHead(NamedTuple):
     """A stored blob without its tensors."""
 
     key: str
@@ -24,10 +25,25 @@ class Stored(NamedTuple):
     bytes: int
 
 
+class NewBlob(NamedTuple):
+    """A blob to be stored. The store may keep its tensors, so nobody writes to them afterwards."""
+
+    key: str
+    head: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+
+
+class Loaded(NamedTuple):
+    """What was read of some blobs: tensors by key, without missing and damaged ones; and the first failure of the back-end, if any."""
+
+    blobs: dict[str, dict[str, Tensor]]
+    error: OSError | None = None
+
+
 class Changes(NamedTuple):
     """Changes of a store. A key in both lists was removed first: there is another blob under it now."""
 
-    added: list[Stored]
+    added: list[BlobHead]
     removed: list[str]
 
 
@@ -78,7 +94,7 @@ class BlobStore(ABC):
         """Return the keys of all blobs, each with a value that differs from those of all other blobs under the key."""
 
     @abstractmethod
-    def heads(self, keys: list[str]) -> Iterable[Stored]:
+    def heads(self, keys: list[str]) -> Iterable[BlobHead]:
         """Return the blobs under these keys, without those that are missing or damaged."""
 
     def state(self) -> Hashable:
@@ -112,6 +128,27 @@ class BlobStore(ABC):
         with self.discarding(key), contextlib.suppress(FileNotFoundError):
             return self.read(checked_key(key))
         return None
+
+    def get_many(self, keys: Sequence[str]) -> Loaded:
+        """Read several blobs, as `tensors` does. A back-end with slow reads overlaps them; one that can't be reached is asked once."""
+        blobs: dict[str, dict[str, Tensor]] = {}
+        error: OSError | None = None
+        for key in keys:
+            try:
+                tensors = self.tensors(key)
+            except StoreUnavailable as failure:
+                return Loaded(blobs, failure)
+            except OSError as failure:
+                error = error or failure
+                continue
+            if tensors is not None:
+                blobs[key] = tensors
+        return Loaded(blobs, error)
+
+    def put_many(self, blobs: Sequence[NewBlob]) -> None:
+        """Store several blobs in their order; an `OSError` leaves those behind it unstored."""
+        for blob in blobs:
+            self.put(*blob)
 
     def begin(self) -> None:  # noqa: B027 - most answer at once
         """Begin a request in this thread: its calls may wait for a server for `timeout` seconds in all."""
@@ -152,14 +189,23 @@ class MemoryBlobs(BlobStore):
     def __init__(self) -> None:
         super().__init__("memory")
         # Each blob, its tensors, and an object of its own as version.
-        self._blobs: dict[str, tuple[Stored, dict[str, Tensor], object]] = {}
+        self._blobs: dict[str, tuple[BlobHead, dict[str, Tensor], object]] = {}
 
     def put(self, key: str, head: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
+        return self._put(key, head, tensors, slab)
+
+    def put_many(self, blobs: Sequence[NewBlob]) -> None:
+        # These may be kept; only with CUDA are they copied, into pinned memory.
+        keep = slab if torch.cuda.is_available() else dict
+        for blob in blobs:
+            self._put(*blob, keep)
+
+    def _put(self, key: str, head: Mapping[str, Any], tensors: Mapping[str, Tensor], keep: Callable[..., dict[str, Tensor]]) -> int:
         blob = self._blobs.get(checked_key(key))
         if blob is None:
-            text, copies = head_as_json(head), slab(dense(tensors))
-            stored = Stored(key, json.loads(text), len(text) + bytes_of(copies))
-            blob = self._blobs.setdefault(key, (stored, copies, object()))
+            text, kept = head_as_json(head), keep(dense(tensors))
+            entry = BlobHead(key, json.loads(text), len(text) + bytes_of(kept))
+            blob = self._blobs.setdefault(key, (entry, kept, object()))
         return blob[0].bytes
 
     def read(self, key: str) -> dict[str, Tensor] | None:
@@ -172,5 +218,5 @@ class MemoryBlobs(BlobStore):
     def versions(self) -> dict[str, Hashable]:
         return {key: version for key, (_, _, version) in self._blobs.copy().items()}
 
-    def heads(self, keys: list[str]) -> list[Stored]:
+    def heads(self, keys: list[str]) -> list[BlobHead]:
         return [blob[0] for key in keys if (blob := self._blobs.get(key)) is not None]

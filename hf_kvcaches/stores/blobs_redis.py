@@ -13,7 +13,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
@@ -21,18 +21,20 @@ import numpy as np
 from torch import Tensor
 
 from hf_kvcaches.errors import ConfigError, require
-from hf_kvcaches.stores.blobs import BlobStore, Stored, StoreUnavailable
+from hf_kvcaches.stores.blobs import BlobHead, BlobStore, Loaded, NewBlob, StoreUnavailable
 from hf_kvcaches.stores.blobs_format import DIGEST, KEY, checked_key, decode, encode, read_header
 
 _PAUSE = 5.0  # seconds after a failure for which no command is sent
 _HEADS = 200  # heads per round trip
 _ANSWER, _CHUNK = 2**23, 2**20  # bytes per round trip and per answer: a whole blob as one answer takes three times as long
+_SLOWEST = 2**25  # bytes per second, below which a transfer counts towards the time of a request
 
 
 class RedisBlobs(BlobStore):
     """Blobs in a Redis server. A blob, its header and its version are written in one transaction.
 
-    An answer may take `timeout` seconds, and so may all calls of a request together. After a failure no command is sent for 5 s.
+    An answer may take `timeout` seconds, and so may all calls of a request together, the transfer of bodies aside.
+    After a failure no command is sent for 5 s.
     """
 
     def __init__(self, location: str, timeout: float) -> None:
@@ -60,6 +62,7 @@ class RedisBlobs(BlobStore):
             raise ConfigError.of("location", server, str(error), "Start it, or name another.") from error
         names = ("index", "headers", "state", "pins", "body:")
         self._index, self._headers, self._state, self._pin_set, self._bodies = (f"{prefix}:{name}" for name in names)
+        self._sizes: dict[str, int] = {}  # bytes of blobs, as far as heads told
         # Per thread, the seconds that its request has waited. Without a request there is no limit.
         self._request, self._timeout, self._pause_until = threading.local(), timeout, 0.0
 
@@ -67,41 +70,106 @@ class RedisBlobs(BlobStore):
         self._request.waited = 0.0
 
     def put(self, key: str, head: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
-        body = self._bodies + checked_key(key)
-        *listed, size = self._run(("HEXISTS", self._index, key), ("HEXISTS", self._headers, key), ("STRLEN", body))
-        # A server short of memory may have evicted any of them.
-        if all(listed) and size:
-            return int(size)
-        front, *memory = encode(key, head, tensors)
-        content, header = b"".join((front, *memory)), bytes(front)
-        writes = ("SET", body, content), ("HSET", self._headers, key, header), ("HSET", self._index, key, header[:DIGEST])
-        self._run(*writes, ("SET", self._state, secrets.token_hex(8)), transaction=True)
+        return self._put([NewBlob(key, head, tensors)])[0]
+
+    def put_many(self, blobs: Sequence[NewBlob]) -> None:
+        self._put(blobs)
+
+    def _put(self, blobs: Sequence[NewBlob]) -> list[int]:
+        """Store blobs, after one round trip to see which are there; return the bytes of each."""
+        looks = [
+            command
+            for key, _, _ in blobs
+            for command in (
+                ("HEXISTS", self._index, checked_key(key)),
+                ("HEXISTS", self._headers, key),
+                ("STRLEN", self._bodies + key),
+            )
+        ]
+        answers = self._run(*looks)
+        sizes = []
+        for number, (key, head, tensors) in enumerate(blobs):
+            found = answers[3 * number : 3 * number + 3]
+            # A server short of memory may have evicted any of them.
+            self._sizes[key] = int(found[2]) if all(found) else self._write(key, encode(key, head, tensors))
+            sizes.append(self._sizes[key])
+        return sizes
+
+    def _write(self, key: str, pieces: list[bytes | memoryview]) -> int:
+        content, header = b"".join(pieces), bytes(pieces[0])
+        writes = ("SET", self._bodies + key, content), ("HSET", self._headers, key, header), ("HSET", self._index, key, header[:DIGEST])
+        self._run(*writes, ("SET", self._state, secrets.token_hex(8)), transaction=True, body=len(content))
         return len(content)
 
     def read(self, key: str) -> dict[str, Tensor] | None:
-        body = self._bodies + key
-        front = ("GETRANGE", body, 0, DIGEST - 1)
-        listed, exists, size, digest = self._run(("HEXISTS", self._index, key), ("EXISTS", body), ("STRLEN", body), front)
-        if not exists:
-            if listed:
+        blobs, error = self.get_many([key])
+        if error is not None:
+            raise error
+        return blobs.get(key)
+
+    def get_many(self, keys: Sequence[str]) -> Loaded:
+        blobs: dict[str, dict[str, Tensor]] = {}
+        try:
+            sizes = {key: self._sizes.get(checked_key(key), -1) for key in keys}
+            unknown = [key for key, size in sizes.items() if size < 0]
+            sizes |= zip(unknown, self._run(*(("STRLEN", self._bodies + key) for key in unknown)) if unknown else (), strict=True)
+            stale: dict[str, int] = {}
+            for group in _groups(sizes):
+                stale |= self._read(group, blobs)
+            for group in _groups(stale):
+                self._read(group, blobs)
+        except StoreUnavailable as error:
+            return Loaded(blobs, error)
+        return Loaded(blobs)
+
+    def _read(self, group_sizes: Mapping[str, int], blobs: dict[str, dict[str, Tensor]]) -> dict[str, int]:
+        """Read blobs of so many bytes in one round trip, or a large one in several, into `blobs`; return the sizes of those with others."""
+        keys, sizes = list(group_sizes), list(group_sizes.values())
+        contents = [np.empty(size, np.uint8).data for size in sizes]
+        ranges = [(number, start) for number, size in enumerate(sizes) for start in range(0, max(size, 1), _CHUNK)]
+        whole = [True] * len(keys)
+        # Behind the chunks, what tells whether another blob took the place of this one meanwhile.
+        last = [
+            command
+            for key in keys
+            for command in (
+                ("GETRANGE", self._bodies + key, 0, DIGEST - 1),
+                ("STRLEN", self._bodies + key),
+                ("EXISTS", self._bodies + key),
+                ("HEXISTS", self._index, key),
+            )
+        ]
+        state: list[Any] = []
+        stale: dict[str, int] = {}
+        # Several blobs fit into one answer.
+        most = len(ranges) if len(keys) > 1 else _ANSWER // _CHUNK
+        for first in range(0, len(ranges), most):
+            group = ranges[first : first + most]
+            ends = last if first + len(group) == len(ranges) else []
+            chunks = (("GETRANGE", self._bodies + keys[number], start, start + _CHUNK - 1) for number, start in group)
+            answers = self._run(*chunks, *ends, body=sum(min(_CHUNK, sizes[number] - start) for number, start in group))
+            for (number, start), chunk in zip(group, answers, strict=False):
+                fits = len(chunk) == min(_CHUNK, sizes[number] - start)
+                whole[number] &= fits
+                if fits:
+                    contents[number][start : start + len(chunk)] = chunk
+            state = answers[len(group) :]
+        for number, (key, content) in enumerate(zip(keys, contents, strict=True)):
+            digest, size, exists, listed = state[4 * number : 4 * number + 4]
+            if not exists and listed:
                 self.delete(key)
-            return None
-        content = np.empty(size, np.uint8).data
-        for begin in range(0, size, _ANSWER):
-            starts = range(begin, min(begin + _ANSWER, size), _CHUNK)
-            chunks = self._run(*(("GETRANGE", body, start, start + _CHUNK - 1) for start in starts))
-            for start, chunk in zip(starts, chunks, strict=True):
-                if len(chunk) != min(_CHUNK, size - start):  # deleted meanwhile, even if the same blob has been put again since
-                    return None
-                content[start : start + len(chunk)] = chunk
-        if self._run(front) != [digest]:  # replaced meanwhile
-            return None
-        tensors = decode(key, content, verify=self._verified.get(key) != digest)
-        self._verified[key] = digest
-        return tensors
+            if not exists or size != len(content) or not whole[number] or bytes(content[:DIGEST]) != digest:
+                self._sizes.pop(key, None)  # missing, or deleted and put again since
+                stale |= {key: size} if exists and size != len(content) else {}
+                continue
+            with self.discarding(key):
+                blobs[key] = decode(key, content, verify=self._verified.get(key) != digest)
+                self._verified[key], self._sizes[key] = digest, size
+        return stale
 
     def delete(self, key: str) -> bool:
         # No transaction: a full server refuses transactions, and deletions free its memory.
+        self._sizes.pop(key, None)
         deletions = ("DEL", self._bodies + checked_key(key)), ("HDEL", self._index, key), ("HDEL", self._headers, key)
         return any(self._run(*deletions, ("DEL", self._state))[:2])
 
@@ -116,15 +184,20 @@ class RedisBlobs(BlobStore):
         (index,) = self._run(("HGETALL", self._index))
         return {key: version for name, version in index.items() if KEY.fullmatch(key := name.decode("latin-1"))}
 
-    def heads(self, keys: list[str]) -> Iterator[Stored]:
+    def heads(self, keys: list[str]) -> Iterator[BlobHead]:
         for start in range(0, len(keys), _HEADS):
             batch = keys[start : start + _HEADS]
+            # The index is read before and behind: where a blob is replaced meanwhile, header and body are not of one blob.
+            index = ("HMGET", self._index, *batch)
             lengths = (("STRLEN", self._bodies + key) for key in batch)
-            headers, *sizes = self._run(("HMGET", self._headers, *batch), *lengths)
-            for key, header, size in zip(batch, headers, sizes, strict=True):
+            before, headers, *sizes, after = self._run(index, ("HMGET", self._headers, *batch), *lengths, index)
+            for key, header, size, *versions in zip(batch, headers, sizes, before, after, strict=True):
+                if versions[0] != versions[1]:
+                    continue
                 with self.discarding(key):
                     if header and size:
-                        yield Stored(key, read_header(key, size, io.BytesIO(header).read).head, size)
+                        yield BlobHead(key, read_header(key, size, io.BytesIO(header).read).head, size)
+                        self._sizes[key] = size
                     else:
                         self.delete(key)
 
@@ -140,16 +213,23 @@ class RedisBlobs(BlobStore):
     def close(self) -> None:
         self._client.close()
 
-    def _run(self, *commands: tuple[Any, ...], transaction: bool = False) -> list[Any]:
-        """Send commands in one round trip, and return their answers."""
-        with self._request_budget(), self._client.pipeline(transaction) as pipeline:
+    def _run(self, *commands: tuple[Any, ...], transaction: bool = False, body: int = 0) -> list[Any]:
+        """Send commands in one round trip, and return their answers.
+
+        Args:
+            body: Bytes of blobs that are sent or received.
+        """
+        with self._request_budget(body), self._client.pipeline(transaction) as pipeline:
             for command in commands:
                 pipeline.execute_command(*command)
             return list(pipeline.execute())
 
     @contextlib.contextmanager
-    def _request_budget(self) -> Iterator[None]:
-        """Count the time towards that of the request, and raise errors of the client as `StoreUnavailable`."""
+    def _request_budget(self, body: int = 0) -> Iterator[None]:
+        """Count the time towards that of the request, and raise errors of the client as `StoreUnavailable`.
+
+        The time in which `body` bytes arrive on a slow network does not count: a hit of gigabytes may take longer than one answer.
+        """
         start, waited = time.monotonic(), getattr(self._request, "waited", -math.inf)
         if start < self._pause_until:
             raise StoreUnavailable(f"{self.place} could not be reached a moment ago.")
@@ -164,4 +244,16 @@ class RedisBlobs(BlobStore):
             # The server answers, if only that it is full: the next command may succeed.
             raise StoreUnavailable(f"{self.place} refuses: {error}") from error
         finally:
-            self._request.waited = waited + time.monotonic() - start
+            self._request.waited = waited + max(0.0, time.monotonic() - start - body / _SLOWEST)
+
+
+def _groups(sizes: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """Group blobs, by their bytes, that are read in one round trip; a large one is alone."""
+    group: dict[str, int] = {}
+    for key, size in sizes.items():
+        if group and sum(group.values()) + size > _ANSWER:
+            yield group
+            group = {}
+        group[key] = size
+    if group:
+        yield group

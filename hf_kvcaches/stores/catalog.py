@@ -9,30 +9,29 @@ import threading
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from hf_kvcaches.errors import ConfigError, is_number
-from hf_kvcaches.stores.blobs import BlobStore, Stored
-from hf_kvcaches.stores.hot import HotTier
+from hf_kvcaches.stores.blobs import BlobHead, BlobStore, NewBlob
+from hf_kvcaches.stores.hot import HotTier, bytes_of
 from hf_kvcaches.stores.location import TIMEOUT, open_blobs
+
+_TOGETHER = 2**23  # bytes of small blobs that are written at once
 
 
 class Contents(Protocol):
     """An index of the blobs of a store. The catalog calls it under its lock, and it does not call the catalog."""
 
-    def add(self, blobs: Sequence[Stored]) -> Mapping[str, int]:
+    def add(self, blobs: Sequence[BlobHead]) -> Mapping[str, int]:
         """Index new blobs, and return the tokens of those of this kind, by key; others don't count towards the cap."""
 
     def remove(self, keys: Sequence[str]) -> None:
         """Remove blobs from the index; ignore unknown keys."""
-
-    def expired(self) -> Sequence[str]:
-        """Return blobs to evict with or without a cap."""
 
 
 @dataclass
@@ -43,7 +42,7 @@ class CatalogEntry:
     expires: float  # seconds since 1970
     saved: int = 0  # tokens of work
     worth: float = 0.0
-    checks: set[str] = field(default_factory=set)  # kinds of checks that its tensors passed
+    checked: bool = False  # whether its tensors passed the check of a reader
 
 
 class Catalog:
@@ -103,74 +102,86 @@ class Catalog:
         with self._count_failures(), self._changes_lock:
             added, removed = self.blobs.changes()
             self.read_once = True
-            with self.lock:
-                for key in self.entries.keys() & removed:
-                    self.bytes -= self.entries.pop(key).size
-                self.hot.remove(removed)
-                self.contents.remove(removed)
-                tokens = self.contents.add(added)
-                for key, head, size in added:
-                    if key in tokens:
-                        created = head["created"] if is_number(head.get("created")) else 0.0
-                        self.entries[key] = CatalogEntry(size, created + self.time_to_live)
-                        self.bytes += size
-                        self.used(key, tokens[key])
-            if len(tokens) < len(added):
-                contents = f"something that is no {self.noun}, or one of another version; it is left alone."
-                self.warn_once("unknown", f"{self.blobs.place} holds {contents}")
+            if added or removed:
+                self._apply(added, removed)
         if self.blobs.complaints:
             self.warn_once("damaged", f"A damaged {self.noun} is made anew. {self.blobs.complaints[0]}")
         if self.blobs.unreadable:
             self.warn_once("unreadable", self.blobs.unreadable)
 
+    def _apply(self, added: Sequence[BlobHead], removed: Sequence[str]) -> None:
+        with self.lock:
+            for key in self.entries.keys() & removed:
+                self.bytes -= self.entries.pop(key).size
+            self.hot.remove(removed)
+            self.contents.remove(removed)
+            tokens = self.contents.add(added)
+            for key, head, size in added:
+                if key in tokens:
+                    created = head["created"] if is_number(head.get("created")) else 0.0
+                    self.entries[key] = CatalogEntry(size, created + self.time_to_live)
+                    self.bytes += size
+                    self.used(key, tokens[key])
+        if len(tokens) < len(added):
+            contents = f"something that is no {self.noun}, or one of another version; it is left alone."
+            self.warn_once("unknown", f"{self.blobs.place} holds {contents}")
+
     def read(
-        self, key: str, check: Callable[[dict[str, Tensor]], object], *, kind: str = "", device: torch.device | None = None
-    ) -> dict[str, Tensor] | None:
-        """Return the tensors of a blob, which are read-only; None if it is missing, expired, damaged or unreadable.
+        self, keys: Sequence[str], check: Callable[[str, dict[str, Tensor]], object], device: torch.device | None = None
+    ) -> dict[str, dict[str, Tensor]]:
+        """Return the tensors of blobs, which are read-only, without those that are missing, expired, damaged or unreadable.
 
         Args:
-            check: Raises an `ArtifactError` for tensors that don't fit the blob's head: the blob is deleted.
-            kind: The name of the check, which is called once for each blob and kind.
+            check: Raises an `ArtifactError` for tensors that don't fit the head of the blob of a key, which is deleted then. Called once
+                for each blob.
             device: The device of the hot tier, if no earlier read named one. Tensors outside of the tier are on the CPU.
         """
         with self.lock:
-            entry, hot = self.entries.get(key), self.hot.get(key)
-            if entry is not None and entry.expires < self.clock():
-                return None
-            self.counts["hot_hits"] += hot is not None
-        tensors, valid = self._load(key) if hot is None else hot, entry is not None and kind in entry.checks
-        if tensors is not None and not valid:
-            with self.blobs.discarding(key):
-                check(tensors)
-                valid = True
-        if tensors is None or not valid:
+            now = self.clock()
+            entries = {key: self.entries.get(key) for key in keys}
+            living = [key for key, entry in entries.items() if entry is None or entry.expires >= now]
+            hot = {key: tensors for key in living if (tensors := self.hot.get(key)) is not None}
+            self.counts["hot_hits"] += len(hot)
+        missing = [key for key in living if key not in hot]
+        blobs = hot | (self._load(missing) if missing else {})
+        for key in list(blobs):
+            entry, valid = entries[key], False
+            if entry is None or not entry.checked:
+                with self.blobs.discarding(key):
+                    check(key, blobs[key])
+                    valid = True
+                if not valid:
+                    del blobs[key]
+                    continue
+            tensors = blobs[key] = blobs[key] if key in hot else self.hot.to_device(blobs[key], device)
+            with self.lock:
+                # A blob that another thread deleted or replaced must not be a hit later.
+                if entry is not None and self.entries.get(key) is entry:
+                    entry.checked = True
+                    self.hot.keep(key, tensors)
+        if len(blobs) < len(living):
             self.follow()
-            return None
-        if hot is None:
-            tensors = self.hot.to_device(tensors, device)
+        return blobs
+
+    def _load(self, keys: Sequence[str]) -> dict[str, dict[str, Tensor]]:
+        blobs, error = self.blobs.get_many(keys)
         with self.lock:
-            # A blob that another thread deleted or replaced must not be a hit later.
-            if entry is not None and self.entries.get(key) is entry:
-                entry.checks.add(kind)
-                self.hot.keep(key, tensors)
-        return tensors
+            self.counts["loads"] += len(blobs)
+        if error is not None:
+            with self._count_failures():
+                raise error
+        return blobs
 
-    def _load(self, key: str) -> dict[str, Tensor] | None:
-        with self._count_failures():
-            tensors = self.blobs.tensors(key)
-            with self.lock:
-                self.counts["loads"] += 1
-            return tensors
-        return None
-
-    def put(self, key: str, head: Mapping[str, Any], tensors: Mapping[str, Tensor], *, reported: bool = True) -> bool:
-        """Store a blob, and return whether that succeeded. A head without `created` gets it, in whole seconds since 1970."""
+    def put(self, blobs: Iterable[NewBlob]) -> bool:
+        """Store blobs in their order, and return whether that succeeded. A head without `created` gets it, in seconds since 1970."""
         self.blobs.begin()
+        # Whole seconds, so that blobs of one kind have equally many bytes.
+        created = float(int(self.clock()))
         with self._count_failures():
-            # Whole seconds, so that blobs of one kind have equally many bytes.
-            self.blobs.put(key, {"created": float(int(self.clock())), **head}, tensors)
-            with self.lock:
-                self.counts["written"] += reported
+            for group in _grouped(blobs):
+                self.blobs.put_many([blob._replace(head={"created": created, **blob.head}) for blob in group])
+                with self.lock:
+                    self.counts["written"] += len(group)
             return True
         return False
 
@@ -178,8 +189,7 @@ class Catalog:
         """Delete expired blobs, and above the cap those of least worth; if a blob can't be deleted, the next one is."""
         now, cap = self.clock(), math.inf if self.max_bytes is None else self.max_bytes
         with self.lock:
-            expired = {key for key, entry in self.entries.items() if entry.expires < now}
-            expired |= self.entries.keys() & self.contents.expired()
+            expired = {key for key, entry in self.entries.items() if entry.expires < now} if self.time_to_live < math.inf else set()
             if not expired and self.bytes <= cap:
                 return
             entries, total = dict(self.entries), self.bytes
@@ -201,8 +211,7 @@ class Catalog:
                     self.counts["evicted"] += deleted
                     if key not in expired:
                         self._eviction_clock = max(self._eviction_clock, entries[key].worth)
-        if expired or candidates:
-            self.follow()
+        self.follow()
 
     def used(self, key: str, tokens: int) -> None:
         """Count tokens that a blob saved; ignore an evicted blob."""
@@ -255,6 +264,20 @@ class Catalog:
             with self.lock:
                 self.counts["failures"] += 1
             self.warn_once("unavailable", f"{self.blobs.place}: {str(error).rstrip('.')}. Prompts are computed instead, until it works.")
+
+
+def _grouped(blobs: Iterable[NewBlob]) -> Iterator[list[NewBlob]]:
+    """Group small blobs, which are written together; what fails then is few."""
+    group: list[NewBlob] = []
+    size = 0
+    for blob in blobs:
+        group.append(blob)
+        size += bytes_of(blob.tensors)
+        if size >= _TOGETHER:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
 
 
 def bytes_of_size(argument: str, value: int | str | None) -> int | None:

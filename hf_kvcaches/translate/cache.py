@@ -118,6 +118,11 @@ class TranslatedCache(SplicingCache):
             raise UnsupportedError("prefill: the cache has used its codes, or has none. reset() it, add() the next ones, or run the model.")
         return super().prefill(input_ids, attention_mask)
 
+    def read_prompt(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> None:
+        # With the last token the model takes all others from the codes; without it, it would run the last of these.
+        self.read(input_ids, attention_mask)
+        self.crop(-1)
+
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         if self.codes is not None and self.stage is not Stage.FILLING:
             unserved = "Pass the input_ids of the whole prompt, with logits_to_keep=1 as generate does."

@@ -1,8 +1,7 @@
-"""Calibrate the limits of a `WarmStartGate` on pairs of prompts.
+"""Calibrate a `WarmStartGate` on pairs of prompts.
 
-Each pair is served from a summary and by alignment, and compared with a cold run at the first token and at the following ones, for which
-the cache is fed the cold run's greedy continuation. A false hit is a pair that the gate admits although the divergence of the first token,
-or the mean over the following ones, is above `FALSE`.
+Each new prompt of a pair is served from the earlier one, and compared with a cold run at the first token and at the following ones, for
+which the cache is fed the cold run's greedy continuation.
 """
 
 from __future__ import annotations
@@ -24,45 +23,37 @@ from hf_kvcaches.errors import ConfigError, is_number, whole_number
 from hf_kvcaches.evaluate.measures import divergence
 from hf_kvcaches.evaluate.runner import next_tokens
 from hf_kvcaches.evaluate.texts import require_whole
-from hf_kvcaches.reuse.tokens import as_ids
 from hf_kvcaches.warmstart.cache import WarmStartCache
-from hf_kvcaches.warmstart.changes import changes
 from hf_kvcaches.warmstart.gate import WarmStartGate
 from hf_kvcaches.warmstart.library import Prompt, WarmStartLibrary, token_ids
-from hf_kvcaches.warmstart.planning import Strategy, reusable_blocks
 
-# The paper's limit on the divergence, in nats.
-FALSE = 0.05
 # A limit that rejects everything.
 CLOSED = 1.01
-# A gate that rejects nothing.
-_OPEN = WarmStartGate(tau=-1.0, lengths=(0.0, math.inf), reusable=0.0, content=None, lexical=False)
-# The most rows of a calibrated gate's table.
-_MOST_ROWS = 40
+_REPAIRS = (0.05, 0.15, 0.3, 0.5)
+# The most rows of a calibrated gate's table for each repair.
+_MOST_ROWS = 12
 
 
-class ServedDivergence(NamedTuple):
-    """The divergences of a served prompt's tokens from those of a cold run, in nats."""
+class MeasuredPair(NamedTuple):
+    """A pair that was served: the share of tokens that were reused, and the divergences from a cold run, in nats."""
 
+    reused: float
     first: float
-    following: float = 0.0  # the mean
-    right: float = 1.0  # the share of the following tokens whose most probable token is the cold run's
+    following: float  # the mean
 
     @property
-    def worst(self) -> float:
+    def mean(self) -> float:
         """The greater of both divergences."""
         return max(self.first, self.following)
 
 
 @dataclass(frozen=True)
-class MeasuredPair:
-    """A pair, with its divergences when served from a summary and by alignment; None if that is not possible."""
+class _Limit:
+    """A gate with the least share of tokens at which its bounds are kept."""
 
-    similarity: float
-    reusable: float  # share of the target's tokens
-    refused: str  # the gate's check that rejects a summary whatever its similarity, or ""
-    slots: ServedDivergence | None
-    align: ServedDivergence | None
+    gate: WarmStartGate
+    saved: float
+    rows: tuple[dict[str, Any], ...]
 
 
 def calibrate_gate(
@@ -71,138 +62,93 @@ def calibrate_gate(
     library_options: Mapping[str, Any] | None,
     pairs: Iterable[tuple[Prompt, Prompt]],
     *,
-    budget: float = 0.01,
+    bound: float = 0.02,
+    worst: float = 0.05,
     gate: WarmStartGate | None = None,
-    guard: int = 8,
     tail: int = 16,
     following: int = 16,
     progress: bool = True,
 ) -> WarmStartGate:
-    """Return the most permissive gate that keeps a budget of false hits.
+    """Return the gate that reuses most tokens and keeps bounds on the KL divergence.
 
-    `tau` is the lowest similarity, among pairs that pass the gate's other checks, at which the share of false hits from summaries keeps the
-    budget; `reusable` is the lowest share of tokens at which alignment keeps it. A limit that no value keeps rejects everything. If all
-    pairs keep the budget, the limit of `gate` stands if it is lower; else the limit is the lowest measured value.
-
-    The tokens behind the prompts are compared, so pairs should end with text that depends on their differences, and some pairs must be
-    rejected. A budget of 1% needs more than a hundred admitted pairs: with no false hit among n, the true share may be 3 / n.
+    For each of some shares of repaired tokens, `reusable` is the least share of reused tokens at which the admitted pairs keep the bounds;
+    a gate that keeps them nowhere rejects everything. Pairs should end with text that depends on their differences.
 
     Args:
-        library_options: Options of the `WarmStartLibrary` that the gate is for: `slots`, `encoder`, `layout`, `tail`, `full`,
-            `quantization`, `adapters`.
+        library_options: Options of the `WarmStartLibrary` that the gate is for: `encoder`, `quantization`.
         pairs: (earlier prompt, new prompt), as texts or token ids.
-        budget: The largest share of false hits among admitted pairs.
-        gate: The gate with the other limits; None for the defaults. Limits without measurements stay.
-        guard: That of the caches that the gate is for, as `tail`.
+        bound: The bound on the mean over the admitted pairs, in nats: at the first token and over the following ones.
+        worst: The bound on each admitted pair.
+        gate: The gate with the other limits; None for the defaults.
+        tail: That of the caches that the gate is for.
         following: How many tokens behind the first one are compared; the model's greedy continuation.
     """
-    if not is_number(budget) or not 0 <= budget < 1:
-        raise ConfigError.of("budget", "a share of at least 0, below 1", budget)
+    for name, value in (("bound", bound), ("worst", worst)):
+        if not is_number(value) or not 0 <= value < math.inf:
+            raise ConfigError.of(name, "a number of nats of at least 0", value)
     following = whole_number("following", following, 0)
     require_whole(model)
-    options = dict(library_options or {})
-    for name in ("location", "max_bytes"):
-        if name in options:
-            raise ConfigError(f"library_options: {name} does not matter for a gate. Leave it out.")
-    base = gate or WarmStartGate()
-    pairs = list(pairs)
-    if not pairs:
+    options, base = dict(library_options or {}), gate or WarmStartGate()
+    if {"location", "max_bytes"} & set(options):
+        raise ConfigError("library_options: location and max_bytes do not matter for a gate. Leave them out.")
+    if not (pairs := list(pairs)):
         raise ConfigError.of("pairs", "at least one pair of prompts", pairs)
+    gates = [replace(base, reusable=0.0, repair=repair) for repair in sorted({*_REPAIRS, base.repair})]
+    measured: list[list[MeasuredPair]] = [[] for _ in gates]
     with closing(WarmStartLibrary(model, tokenizer, **options)) as library:
-        bar = tqdm(pairs, unit=" pairs", disable=not progress)
-        settings = {"guard": guard, "tail": tail, "following": following}
-        measured = [measure_pair(library, source, target, base, **settings) for source, target in bar]
+        for source, target in tqdm(pairs, unit=" pairs", disable=not progress):
+            for place, served in enumerate(measure_pair(library, source, target, gates, tail=tail, following=following)):
+                measured[place] += [] if served is None else [served]
         encoder = library.encoder.name
-    summaries = [(pair.similarity, pair.slots) for pair in measured if pair.slots is not None and not pair.refused]
-    alignments = [(pair.reusable, pair.align) for pair in measured if pair.align is not None]
-    tau, tau_rows = limit(summaries, budget, base.tau)
-    reusable, reusable_rows = limit(alignments, budget, base.reusable)
-    rows = [{"limit": "tau", **row} for row in tau_rows] + [{"limit": "reusable", **row} for row in reusable_rows]
-    calibrated = replace(
-        base,
-        tau=tau if any(pair.slots is not None for pair in measured) else base.tau,
-        reusable=reusable if alignments else base.reusable,
-        encoder=encoder,
-        measured=tuple(rows),
-    )
+    limits = [_limit(each, served, bound, worst) for each, served in zip(gates, measured, strict=True)]
+    best = max(limits, key=lambda limit: limit.saved)
+    rows = tuple(row | {"chosen": limit is best and row["value"] == best.gate.reusable} for limit in limits for row in limit.rows)
+    calibrated = replace(best.gate, encoder=encoder, bound=float(bound), measured=rows)
     object.__setattr__(calibrated, "fingerprint", ModelFingerprint.of(compat.base_model(model), tokenizer))
     return calibrated
 
 
-def limit(measured: Sequence[tuple[float, ServedDivergence]], budget: float, default: float) -> tuple[float, list[dict[str, Any]]]:
-    """Return the lowest limit at which the share of false hits keeps a budget, and rows for the limits that were tried.
-
-    `measured` holds (the limited value, divergences) of each pair; if all of them keep the budget, a lower `default` stands.
-    """
-    rows: list[dict[str, Any]] = []
-    chosen = None
+def _limit(gate: WarmStartGate, measured: Sequence[MeasuredPair], bound: float, worst: float) -> _Limit:
+    """Find the least share of reused tokens at which a gate keeps the bounds."""
     ordered = sorted(measured, reverse=True)
-    for count, (value, _) in enumerate(ordered, start=1):
-        if count < len(ordered) and ordered[count][0] == value:
+    rows: list[dict[str, Any]] = []
+    reusable, saved = CLOSED, 0.0
+    for count, pair in enumerate(ordered, start=1):
+        if count < len(ordered) and ordered[count].reused == pair.reused:
             continue
-        admitted = [served for _, served in ordered[:count]]
-        false = sum(served.worst > FALSE for served in admitted)
-        if false <= budget * count:
-            chosen = len(rows)
-        means = {name: fmean(values) for name, values in zip(ServedDivergence._fields, zip(*admitted, strict=True), strict=True)}
-        counts = {"admitted": count, "pairs": len(ordered), "false": false}
-        rows.append({"value": value, **counts, **means, "worst": max(served.worst for served in admitted), "chosen": False})
-    result = CLOSED
-    if chosen is not None:
-        rows[chosen]["chosen"] = True
-        # Rounding may bring the cosine of a prompt with itself above 1.
-        result = min(1.0, rows[chosen]["value"], default if chosen == len(rows) - 1 else math.inf)
+        admitted = ordered[:count]
+        kl, most = fmean(each.mean for each in admitted), max(each.mean for each in admitted)
+        kept = kl <= bound and most <= worst
+        if kept:
+            reusable, saved = pair.reused, sum(each.reused for each in admitted)
+        numbers = {"value": pair.reused, "admitted": count, "pairs": len(ordered), "kl": kl, "worst": most}
+        rows.append({"repair": gate.repair, **numbers, "kept": kept})
     step = max(1, math.ceil(len(rows) / _MOST_ROWS))
-    return result, [row for index, row in enumerate(rows) if index % step == 0 or index == len(rows) - 1 or row["chosen"]]
+    shown = tuple(row for place, row in enumerate(rows) if place % step == 0 or row["value"] == reusable)
+    return _Limit(replace(gate, reusable=reusable), saved, shown)
 
 
 @torch.no_grad()
 def measure_pair(
-    library: WarmStartLibrary,
-    source: Prompt,
-    target: Prompt,
-    gate: WarmStartGate,
-    *,
-    guard: int = 8,
-    tail: int = 16,
-    following: int = 16,
-) -> MeasuredPair:
-    """Serve one prompt from another; `refused` is from the gate's checks other than similarity."""
+    library: WarmStartLibrary, source: Prompt, target: Prompt, gates: Sequence[WarmStartGate], *, tail: int = 16, following: int = 16
+) -> list[MeasuredPair | None]:
+    """Serve one prompt from another by some gates; None where nothing is reused behind changed text."""
     model: Any = library.model
     before, after = (token_ids(prompt, model, library.tokenizer) for prompt in (source, target))
     (key,) = library.add([before])
     assert key is not None
     try:
-        neighbours = library.near(as_ids(after), k=1)
-        if not neighbours:
-            raise ConfigError("library_options: the encoder finds no neighbour in a library of one prompt. Use another encoder.")
-        similarity = neighbours[0].similarity
-        assert similarity is not None
-        blocks = reusable_blocks(as_ids(before), as_ids(after), guard=guard, tail=tail)
         chosen, expected = _greedy(model, after, following)
-
-        def divergence_of(strategy: Strategy) -> ServedDivergence | None:
-            # A prefix with a share of `reusable` is served before a summary, so no prefix may reach it.
-            gate = replace(_OPEN, reusable=CLOSED) if strategy == "slots" else _OPEN
-            cache = WarmStartCache(model, library, strategy=strategy, gate=gate, guard=guard, tail=tail)
+        served: list[MeasuredPair | None] = []
+        for gate in gates:
+            cache = WarmStartCache(model, library, gate=gate, tail=tail)
             # One more token, because the last one is not fed.
             logits = next_tokens(model, after, [*chosen, 0], cache)
-            if cache.report().strategy != strategy:
-                return None
+            report = cache.report()
             first, *rest = divergence(expected, logits).tolist()
-            right = (expected.argmax(-1) == logits.argmax(-1))[1:].float().tolist()
-            return ServedDivergence(first, fmean(rest), fmean(right)) if rest else ServedDivergence(first)
-
-        end = max(1, tail)
-        has_summary = library.slots and (before[-end:] == after[-end:] or not gate.lexical)
-        verdict = gate.decide(lengths=(len(before), len(after)), changes=changes(library.text(before), library.text(after)))
-        return MeasuredPair(
-            similarity=similarity,
-            reusable=sum(block.length for block in blocks) / len(after),
-            refused=verdict.check,
-            slots=divergence_of("slots") if has_summary else None,
-            align=divergence_of("align") if library.full and blocks else None,
-        )
+            pair = MeasuredPair(report.reused_tokens / len(after), first, fmean(rest) if rest else 0.0)
+            served.append(pair if report.strategy == "align" else None)
+        return served
     finally:
         library.delete(key)
 

@@ -1,7 +1,7 @@
 """Encoders: embed prompts as unit vectors, so that similar prompts have a high cosine.
 
-The look-up is part of the time to the first token, so an encoder must be much cheaper than the prompt's prefill. How well each encoder
-separates prompts is measured in docs/benchmarks/warmstart-encoders.md.
+The cosine only nominates earlier prompts, whose tokens are then compared. The look-up is part of the time to the first token, so an encoder
+must be much cheaper than the prompt's prefill.
 """
 
 from __future__ import annotations
@@ -13,14 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.decoder import decoder_layers
 from hf_kvcaches.errors import ConfigError, UnsupportedError, require
 from hf_kvcaches.kernels.checksum import digest_of
-from hf_kvcaches.reuse.partial import RunningLayer, SkippedLayer, run_module, with_layers
 
 Embeddings = npt.NDArray[np.float32]
 
@@ -120,37 +118,6 @@ class EmbeddingsEncoder(Encoder):
         return torch.stack(rows).numpy()
 
 
-class HiddenEncoder(Encoder):
-    """The mean of the normalised hidden states that leave the lowest quarter of a model's layers, in `eval()` mode.
-
-    The layers above don't run. Caches are not changed, and hooks on the model itself are not called.
-    """
-
-    reads_text = False
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        layers = len(decoder_layers(model)[2])
-        self._model, self._depth = model, max(1, layers // 4)
-        if self._depth >= layers:
-            raise UnsupportedError("encoder: 'hidden' needs a model of two layers or more. Take 'model'.")
-        config = compat.decoder_config(model.config)
-        self._longest = getattr(config, "max_position_embeddings", None) or 1 << 62
-        self.dim = int(config.hidden_size)
-        self.name = f"hidden states, version 1, layer {self._depth}"
-
-    def _vectors(self, texts: list[str], ids: list[list[int]]) -> Any:
-        return torch.stack([self._mean(row[: self._longest]) for row in ids]).numpy()
-
-    @torch.no_grad()
-    def _mean(self, row: list[int]) -> Tensor:
-        layers = decoder_layers(self._model)[2]
-        last = RunningLayer(layers[self._depth - 1])
-        twin = with_layers(self._model, [*layers[: self._depth - 1], last, *map(SkippedLayer, layers[self._depth :])])
-        run_module(twin, None, torch.tensor([row], device=compat.input_device(self._model)))
-        # Normalised, because the states of a few tokens, such as the first, are many times longer than the others.
-        return nn.functional.normalize(last.output[0].float(), dim=-1).sum(0).cpu()
-
-
 class SentenceEncoder(Encoder):
     """A sentence-transformers model, or its name.
 
@@ -219,15 +186,13 @@ def encoder_of(encoder: str | Callable[[list[str]], Any] | Encoder | None, model
         return encoder
     if encoder is None or encoder == "model":
         return EmbeddingsEncoder(compat.base_model(model))
-    if encoder == "hidden":
-        return HiddenEncoder(compat.base_model(model))
     if isinstance(encoder, str) and encoder:
         return SentenceEncoder(encoder, str(compat.base_model(model).device))
     if hasattr(encoder, "encode") and hasattr(encoder, "max_seq_length"):
         return SentenceEncoder(encoder)
     if callable(encoder):
         return FunctionEncoder(encoder)
-    raise ConfigError.of("encoder", "'model', 'hidden', a sentence-transformers model, or a function of a list of texts", encoder)
+    raise ConfigError.of("encoder", "'model', a sentence-transformers model, or a function of a list of texts", encoder)
 
 
 def _array(vectors: Any) -> Embeddings:

@@ -1,49 +1,55 @@
-"""A library as an artifact: all entries and settings in one folder."""
+"""A library as an artifact: all entries in one folder."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Self
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Self
 
+import numpy as np
 import torch
 
 from hf_kvcaches.core.hub import Artifact
 from hf_kvcaches.errors import ArtifactError
-from hf_kvcaches.reuse.layout import check, is_coded
-from hf_kvcaches.warmstart.entries import Entry
+from hf_kvcaches.reuse.layout import check, codec_digest
+from hf_kvcaches.reuse.tokens import Ids, as_ids
+from hf_kvcaches.warmstart.entries import Embedding
 
-# The settings of a library, each with a check of its value.
-_SETTINGS: dict[str, Callable[[Any], bool]] = {
-    "slots": lambda value: type(value) is int and value >= 0,
-    "layout": lambda value: value in ("salient", "paper"),
-    "tail": lambda value: type(value) is int and value >= 1,
-    "full": lambda value: type(value) is bool,
-    "quantization": lambda value: value in ("int8", "int4", None) or is_coded({"quantization": value}),
-    "correct_positions": lambda value: type(value) is bool,
-}
+
+class PackedEntry(NamedTuple):
+    """A prompt with its keys and values, in a form of `layout`."""
+
+    ids: Ids
+    text: str
+    embedding: Embedding
+    provenance: Mapping[str, Any]
+    form: Mapping[str, Any]
+    tensors: Mapping[str, torch.Tensor]
 
 
 class PackedLibrary(Artifact):
-    """A library of prompts with their states, to start similar prompts from; with the tensors of its adapters, if it has any."""
+    """A library of prompts with their keys and values, to start similar prompts from.
+
+    Args:
+        quantization: The name of how these are stored.
+        encoder: The name of what made the embeddings.
+    """
 
     artifact_type = "warm-start-library"
-    format_version = 3
+    format_version = 4
 
-    def __init__(
-        self, entries: tuple[Entry, ...], settings: dict[str, Any], encoder: str, adapters: Mapping[str, torch.Tensor] | None = None
-    ) -> None:
-        self.entries, self.settings, self.encoder, self.adapters = entries, settings, encoder, dict(adapters or {})
+    def __init__(self, entries: tuple[PackedEntry, ...], quantization: str | None, encoder: str) -> None:
+        self.entries, self.quantization, self.encoder = entries, quantization, encoder
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        tensors = {f"adapters.{name}": tensor for name, tensor in self.adapters.items()}
+        tensors: dict[str, torch.Tensor] = {}
         for number, entry in enumerate(self.entries):
-            arrays = {"ids": torch.tensor(entry.ids, dtype=torch.int32), "embedding": torch.from_numpy(entry.embedding.copy())}
+            arrays = {"ids": torch.from_numpy(entry.ids.astype(np.int64)), "embedding": torch.from_numpy(entry.embedding.copy())}
             tensors |= {f"{number}.{name}": tensor.contiguous() for name, tensor in (arrays | dict(entry.tensors)).items()}
         return tensors
 
     def metadata(self) -> dict[str, Any]:
-        prompts = [{"text": entry.text, "provenance": dict(entry.provenance), "stored": dict(entry.stored)} for entry in self.entries]
-        return {"settings": self.settings, "encoder": self.encoder, "prompts": prompts}
+        prompts = [{"text": entry.text, "provenance": dict(entry.provenance), "form": dict(entry.form)} for entry in self.entries]
+        return {"quantization": self.quantization, "encoder": self.encoder, "prompts": prompts}
 
     @classmethod
     def restore(cls, tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> Self:
@@ -51,19 +57,19 @@ class PackedLibrary(Artifact):
         for name, tensor in tensors.items():
             group, _, rest = name.partition(".")
             groups.setdefault(group, {})[rest] = tensor
-        settings = dict(metadata["settings"])
-        if set(settings) != set(_SETTINGS) or not all(valid(settings[name]) for name, valid in _SETTINGS.items()):
-            raise ArtifactError(f"The stored library has the settings {str(settings)[:200]}. Make it anew.")
+        quantization = metadata["quantization"]
+        if quantization not in ("int8", "int4", None) and codec_digest(str(quantization)) is None:
+            raise ArtifactError(f"The stored library has the quantization {str(quantization)[:100]!r}. Make it anew.")
         entries = []
         for number, prompt in enumerate(metadata["prompts"]):
-            parts, stored, provenance = groups[str(number)], dict(prompt["stored"]), dict(prompt["provenance"])
-            ids, embedding = parts.pop("ids").tolist(), parts.pop("embedding").numpy()
-            if stored:
-                if (kind := stored["quantization"]) != settings["quantization"]:
-                    raise ArtifactError(f"Prompt {number} is stored as {kind}, and the library as {settings['quantization']}.")
-                check({name.removeprefix("full."): tensor for name, tensor in parts.items() if name.startswith("full.")}, stored, len(ids))
-            entries.append(Entry(prompt["text"], ids, embedding, parts, provenance, stored))
-        return cls(tuple(entries), settings, metadata["encoder"], groups.get("adapters"))
+            parts, form = groups[str(number)], dict(prompt["form"])
+            ids, embedding = parts.pop("ids"), parts.pop("embedding")
+            if form["quantization"] != quantization or ids.ndim != 1 or len(ids) < 2 or ids.dtype != torch.int64 or int(ids.min()) < 0:
+                raise ArtifactError(f"Prompt {number} does not fit the stored library. Make it anew.")
+            check(parts, form, len(ids))
+            vector: Embedding = embedding.float().numpy()
+            entries.append(PackedEntry(as_ids(ids), str(prompt["text"]), vector, dict(prompt["provenance"]), form, parts))
+        return cls(tuple(entries), quantization, str(metadata["encoder"]))
 
     def describe_calibration(self) -> str:
-        return f"{len(self.entries)} prompts, {self.settings['slots']} slots each; encoder: {self.encoder}. Holds the prompts as text."
+        return f"{len(self.entries)} prompts; encoder: {self.encoder}. Holds the prompts as text."

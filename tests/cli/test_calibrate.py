@@ -70,11 +70,11 @@ def test_a_gate_for_pairs_of_prompts(capsys, tmp_path):
     start = START * 6
     lines = [{"source": f"{start}Ann went {word} and the", "target": f"{start}Ann went, {word} and the"} for word in ("home", "away")]
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    options = ("--slots", 8, "--following", 4, "--out", tmp_path / "gate")
+    options = ("--following", 4, "--out", tmp_path / "gate")
     done = run(capsys, "calibrate", "warmstart", "--model", BASE, "--pairs", tmp_path / "pairs.jsonl", *options)
     assert done.code == 0, done.err
-    gate = WarmStartGate.from_pretrained(tmp_path / "gate", model=testbed.load()[0])
-    assert f"reusable: {gate.reusable:.4f}" in done.out
+    assert WarmStartGate.from_pretrained(tmp_path / "gate", model=testbed.load()[0]).bound == 0.02
+    assert "reusable: " in done.out
     assert "2 pairs" in done.out
 
 

@@ -26,7 +26,7 @@ from hf_kvcaches import (
     compat,
 )
 from hf_kvcaches.core.identity import identity_of
-from hf_kvcaches.core.prompt import PrefillCall
+from hf_kvcaches.core.prompt import PrefillCall, Remaining
 from hf_kvcaches.equip.policies.tokens import Tokens
 from hf_kvcaches.translate.cache import TranslatedCache
 from tests.translate.pairs import lossless
@@ -162,13 +162,13 @@ def exact_segments(model: Any, decode_with: KVCache | None = None) -> SegmentReu
 
 def no_prompts(model: Any) -> WarmStartCache:
     """A cache with nothing to start from."""
-    return WarmStartCache(model, WarmStartLibrary(model, words(), slots=0, quantization=None))
+    return WarmStartCache(model, WarmStartLibrary(model, words(), quantization=None))
 
 
 class SeenBefore(WarmStartCache):
     """Every prompt has just been there."""
 
-    def take_prefill(self, call: PrefillCall) -> int:
+    def take_prefill(self, call: PrefillCall) -> int | Remaining:
         if self.library is not None and not self.seen and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
             padding = self.log.padding(call.input_ids.shape[1])
             for pad, ids in zip(padding if isinstance(padding, list) else [], call.input_ids, strict=False):
@@ -179,7 +179,7 @@ class SeenBefore(WarmStartCache):
 
 def same_prompt(model: Any, decode_with: KVCache | None = None) -> SeenBefore:
     """A cache that takes all of a prompt but the last token from a library, bit for bit."""
-    return SeenBefore(model, WarmStartLibrary(model, words(), slots=0, quantization=None), decode_with=decode_with)
+    return SeenBefore(model, WarmStartLibrary(model, words(), quantization=None), decode_with=decode_with)
 
 
 class ReadBefore(TranslatedCache):

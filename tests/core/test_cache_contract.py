@@ -34,7 +34,7 @@ MAKERS: dict[str, Any] = {
     "segments, equip": lambda model: SegmentReuseCache(
         model, SegmentStore("memory"), mode="exact", decode_with=EquipCache(model, "streaming", budget=12, recent=2)
     ),
-    "warm start": lambda model: WarmStartCache(model, WarmStartLibrary(model, words(), slots=0)),
+    "warm start": lambda model: WarmStartCache(model, WarmStartLibrary(model, words())),
 }
 
 

@@ -33,7 +33,7 @@ def batch(model: PreTrainedModel) -> list[list[int]]:
 
 def every_cache(model: PreTrainedModel) -> list[Cache]:
     codec = KVCodec.calibrate(model, None, TEXTS, progress=False)
-    library = WarmStartLibrary(model, words(), slots=0)
+    library = WarmStartLibrary(model, words())
     library.add(TEXTS[0])
     return [
         GrowingCache(model),

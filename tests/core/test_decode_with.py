@@ -71,7 +71,7 @@ def segments(of: PreTrainedModel, prompt: torch.Tensor, mask: torch.Tensor | Non
 
 def warm_start(of: PreTrainedModel, prompt: torch.Tensor, mask: torch.Tensor | None, **options: Any) -> KVCache:
     """A cache whose library has the prompt."""
-    library = WarmStartLibrary(of, words(), slots=0, quantization=None)
+    library = WarmStartLibrary(of, words(), quantization=None)
     library.add([row if mask is None else row[mask[number].bool()] for number, row in enumerate(prompt)])
     return WarmStartCache(of, library, **options)
 
@@ -314,8 +314,6 @@ def test_what_cannot_work_is_refused_when_the_cache_is_made() -> None:
     make(of, prompt, None, decode_with=taken)
     with pytest.raises(ConfigError, match="a new cache"):
         make(of, prompt, None, decode_with=taken)
-    with pytest.raises(UnsupportedError, match="swap='off'"):
-        warm_start(of, prompt, None, swap="sync", decode_with=GrowingCache(of))
 
 
 def test_assisted_decoding_of_the_prompt_is_refused_before_anything_is_stored() -> None:

@@ -27,7 +27,7 @@ from hf_kvcaches import (
 )
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.errors import FingerprintMismatch
-from hf_kvcaches.warmstart.summaries.adapters import Adapters
+from hf_kvcaches.warmstart.paper.adapters import Adapters
 from tests import tiny
 from tests.core.fingerprint_helpers import TINY, llama, lora, two_adapters
 from tests.warmstart.warm import library_of, words
@@ -202,7 +202,7 @@ def test_policies_and_trained_adapters_serve_their_model_in_every_precision(dtyp
 def test_stored_keys_and_values_stay_with_their_precision(tmp_path: Path) -> None:
     model, other = tiny.llama(), tiny.llama().to(torch.bfloat16)
     fingerprint(model).require_model(other, "it")
-    library_of(model, tiny.ids(1, 12), slots=4).save_pretrained(tmp_path / "library")
+    library_of(model, tiny.ids(1, 12)).save_pretrained(tmp_path / "library")
     with pytest.raises(FingerprintMismatch, match="weights differ"):
         WarmStartLibrary.from_pretrained(tmp_path / "library", other, words())
     cache = GrowingCache(model)

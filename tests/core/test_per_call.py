@@ -225,7 +225,7 @@ def test_prompts_are_taken_from_the_store_that_calls_share(model):
 
 def test_prompts_start_from_the_library_that_calls_share():
     model = model_of("llama")
-    library = WarmStartLibrary(model, words(), slots=0, quantization=None)
+    library = WarmStartLibrary(model, words(), quantization=None)
     library.add([PROMPT[0]])
     for _ in range(2):
         output = generate(model, custom_generate=per_call(WarmStartCache, library), return_dict_in_generate=True)

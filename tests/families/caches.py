@@ -141,7 +141,7 @@ class WarmStart(Bench):
 
     def _library(self) -> WarmStartLibrary:
         if self.library is None:
-            self.library = WarmStartLibrary(self.model, words(VOCABULARY), slots=0, quantization=None)
+            self.library = WarmStartLibrary(self.model, words(VOCABULARY), quantization=None)
         return self.library
 
     def prepare(self, prompts: Iterable[torch.Tensor]) -> None:

@@ -13,10 +13,11 @@ from hf_kvcaches import compat
 from hf_kvcaches.core.decoder import decoder_layers
 from hf_kvcaches.core.view import why_not_answering
 from hf_kvcaches.reuse.partial import StandIn, run_module, with_layers
-from hf_kvcaches.reuse.sparse import SparsePass, spans_refused
+from hf_kvcaches.reuse.sparse import spans_refused
 from tests.families.models import Family, build, families, special
 
 PADDING, TOKENS = (3, 0), 8
+ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 # A layer that calls one of these computes with a length that is right for consecutive tokens only.
 LENGTHS = frozenset({"get_seq_length", "get_mask_sizes"})
 
@@ -42,6 +43,18 @@ def names_in(kind: type[nn.Module]) -> set[str]:
     return set(getattr(getattr(function, "__code__", None), "co_names", ()))
 
 
+def visible(kind: str, layer: Any) -> torch.Tensor:
+    """Which slots each token of the padded rows sees in a layer, as a sparse pass has it, (batch, 1, tokens, tokens)."""
+    padding, slots = torch.tensor(PADDING)[:, None, None, None], torch.arange(TOKENS)
+    queries, window = slots[:, None], getattr(layer, "sliding_window", None)
+    found = (slots <= queries) & (slots >= padding)
+    if kind == "sliding_attention":
+        found = found & (slots > queries - window)
+    elif kind == "chunked_attention":
+        found = found & ((slots - padding) // window == (queries - padding) // window)
+    return found
+
+
 @torch.no_grad()
 def runs_spans(model: PreTrainedModel) -> bool:
     """Whether each layer gets the hidden states alone, and the mask that a pass over some tokens would make for them."""
@@ -51,17 +64,18 @@ def runs_spans(model: PreTrainedModel) -> bool:
         return False
     twin = with_layers(model, [RecordingLayer(layer, calls) for layer in layers])
     slots, padding = torch.arange(TOKENS).expand(2, -1), torch.tensor(PADDING)
-    sparse, real = SparsePass(slots, padding, TOKENS), slots >= padding[:, None]
-    run_module(twin, DynamicCache(config=model.config), torch.ones_like(slots), sparse.positions, real.long())
-    masks = sparse.masks(model)
+    real = slots >= padding[:, None]
+    run_module(twin, DynamicCache(config=model.config), torch.ones_like(slots), slots - padding[:, None], real.long())
     if len(calls) != len(layers):
         return False
+    if {kind for kind, _ in compat.layer_plan(config)} - ATTENTION:
+        return False
     for index, (hidden, mask) in enumerate(calls):
-        expected = masks(index, hidden)
-        alike = isinstance(mask, torch.Tensor) and mask.dtype == expected.dtype and mask.shape == expected.shape
+        allowed = visible(*compat.layer_plan(config)[index])
+        alike = isinstance(mask, torch.Tensor) and mask.shape == allowed.shape
         if hidden.shape != (*slots.shape, config.hidden_size) or not alike:
             return False
-        seen, allowed = (each if each.dtype == torch.bool else each == 0 for each in (mask, expected))
+        seen = mask if mask.dtype == torch.bool else mask == 0
         if bool(((seen != allowed)[:, 0] & real[..., None]).any()):  # queries of padding may see anything
             return False
     return True

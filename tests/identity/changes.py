@@ -61,7 +61,7 @@ class Change:
         seen: Whether a fingerprint tells; else caches share nothing meanwhile.
         in_call: Whether it takes effect only inside of `generate`.
         other_type: Whether keys have another type then, which a cache that holds some refuses.
-        no_masks: Whether attention takes no ready masks then, so that caches that move tokens are refused.
+        bypassed: Whether reuse between computed tokens would bypass it, so that caches that move tokens are refused.
     """
 
     enter: Callable[[Setup], contextlib.AbstractContextManager[Any]]
@@ -70,7 +70,7 @@ class Change:
     seen: bool = True
     in_call: bool = False
     other_type: bool = False
-    no_masks: bool = False
+    bypassed: bool = False
 
 
 def plain() -> Any:
@@ -282,7 +282,7 @@ CHANGES: dict[str, Change] = {
     "forward of the class": Change(class_forward, plain, seen=False),
     "autocast": Change(lambda _: torch.autocast("cpu", torch.bfloat16), plain, seen=False, other_type=True),
     "dropout": Change(dropout, plain, seen=False),
-    "registered attention": Change(own_attention, plain, seen=False, no_masks=True),
+    "registered attention": Change(own_attention, plain, seen=False, bypassed=True),
 }
 BACK = {name: change for name, change in CHANGES.items() if change.comes_back}
 UNSEEN = {name: change for name, change in CHANGES.items() if not change.seen}

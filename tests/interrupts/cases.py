@@ -18,8 +18,9 @@ from tests.warmstart.warm import OPEN, library_of
 EARLIER = tiny.ids(1, 130, seed=1)
 # Begins like the earlier prompt, and has some of it elsewhere.
 LIKE = torch.cat([EARLIER[:, :60], tiny.ids(1, 9, seed=2), EARLIER[:, 64:], tiny.ids(1, 7, seed=3)], 1)
+# Shares enough of its beginning with the earlier prompt for a warm start from that alone.
+BEGINNING = torch.cat([EARLIER[:, :110], tiny.ids(1, 9, seed=2)], 1)
 MOVED = torch.cat([tiny.ids(1, 9, seed=4), EARLIER[:, 20:120], tiny.ids(1, 7, seed=3)], 1)
-PROBING: dict[str, Any] = {"guard": (), "similarity": 1.01, "probing": 1.0}
 
 Make = Callable[[], KVCache]
 
@@ -57,13 +58,9 @@ def translated(**options: Any) -> tuple[torch.Tensor, Make]:
 CASES: dict[str, Callable[[], tuple[torch.Tensor, Make]]] = {
     "segments, prefix": lambda: segments(LIKE, "exact"),
     "segments, between": lambda: segments(MOVED, "approximate"),
-    "segments, probed": lambda: segments(MOVED, "auto", {**PROBING, "probe": -1.0}),
-    "segments, refused": lambda: segments(MOVED, "auto", {**PROBING, "probe": 1.0}),
-    "segments, cuts": lambda: segments(MOVED, "auto", {"guard": ((0.5, 0),)}, cuts=2),
-    "segments, depth": lambda: segments(LIKE, "auto", depth=2),
+    "segments, repaired in lower layers": lambda: segments(MOVED, "approximate", {"repair_depth": 0.5}),
     "warm start, align": lambda: warm(LIKE, library_of(model(), EARLIER), strategy="align"),
-    "warm start, swap": lambda: warm(LIKE, library_of(model(), EARLIER), strategy="align", swap="sync"),
-    "warm start, slots": lambda: warm(LIKE, library_of(model(), EARLIER, slots=16), strategy="slots", swap="sync"),
+    "warm start, prefix": lambda: warm(BEGINNING, library_of(model(), EARLIER), strategy="exact"),
     "translated": lambda: translated(patch_layers=None),
     "translated, patched": lambda: translated(patch_layers=[2], recompute_layers=1),
 }

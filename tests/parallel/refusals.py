@@ -22,11 +22,11 @@ from hf_kvcaches import (
     SegmentReuseCache,
     SegmentStore,
     TranslatedCache,
-    WarmStartCache,
     WarmStartLibrary,
     set_fingerprint,
 )
 from hf_kvcaches.equip.policies import PressPolicy
+from hf_kvcaches.warmstart.paper.cache import SummaryLibrary
 from tests import testbed, tiny
 from tests.parallel.sources import lengths, text_of
 
@@ -51,7 +51,7 @@ class Press:
 
 def library(model: PreTrainedModel, **options: Any) -> WarmStartLibrary:
     tokenizer = AutoTokenizer.from_pretrained(testbed.FOLDER / "base")
-    return WarmStartLibrary(model, tokenizer, **{"slots": 0, "encoder": lengths, **options})
+    return WarmStartLibrary(model, tokenizer, **{"encoder": lengths, **options})
 
 
 def of_config(model: PreTrainedModel, made: dict[str, Any]) -> None:
@@ -81,9 +81,8 @@ REFUSED: dict[str, Callable[[PreTrainedModel, dict[str, Any]], Any]] = {
     "exact tokens saved as codes": as_codes,
     "a store of codes": lambda model, made: SegmentReuseCache(model, SegmentStore("memory", quantization=made["codec"])),
     "a library of codes": lambda model, made: library(model, quantization=made["codec"]),
-    "summaries": lambda model, _: library(model, slots=8),
+    "summaries": lambda model, _: SummaryLibrary(model, AutoTokenizer.from_pretrained(testbed.FOLDER / "base")),
     "an encoder that runs the model": lambda model, _: library(model, encoder="model"),
-    "a prefill in the background": lambda model, _: WarmStartCache(model, library(model), swap="background"),
     "a store without a fingerprint": without_fingerprint,
     "a translated cache": lambda model, made: TranslatedCache(model, made["translator"], None),
     "calibration of a codec": lambda model, _: KVCodec.calibrate(model, None, [IDS[0].tolist()], progress=False),

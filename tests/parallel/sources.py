@@ -60,7 +60,7 @@ def segments(holder: Callable[[PreTrainedModel, dict[str, Any]], KVCache] | None
 def warm_start(holder: Callable[[PreTrainedModel, dict[str, Any]], KVCache] | None = None, **options: Any) -> Scenario:
     def scenario(model: PreTrainedModel, folder: Path, made: dict[str, Any]) -> Told:
         tokenizer = AutoTokenizer.from_pretrained(testbed.FOLDER / "base")
-        library = WarmStartLibrary(model, tokenizer, slots=0, encoder=lengths)
+        library = WarmStartLibrary(model, tokenizer, encoder=lengths)
         first, *others = prompts()
         library.add(first[0].tolist())
         texts, reused = [], []
@@ -151,16 +151,12 @@ SCENARIOS: dict[str, Scenario] = {
     "segments, auto": segments(mode="auto"),
     "segments on a disk": segments(disk=True, mode="approximate"),
     "segments, int8": segments(quantization="int8"),
-    "segments, probed": segments(mode="auto", policy=SegmentPolicy(guard=(), similarity=1.01, probe=0.0, probing=1.0)),
-    "segments, deviating": segments(mode="auto", policy=SegmentPolicy(guard=(), similarity=0.0, repair_by="deviation")),
-    "segments, lower layers": segments(mode="auto", cuts=2, policy=SegmentPolicy(guard=((0.5, 0),), similarity=1.01, probe=1.01)),
-    "segments with cuts": segments(cuts=2, mode="auto"),
+    "segments, repaired in lower layers": segments(mode="approximate", policy=SegmentPolicy(repair_depth=0.5)),
     "segments, decoded by tova": segments(lambda model, _: EquipCache(model, "tova", 64, recent=4), mode="approximate"),
     "segments, decoded by a codec": segments(lambda model, made: SubspaceCache(model, made["codec"], recent=4)),
     "segments, lost by one process": lost,
     "warm start": warm_start(),
     "warm start, exact": warm_start(strategy="exact"),
-    "warm start, swap": warm_start(swap="sync"),
     "warm start, decoded by snapkv": warm_start(lambda model, _: EquipCache(model, "snapkv", 96)),
     "kvzip": compressed,
     "from_cache": taken_over,

@@ -24,7 +24,6 @@ from hf_kvcaches import (
     SegmentStore,
     set_fingerprint,
 )
-from hf_kvcaches.reuse import pipeline
 from tests import testbed, tiny
 from tests.parallel.holders import HOLDERS, attempted, differences, whole_model
 from tests.parallel.processes import in_processes
@@ -40,7 +39,7 @@ FAST = (
     "statistics",
     "codec",
     "bytes_ratio",
-    "segments, probed",
+    "segments, repaired in lower layers",
     "segments, lost by one process",
     "saved slots",
 )
@@ -81,7 +80,6 @@ def _results(folder: Path, names: Sequence[str]) -> Results:
 
 def work(folder: Path, model_folder: Path, made: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """What one of the processes does."""
-    pipeline.NOTICED = float("inf")  # how busy the disk is decides nothing
     whole = AutoModelForCausalLM.from_pretrained(model_folder).eval()
     model = AutoModelForCausalLM.from_pretrained(model_folder, distributed_config=DistributedConfig(tp_plan="auto")).eval()
     gathered = ModelFingerprint.gathered(model)

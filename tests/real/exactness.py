@@ -38,7 +38,7 @@ def segments(real: Any) -> Callable[[], KVCache]:
 
 def warm_starts(real: Any) -> Callable[[], KVCache]:
     """Caches that share a library, which remembers prompts as they are and serves the same prompt or a common prefix."""
-    library = WarmStartLibrary(real.model, real.tokenizer, slots=0)
+    library = WarmStartLibrary(real.model, real.tokenizer)
     return lambda: WarmStartCache(real.model, library, strategy="exact", remember=True)
 
 

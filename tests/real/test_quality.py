@@ -33,8 +33,10 @@ MEASURED: dict[str, dict[str, dict[str, float]]] = {
         "0.25": {"kl": 0.0039, "change": 0.0034},
         "0.125, 64 recent": {"kl": 0.0083, "change": 0.0085},
         "segments": {"kl": 0.0453, "worst": 0.0689, "saved": 0.790},
-        "words": {"kl": 0.00055, "worst": 0.00066, "saved": 0.895},
-        "pages": {"kl": 0.0056, "worst": 0.0069, "saved": 0.520},
+        "words": {"kl": 0.0002, "worst": 0.0003, "saved": 0.793},
+        "paragraph": {"kl": 0.0008, "worst": 0.0012, "saved": 0.807},
+        # The default gate leaves one of the two to the model.
+        "pages": {"kl": 0.0034, "worst": 0.0068, "saved": 0.254},
     },
     "gemma3": {
         # 4 of 4 and 2 of 4 needles.
@@ -45,8 +47,9 @@ MEASURED: dict[str, dict[str, dict[str, float]]] = {
         "0.25": {"kl": 0.0027, "change": -0.0001},
         "0.125, 64 recent": {"kl": 0.0035, "change": -0.0008},
         "segments": {"kl": 0.0233, "worst": 0.0267, "saved": 0.779},
-        "words": {"kl": 0.0010, "worst": 0.0016, "saved": 0.893},
-        "pages": {"kl": 0.0086, "worst": 0.0135, "saved": 0.518},
+        "words": {"kl": 0.0007, "worst": 0.0012, "saved": 0.810},
+        "paragraph": {"kl": 0.0003, "worst": 0.0006, "saved": 0.806},
+        "pages": {"kl": 0.0088, "worst": 0.0138, "saved": 0.502},
     },
 }
 GREATER_IS_BETTER = ("recalled", "saved")
@@ -87,15 +90,15 @@ def test_divergence_and_perplexity_behind_coded_past(real):
 
 def test_divergence_behind_pages_that_have_moved(real):
     requests, store = agent_prompts(real.tokenizer, 3, pool=6, page_tokens=70, prose=PROSE), SegmentStore("memory")
-    caches = {"segments": lambda: SegmentReuseCache(real.model, store, real.tokenizer, mode="auto")}
+    caches = {"segments": lambda: SegmentReuseCache(real.model, store, real.tokenizer, mode="approximate")}
     rows = measured(suite.request_items(real.model, "agents", requests, caches))
     check(real.name, "segments", suite.reuse_summary(rows, "segments"))
 
 
-@pytest.mark.parametrize("kind", ["words", "pages"])
+@pytest.mark.parametrize("kind", ["words", "paragraph", "pages"])
 def test_divergence_behind_a_prompt_that_starts_from_a_similar_one(real, kind: PairKind):
     def prepare(earlier: Sequence[int]) -> Callable[[], Any]:
-        library = WarmStartLibrary(real.model, real.tokenizer, slots=0)
+        library = WarmStartLibrary(real.model, real.tokenizer)
         library.add([list(earlier)])
         return lambda: WarmStartCache(real.model, library)
 

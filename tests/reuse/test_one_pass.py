@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from hf_kvcaches import EquipCache, SegmentReuseCache, SegmentStore, WarmStartCache
+from hf_kvcaches import EquipCache, SegmentReuseCache, SegmentStore, WarmStartCache, WarmStartGate
 from tests import tiny
 from tests.warmstart.warm import OPEN, library_of
 
@@ -27,7 +27,7 @@ def segments(model: PreTrainedModel, **options: Any) -> SegmentReuseCache:
 
 
 def warm(model: PreTrainedModel, **options: Any) -> WarmStartCache:
-    return WarmStartCache(model, library_of(model, EARLIER), strategy="align", gate=OPEN, **options)
+    return WarmStartCache(model, library_of(model, EARLIER), strategy="align", **{"gate": OPEN, **options})
 
 
 def answer(model: PreTrainedModel, ids: torch.Tensor, cache: Any, mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -84,13 +84,14 @@ def test_rows_of_which_different_numbers_of_tokens_are_computed_share_the_pass()
 
 def test_a_holder_takes_the_prompt_over_from_that_pass() -> None:
     model = tiny.llama()
-    cache = warm(model, decode_with=EquipCache(model, "snapkv", 80, head_budgets=None))
+    plain = {"gate": WarmStartGate(reusable=0.0, repair=0.0)}
+    cache = warm(model, decode_with=EquipCache(model, "snapkv", 80, head_budgets=None), **plain)
     with watched(model) as tokens:
         logits = answer(model, MOVED, cache)
     assert len(tokens) == 2
     assert cache.report().decode_with.kept == (80,) * 4
     # The policy scores by the last 64 queries, so these tokens are computed.
-    torch.testing.assert_close(logits[:, 0], answer(model, MOVED, warm(model, tail=64))[:, 0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits[:, 0], answer(model, MOVED, warm(model, tail=64, **plain))[:, 0], rtol=1e-4, atol=1e-4)
 
 
 def test_a_holder_keeps_what_it_keeps_of_a_prompt_of_its_own() -> None:

@@ -1,16 +1,19 @@
-"""Sparse passes whose queries are answered block by block, against the model's own pass over the whole prompt."""
+"""Sparse passes whose queries are answered run by run, against the model's own pass over the whole prompt."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, GptOssConfig, PreTrainedModel
 
+from hf_kvcaches.core.prompt import PrefillCall
 from hf_kvcaches.reuse import sparse
 from hf_kvcaches.reuse.cache import SplicingCache
-from hf_kvcaches.reuse.sparse import SparsePass
+from hf_kvcaches.reuse.sparse import RunningPass, SparsePass, Stretch
 from tests.tiny import VOCABULARY, build, gemma2, ids, llama
 
 TOKENS = 150
@@ -27,43 +30,80 @@ class _AnyCache(SplicingCache):
     hooks_forward = False
 
 
-@pytest.fixture(params=[1, 7, 64, 200])
+@pytest.fixture(params=[7, 256])
 def block(request, monkeypatch) -> int:
-    monkeypatch.setattr(sparse, "_BLOCK_ON_CPU", request.param)
+    monkeypatch.setattr(sparse, "_BLOCK", request.param)
     return int(request.param)
 
 
+def ran(model: PreTrainedModel, prompt: torch.Tensor, pads: list[int], passes: list[list[np.ndarray]]) -> _AnyCache:
+    """A cache that passes over some indices of each row have filled, one behind the other."""
+    cache, tokens = _AnyCache(model), prompt.shape[1]
+    call = PrefillCall(model, prompt, None, None, tokens - 1)
+    for indices in passes:
+        pass_over = SparsePass.of(indices, pads, tokens, prompt.device)
+        cache.sparse_pass = RunningPass.of(pass_over, model)
+        model(input_ids=pass_over.ids(call), position_ids=pass_over.positions, past_key_values=cache, logits_to_keep=1)
+        cache.take(0)
+    cache.take(tokens)
+    return cache
+
+
 @pytest.mark.parametrize("make", [llama, gemma2, gpt_oss], ids=["grouped heads", "softcap and windows", "sinks"])
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "flash_attention_2"])
+@pytest.mark.parametrize("parts", [1, 3])
 @torch.no_grad()
-def test_all_tokens_in_blocks_have_the_keys_and_values_of_an_ordinary_pass(make, implementation, block) -> None:
+def test_tokens_that_run_apart_have_the_keys_and_values_of_an_ordinary_pass(make, implementation, parts, block) -> None:
     model = make()
-    if implementation == "sdpa" and make is not llama:
+    if implementation != "eager" and make is not llama:
         pytest.skip("computes attention eagerly")
-    model.set_attn_implementation(implementation)
-    prompt, padding = ids(2, TOKENS), torch.tensor([0, 11])
+    prompt, pads = ids(2, TOKENS), [0, 11]
+    padding = torch.tensor(pads)
     mask = (torch.arange(TOKENS) >= padding[:, None]).long()
     expected = DynamicCache()
-    positions = (mask.cumsum(1) - 1).clamp_min(0)
-    model(input_ids=prompt, attention_mask=mask, position_ids=positions, past_key_values=expected)
-    cache = _AnyCache(model)
-    assert not cache.parts_refused
-    slots = torch.full((2, TOKENS), TOKENS)
-    for row, pad in enumerate(padding.tolist()):
-        slots[row, : TOKENS - pad] = torch.arange(pad, TOKENS)
-    fed = torch.cat([prompt, prompt[:, -1:]], 1).gather(1, slots)
-    cache.run_sparse(SparsePass(slots, padding, TOKENS), fed)
-    cache.take(TOKENS)
+    model.set_attn_implementation("eager" if implementation != "sdpa" else "sdpa")
+    model(input_ids=prompt, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp_min(0), past_key_values=expected)
+    if implementation == "flash_attention_2":  # is not installed, and not asked: the cache answers
+        vars(model.config)["_attn_implementation_internal"] = implementation
+    # Earlier tokens first, as later ones see them: the runs of a pass are those of stored spans.
+    passes = [[np.array_split(np.arange(TOKENS - pad), parts)[part] for pad in pads] for part in range(parts)]
+    cache = ran(model, prompt, pads, passes)
     for ours, theirs in zip(cache.layers, expected.layers, strict=True):
         for name in ("keys", "values"):
-            for row, pad in enumerate(padding.tolist()):
+            for row, pad in enumerate(pads):
                 got, want = getattr(ours, name)[row, :, pad:], getattr(theirs, name)[row, :, pad:]
                 torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
-def test_a_block_is_shown_keys_up_to_its_last_slot(monkeypatch) -> None:
-    monkeypatch.setattr(sparse, "_BLOCK_ON_CPU", 2)
-    padding = torch.tensor([0, 1])
-    # Slot 20 is that of fillers, which may stand at either end.
-    assert SparsePass(torch.tensor([[1, 4, 5, 9], [2, 3, 20, 20]]), padding, 20).blocks == [(0, 2, 5), (2, 4, 10)]
-    assert SparsePass(torch.tensor([[1, 4, 5, 19], [20, 20, 6, 19]]), padding, 20).blocks == [(0, 2, 5), (2, 4, 20)]
+def test_runs_are_consecutive_slots_and_fillers_come_first() -> None:
+    indices = [np.array([1, 4, 5, 9]), np.array([2, 3])]
+    found = SparsePass.of(indices, [0, 1], 20, torch.device("cpu"))
+    assert found.slots.tolist() == [[1, 4, 5, 9], [20, 20, 3, 4]]
+    assert found.positions.tolist() == [[1, 4, 5, 9], [0, 0, 2, 3]]
+    assert found.runs == [[Stretch(0, 1, 1), Stretch(1, 3, 4), Stretch(3, 4, 9)], [Stretch(2, 4, 3)]]
+
+
+@torch.no_grad()
+def test_no_mask_over_all_slots_and_no_expanded_key_is_made() -> None:
+    model, tokens, largest = llama(), 600, 0
+    model.config.num_attention_heads = 4
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and "flash" not in str(func) and out.ndim == 4:
+                largest = max(largest, out.shape[-1] * out.shape[-2])
+            return out
+
+    prompt = ids(1, tokens)
+    cache = _AnyCache(model)
+    call = PrefillCall(model, prompt, None, None, tokens - 1)
+    for indices in (np.arange(500), np.arange(500, tokens)):
+        pass_over = SparsePass.of([indices], [0], tokens, prompt.device)
+        cache.sparse_pass = RunningPass.of(pass_over, model)
+        with Sizes():
+            model(input_ids=pass_over.ids(call), position_ids=pass_over.positions, past_key_values=cache, logits_to_keep=1)
+        cache.take(0)
+    # Keys of the cache are the largest: neither (tokens, total) nor one of each query head is made.
+    assert largest <= (tokens + 1 + 128) * 8

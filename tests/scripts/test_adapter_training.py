@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.warmstart.summaries.adapters import Adapters
-from hf_kvcaches.warmstart.summaries.compressor import SlotCompressor
-from hf_kvcaches.warmstart.summaries.slots import LayerSlots
+from hf_kvcaches.warmstart.paper.adapters import Adapters
+from hf_kvcaches.warmstart.paper.compressor import SlotCompressor
+from hf_kvcaches.warmstart.paper.slots import LayerSlots
 from tests import tiny
 from tests.scripts.running import import_script
-from tests.warmstart.prompts import Prompt, attend, geometries, read, whole
+from tests.warmstart.paper.prompts import Prompt, attend, geometries, read, whole
 
 training = import_script("_adapter_training")
 Sample = tuple[Any, ...]

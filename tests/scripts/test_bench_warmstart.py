@@ -10,13 +10,13 @@ import torch
 
 from hf_kvcaches import WarmStartLibrary
 from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.warmstart.entries import EntryStore
+from hf_kvcaches.stores.vectors import VectorIndex
 from tests.scripts.running import ROOT, quick_bench, rows_of
 
 pytest.importorskip("faiss")
 
-SECTIONS = ("hits", "misses", "larger", "look-up", "swap")
-SIDES = {"cold", "exact prefix", "align", "auto", "slots"}
+SECTIONS = ("hits", "misses", "larger", "look-up")
+SIDES = {"cold", "exact prefix", "align", "auto"}
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def small(script):
     """A model of random weights, a library with one prompt, and that prompt."""
     torch.manual_seed(0)
     pair = script.Pair.random(script.Shape(32, 2, 4, 48, 64), "gqa", torch.device("cpu"))
-    library = WarmStartLibrary(pair.switched, script.word_tokenizer(64), slots=8)
+    library = WarmStartLibrary(pair.switched, script.word_tokenizer(64))
     ids = torch.randint(1, 64, (200,), generator=torch.Generator().manual_seed(1))
     library.add(ids)
     return pair, library, ids[None]
@@ -61,7 +61,7 @@ def test_it_compares_answers_first_then_prints_a_table_for_each_part_and_a_line_
     assert "threads 1" in out
     for length in (128, 800):
         assert out.index(f"the model of this repository, {length} tokens, auto against cold: the same first token") < out.index("\nhits ")
-    assert out.index("the larger model, 300 tokens, slots against cold") < out.index("\nlarger ")
+    assert out.index("the larger model, 300 tokens, align against cold") < out.index("\nlarger ")
     assert all(f"\n{section} " in out for section in SECTIONS)
     lines = out.splitlines()
     for bar in (
@@ -100,22 +100,9 @@ def test_each_kind_is_served_as_its_side_says(rows):
     served = {(row["workload"], row["side"]): row["served"] for row in own}
     assert served["identical", "exact prefix"] == served["identical", "auto"] == "exact 2"
     assert served["changed_fact", "align"] == served["changed_fact", "auto"] == "align 2"
-    assert served["no_content", "slots"] == "slots 2"
-    assert served["changed_fact", "slots"] == "cold 2", "the gate lets no other fact in"
     misses = {row["workload"]: row["served"] for row in rows if row["section"] == "misses" and row["side"] == "auto"}
     assert set(misses) == {"unrelated", "other text"}
-    assert not any(how in text for text in misses.values() for how in ("align", "slots", "exact"))
-
-
-@pytest.mark.full
-def test_a_swap_is_timed_alone_at_the_second_token_and_beside_decode_steps(rows):
-    own = [row for row in rows if row["section"] == "swap"]
-    assert len({row["workload"] for row in own}) == 2
-    for workload in {row["workload"] for row in own}:
-        found = {(row["side"], row["measure"]): row for row in own if row["workload"] == workload}
-        assert set(found) >= {("cold", "exact prefill"), ("off", "a decode step"), ("background", "a decode step meanwhile")}
-        assert float(found["sync", "swapped in"]["value"]) == 2
-        assert float(found["background", "swapped in"]["value"]) > 2
+    assert not any(how in text for text in misses.values() for how in ("align", "exact"))
 
 
 @pytest.mark.full
@@ -125,12 +112,12 @@ def test_it_draws_a_picture(quick):
 
 def test_ratios_and_differences_are_taken_within_a_prompt_and_hits_are_of_each_side(timing):
     cold = [timing.Answer(seconds, 10, 0, "", 1) for seconds in (2.0, 4.0, 9.0)]
-    ways = (("align", 1.0), ("prefix", 8.0), ("slots", 3.0))
-    auto = [timing.Answer(seconds, 10, 5, served, int(served == "slots")) for served, seconds in ways]
+    ways = (("align", 1.0), ("prefix", 8.0), ("exact", 3.0))
+    auto = [timing.Answer(seconds, 10, 5, served, int(served == "exact")) for served, seconds in ways]
     base, ours = timing.rows_of({"cold": cold, "auto": auto}, workload="a", length=10)
     assert base["ratio"] == 1
     assert (ours["ratio"], ours["extra_ms"], ours["time_ms"]) == (2.0, -1000.0, 3000.0), "of 2, 0.5 and 3; of -1, 4 and -6; of 1, 8 and 3"
-    assert (ours["served"], ours["reused"], ours["same"], ours["count"]) == ("align 1, prefix 1, slots 1", 0.5, 0.3333, 3)
+    assert (ours["served"], ours["reused"], ours["same"], ours["count"]) == ("align 1, exact 1, prefix 1", 0.5, 0.3333, 3)
     (hits,) = timing.rows_of({"cold": cold, "auto": auto}, "hits", workload="a", length=10)
     assert (hits["side"], hits["count"], hits["asked"], hits["ratio"]) == ("auto", 2, 3, 2.5), "of 2 and 3"
     assert list(timing.rows_of({"cold": cold[:2], "auto": auto[:2]}, "hits")) == [], "one has no quartiles"
@@ -188,8 +175,8 @@ def test_look_ups_find_what_is_stored_and_a_wrong_library_is_not_timed(timing, s
 
 def test_a_nearest_prompt_that_is_another_one_is_not_timed(timing, small, monkeypatch):
     pair, library, _ = small
-    right = EntryStore.near
-    monkeypatch.setattr(EntryStore, "near", lambda self, vector, k: right(self, -vector, k))
+    right = VectorIndex.search
+    monkeypatch.setattr(VectorIndex, "search", lambda self, vector, k=1: right(self, -vector, k))
     with pytest.raises(SystemExit, match="the nearest is the right one in 0 of 4"):
         list(timing.lookups(pair.switched, library.tokenizer, 60, 4))
 

@@ -28,21 +28,16 @@ def test_a_gate_for_this_model_is_written_without_a_file(tmp_path):
     assert done.returncode == 0, done.stderr
     model, tokenizer = testbed.load()
     gate = WarmStartGate.from_pretrained(tmp_path / "gate", model=model, tokenizer=tokenizer)
-    assert {row["limit"] for row in gate.measured} == {"tau", "reusable"}
-    assert gate.tau > 1
-    assert "tau: 1.01, which refuses everything" in done.stdout, "summaries fail on the following tokens"
-    assert f"reusable: {gate.reusable:.4f}" in done.stdout
+    assert sum(row["chosen"] for row in gate.measured) == 1
+    assert f"reusable: {gate.reusable:.4g}" in done.stdout
     assert f"encoder: {gate.encoder}" in done.stdout
-    rows = [line for line in done.stdout.splitlines() if line.startswith("*")]
-    assert len(rows) == 1
-    assert all(word in done.stdout for word in ("first", "following", "right", "worst"))
 
 
 def test_a_file_of_pairs_is_taken_instead(tmp_path):
     start = "The road was long and the day was cold. " * 6
     lines = [{"source": f"{start}Ann went {word} and the", "target": f"{start}Ann went, {word} and the"} for word in ("home", "away")]
     (tmp_path / "some.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    done = run("--pairs", tmp_path / "some.jsonl", "--out", tmp_path / "gate", "--slots", "8")
+    done = run("--pairs", tmp_path / "some.jsonl", "--out", tmp_path / "gate")
     assert done.returncode == 0, done.stderr
     assert "2 pairs" in done.stdout
 

@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 
-from hf_kvcaches import WarmStartCache, WarmStartLibrary
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch
+from hf_kvcaches.warmstart.paper.cache import SummaryCache, SummaryLibrary
 from tests import testbed
 from tests.scripts.running import ROOT, run_script
 
@@ -70,11 +70,11 @@ def test_what_is_written_is_the_best_and_a_library_takes_it(trained, script):
     bench = script.Bench(model, tokenizer, texts, 16, "paper", 1)
     again = bench.measure("again", artifact.adapters)
     assert again["KL held out"] == pytest.approx(best["KL held out"], rel=1e-3)
-    library = WarmStartLibrary(model, tokenizer, slots=16, layout="paper", adapters=artifact.adapters)
+    library = SummaryLibrary(model, tokenizer, slots=16, layout="paper", adapters=artifact)
     library.add([texts[0]])
-    cache = WarmStartCache(model, library, strategy="slots")
+    cache = SummaryCache(model, library)
     model.generate(torch.tensor([texts[0]]), past_key_values=cache, max_new_tokens=2)
-    assert cache.report().strategies == ("slots",)
+    assert cache.served
     with pytest.raises(FingerprintMismatch):
         script.TrainedAdapters.from_pretrained(trained[0], model=testbed.load("tuned")[0])
 

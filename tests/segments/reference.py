@@ -76,14 +76,11 @@ def step_by_step(
     return logits[:, -1], cache
 
 
-def reused_positions(cache: SegmentReuseCache, row: int = 0) -> tuple[dict[int, int], dict[int, int]]:
-    """For each place that a cache has reused, where it stood when it was stored; and how many layers, where not all."""
-    positions, depths = {}, {}
+def reused_positions(cache: SegmentReuseCache, row: int = 0) -> dict[int, int]:
+    """For each place that a cache has reused, where it stood when it was stored."""
+    positions = {}
     for span in (span for planned in cache.plans if planned.number == row for span in planned.spans):
-        for tokens in span.stored:
-            for place in range(tokens.start, tokens.stop):
-                if place not in span.recompute:
-                    positions[place] = tokens.position + place - tokens.start
-                    if span.depth is not None:
-                        depths[place] = span.depth
-    return positions, depths
+        for tokens in span.sources:
+            for place in range(max(tokens.start, span.start + span.repair), tokens.stop):
+                positions[place] = tokens.position + place - tokens.start
+    return positions

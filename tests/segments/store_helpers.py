@@ -16,10 +16,10 @@ import transformers.models.llama.modeling_llama  # noqa: F401 - the forkserver h
 from transformers import PreTrainedModel
 
 from hf_kvcaches import SegmentReuseCache, SegmentStore
+from hf_kvcaches.reuse.index import Chain, Record
 from hf_kvcaches.reuse.layout import LayerStates
+from hf_kvcaches.reuse.store import NewSpan
 from hf_kvcaches.reuse.tokens import as_ids
-from hf_kvcaches.segments.records import Chain, Record
-from hf_kvcaches.segments.store import NewSegment
 from tests import tiny
 from tests.stores.blob_helpers import PROCESSES
 
@@ -29,13 +29,12 @@ LENGTH, PART = 48, 16
 WHOLE = LENGTH - 1
 
 
-def segment(seed: int, tokens: int = 16, hidden: bool = False) -> NewSegment:
+def segment(seed: int, tokens: int = 16) -> NewSpan:
     """A segment as a cache would hand it over, of one layer."""
     made = torch.Generator().manual_seed(seed)
     ids = as_ids(torch.randint(0, 99, (tokens,), generator=made))
     record = Record("scope", ids, Chain().name, Chain().extend(ids).name, 0, ids[:0], "exact", True)
-    states = [torch.randn(1, tokens, 4, generator=made) for _ in range(3)]
-    return NewSegment(record, [LayerStates(*states[:2])], {1: states[2][0]} if hidden else {})
+    return NewSpan(record, [LayerStates(*(torch.randn(1, tokens, 4, generator=made) for _ in range(2)))])
 
 
 def opened(folder: Path) -> SegmentStore:
@@ -176,7 +175,7 @@ def ask_after_fork(location: str, pipe: Connection) -> None:
     ask(model, prompt(1), store)
     store.flush()
     begun, over = threading.Event(), threading.Event()
-    store.later(lambda: begun.set() or over.wait(30))
+    store.queue.add(lambda: begun.set() or over.wait(30))
     begun.wait(30)
     if os.fork() == 0:
         found = [right(model, prompt(seed), store).reused for seed in (1, 2, 2)]

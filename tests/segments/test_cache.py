@@ -10,7 +10,7 @@ from transformers import DynamicCache, GPTNeoXConfig, LlamaConfig, Qwen2Config
 
 from hf_kvcaches import ModelFingerprint, SegmentPolicy, SegmentReuseCache, SegmentStore
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedError
-from tests import testbed, tiny
+from tests import tiny
 from tests.segments.reference import Source, reused_positions, step_by_step
 
 MODELS = {
@@ -93,7 +93,7 @@ def test_moved_segments_give_what_one_token_after_the_other_gives(name, repair):
     earlier, prompt = joined(A, B, C), joined(D, C[:, :7], B, A, D[:, ::2])
     cache = SegmentReuseCache(model, stored(model, earlier), mode="approximate", repair=repair)
     got = first_logits(model, prompt, cache)
-    positions, _ = reused_positions(cache)
+    positions = reused_positions(cache)
     assert len(positions) >= (29 + 47) * (1 - repair) - 3
     expected, reference = step_by_step(model, prompt, positions, Source(model, earlier))
     assert torch.allclose(got, expected, atol=1e-4)
@@ -123,157 +123,25 @@ def test_rows_with_padding_are_matched_by_themselves(repair_depth):
     assert torch.allclose(first_logits(model, ids, exact, attention_mask=mask), plain(model, ids, attention_mask=mask), atol=1e-4)
 
 
-@pytest.mark.parametrize("repair_by", ["first", "deviation"])
-def test_probes_that_all_pass_change_nothing_but_the_tier(repair_by):
-    model, earlier, prompt = tiny.llama(), joined(A, B, C), joined(D, B, D[:, :9], A, D)
-    results = []
-    for mode, probe in (("approximate", 0.0), ("auto", -1.0)):
-        policy = SegmentPolicy(probe=probe, repair_by=repair_by, probing=1.0)
-        cache = SegmentReuseCache(model, stored(model, earlier), mode=mode, policy=policy, repair=0.2)
-        results.append((first_logits(model, prompt, cache), cache.report()))
-        positions, _ = reused_positions(cache)
-        expected, _ = step_by_step(model, prompt, positions, Source(model, earlier))
-        # What is looked at runs through the lowest layer, whose keys follow from the token alone.
-        assert torch.allclose(results[-1][0], expected, atol=1e-4)
-    assert torch.allclose(results[0][0], results[1][0], atol=1e-4)
-    assert [span[1:3] for span in results[0][1].spans] == [span[1:3] for span in results[1][1].spans]
-    assert results[0][1].repaired_tokens == results[1][1].repaired_tokens == 6 + 10
-    assert set(results[1][1].tiers) == {"probed", "computed"}
-
-
-@pytest.mark.parametrize("mode", ["approximate", "auto"])
-@pytest.mark.parametrize("repair_by", ["first", "deviation"])
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
-@pytest.mark.parametrize("cuts", [None, 1])
-def test_tokens_repaired_in_the_lower_layers_are_reused_in_the_others(mode, repair_by, share, cuts):
+def test_tokens_repaired_in_the_lower_layers_are_reused_in_the_others(share):
     model, earlier, prompt = tiny.llama(), joined(A, B, C), joined(D, B, D[:, :9], A, D)
-    settings = {"probe": -1.0, "similarity": 1.01, "probing": 1.0, "repair": 0.3, "repair_by": repair_by}
     saved = {}
     for depth in (share, 1.0):
-        policy = SegmentPolicy(guard=(), repair_depth=depth, **settings)
-        cache = SegmentReuseCache(model, stored(model, earlier, cuts=cuts), mode=mode, policy=policy)
+        policy = SegmentPolicy(repair=0.3, repair_depth=depth)
+        cache = SegmentReuseCache(model, stored(model, earlier), mode="approximate", policy=policy)
         logits = first_logits(model, prompt, cache)
         saved[depth] = cache.report().flops_saved
-        spans = [span for row in cache.plans for span in row.spans if span.stored]
-        places = [(place, tokens) for span in spans for tokens in span.stored for place in span.recompute.tolist()]
+        spans = [span for row in cache.plans for span in row.spans if span.sources]
+        places = [(place, tokens) for span in spans for tokens in span.sources for place in span.computed.tolist()]
         where = {place: place - tokens.start + tokens.position for place, tokens in places if tokens.start <= place < tokens.stop}
         repaired = {place: (int(4 * share), position) for place, position in where.items()} if depth < 1 else None
         assert len(where) == cache.report().repaired_tokens == 9 + 15
-        positions, _ = reused_positions(cache)
+        positions = reused_positions(cache)
         expected, _ = step_by_step(model, prompt, positions, Source(model, earlier), repaired=repaired)
         assert torch.allclose(logits, expected, atol=1e-4)
     spared = (1 - share) * len(where) / prompt.shape[1]
     assert saved[share] - saved[1.0] == pytest.approx(spared, rel=0.1)
-
-
-@pytest.mark.parametrize("check_layer", [1, 2])
-def test_segments_whose_probe_fails_are_computed(check_layer):
-    model, earlier, prompt = tiny.llama(), joined(A, B, C), joined(D, B, D[:, :9], A, D)
-    policy = SegmentPolicy(probe=0.99999, check_layer=check_layer, probing=1.0)
-    cache = SegmentReuseCache(model, stored(model, earlier), policy=policy)
-    assert torch.allclose(first_logits(model, prompt, cache), plain(model, prompt), atol=1e-4)
-    assert set(cache.report().tiers) == {"computed"}
-    assert len(cache.probes) == 2
-    # Looking for nothing is not free, and said so.
-    assert -0.3 < cache.report().flops_saved < 0
-
-
-def test_tokens_whose_keys_deviate_most_are_run_again():
-    model, earlier, prompt = tiny.llama(), joined(A, B, C), joined(D, B, D)
-    policy = SegmentPolicy(repair_by="deviation")
-    cache = SegmentReuseCache(model, stored(model, earlier), mode="approximate", policy=policy, repair=0.25)
-    first_logits(model, prompt, cache)
-    (part,) = [span for row in cache.plans for span in row.spans if span.stored]
-    source, whole = Source(model, earlier), Source(model, prompt)
-    deviations = {}
-    for place in range(part.start, part.stop):
-        moved, fresh = source.at(place - part.start + part.stored[0].position, place)[1][0], whole.at(place, place)[1][0]
-        deviations[place] = float((moved - fresh).norm())
-    assert sorted(part.recompute) == sorted(sorted(deviations, key=deviations.get, reverse=True)[: len(part.recompute)])
-    assert len(part.recompute) == 12
-
-
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_lower_layers_are_reused_and_upper_ones_run_on_stored_hidden_states(depth):
-    model, earlier, prompt = tiny.llama(), joined(A, B, C), joined(D, B, D)
-    store = SegmentStore("memory", quantization=None, cuts=1)
-    first_logits(model, earlier, SegmentReuseCache(model, store, mode="exact"))
-    policy = SegmentPolicy(guard=((depth / 4, 0),), probe=1.01)
-    cache = SegmentReuseCache(model, store, policy=policy)
-    got = first_logits(model, prompt, cache)
-    positions, depths = reused_positions(cache)
-    assert set(depths.values()) == {depth}
-    assert len(positions) == 47
-    expected, _ = step_by_step(model, prompt, positions, Source(model, earlier, cut=depth), depths)
-    assert torch.allclose(got, expected, atol=1e-4)
-    assert cache.report().tiers["guarded"] == 47
-
-
-@pytest.mark.parametrize("location", ["memory", "disk"])
-def test_a_failed_probe_leaves_a_segment_to_its_lower_layers(location, tmp_path):
-    model, between = tiny.llama(), tiny.ids(1, 100, seed=8)
-    earlier, prompt = joined(A, between, C), joined(D, between, D)
-    store = SegmentStore("memory" if location == "memory" else f"disk:{tmp_path}", quantization=None, cuts=1)
-    first_logits(model, earlier, SegmentReuseCache(model, store, mode="exact"))
-    store.flush()
-    policy = SegmentPolicy(guard=((0.5, 0),), similarity=1.01, probe=1.0, probing=1.0)
-    cache = SegmentReuseCache(model, store, policy=policy)
-    got = first_logits(model, prompt, cache)
-    assert [probe.score < 1.0 for probe in cache.probes] == [True]
-    positions, depths = reused_positions(cache)
-    assert set(depths.values()) == {2}
-    expected, _ = step_by_step(model, prompt, positions, Source(model, earlier, cut=2), depths)
-    assert torch.allclose(got, expected, atol=1e-4)
-
-
-def test_guards_grow_with_the_depth():
-    model, earlier, prompt = tiny.llama(), joined(A, tiny.ids(1, 100, seed=8), C), joined(D, tiny.ids(1, 100, seed=8), D)
-    store = SegmentStore("memory", quantization=None, cuts=1)
-    first_logits(model, earlier, SegmentReuseCache(model, store, mode="exact"))
-    policy = SegmentPolicy(guard=((0.25, 10), (0.5, 60), (0.75, 90)), probe=1.01)
-    cache = SegmentReuseCache(model, store, policy=policy)
-    got = first_logits(model, prompt, cache)
-    _, depths = reused_positions(cache)
-    assert all(place - 17 >= {1: 10, 2: 60, 3: 90}[depth] for place, depth in depths.items())
-    assert set(depths.values()) == {1, 2, 3}
-    for span in cache.report().spans:
-        assert span.depth in (None, 1, 2, 3)
-    assert torch.isfinite(got).all()
-
-
-@pytest.mark.parametrize("quantization", [None, "int8"])
-def test_a_store_of_lower_layers_only_gives_the_same_with_fewer_bytes(quantization):
-    model, earlier, prompt = tiny.llama(), joined(A, B, C), joined(A, B, D)
-    store = SegmentStore("memory", quantization=quantization, depth=2)
-    first_logits(model, earlier, SegmentReuseCache(model, store, mode="exact"))
-    cache = SegmentReuseCache(model, store, mode="exact")
-    assert torch.allclose(first_logits(model, prompt, cache), plain(model, prompt), atol=1e-4 if quantization is None else 0.3)
-    assert cache.report().tiers == {"exact": 76, "computed": 16}
-    assert 0.3 < cache.report().flops_saved < 0.5
-
-
-def test_segments_with_other_dates_and_numbers_share_what_is_equal():
-    _, tokenizer = testbed.load()
-    model = tiny.llama(vocab_size=2048)
-
-    def log(day: int) -> torch.Tensor:
-        lines = [
-            f"- Ship {name} left port on 2024-03-{day + index:02d}." for index, name in enumerate(("Argo", "Beagle", "Calypso", "Dart"))
-        ]
-        return tokenizer("\n".join(["", "", *lines, "", ""]), return_tensors="pt", add_special_tokens=False)["input_ids"]
-
-    store = SegmentStore("memory", quantization=None, near_identical=True)
-    policy = SegmentPolicy(aligned=5)
-    first_logits(model, joined(A, log(10), C), SegmentReuseCache(model, store, tokenizer, mode="auto"))
-    cache = SegmentReuseCache(model, store, tokenizer, mode="approximate", policy=policy)
-    prompt = joined(A, D, log(20), D)
-    first_logits(model, prompt, cache)
-    reused = [span for span in cache.report().spans if span.tier == "repaired"]
-    assert len(reused) >= 4
-    assert sum(span.stop - span.start for span in reused) > 0.6 * log(20).shape[1]
-    for tokens in (tokens for row in cache.plans for tokens in row.stored):
-        mine, record = prompt[0, tokens.start : tokens.stop].tolist(), store.contents.record(tokens.key)
-        assert mine == record.ids[tokens.offset : tokens.offset + len(mine)].tolist()
 
 
 def test_what_was_reused_is_found_again_as_the_start_of_the_next_step():
@@ -283,7 +151,7 @@ def test_what_was_reused_is_found_again_as_the_start_of_the_next_step():
     first, second = joined(D, B, D[:, :9]), joined(D, B, D[:, :9], tiny.ids(1, 20, seed=30))
     one, two = (SegmentReuseCache(model, store, mode="approximate") for _ in range(2))
     first_logits(model, first, one)
-    spliced = step_by_step(model, second, reused_positions(one)[0], Source(model, joined(A, B, C)))[0]
+    spliced = step_by_step(model, second, reused_positions(one), Source(model, joined(A, B, C)))[0]
     assert torch.allclose(first_logits(model, second, two), spliced, atol=1e-4)
     assert two.report().reused_tokens == first.shape[1]
     assert set(two.report().tiers) == {"exact", "repaired", "computed"}
@@ -323,7 +191,7 @@ def test_prefill_by_hand_fills_the_cache_up_to_the_last_token():
         with torch.no_grad():
             logits = model(B[:, -1:], past_key_values=cache).logits[:, -1]
         assert torch.allclose(logits, plain(model, joined(A, B)), atol=1e-4)
-    assert cache.report().reused_tokens == 75
+    assert cache.report().reused_tokens == 74
     with pytest.raises(ConfigError, match="input_ids"):
         cache.prefill(torch.zeros(3, dtype=torch.long))
 
@@ -487,23 +355,10 @@ def test_a_loop_without_positions_gets_what_a_full_cache_gives(name, seen):
     assert torch.allclose(got, plain(model, ids, attention_mask=mask), atol=1e-4)
 
 
-@pytest.mark.parametrize("repair_by", ["first", "deviation"])
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_refused_probes_leave_nothing_of_what_was_stored(quantization, repair_by):
-    model = tiny.llama()
-    policy = SegmentPolicy(guard=(), similarity=1.01, probe=1.0, probing=1.0, repair_by=repair_by)
-    prompt = joined(D, B, C[:, :20], A, D[:, ::2])
-    cache = SegmentReuseCache(model, stored(model, joined(A, B, C), quantization=quantization), policy=policy)
-    got = first_logits(model, prompt, cache)
-    assert cache.probes
-    assert cache.report().tiers == {"computed": prompt.shape[1] - 1}
-    assert torch.allclose(got, plain(model, prompt), atol=1e-5)
-
-
 @pytest.mark.parametrize("mode", ["exact", "auto", "approximate"])
 def test_a_saved_cache_goes_on_with_its_policy_and_mode(mode, tmp_path):
     model = tiny.llama()
-    policy = SegmentPolicy(guard=((0.5, 9),), similarity=0.5, probe=0.7, repair_by="deviation", measured=({"probe": 0.7, "kl": 0.1},))
+    policy = SegmentPolicy(guard=9, similarity=0.5, repair_depth=0.5, measured=({"repair": 0.7, "kl": 0.1},))
     object.__setattr__(policy, "fingerprint", ModelFingerprint.of(model))
     cache = SegmentReuseCache(model, SegmentStore("memory"), mode=mode, policy=policy, repair=0.4)
     first_logits(model, joined(A, B), cache)

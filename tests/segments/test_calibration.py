@@ -48,9 +48,9 @@ def chosen(policy: SegmentPolicy) -> dict:
 def test_the_chosen_setting_keeps_the_bound_and_is_the_policy(policy):
     row = chosen(policy)
     assert row["kl"] <= policy.bound == 0.5
-    assert all(row[name] == getattr(policy, name) for name in ("check_layer", "probe", "similarity", "repair", "repair_by"))
-    most = max(each["saved"] for each in policy.measured if each["kl"] <= 0.5 and each["probe"] > -1 and each["quantization"] == "none")
-    assert row["saved"] >= most - 0.02
+    assert all(row[name] == getattr(policy, name) for name in ("similarity", "repair", "repair_depth", "guard"))
+    most = max(each["saved"] for each in policy.measured if each["kl"] <= 0.5 and each["quantization"] == "none")
+    assert row["saved"] >= most - 0.05
 
 
 def test_what_is_measured_comes_out_again_when_the_policy_is_used(model, policy):
@@ -67,10 +67,11 @@ def test_what_is_measured_comes_out_again_when_the_policy_is_used(model, policy)
                 found.append(model(input_ids=token, past_key_values=cache).logits)
                 expected.append(model(input_ids=token, past_key_values=full).logits)
         p, q = (torch.cat(logits, 1)[0].double().softmax(-1) for logits in (expected, found))
-        if any(span.tier in ("guarded", "repaired", "probed") for span in cache.report().spans):
+        if any(span.tier in ("guarded", "repaired") for span in cache.report().spans):
             kls.append(float((p * (p / q).log()).sum(-1).mean()))
         saved.append(cache.report().flops_saved)
         del cache
+        store.flush()
     store.close()
     assert kls
     assert chosen(policy)["kl"] == pytest.approx(sum(kls) / len(kls), abs=1e-4)
@@ -115,30 +116,21 @@ def test_prompts_without_anything_approximate_do_not_water_the_measurements_down
     assert (untouched.kl, untouched.same) == (0.0, 1.0)
 
 
-def test_the_best_keeps_the_bounds_has_a_gate_and_is_the_strictest_of_those_that_save_as_much():
-    loose, strict = measured(answered(0.02, 0.62, same=0.9), probe=0.5), measured(answered(0.02, 0.6, same=0.8), probe=0.9)
-    done = [
-        measured(answered(0.0, 0.1), probe=1.01),
-        measured(answered(0.0, 0.9), probe=-1.0),
-        measured(answered(0.06, 0.8), probe=0.7),
-        loose,
-        strict,
-        measured(answered(0.0, 0.55), probe=0.99),
-    ]
+def test_the_best_keeps_the_bounds_and_is_the_strictest_of_those_that_save_as_much():
+    loose, strict = measured(answered(0.02, 0.62, same=0.9), similarity=0.3), measured(answered(0.02, 0.6, same=0.8), similarity=0.8)
+    done = [measured(answered(0.0, 0.1)), measured(answered(0.06, 0.8), similarity=0.0), loose, strict]
     assert Bounds(0.05, slack=0.04).best(done) is strict
     assert Bounds(0.05, slack=0.01).best(done) is loose
-    assert Bounds(0.05, 0.85, slack=0.04).best(done) is loose
-    assert Bounds(0.01, slack=0.04).best(done).policy.probe == 0.99
+    assert Bounds(0.05, same=0.85, slack=0.04).best(done) is loose
+    assert Bounds(0.01, slack=0.04).best(done) is done[0]
 
 
-@given(st.lists(st.floats(-0.9, 1), max_size=30))
-def test_of_the_thresholds_to_try_the_first_rejects_no_probe_and_the_next_ones_more_and_more(scores):
-    thresholds = measured(answered(0.0, scores=tuple((score, 20) for score in scores))).thresholds()
-    rejected = [sum(score < threshold for score in scores) for threshold in thresholds]
-    assert bool(thresholds) == bool(scores)
-    assert rejected[:1] in ([], [0])
-    assert rejected == sorted(rejected)
-    assert all(count <= 0.3 * len(scores) for count in rejected)
+def test_a_bound_on_each_prompt_refuses_what_is_good_only_on_average():
+    uneven = measured(*[answered(0.0, 0.6)] * 9, answered(0.2, 0.6), similarity=0.3)
+    done = [measured(answered(0.0, 0.1)), uneven]
+    assert Bounds(0.05).best(done) is uneven
+    assert Bounds(0.05, worst=0.1).best(done) is done[0]
+    assert uneven.row(chosen=False)["kl_max"] == 0.2
 
 
 def test_the_policy_says_how_often_the_next_token_is_that_of_the_model_alone(model, policy):
@@ -147,23 +139,6 @@ def test_the_policy_says_how_often_the_next_token_is_that_of_the_model_alone(mod
     assert any(row["same"] < 1 for row in strict.measured)
     assert all(0 <= row["same"] <= 1 and row["same"] * 4 * len(PROMPTS) < 17 for row in policy.measured)
     assert "same" in policy.describe_calibration()
-
-
-def test_with_cuts_guards_of_the_lower_layers_are_measured_and_keep_the_bound(model):
-    policy = calibrate(model, None, PROMPTS, bound=100.0, cuts=1, **OPTIONS)
-    assert [share for share, _ in policy.guard if share < 1] == [0.25, 0.5, 0.75]
-    tokens = [tokens for share, tokens in policy.guard if share < 1]
-    assert tokens == sorted(tokens)
-    alone = [row for row in policy.measured if row["similarity"] > 1 and row["probe"] > 1 and " " not in row["guard"]]
-    assert {row["guard"] for row in alone} == {"", f"0.25:{tokens[0]}"}
-    without, guarded = sorted(alone, key=lambda row: len(row["guard"]))
-    assert guarded["saved"] > without["saved"]
-    assert (without["kl"], guarded["kl"] > 0) == (0.0, True)
-
-
-def test_guards_of_the_lower_layers_that_break_the_bound_are_left_out(model):
-    assert calibrate(model, None, PROMPTS, bound=0.0, cuts=1, **OPTIONS).guard == ()
-    assert calibrate(model, None, PROMPTS, bound=0.0, **OPTIONS).guard == SegmentPolicy().guard
 
 
 def test_a_policy_is_saved_with_its_measurements_and_refused_for_another_model(model, policy, tmp_path):
@@ -186,10 +161,8 @@ def test_models_whose_keys_cannot_be_moved_are_refused():
         ({"bound": -1.0}, "bound: expected a number of at least 0"),
         ({"slack": "much"}, "slack: expected"),
         ({"least_same": 1.5}, "least_same: expected a number of at least 0, up to 1"),
-        ({"cuts": 0}, "cuts: expected"),
         ({"asked": 0}, "asked: expected an integer of at least 1"),
         ({"asked": 500}, "prompts: expected at least 502 tokens in each"),
-        ({"check_layers": [4]}, "check_layers: expected layers from 1 to 3"),
         ({"quantization": "int2"}, "quantization: expected"),
         ({"prompts": PROMPTS[:1]}, "prompts: expected at least two"),
         ({"prompts": {}}, "prompts: expected at least two"),
@@ -208,6 +181,7 @@ def test_asked_tokens_get_the_logits_of_one_pass_over_everything(model, asked):
     with torch.no_grad():
         expected = model(torch.tensor([ids])).logits[0, -asked - 1 : -1]
     for cache in (None, SegmentReuseCache(model, store, mode="auto"), SegmentReuseCache(model, store, mode="auto")):
+        store.flush()
         torch.testing.assert_close(next_tokens(model, ids[:-asked], ids[-asked:], cache), expected, atol=1e-4, rtol=1e-4)
     assert cache.report().reused_tokens == len(ids) - asked - 1
     store.close()
@@ -220,21 +194,3 @@ def test_divergence_is_that_of_the_textbook(left, right):
     found = float(divergence(torch.tensor([left]), torch.tensor([right])))
     assert found == pytest.approx(expected, abs=1e-4)
     assert found >= 0
-
-
-def test_looking_at_keys_counts_as_work(model):
-    saved, probed = {}, {}
-    for repair_by in ("first", "deviation"):
-        for mode in ("approximate", "auto"):
-            policy = SegmentPolicy(probe=-1.0, similarity=1.01, probing=1.0, repair_by=repair_by, shortest=8)
-            store = SegmentStore("memory", quantization=None)
-            next_tokens(model, PROMPTS[0], [5], SegmentReuseCache(model, store, mode="auto"))
-            cache = SegmentReuseCache(model, store, mode=mode, policy=policy)
-            next_tokens(model, PROMPTS[1], [5], cache)
-            saved[repair_by, mode], probed[mode] = cache.report().flops_saved, cache.probes
-            store.close()
-    assert not probed["approximate"]
-    # The tokens of a probe run through one layer, and are looked at in the next one.
-    gap = saved["first", "approximate"] - saved["first", "auto"]
-    assert gap == pytest.approx(len(probed["auto"]) * 5 * 2 / (4 * len(PROMPTS[1])), rel=0.2)
-    assert saved["first", "approximate"] - saved["deviation", "approximate"] > 3 * gap

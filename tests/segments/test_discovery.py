@@ -101,53 +101,41 @@ def assert_partition(spans: list[tuple[int, int]], length: int) -> None:
 # --- the rule ------------------------------------------------------------------------------------------------------------------------
 
 
-def slow_spans(sections: list[list[list[int]]], shortest: int, longest: int) -> list[int]:
-    """The sizes of the spans that the rule gives, from the sizes of lines in blocks in sections between walls."""
+def slow_spans(sections: list[list[int]], shortest: int, longest: int) -> list[int]:
+    """The sizes of the spans that the rule gives, from the sizes of blocks in sections between walls."""
 
-    def together(sizes: list[int]) -> list[int]:
-        groups: list[list[int]] = [[]]
-        for size in sizes:
-            if sum(groups[-1]) >= shortest:
-                groups.append([])
-            groups[-1].append(size)
-        if len(groups) > 1 and sum(groups[-1]) < shortest and sum(groups[-2] + groups[-1]) <= longest:
-            groups[-2:] = [groups[-2] + groups[-1]]
-        out = []
-        for group in groups:
-            whole, rest = divmod(sum(group), longest)
-            out += [longest] * whole + [rest] * (rest > 0)
-        return out
+    def windows(size: int) -> list[int]:
+        whole, rest = divmod(size, longest)
+        return [longest] * whole + [rest] * (rest > 0)
 
     out: list[int] = []
     for section in sections:
-        blocks = []
-        for block in section:
-            for is_long, some in itertools.groupby(block, lambda size: size >= 2 * shortest):
-                lines = list(some)
-                blocks += [[line] for line in lines] if is_long else [lines]
-        for is_long, near in itertools.groupby(blocks, lambda block: sum(block) >= shortest):
-            neighbours = list(near)
-            for sizes in neighbours if is_long else [[sum(block) for block in neighbours]]:
-                out += together(sizes)
+        for is_long, near in itertools.groupby(section, lambda size: size >= shortest):
+            joined = 0
+            for size in near:
+                joined += size
+                if joined >= shortest:
+                    out += windows(joined)
+                    joined = 0
+            out += windows(joined)
+            assert not (is_long and joined)
     return out
 
 
-LINE = st.integers(1, 4) | st.integers(1, 12) | st.integers(1, 60)
-SECTIONS = st.lists(st.lists(st.lists(LINE, min_size=1, max_size=7), min_size=1, max_size=6), min_size=1, max_size=3)
+BLOCK = st.integers(2, 5) | st.integers(2, 12) | st.integers(2, 60)
+SECTIONS = st.lists(st.lists(BLOCK, min_size=1, max_size=7), min_size=1, max_size=3)
 
 
 @given(sections=SECTIONS, sizes=st.sampled_from([(16, 128), (8, 8), (6, 9), (5, 30), (1, 3), (20, 21)]))
-def test_spans_follow_from_lines_blocks_and_walls_as_the_docstring_says(sections: list[list[list[int]]], sizes: tuple[int, int]) -> None:
+def test_spans_follow_from_blocks_and_walls_as_the_docstring_says(sections: list[list[int]], sizes: tuple[int, int]) -> None:
     # A token for each character. A block ends in a blank line, a section begins with a separator.
-    lines = [[["x" * size + "\n" for size in block] for block in section] for section in sections]
-    for section in lines:
-        section[0][0] = "@" + section[0][0]
-        for block in section:
-            block[-1] += "\n"
-    text = "".join(line for section in lines for block in section for line in block)
+    blocks = [["x" * size + "\n\n" for size in section] for section in sections]
+    for section in blocks:
+        section[0] = "@" + section[0]
+    text = "".join(block for section in blocks for block in section)
     shortest, longest = sizes
     spans = Discovery(bytes_only(), separators=["@"], shortest=shortest, longest=longest).spans(encoded(text, bytes_only()))
-    expected = slow_spans([[[len(line) for line in block] for block in section] for section in lines], shortest, longest)
+    expected = slow_spans([[len(block) for block in section] for section in blocks], shortest, longest)
     assert [stop - start for start, stop in spans] == expected
 
 
@@ -210,7 +198,7 @@ def test_a_block_is_cut_in_the_same_way_wherever_it_stands(chosen: list[str], lo
 )
 def test_any_row_falls_into_spans_and_given_ones_are_kept(texts: list[str], odd: list[int], edges: list[int], with_tokenizer: bool) -> None:
     ids = [*odd, *encoded("".join(texts)), *odd]
-    discovery = Discovery(tokenizer_of_testbed() if with_tokenizer else None, longest=40)
+    discovery = Discovery(tokenizer_of_testbed() if with_tokenizer else None, shortest=16, longest=40)
     edges = sorted(min(edge, len(ids)) for edge in edges)
     given_spans = list(zip(edges[::2], edges[1::2], strict=False))
     spans = discovery.spans(ids, given_spans[::-1])
@@ -240,8 +228,7 @@ def test_a_prompt_is_cut_at_messages_and_blank_lines() -> None:
         "<|im_start|>system\nYou are a careful assistant who reads.\n\n",
         "All of the tools are listed below, in order.\n\n",
         '{"name": "find", "place": "here"}\n<|im_end|>\n',
-        "<|im_start|>user\n",
-        "The lion is red and the bear is green. What is x?<|im_end|>\n",
+        "<|im_start|>user\nThe lion is red and the bear is green. What is x?<|im_end|>\n",
         "<|im_start|>assistant\n",
     ]
 
@@ -359,7 +346,7 @@ def test_unknown_ids_and_no_ids_have_no_text() -> None:
 
 def test_blank_lines_are_found_where_line_ends_are_bytes() -> None:
     tokenizer = sentencepiece_like()
-    found = texts_of(Discovery(tokenizer, shortest=4), "one of the things\n\nTitle of it all\nis here and there", tokenizer)
+    found = texts_of(Discovery(tokenizer, shortest=4), "one of the things\n\nTitle of it all\n\nis here and there", tokenizer)
     assert [text.strip() for text in found] == ["one of the things", "Title of it all", "is here and there"]
 
 

@@ -30,7 +30,8 @@ def fields(content: bytes) -> dict[str, int]:
     start = header_end(content)
     header = content[:start]
     found = {"checksum": 5, "crc32": 17, "length": 24, "length, high": 31, "head": header.index(b'"head"') + 10}
-    found |= {name: header.index(name.encode()) + len(name) + 6 for name in ("scope", "ids", "left", "right", "start", "fresh", "stored")}
+    names = ("scope", "ids", "left", "right", "start", "fresh", "context", "form")
+    found |= {name: header.index(name.encode()) + len(name) + 6 for name in names}
     for name, entry in json.loads(header[32:]).items():
         if name != "__metadata__":
             first, last = entry["data_offsets"]
@@ -308,15 +309,15 @@ def test_a_segment_that_is_not_what_its_head_says_is_a_miss_and_is_mended(model,
 @pytest.mark.parametrize(
     "change",
     [
-        {"stored": {}},
-        {"stored": {"quantization": None, "dtype": "float32", "piles": [[0, 10**9]], "dims": [], "cuts": []}},
-        {"stored": {"quantization": None, "dtype": "float32", "piles": 3, "dims": [], "cuts": []}},
-        {"stored": {"quantization": "int3", "dtype": "float32", "piles": [[0, 1]], "dims": [], "cuts": []}},
+        {"form": {}},
+        {"form": {"quantization": None, "dtype": "float32", "piles": [[0, 10**9]], "dims": []}},
+        {"form": {"quantization": None, "dtype": "float32", "piles": 3, "dims": []}},
+        {"form": {"quantization": "int3", "dtype": "float32", "piles": [[0, 1]], "dims": []}},
         {"start": -1},
         {"start": 1.5},
         {"ids": "!"},
         {"ids": None},
-        {"signature": "AAAA"},
+        {"context": "!"},
         {"origin": "computed"},
     ],
 )

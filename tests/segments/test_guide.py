@@ -1,4 +1,4 @@
-"""What docs/segments.md says of options, bytes and its picture is so."""
+"""What docs/segments.md says of options and its picture is so."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from xml.dom import minidom
 
-from transformers import LlamaConfig
-
 from hf_kvcaches import SegmentPolicy
-from hf_kvcaches.reuse.layout import payload_bytes
 
 DOCS = Path(__file__).parents[2] / "docs"
 GUIDE = (DOCS / "segments.md").read_text(encoding="utf-8")
@@ -25,15 +22,6 @@ def test_a_policy_has_the_defaults_that_the_guide_names():
     policy = SegmentPolicy()
     assert {name: value.strip('`"') for name, value in named.items()} == {name: str(getattr(policy, name)) for name in named}
     assert set(named) == {field.name for field in fields(policy)} - {"bound", "measured"}
-
-
-def test_the_bytes_of_the_papers_example_are_those_of_the_formulas():
-    config = LlamaConfig(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8)
-    told = re.search(r"`depth=12`: ([\d,]+) and ([\d,]+) bytes", GUIDE)
-    assert told is not None
-    assert [int(number.replace(",", "")) for number in told.groups()] == [
-        payload_bytes(config, "int8", depth=depth) for depth in (None, 12)
-    ]
 
 
 def test_the_picture_of_the_guide_can_be_read():

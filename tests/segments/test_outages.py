@@ -6,6 +6,7 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
 from hf_kvcaches import SegmentReuseCache, SegmentStore
 from hf_kvcaches.errors import ConfigError
@@ -101,11 +102,11 @@ class _Stopping(SegmentStore):
 
     server = None
 
-    def reading(self):
+    def load(self, *arguments):
         if self.server is not None:
             self.server.stop()
             self.server = None
-        return super().reading()
+        return super().load(*arguments)
 
 
 def forget_pause(store: SegmentStore) -> None:
@@ -191,10 +192,10 @@ def test_nobody_else_waits_while_one_thread_waits_for_a_server(model, proxy):
     with ThreadPoolExecutor(1) as other, said():
         waiting = other.submit(store.refresh)
         assert proxy.unanswered.acquire(timeout=30)
-        assert store.reading().acquire(blocking=False)
-        store.reading().release()
+        assert store.catalog.lock.acquire(timeout=1)
+        store.catalog.lock.release()
         for key in keys:
-            store.used(key, 1)
+            store.catalog.used(key, 1)
         assert not waiting.done()
         proxy.close()
         waiting.result()
@@ -205,16 +206,43 @@ def test_a_slow_server_costs_a_request_no_more_than_its_time(model, proxy):
     for seed in range(2):
         ask(model, prompt(seed), store)
     store.flush()
-    proxy.delay = 0.2
-    for seed in (0, 1, 0):
-        before = proxy.asked
-        with said():
-            assert right(model, prompt(seed), store).reused < WHOLE
-            # One more may be asked before the time is over; nothing is written, for nothing is new.
-            assert proxy.asked - before <= 2 * 4
-            store.flush()
+    for delay, reused in ((0.2, WHOLE), (0.6, 0)):
+        proxy.delay = delay
+        for seed in (0, 1, 0):
+            before = proxy.asked
+            with said():
+                assert right(model, prompt(seed), store).reused == reused
+                store.flush()
+            # Whether there is news, and all tensors; where the first answer was too late, at most a new connection.
+            assert proxy.asked - before <= 2
+    # The list of what is there takes two answers, and another store has no time left to read anything.
     proxy.delay = 0.0
-    assert right(model, prompt(0), store).reused == WHOLE
+    other = SegmentStore(proxy.location, quantization=None, timeout=0.5)
+    proxy.delay = 0.3
+    before = proxy.asked
+    with said():
+        assert ask(model, prompt(0), other, tokens=1).reused == 0
+    assert proxy.asked - before <= 3  # two, and the first of what is stored behind it
+    proxy.delay = 0.0
+    other.flush()
+    assert right(model, prompt(0), other).reused == WHOLE
+
+
+def test_a_request_asks_a_server_twice_however_many_segments_it_reuses(model, proxy):
+    prompts = prompt(0), torch.cat([prompt(1), prompt(2), prompt(3), prompt(4)], 1)
+    store = SegmentStore(proxy.location, quantization=None, timeout=30)
+    for asked in prompts:
+        ask(model, asked, store)
+    store.flush()
+    other = SegmentStore(proxy.location, quantization=None, timeout=30)
+    other.refresh()  # lists what is there
+    for asked in prompts:
+        before = proxy.asked
+        answer = ask(model, asked, other)
+        other.flush()
+        assert answer.reused == asked.shape[1] - 1
+        # What has changed, and all tensors at once; nothing is new.
+        assert proxy.asked - before <= 2
 
 
 # Things that can't be used in a folder that can

@@ -34,7 +34,7 @@ def written(location: str) -> int:
     with said() as sentences, SegmentStore(location, quantization=None) as store:
         report = store.report()
         for stored in open_blobs(location).changes().added:
-            assert store.tensors(stored.key) is not None
+            assert store.load([stored.key]).get(stored.key) is not None
     assert sentences == []
     assert report.bytes == real_bytes(location)
     return report.segments

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hf_kvcaches.errors import ArtifactError, ConfigError
-from hf_kvcaches.stores.blobs import BlobStore, MemoryBlobs, Stored, StoreUnavailable
+from hf_kvcaches.stores.blobs import BlobHead, BlobStore, MemoryBlobs, NewBlob, StoreUnavailable
 from hf_kvcaches.stores.catalog import Catalog
 from tests.stores.blob_helpers import PROCESSES
 
@@ -22,18 +22,14 @@ class Known:
 
     def __init__(self) -> None:
         self.keys: set[str] = set()
-        self.old: list[str] = []
 
-    def add(self, blobs: Sequence[Stored]) -> dict[str, int]:
+    def add(self, blobs: Sequence[BlobHead]) -> dict[str, int]:
         tokens = {blob.key: blob.head["tokens"] for blob in blobs if "tokens" in blob.head}
         self.keys |= tokens.keys()
         return tokens
 
     def remove(self, keys: Sequence[str]) -> None:
         self.keys -= set(keys)
-
-    def expired(self) -> Sequence[str]:
-        return self.old
 
 
 def catalog(location: str | BlobStore = "memory", max_bytes: int | str | None = None, **options: Any) -> Catalog:
@@ -42,12 +38,17 @@ def catalog(location: str | BlobStore = "memory", max_bytes: int | str | None = 
 
 def put(made: Catalog, *keys: str, tokens: int = 10) -> None:
     for key in keys:
-        assert made.put(key, {"tokens": tokens}, {"x": torch.zeros(100)})
+        assert made.put([NewBlob(key, {"tokens": tokens}, {"x": torch.zeros(100)})])
     made.refresh()
 
 
-def fine(tensors: object) -> None:
+def fine(key: str, tensors: object) -> None:
     pass
+
+
+def read(made: Catalog, key: str, check: Any) -> Any:
+    """The tensors of one blob, or None."""
+    return made.read([key], check).get(key)
 
 
 def test_two_catalogs_of_one_place_are_in_step_after_a_refresh(tmp_path):
@@ -59,7 +60,7 @@ def test_two_catalogs_of_one_place_are_in_step_after_a_refresh(tmp_path):
     assert two.delete("a")
     one.refresh()
     assert one.contents.keys == {"b"}
-    assert one.read("a", fine) is None
+    assert read(one, "a", fine) is None
     assert (one.counts["written"], two.counts["written"]) == (2, 0)
 
 
@@ -74,13 +75,10 @@ def test_the_least_worth_goes_first_then_others_in_place_of_pinned_ones():
     assert made.summary(made.contents.keys)["pinned"] == 1
 
 
-def test_what_is_expired_goes_without_a_cap_and_what_is_too_large_goes_before_what_is_worth_less():
+def test_what_is_too_large_goes_before_what_is_worth_less():
     made = catalog()
-    put(made, "a", "b")
-    made.contents.old = ["a"]
-    made.refresh()
-    assert made.contents.keys == {"b"}
-    made.put("c", {"tokens": 10**6}, {"x": torch.zeros(10_000)})
+    put(made, "b")
+    made.put([NewBlob("c", {"tokens": 10**6}, {"x": torch.zeros(10_000)})])
     made.max_bytes = 5000
     made.refresh()
     assert made.contents.keys == {"b"}
@@ -90,11 +88,11 @@ def test_tensors_that_are_not_those_of_the_head_are_a_miss_and_are_deleted_with_
     made = catalog()
     put(made, "a", "b")
 
-    def wrong(tensors: object) -> None:
+    def wrong(key: str, tensors: object) -> None:
         raise ArtifactError("it is another")
 
     with pytest.warns(RuntimeWarning, match="A damaged thing is made anew") as said:
-        assert made.read("a", wrong) is made.read("b", wrong) is None
+        assert read(made, "a", wrong) is read(made, "b", wrong) is None
     assert len(said) == 1
     assert made.contents.keys == set()
 
@@ -106,12 +104,13 @@ def test_a_place_that_fails_is_a_miss_with_one_warning_but_for_what_is_asked_for
     def fails(*arguments: object) -> None:
         raise StoreUnavailable("It is away.")
 
-    for name in ("tensors", "changes", "put", "pinned", "delete"):
+    for name in ("changes", "put_many", "pinned", "delete"):
         monkeypatch.setattr(made.blobs, name, fails)
+    monkeypatch.setattr(made.blobs, "tensors", fails)
 
     def use() -> None:
-        assert made.read("a", fine) is None
-        assert not made.put("b", {"tokens": 1}, {})
+        assert read(made, "a", fine) is None
+        assert not made.put([NewBlob("b", {"tokens": 1}, {})])
         made.refresh()
         made.max_bytes = 1
         made.refresh()
@@ -123,12 +122,12 @@ def test_a_place_that_fails_is_a_miss_with_one_warning_but_for_what_is_asked_for
     with pytest.raises(StoreUnavailable):
         made.delete("a")
     monkeypatch.undo()
-    assert made.read("a", fine) is not None
+    assert read(made, "a", fine) is not None
 
 
 def test_blobs_of_another_kind_are_left_alone_and_are_not_counted():
     made = catalog(max_bytes=10**6)
-    made.put("a", {"other": 1}, {"x": torch.zeros(100)})
+    made.put([NewBlob("a", {"other": 1}, {"x": torch.zeros(100)})])
     with pytest.warns(RuntimeWarning, match="holds something that is no thing, or one of another version; it is left alone"):
         made.refresh()
     with warnings.catch_warnings():
@@ -144,18 +143,17 @@ def test_what_is_no_size_is_refused(given):
         catalog(max_bytes=given)
 
 
-def test_a_read_is_checked_once_for_each_blob_and_kind_of_check(tmp_path):
+def test_tensors_are_checked_once_for_each_blob(tmp_path):
     made, checks = catalog(f"disk:{tmp_path}", hot_bytes="1 MB"), []
     put(made, "a", "b")
     for key in "aab":
-        made.read(key, lambda tensors: checks.append("one"))
-        made.read(key, lambda tensors: checks.append("other"), kind="other")
-    assert checks == ["one", "other"] * 2
+        made.read([key], lambda key, tensors: checks.append(key))
+    assert checks == ["a", "b"]
     # Another blob under the key.
     made.delete("a")
     put(made, "a")
-    made.read("a", lambda tensors: checks.append("new"))
-    assert checks[4:] == ["new"]
+    made.read(["a"], lambda key, tensors: checks.append("new"))
+    assert checks[2:] == ["new"]
 
 
 # Time to live
@@ -177,10 +175,10 @@ def test_a_blob_that_is_too_old_is_a_miss_and_is_deleted_by_any_process_that_has
     put(made, "b")
     for each in (other, forever):
         each.refresh()
-    assert all(each.read("a", fine) is not None for each in (made, other, forever))
+    assert all(read(each, "a", fine) is not None for each in (made, other, forever))
     clock.now += 11
-    assert made.read("a", fine) is other.read("a", fine) is None
-    assert forever.read("a", fine) is not None
+    assert read(made, "a", fine) is read(other, "a", fine) is None
+    assert read(forever, "a", fine) is not None
     forever.refresh()
     assert forever.contents.keys == {"a", "b"}
     other.refresh()
@@ -188,10 +186,10 @@ def test_a_blob_that_is_too_old_is_a_miss_and_is_deleted_by_any_process_that_has
     assert other.counts["evicted"] == 1
     made.refresh()
     assert made.contents.keys == {"b"}
-    assert made.read("b", fine) is not None
+    assert read(made, "b", fine) is not None
     # It may be put again, and is as young as any.
     put(made, "a")
-    assert made.read("a", fine) is not None
+    assert read(made, "a", fine) is not None
 
 
 def test_what_is_too_old_goes_though_it_is_pinned_and_the_pin_stays():
@@ -218,9 +216,6 @@ def test_what_does_not_say_when_it_was_made_is_too_old():
 def test_what_is_no_time_to_live_is_refused(given):
     with pytest.raises(ConfigError, match="time_to_live: expected a number of seconds above 0, or None"):
         catalog(time_to_live=given)
-
-
-# How fast a place is
 
 
 # A back-end of one's own
@@ -250,8 +245,8 @@ def test_files_and_connections_stay_as_few_as_they_were_over_many_reads_and_writ
     def use(times: int) -> int:
         for number in range(times):
             key = f"{number % 50:x}"
-            if made.read(key, fine) is None:
-                made.put(key, {"tokens": 1}, {"x": torch.zeros(100)})
+            if read(made, key, fine) is None:
+                made.put([NewBlob(key, {"tokens": 1}, {"x": torch.zeros(100)})])
             if number % 10 == 0:
                 made.refresh()
         return len(os.listdir("/proc/self/fd"))
@@ -269,7 +264,7 @@ def ask_on(location: str, out: Any, seed: int, cap: int) -> None:
     for _ in range(200):
         made.refresh()
         key = f"{min(random.randrange(30), random.randrange(30)):x}"
-        hits.append(made.read(key, fine) is not None)
+        hits.append(read(made, key, fine) is not None)
         if hits[-1]:
             made.used(key, 10)
         else:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_kvcaches.stores.blobs import MemoryBlobs, Stored
+from hf_kvcaches.stores.blobs import BlobHead, MemoryBlobs, NewBlob
 from hf_kvcaches.stores.catalog import Catalog
 from tests.stores.test_catalog import catalog as catalog_of
 
@@ -15,7 +15,7 @@ from tests.stores.test_catalog import catalog as catalog_of
 class Sized(MemoryBlobs):
     """Blobs that take as many bytes as their heads say."""
 
-    def heads(self, keys: list[str]) -> list[Stored]:
+    def heads(self, keys: list[str]) -> list[BlobHead]:
         return [blob._replace(bytes=blob.head["size"]) for blob in super().heads(keys)]
 
 
@@ -24,7 +24,7 @@ def catalog() -> Catalog:
 
 
 def add(blobs: Catalog, key: str, size: int, tokens: int) -> None:
-    blobs.put(key, {"size": size, "tokens": tokens}, {})
+    blobs.put([NewBlob(key, {"size": size, "tokens": tokens}, {})])
     blobs.follow()
 
 

@@ -7,10 +7,11 @@ import torch
 
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.stores import hot
+from hf_kvcaches.stores.blobs import NewBlob
 from hf_kvcaches.stores.hot import HotTier, slab
 from hf_kvcaches.stores.location import open_blobs
 from tests.stores.blob_helpers import DTYPES, HEAD, blob, key_of, same
-from tests.stores.test_catalog import catalog, fine, put
+from tests.stores.test_catalog import catalog, fine, put, read
 
 ONE = 400  # bytes of the tensors that `put` stores
 
@@ -27,9 +28,9 @@ SHARED = pytest.mark.parametrize("shared", ["disk", "redis"], indirect=True)
 def test_a_second_read_asks_the_place_for_nothing(shared, monkeypatch):
     made = catalog(shared, hot_bytes="1 MB")
     put(made, "a")
-    first = made.read("a", fine)
-    monkeypatch.setattr(made.blobs, "tensors", lambda key: pytest.fail("the place was asked"))
-    assert same(made.read("a", fine), first)
+    first = read(made, "a", fine)
+    monkeypatch.setattr(made.blobs, "get_many", lambda keys: pytest.fail("the place was asked"))
+    assert same(read(made, "a", fine), first)
     summary = made.summary(["a"])
     assert (summary["loads"], summary["hot_hits"], summary["hot_bytes"]) == (1, 1, ONE)
 
@@ -38,9 +39,9 @@ def test_the_least_recently_used_leave_first():
     made = catalog(hot_bytes=2 * ONE)
     put(made, "a", "b", "c")
     for key in "abacac":
-        made.read(key, fine)
+        read(made, key, fine)
     assert (made.counts["loads"], made.counts["hot_hits"]) == (3, 3)
-    made.read("b", fine)
+    read(made, "b", fine)
     assert made.counts["loads"] == 4
     assert made.summary([])["hot_bytes"] == 2 * ONE
 
@@ -48,18 +49,18 @@ def test_the_least_recently_used_leave_first():
 def test_a_blob_that_is_larger_than_the_tier_is_not_kept_and_drives_nothing_out():
     made = catalog(hot_bytes=ONE)
     put(made, "a")
-    made.put("b", {"tokens": 1}, {"x": torch.zeros(1000)})
+    made.put([NewBlob("b", {"tokens": 1}, {"x": torch.zeros(1000)})])
     made.refresh()
     for key in "aba":
-        made.read(key, fine)
+        read(made, key, fine)
     assert (made.counts["loads"], made.counts["hot_hits"]) == (2, 1)
 
 
 def test_without_a_tier_nothing_is_kept():
     made = catalog()
     put(made, "a")
-    made.read("a", fine)
-    made.read("a", fine)
+    read(made, "a", fine)
+    read(made, "a", fine)
     assert (made.counts["loads"], made.summary([])["hot_bytes"]) == (2, 0)
 
 
@@ -68,20 +69,20 @@ def test_what_another_process_deleted_or_replaced_is_not_served_after_a_refresh(
     made, other = catalog(shared, hot_bytes="1 MB"), open_blobs(shared)
     put(made, "a", "b")
     for key in "ab":
-        made.read(key, fine)
+        read(made, key, fine)
     other.delete("a")
     other.delete("b")
     other.put("b", {"tokens": 10}, {"x": torch.ones(100)})
     made.refresh()
-    assert made.read("a", fine) is None
-    assert bool((made.read("b", fine)["x"] == 1).all())
+    assert read(made, "a", fine) is None
+    assert bool((read(made, "b", fine)["x"] == 1).all())
 
 
 def test_what_is_deleted_while_it_is_read_is_not_kept(monkeypatch):
     made = catalog(hot_bytes="1 MB")
     put(made, "a")
-    made.read("a", lambda tensors: made.delete("a"))
-    assert made.read("a", fine) is None
+    made.read(["a"], lambda key, tensors: made.delete("a"))
+    assert read(made, "a", fine) is None
     assert made.summary([])["hot_bytes"] == 0
 
 
@@ -94,10 +95,10 @@ def test_the_tier_is_on_the_device_of_its_first_reader():
 
 def test_reshaping_what_was_handed_out_leaves_the_tier_alone():
     made = catalog(hot_bytes="1 MB")
-    made.put("a", {"tokens": 1}, blob())
+    made.put([NewBlob("a", {"tokens": 1}, blob())])
     made.refresh()
     for _ in range(3):
-        handed = made.read("a", fine)
+        handed = read(made, "a", fine)
         assert same(handed, blob())
         handed["scale"].unsqueeze_(0)
     assert made.counts["hot_hits"] == 2
@@ -149,7 +150,7 @@ def test_with_cuda_the_tier_on_the_cpu_is_pinned_once_for_each_blob(pinned_sizes
     made = catalog(f"disk:{tmp_path}", hot_bytes="1 MB")
     put(made, "a")
     for _ in range(3):
-        made.read("a", fine)
+        read(made, "a", fine)
     assert len(pinned_sizes) == 1
 
 

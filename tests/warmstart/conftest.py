@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_kvcaches.warmstart import planning
+from hf_kvcaches.warmstart import cache
 from tests.stores.conftest import location, proxy, redis_location, server, shared_server
 
 __all__ = ["location", "proxy", "redis_location", "server", "shared_server"]
@@ -13,5 +13,5 @@ __all__ = ["location", "proxy", "redis_location", "server", "shared_server"]
 @pytest.fixture(autouse=True)
 def few_tokens_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Most prompts here are short."""
-    monkeypatch.setattr(planning, "WORTH", 2)
-    monkeypatch.setattr(planning, "SHARE", 10**6)
+    monkeypatch.setattr(cache, "WORTH", 2)
+    monkeypatch.setattr(cache, "SHARE", 10**6)

@@ -24,7 +24,7 @@ def test_fine_codes_start_a_prompt_as_plain_states_do(changed):
     for quantization in (None, codec_of(model)):
         cache = WarmStartCache(model, library_of(model, earlier, quantization=quantization), gate=OPEN)
         logits.append(logits_of(model, prompt, cache, new=3))
-        assert cache.report().reused_tokens > 20
+        assert cache.report().reused_tokens >= 20
     torch.testing.assert_close(logits[1], logits[0], atol=4e-2, rtol=0)
 
 
@@ -80,7 +80,7 @@ def test_entries_that_another_codec_coded_do_not_load(tmp_path: Path):
     model, codec = tiny.llama(), codec_of(tiny.llama())
     library = library_of(model, tiny.ids(1, 40), quantization=codec)
     packed = library._packed()
-    packed.settings["quantization"] = layout.name_of(codec.at(0.25))
+    packed.quantization = layout.name_of(codec.at(0.25))
     packed.save_pretrained(tmp_path)
-    with pytest.raises(ArtifactError, match="Prompt 0 is stored as"):
+    with pytest.raises(ArtifactError, match="Prompt 0 does not fit"):
         WarmStartLibrary.from_pretrained(tmp_path, model, words(), codec=codec.at(0.25))

@@ -68,7 +68,7 @@ def is_unit(vectors: np.ndarray, count: int, dim: int) -> bool:
 # From the model itself
 
 
-@pytest.mark.parametrize(("kind", "least"), [("model", 0.96), ("hidden", 0.9)])
+@pytest.mark.parametrize(("kind", "least"), [("model", 0.96)])
 def test_the_model_itself_tells_other_wordings_from_other_prompts(bed, kind, least):
     model, tokenizer = bed
     encoder = encoder_of(kind, model)
@@ -129,7 +129,7 @@ def test_a_large_table_is_read_in_part_and_a_wide_one_is_projected(monkeypatch):
     assert np.corrcoef((whole @ whole.T)[upper], (less @ less.T)[upper])[0, 1] > 0.5
 
 
-@pytest.mark.parametrize("kind", ["model", "hidden"])
+@pytest.mark.parametrize("kind", ["model"])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
 def test_a_prompt_has_the_same_vector_alone_in_company_and_from_another_encoder(kind, family):
     model = getattr(tiny, family)()
@@ -145,29 +145,7 @@ def test_a_prompt_has_the_same_vector_alone_in_company_and_from_another_encoder(
         np.testing.assert_allclose(encoder.encode([""], [row])[0], vector, atol=2e-5)
 
 
-def test_hidden_is_the_mean_of_what_leaves_a_quarter_of_the_layers():
-    model = tiny.llama(num_hidden_layers=8)
-    rows = [tiny.ids(length, seed=length).tolist() for length in (3, 50, 20, 21, 50)]
-    with torch.no_grad():
-        states = [model(torch.tensor([row]), output_hidden_states=True).hidden_states[2][0] for row in rows]
-    expected = torch.stack([torch.nn.functional.normalize((state / state.norm(dim=1, keepdim=True)).mean(0), dim=0) for state in states])
-    torch.testing.assert_close(torch.tensor(encoder_of("hidden", model).encode([""] * 5, rows)), expected, rtol=0, atol=1e-5)
-
-
-def test_hidden_runs_no_layer_above_and_leaves_no_hook():
-    model = tiny.llama()
-    ran = []
-    for number, layer in enumerate(model.model.layers):
-        layer.register_forward_hook(lambda *_, number=number: ran.append(number))
-    caches = []
-    model.model.layers[0].register_forward_pre_hook(lambda _, args, kwargs: caches.append(kwargs.get("past_key_values")), with_kwargs=True)
-    encoder_of("hidden", model).encode([""], [[5, 6, 7]])
-    assert (ran, caches) == ([0], [None])
-    model(torch.tensor([[5, 6]]))
-    assert ran == [0, 0, 1, 2, 3]
-
-
-@pytest.mark.parametrize("kind", ["model", "hidden"])
+@pytest.mark.parametrize("kind", ["model"])
 def test_encoding_between_the_tokens_of_a_generation_changes_nothing(kind):
     model = tiny.llama()
     ids = tiny.ids(1, 20)
@@ -189,13 +167,6 @@ def test_encoding_between_the_tokens_of_a_generation_changes_nothing(kind):
     torch.testing.assert_close(
         generated(lambda: np.testing.assert_array_equal(encoder.encode(["", ""], rows), alone)), expected, rtol=0, atol=0
     )
-
-
-def test_hidden_takes_no_more_tokens_than_the_model_has_positions_for():
-    model = tiny.gpt2()
-    long = tiny.ids(300).tolist()
-    encoder = encoder_of("hidden", model)
-    np.testing.assert_allclose(encoder.encode([""], [long]), encoder.encode([""], [long[:256]]), atol=1e-6)
 
 
 # A sentence-transformers model
@@ -315,8 +286,8 @@ def test_what_a_function_must_not_make_is_refused(vectors, message):
 @pytest.mark.parametrize(
     ("encoder", "message"),
     [
-        (7, "encoder: expected 'model', 'hidden'"),
-        ("", "encoder: expected 'model', 'hidden'"),
+        (7, "encoder: expected 'model'"),
+        ("", "encoder: expected 'model'"),
         (lambda texts: np.ones(3), r"encoder: expected a function that makes \(1, dim\) numbers"),
         (lambda texts: "x", "encoder: expected a function that makes an array of numbers"),
     ],

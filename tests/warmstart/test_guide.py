@@ -13,16 +13,15 @@ GUIDE = (DOCS / "warmstart.md").read_text(encoding="utf-8")
 
 
 def test_the_gate_has_the_defaults_that_the_guide_names():
-    rows = dict(re.findall(r"^\| `(reusable|tau|lengths|lexical|content)` \| ([^|]+?) \|", GUIDE, flags=re.MULTILINE))
-    gate = WarmStartGate()
-    assert rows.pop("lengths") == f"{gate.lengths[0]} to {gate.lengths[1]}"
-    assert rows == {name: str(getattr(gate, name)) for name in ("reusable", "tau", "lexical", "content")}
+    names = ("reusable", "tau", "similarity", "repair", "repair_depth")
+    rows = dict(re.findall(rf"^\| `({'|'.join(names)})` \| ([^|]+?) \|", GUIDE, flags=re.MULTILINE))
+    assert rows == {name: str(getattr(WarmStartGate(), name)) for name in names}
 
 
 def test_the_library_has_the_defaults_that_the_guide_names():
     defaults = {name: p.default for name, p in inspect.signature(WarmStartLibrary).parameters.items()}
-    rows = re.findall(r"^\| `(slots|encoder|full|quantization|location|max_bytes)` \| `?\"?([^|`\"]+?)\"?`? \|", GUIDE, flags=re.MULTILINE)
+    rows = re.findall(r"^\| `(encoder|quantization|location|max_bytes)` \| `?\"?([^|`\"]+?)\"?`? \|", GUIDE, flags=re.MULTILINE)
+    assert dict(rows).pop("encoder") == "model"
     assert {name: value for name, value in rows if name != "encoder"} == {
-        name: str(defaults[name]) for name in ("slots", "full", "quantization", "location", "max_bytes")
+        name: str(defaults[name]) for name in ("quantization", "location", "max_bytes")
     }
-    assert dict(rows)["encoder"] == "model"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import base64
-import copy
 import os
 import shutil
 import signal
 import threading
 import time
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -23,14 +22,19 @@ from transformers import PreTrainedModel
 from hf_kvcaches import GrowingCache, WarmStartCache, WarmStartLibrary
 from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch
 from hf_kvcaches.reuse.tokens import as_ids, common_prefix
-from hf_kvcaches.stores.blobs import Stored
-from hf_kvcaches.warmstart.entries import EntryContents
+from hf_kvcaches.stores.blobs import BlobHead
+from hf_kvcaches.warmstart.entries import Entry, EntryContents
 from tests import tiny
 from tests.segments.test_cache import A, B, C, D, joined
 from tests.stores.blob_helpers import PROCESSES, header_end
-from tests.warmstart.warm import OPEN, answer, library_of, logits_of, said, words
+from tests.warmstart.warm import OPEN, answer, logits_of, said, words
 
 EARLIER, CHANGED = joined(A, B, C), joined(A, D[:, :5], B, D[:, 5:8], C)
+
+
+def len_of(texts: list[str]) -> np.ndarray:
+    """An encoder that tells prompts apart by their length alone."""
+    return np.array([[len(text) + 1.0] for text in texts])
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -46,7 +50,7 @@ def prompt(seed: int) -> torch.Tensor:
 
 
 def opened(model: Any, location: str, **options: Any) -> WarmStartLibrary:
-    return WarmStartLibrary(model, words(), location=location, **{"slots": 0, "quantization": None, **options})
+    return WarmStartLibrary(model, words(), location=location, **options)
 
 
 def served(model: Any, library: WarmStartLibrary, ids: torch.Tensor) -> str:
@@ -154,15 +158,7 @@ def test_what_is_no_prompt_is_refused(prompts: Any, message: str) -> None:
     [
         ({"tokenizer": None}, "tokenizer"),
         ({"tokenizer": "gpt2"}, "tokenizer"),
-        ({"tail": 0}, "tail"),
-        ({"tail": True}, "tail"),
-        ({"full": "int8"}, "full: expected True or False, got 'int8'. .* quantization="),
-        ({"full": None}, "full: expected True or False"),
         ({"quantization": "int2"}, "quantization"),
-        ({"slots": -1}, "slots"),
-        ({"slots": 1.5}, "slots"),
-        ({"slots": 0, "full": False}, "nothing would be stored"),
-        ({"layout": "round"}, "layout"),
         ({"encoder": 3}, "encoder"),
         ({"max_bytes": 0}, "max_bytes"),
         ({"location": "cloud"}, "location"),
@@ -173,59 +169,36 @@ def test_bad_arguments_are_refused(arguments: dict[str, Any], message: str) -> N
         WarmStartLibrary(small(), **{"tokenizer": words(), **arguments})
 
 
-def test_a_prompt_and_its_slots_are_as_many_as_asked_for() -> None:
-    model = tiny.llama()
-    library = library_of(model, EARLIER, slots=12, quantization="int8", tail=3)
-    (key,) = library.ids()
-    slots = library.slots_of(key)
-    assert slots is not None
-    assert {layer.keys.shape[1] for layer in slots.layers} == {12}
-    assert slots.length == 107
-    stored, tensors = library.full_of(key) or ({}, {})
-    assert stored["quantization"] == "int8"
-    assert tensors
-    assert not any(name.startswith(("slots", "full")) for name in tensors)
-    assert library.slots_of("none") is None
-    assert library.full_of("none") is None
-    assert library_of(model, EARLIER).slots_of(key) is None
-    assert copy.deepcopy(library) is library
-
-
-def head_of(ids: np.ndarray) -> dict[str, Any]:
-    """Of a blob as a library stores it."""
-    coded = [base64.b64encode(array.tobytes()).decode() for array in (ids.astype("<u4"), np.ones(1, "<f4"))]
-    head = {"kind": "warm-start entry, version 2", "scope": "scope", "text": "", "length": len(ids), "created": 0.0, "sizes": {}}
-    return head | {"provenance": {}, "stored": {}, "ids": coded[0], "embedding": coded[1]}
-
-
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=8), min_size=1, max_size=12), st.lists(st.integers(0, 3), max_size=9))
 def test_the_longest_beginning_is_found_as_by_looking_at_all(prompts: list[list[int]], asked: list[int]) -> None:
-    rows = {str(number): as_ids(row) for number, row in enumerate(prompts)}
-    contents = EntryContents("scope")
-    contents.add([Stored(key, head_of(row), 1) for key, row in rows.items()])
+    rows = [as_ids(row) for row in prompts]
+    entries = [Entry.of("scope", row, "", np.ones(1, np.float32), {}) for row in rows]
+    form = {"quantization": None, "dtype": "float32", "piles": [[0]], "dims": [[1, 4, 4]]}
+    contents = EntryContents("scope", 1)
+    for entry in entries:
+        contents.add([BlobHead(entry.record.key, {**replace(entry.record, form=form).to_dict(), **entry.head()}, 1)])
     best, shared = contents.beginning(as_ids(asked))
-    assert shared == max(common_prefix(row, as_ids(asked)) for row in rows.values())
+    assert shared == max(common_prefix(row, as_ids(asked)) for row in rows)
     assert (best is None) == (shared == 0)
     if best is not None:
-        assert common_prefix(rows[best], as_ids(asked)) == shared
+        assert common_prefix(best.ids, as_ids(asked)) == shared
 
 
 # Files
 
 
-@pytest.mark.parametrize("options", [{"slots": 12, "quantization": None}, {"slots": 0}, {"slots": 12, "full": False}])
+@pytest.mark.parametrize("options", [{}, {"quantization": "int8"}])
 def test_a_library_comes_back_from_its_folder_with_the_same_answers(tmp_path: Path, options: dict[str, Any]) -> None:
     model = tiny.llama()
-    library = WarmStartLibrary(model, words(), layout="paper", tail=2, **options)
+    library = WarmStartLibrary(model, words(), **options)
     library.add([EARLIER[0], D[0]], {"from": "here"})
     library.save_pretrained(tmp_path / "saved")
     again = WarmStartLibrary.from_pretrained(tmp_path / "saved", model, words(), location=f"disk:{tmp_path / 'entries'}")
     assert sorted(again.ids()) == sorted(library.ids())
-    assert (again.slots, again.layout, again.tail, again.full) == (library.slots, "paper", 2, library.full)
     assert again.quantization == library.quantization
     assert all(again.provenance(key) == {"from": "here"} and again.prompt(key) == library.prompt(key) for key in library.ids())
     for ids in (EARLIER, CHANGED, joined(B, C[:, -9:])):
-        caches = [WarmStartCache(model, each, gate=OPEN, swap="sync") for each in (library, again)]
+        caches = [WarmStartCache(model, each, gate=OPEN) for each in (library, again)]
         found = [answer(model, ids, cache, 4) for cache in caches]
         assert torch.equal(torch.stack(found[0].logits), torch.stack(found[1].logits))
         assert caches[0].report().as_dict() == caches[1].report().as_dict()
@@ -248,7 +221,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FingerprintMismatch):
         WarmStartLibrary.from_pretrained(tmp_path / "saved", model, words(50))
     with pytest.raises(ConfigError, match="encoder: expected the one that the library was made with"):
-        WarmStartLibrary.from_pretrained(tmp_path / "saved", model, words(), "hidden")
+        WarmStartLibrary.from_pretrained(tmp_path / "saved", model, words(), len_of)
     for number, damage in enumerate((lambda data: data[: len(data) // 2], lambda data: data[:-9] + bytes([data[-9] ^ 4]) + data[-8:])):
         folder = Path(shutil.copytree(tmp_path / "saved", tmp_path / f"damaged {number}"))
         for path in folder.glob("*.safetensors"):
@@ -264,7 +237,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
 def test_libraries_that_differ_do_not_see_each_other_in_one_place(tmp_path: Path) -> None:
     place, model = f"disk:{tmp_path}", small()
     opened(model, place).add(prompt(0)[0])
-    for options in ({"quantization": "int8"}, {"slots": 4}, {"tail": 2}, {"encoder": "hidden"}):
+    for options in ({"quantization": "int8"}, {"encoder": len_of}):
         with said() as sentences:
             other = opened(model, place, **options)
         assert len(other) == 0
@@ -306,20 +279,6 @@ def test_flipped_bits_anywhere_in_a_file_are_a_miss_that_is_said_once(tmp_path: 
         assert served(model, library, prompt(0)) == "exact"
 
 
-def test_a_damaged_summary_is_a_miss(tmp_path: Path) -> None:
-    model = tiny.llama()
-    library = library_of(model, EARLIER, slots=12, full=False, location=f"disk:{tmp_path}")
-    (path,) = files(tmp_path)
-    data = path.read_bytes()
-    path.write_bytes(data[:-40] + bytes([data[-40] ^ 16]) + data[-39:])
-    with said() as sentences:
-        cache = WarmStartCache(model, library, strategy="slots")
-        close(logits_of(model, EARLIER, cache), logits_of(model, EARLIER))
-    assert cache.report().strategies == ("cold",)
-    assert cache.report().refusals == ("The summary is gone or damaged.",)
-    assert len(sentences) == 1
-
-
 def test_files_that_go_away_are_a_miss(tmp_path: Path) -> None:
     model = small()
     library = opened(model, f"disk:{tmp_path}")
@@ -336,7 +295,7 @@ def test_files_that_go_away_are_a_miss(tmp_path: Path) -> None:
 def test_threads_that_add_and_ask_get_right_answers() -> None:
     """Each asks with the others' prompts coming in, and all run parts of one model."""
     model = small()
-    library, faults = opened(model, "memory", slots=8), []
+    library, faults = opened(model, "memory"), []
 
     def adds(start: int) -> None:
         try:
@@ -354,18 +313,18 @@ def test_threads_that_add_and_ask_get_right_answers() -> None:
         for seed in (100 + asked % 8, 204, 300):
             cold = WarmStartCache(model, library, strategy="exact")
             cold.prefill(prompt(seed))
-        library.near(prompt(100)[0].numpy())
+        library.near(as_ids(prompt(100)[0]))
         asked += 1
     for worker in workers:
         worker.join(60)
     assert not faults
     assert len(library) == 20
     for seed in (*range(100, 112), *range(200, 208)):
-        key = library.exact(prompt(seed)[0].numpy()).key  # type: ignore[union-attr]
+        key = library.exact(as_ids(prompt(seed)[0]))
         alone = GrowingCache(model)
         with torch.no_grad():
             model(prompt(seed), past_key_values=alone)
-        _, tensors = library.full_of(key)  # type: ignore[misc]
+        tensors = library.load([key])[key]
         for layer, own in enumerate(alone.layers):
             close(tensors["keys.0"][layer], own.keys[0])
             close(tensors["values.0"][layer], own.values[0])
@@ -425,12 +384,12 @@ def test_a_process_that_is_killed_while_it_adds_leaves_a_library_that_opens(shar
 
 def test_the_longest_common_beginning_is_found_among_entries_that_share_the_first_thousand_tokens() -> None:
     model = small()
-    library = WarmStartLibrary(model, words(), slots=0, quantization="int4")
+    library = WarmStartLibrary(model, words(), quantization="int4")
     shared = tiny.ids(1, 1100, seed=1)[0]
     for length, seed in ((5, 2), (60, 3), (20, 4), (40, 5)):
         library.add(torch.cat([shared, tiny.ids(1, 80, seed=9)[0][:length], tiny.ids(1, 30, seed=seed)[0]]).tolist())
     asked = as_ids(torch.cat([shared, tiny.ids(1, 80, seed=9)[0]]))
     found, count = library.beginning(asked)
-    longest = max(common_prefix(library.entries.head(key).ids, asked) for key in library.ids())
+    longest = max(common_prefix(library.record(key).ids, asked) for key in library.ids())
     assert found is not None
     assert count == common_prefix(found.ids, asked) == longest >= 1160

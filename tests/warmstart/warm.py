@@ -14,16 +14,14 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hf_kvcaches import WarmStartCache, WarmStartGate, WarmStartLibrary
 from hf_kvcaches.core.decoder import decoder_layers
-from hf_kvcaches.warmstart.summaries.slots import Slots
 from tests import tiny
 
 # Lets everything through, and what only asks for enough tokens.
-OPEN = WarmStartGate(tau=-1.0, lengths=(0.0, 1e9), reusable=0.0, content=None, lexical=False)
-SHUT = WarmStartGate(tau=1.01, reusable=1.01)
+OPEN = WarmStartGate(reusable=0.0)
+SHUT = WarmStartGate(reusable=1.01)
 ONE: dict[str, Any] = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True, "pad_token_id": 0}
 
 
@@ -37,8 +35,8 @@ def words(vocabulary: int = tiny.VOCABULARY) -> PreTrainedTokenizerFast:
 
 
 def library_of(model: Any, *prompts: torch.Tensor, **options: Any) -> WarmStartLibrary:
-    """A library with these prompts, bit for bit and without summaries unless told otherwise."""
-    made = WarmStartLibrary(model, words(), **{"slots": 0, "quantization": None, **options})
+    """A library with these prompts."""
+    made = WarmStartLibrary(model, words(), **options)
     made.add([prompt[0] for prompt in prompts])
     return made
 
@@ -72,7 +70,9 @@ def forced(model: Any, ids: torch.Tensor, cache: Any, mask: torch.Tensor | None 
 
 def taken(cache: WarmStartCache, row: int = 0) -> dict[int, int]:
     """For each place of a row that is reused, where it stood in the neighbour."""
-    return {b.target + n: b.source + n for b in cache.plans[row].choice.blocks for n in range(b.length)}
+    spans = [(span, tokens) for span in cache.plans[row].spans for tokens in span.sources]
+    places = {tokens.start + n: tokens.offset + n for _, tokens in spans for n in range(tokens.stop - tokens.start)}
+    return {index: place for index, place in places.items() if index not in cache.plans[row].computed}
 
 
 @contextlib.contextmanager
@@ -103,43 +103,3 @@ def left_padded(*rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     ids = torch.cat([torch.nn.functional.pad(row, (width - row.shape[1], 0)) for row in rows])
     mask = torch.cat([torch.nn.functional.pad(torch.ones_like(row), (width - row.shape[1], 0)) for row in rows])
     return ids, mask
-
-
-@torch.no_grad()
-def behind_slots(model: PreTrainedModel, slots: Slots, ids: torch.Tensor, first: int, window: int | None = None) -> torch.Tensor:
-    """The logits of tokens behind a summary, (tokens, vocabulary), head by head and key by key.
-
-    Args:
-        model: Of Llama's make.
-        slots: Turned to where they stand before the tokens.
-        ids: (tokens,).
-        first: The position of the first of them.
-        window: How many positions a token sees, itself included, or None.
-    """
-    decoder, config = model.model, model.config
-    kept: list[list[list[tuple[torch.Tensor, torch.Tensor, float, float]]]] = [
-        [
-            [(keys[h, s], values[h, s], float(counts[h, s]), round(float(positions[h, s]))) for s in range(keys.shape[1])]
-            for h in range(keys.shape[0])
-        ]
-        for keys, values, positions, counts in slots.layers
-    ]
-    logits = []
-    for place, token in enumerate(ids.tolist(), first):
-        hidden = decoder.embed_tokens(torch.tensor([[token]]))
-        cos, sin = decoder.rotary_emb(hidden, torch.tensor([[place]]))
-        for layer, held in zip(decoder.layers, kept, strict=True):
-            own, normed = layer.self_attn, layer.input_layernorm(hidden)
-            query, key, value = (made(normed).view(1, 1, -1, own.head_dim).transpose(1, 2) for made in (own.q_proj, own.k_proj, own.v_proj))
-            query, key = apply_rotary_pos_emb(query, key, cos, sin)
-            for head, row in enumerate(held):
-                row.append((key[0, head, 0], value[0, head, 0], 1.0, place))
-            group, outputs = config.num_attention_heads // len(held), []
-            for head in range(config.num_attention_heads):
-                seen = [each for each in held[head // group] if window is None or each[3] > place - window]
-                scores = torch.stack([torch.exp((query[0, head, 0] @ k).double() * own.scaling) * count for k, _, count, _ in seen])
-                outputs.append((scores[:, None] * torch.stack([v for _, v, _, _ in seen]).double()).sum(0) / scores.sum())
-            hidden = hidden + own.o_proj(torch.cat(outputs).float()[None, None])
-            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-        logits.append(model.lm_head(decoder.norm(hidden))[0, 0])
-    return torch.stack(logits)

@@ -1,0 +1,130 @@
+"""Fill a cache with a prompt: find what is stored, plan, load, write, and hand over what remains to the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_kvcaches.core.cache import KVCache
+from hf_kvcaches.core.parallel import HeadShard
+from hf_kvcaches.core.prompt import PrefillCall, Remaining
+from hf_kvcaches.core.refusal import Refusal
+from hf_kvcaches.reuse.cache import ReuseCache
+from hf_kvcaches.reuse.partial import LayerPass, run_layers
+from hf_kvcaches.reuse.plan import Indices, PromptPlan, PromptRow
+from hf_kvcaches.reuse.sparse import RunningPass, SparsePass
+
+
+def fill(cache: ReuseCache, call: PrefillCall) -> int | Remaining:
+    """Write the stored tokens of a prompt into a cache.
+
+    A blob that can't be read is a miss: its tokens are computed.
+
+    Returns:
+        How many of the prompt's tokens the cache took, or the tokens that the model runs.
+    """
+    cache.reason = ""
+    rows, identity = cache.rows_of(call), cache.provenance.identity
+    if isinstance(rows, Refusal):
+        return cache.leave(rows)
+    plan = cache.find(rows, identity)
+    blobs: dict[str, Any] = {}
+    if isinstance(plan, PromptPlan) and (keys := plan.keys):
+        blobs = cache.store.load(keys, call.input_ids.device)
+        plan = plan.without(set(keys) - blobs.keys(), "The stored tokens are gone or damaged.")
+    if cache.shard is not None:
+        plan = _agreed(cache.shard, plan)
+    if isinstance(plan, Refusal):
+        return cache.leave(plan, rows)
+    taken: int | Remaining = 0
+    if plan.keys:
+        cache.write(plan, blobs)
+        taken = _hand_over(cache, call, plan)
+    cache.note(plan, identity)
+    return taken
+
+
+def _agreed(shard: HeadShard, plan: PromptPlan | Refusal) -> PromptPlan | Refusal:
+    """The plan that the processes of a tensor-parallel model have in common: they run the same passes.
+
+    Where plans differ, nothing is reused.
+    """
+    decisions = shard.decisions("" if isinstance(plan, Refusal) else plan.outline())
+    if len(decisions) == 1:
+        return plan
+    differ = "The processes of the tensor-parallel model found different tokens in their stores."
+    if isinstance(plan, Refusal) or "" in decisions:
+        return plan if isinstance(plan, Refusal) else Refusal(differ)
+    return PromptPlan(tuple(row.cut(row.begin, differ) for row in plan.rows), plan.total)
+
+
+def _hand_over(cache: ReuseCache, call: PrefillCall, plan: PromptPlan) -> int | Remaining:
+    """Take a prefix if nothing else is reused; else have the model run the tokens between reused ones."""
+    if plan.reuses_a_prefix_only:
+        return cache.take(plan.prefixes[0])
+    if depths := plan.repair_depths:
+        _run_in_parts(cache, call, plan, depths)
+        return cache.take(plan.total - 1)
+    window = 1 if cache.holder is None else max(1, cache.holder.adopt_window or 0)
+    sparse = _pass_over(call, plan, [_with_last(row, window) for row in plan.rows])
+    cache.sparse_pass = RunningPass.of(sparse, cache.model)
+    return Remaining(sparse.ids(call), sparse.positions)
+
+
+def _with_last(row: PromptRow, window: int) -> Indices:
+    """The indices of the tokens that are computed, and of the last ones: the prompt's last, and those whose queries the holder needs."""
+    tokens = len(row.ids)
+    return np.union1d(row.computed, np.arange(max(row.begin, tokens - window), tokens))
+
+
+def _pass_over(call: PrefillCall, plan: PromptPlan, indices: Sequence[Indices]) -> SparsePass:
+    return SparsePass.of(indices, [row.padding for row in plan.rows], plan.total, call.input_ids.device)
+
+
+def _run_in_parts(cache: ReuseCache, call: PrefillCall, plan: PromptPlan, depths: Sequence[int]) -> None:
+    """Run all tokens but the last, some layers at a time: between them, repaired tokens leave, whose higher layers are reused."""
+    hidden: torch.Tensor | None = None
+    before: SparsePass | None = None
+    for start, stop in pairwise([0, *depths, len(cache.layers)]):
+        indices = [_repaired_up_to(row, start) for row in plan.rows]
+        if not any(map(len, indices)):
+            return
+        sparse = _pass_over(call, plan, indices)
+        if hidden is not None and before is not None:
+            hidden = hidden.gather(1, _places(before, sparse).to(hidden.device)[..., None].expand(-1, -1, hidden.shape[-1]))
+        splicing = _SplicingPass(cache, sparse, start)
+        hidden = run_layers(cache.model, start, stop, sparse.ids(call), splicing, sparse.positions, hidden=hidden)
+        before = sparse
+
+
+def _places(before: SparsePass, sparse: SparsePass) -> torch.Tensor:
+    """Where a pass's tokens are among those of the pass before, (batch, tokens); fillers are anywhere."""
+    pairs = zip(before.host_slots, sparse.host_slots, strict=True)
+    places = [np.searchsorted(np.where(old < before.total, old, -1), np.where(new < before.total, new, -1)) for old, new in pairs]
+    return torch.from_numpy(np.stack(places))
+
+
+def _repaired_up_to(row: PromptRow, layer: int) -> Indices:
+    """The indices of the tokens that a layer computes."""
+    left = [span.computed for span in row.spans if span.repair and span.repair_depth is not None and span.repair_depth <= layer]
+    return np.setdiff1d(row.computed, np.concatenate(left)) if left else row.computed
+
+
+class _SplicingPass(LayerPass):
+    """A layer pass that writes the tokens of a sparse pass into their slots."""
+
+    def __init__(self, cache: KVCache, sparse: SparsePass, start: int) -> None:
+        super().__init__(cache, start)
+        self.running = RunningPass.of(sparse, cache.model)
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        view = self.running.write(self.layers[layer_idx], layer_idx, key_states, value_states)
+        self.cache.answer_next(view)
+        return view, view
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.running.total, 0

@@ -1,0 +1,230 @@
+"""Which stored tokens may be reused behind another text: `SegmentPolicy`, and the functions that admit a match."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from typing import Any, ClassVar, NamedTuple, Self
+
+import numpy as np
+from torch import Tensor
+
+from hf_kvcaches.core.fingerprint import ModelFingerprint
+from hf_kvcaches.core.hub import Artifact, markdown_table
+from hf_kvcaches.errors import ConfigError, is_number, whole_number
+from hf_kvcaches.reuse.index import Piece, Run
+from hf_kvcaches.reuse.plan import COMPUTED, EXACT, PlannedSpan, PromptRow, joined
+from hf_kvcaches.reuse.tokens import Ids, common_suffix, window_hashes
+
+# How many tokens before a match are compared, by their shingles, and how many consecutive tokens a shingle is.
+SURROUNDINGS, SHINGLE = 128, 8
+
+_RANGES = (
+    ("similarity", 1.01, "0 reuses matches in any surroundings, 1.01 none."),
+    ("repair", 1.0, "0.15 computes three tokens of twenty again."),
+    ("repair_depth", 1.0, "0.5 computes them in the lower half of the layers, 1 in all."),
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Match:
+    """Consecutive tokens of a row that an earlier prompt had behind another text.
+
+    Args:
+        ids: All tokens of the row.
+    """
+
+    run: Run
+    ids: Ids
+
+    @property
+    def start(self) -> int:
+        """Index of the first token."""
+        return self.run.start
+
+    @property
+    def stop(self) -> int:
+        """Index behind the last token."""
+        return self.run.stop
+
+    def __len__(self) -> int:
+        return len(self.run)
+
+    @property
+    def tokens(self) -> Ids:
+        """Its own tokens."""
+        return self.ids[self.start : self.stop]
+
+    @property
+    def before(self) -> Ids:
+        """The tokens before it in the row."""
+        return self.ids[: self.start]
+
+    @cached_property
+    def stored_before(self) -> Ids:
+        """The last tokens before it in the text where it was stored."""
+        first = self.run.pieces[0]
+        return np.concatenate((first.record.context, first.record.ids[: first.offset]))
+
+    @cached_property
+    def same(self) -> int:
+        """How many tokens directly before it are the same in both texts."""
+        return common_suffix(self.stored_before, self.before)
+
+    @cached_property
+    def likeness(self) -> float:
+        """How similar both texts end before it: the Jaccard similarity of the shingles of their last `SURROUNDINGS` tokens."""
+        first, second = (_shingles(ids[-SURROUNDINGS:].tobytes()) for ids in (self.stored_before, self.before))
+        if not first or not second:
+            return float(np.array_equal(self.stored_before, self.before))
+        shared = len(first & second)
+        return shared / (len(first) + len(second) - shared)
+
+
+class Admission(NamedTuple):
+    """The decision on a match; without a `rule` it is rejected.
+
+    Args:
+        rule: A name for reports.
+        repair: How many of its first tokens are recomputed in the new context.
+        repair_depth: The share of the layers that recompute them, from the lowest on; the others reuse them.
+        reason: Why it is rejected, as a sentence.
+    """
+
+    rule: str = ""
+    repair: int = 0
+    repair_depth: float = 1.0
+    reason: str = ""
+
+
+Admit = Callable[[Match], Admission]
+
+
+@dataclass(frozen=True)
+class SegmentPolicy(Artifact):
+    """When stored tokens are reused behind another text, and how much of them is repaired.
+
+    Without calibration the thresholds are strict guesses.
+
+    Args:
+        guard: How many tokens directly before must be the same for reuse without repair; None: all.
+        similarity: The least Jaccard similarity of the shingles of both surroundings.
+        repair: Share of the tokens that are recomputed in the new context: the first ones.
+        repair_depth: Share of the layers that recompute these tokens: the lowest ones. The others reuse them.
+        shortest: The least number of tokens that are reused behind another text.
+        bound: The bound on the mean KL divergence that calibration kept, in nats; None without calibration.
+        measured: One dict of settings and measurements for each setting that was tried.
+    """
+
+    artifact_type: ClassVar[str] = "segment-policy"
+    format_version: ClassVar[int] = 2
+
+    guard: int | None = None
+    similarity: float = 0.9
+    repair: float = 0.15
+    repair_depth: float = 1.0
+    shortest: int = 16
+    bound: float | None = None
+    measured: tuple[dict[str, Any], ...] = field(default=(), repr=False)
+
+    def __post_init__(self) -> None:
+        for name, most, hint in _RANGES:
+            value = getattr(self, name)
+            if not is_number(value) or not 0 <= value <= most:
+                raise ConfigError.of(name, f"a number from 0 to {most}", value, hint)
+        object.__setattr__(self, "shortest", whole_number("shortest", self.shortest, 1, hint="It counts tokens."))
+        if self.guard is not None:
+            hint = "Shares of the layers are no longer guarded: see repair_depth." if isinstance(self.guard, tuple | list) else ""
+            object.__setattr__(self, "guard", whole_number("guard", self.guard, 0, "a number of tokens, or None", hint))
+        if self.bound is not None and not (is_number(self.bound) and self.bound >= 0):
+            raise ConfigError.of("bound", "a number of nats of at least 0, or None", self.bound, "Calibration sets it.")
+        object.__setattr__(self, "measured", tuple(self.measured))
+
+    def admit(self, match: Match) -> Admission:
+        """Decide on a match by the text before it."""
+        if self.guard is not None and match.same >= self.guard:
+            return Admission("guarded")
+        # A threshold of 0 admits everything, without comparing surroundings.
+        if self.similarity > 0 and match.likeness < self.similarity:
+            return Admission(reason=f"Its surroundings have a likeness of {match.likeness:.2f}, below {self.similarity:g}.")
+        unsafe = len(match) if self.guard is None else min(len(match), self.guard - match.same)
+        return Admission("repaired", min(math.ceil(self.repair * len(match)), unsafe), self.repair_depth)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {}
+
+    def metadata(self) -> dict[str, Any]:
+        names = ("guard", "similarity", "repair", "repair_depth", "shortest", "bound")
+        return {name: getattr(self, name) for name in names} | {"measured": list(self.measured)}
+
+    @classmethod
+    def restore(cls, tensors: dict[str, Tensor], metadata: dict[str, Any]) -> Self:
+        return cls(**metadata)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the policy as JSON values, for `from_json`."""
+        return {**self.metadata(), "fingerprint": None if self.fingerprint is None else self.fingerprint.to_dict()}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Self:
+        """Restore what `to_json` returned."""
+        fields = dict(values)
+        fingerprint = fields.pop("fingerprint")
+        return cls(**fields).bound_to(None if fingerprint is None else ModelFingerprint.from_dict(fingerprint))
+
+    def bound_to(self, fingerprint: ModelFingerprint | None) -> Self:
+        """Set the model that the policy was measured for, and return the policy."""
+        object.__setattr__(self, "fingerprint", fingerprint)
+        return self
+
+    def with_changes(self, **changes: Any) -> SegmentPolicy:
+        """Return the policy with other fields, for the same model; None changes nothing."""
+        changes = {name: value for name, value in changes.items() if value is not None}
+        return replace(self, **changes).bound_to(self.fingerprint) if changes else self
+
+    def describe_calibration(self) -> str:
+        if self.bound is None:
+            return "Not calibrated: strict guesses."
+        kept = f"Settings at which prompts with reused tokens kept a mean KL divergence of at most {self.bound:g} nats on the next tokens"
+        return f"{kept}; `same`: the share of these whose most likely token is the model's own.\n\n{markdown_table(self.measured)}"
+
+
+def plan_row(row: PromptRow, prefix: Sequence[Piece], runs: Sequence[Run], admit: Admit | None, layers: int) -> PromptRow:
+    """Plan a row from what is stored: the prefix is reused by the rule that it was stored with, and `admit` decides on the runs behind it.
+
+    Args:
+        prefix: Stored tokens from `row.begin` on, computed behind the same tokens.
+        runs: Stored tokens behind the prefix, in order and without overlaps; the last token of the row is in none.
+        admit: None to reuse the prefix alone.
+        layers: Of the model.
+    """
+    end = prefix[-1].stop if prefix else row.begin
+    spans = [PlannedSpan(piece.start, piece.stop, piece.record.origin, (piece.source,)) for piece in prefix]
+    reached = end
+    for run in runs if admit is not None else ():
+        assert admit is not None
+        spans += [PlannedSpan(end, run.start), _admitted(Match(run, row.ids), admit, layers)]
+        end = run.stop
+    spans.append(PlannedSpan(end, len(row.ids) - 1))
+    return replace(row, spans=joined(spans), prefix=reached)
+
+
+def _admitted(match: Match, admit: Admit, layers: int) -> PlannedSpan:
+    admission = admit(match)
+    if not isinstance(admission, Admission) or admission.rule in (EXACT, COMPUTED) or not 0 <= admission.repair <= len(match):
+        expected = f"an Admission with a rule of another name than 'exact' and 'computed', and a repair of 0 to {len(match)} tokens"
+        raise ConfigError.of("admit", expected, admission)
+    if not admission.rule:
+        return PlannedSpan(match.start, match.stop, reason=admission.reason)
+    depth = math.ceil(admission.repair_depth * layers)
+    sources = tuple(piece.source for piece in match.run.pieces)
+    repaired = admission.repair if depth else 0
+    return PlannedSpan(match.start, match.stop, admission.rule, sources, repaired, depth if repaired and depth < layers else None)
+
+
+@lru_cache(1024)
+def _shingles(ids: bytes) -> frozenset[int]:
+    # Cached, because every prompt that has a stored span compares the tokens before it.
+    return frozenset(window_hashes(np.frombuffer(ids, np.uint32), SHINGLE).tolist())

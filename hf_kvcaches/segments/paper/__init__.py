@@ -1,0 +1,1 @@
+"""The parts of the paper that the product does without: near-identical segments, and probes."""

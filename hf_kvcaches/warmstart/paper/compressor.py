@@ -1,0 +1,120 @@
+"""`SlotCompressor`: pools a prompt's keys and values into slots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from hf_kvcaches.errors import ConfigError, require_choice, whole_number
+from hf_kvcaches.warmstart.paper.slots import LayerSlots, Slots
+
+Layout = Literal["salient", "paper"]
+
+# The first tokens, which many models attend to in any text.
+_SINKS = 2
+# A token's weight in a pooled slot is its attention to this power. With 1 the slot fits the last query only, with 0 it is a plain mean.
+# On the testbed 1/2 halves the divergence of the plain mean.
+_SHARPNESS = 0.5
+
+
+class SlotCompressor:
+    """Summarises a prompt in a number of slots for each layer and key head.
+
+    "CP-KVP", section 2.2. A prompt of no more tokens than slots is kept as it is.
+
+    **Layouts.** `"paper"`: slots are means of the tokens under triangles that are spread evenly over the prompt. `"salient"`, of m slots:
+
+    - m / 4 are the last tokens, exact;
+    - m / 8 (at least one) are pooled: contiguous runs of about equal numbers of the tokens that no other slot stands for, with the square
+      root of the attention as weights. The count is the exponential of the weights' entropy;
+    - the others are exact tokens that the last query attends to most, by the sum over the query heads of a key head. The first two tokens
+      are among them where there are eight such slots, the first where there are four.
+
+    **Departs from the paper**: the default is `"salient"`. On the testbed, with 32 slots for 300 to 600 tokens of prose, the divergence of
+    the next token is 0.0005 where the paper's layout has 1.3: a mean over many tokens is near none of them, and counts as one token.
+
+    Args:
+        slots: How many for each layer and key head.
+        layout: `"salient"` or `"paper"`.
+    """
+
+    def __init__(self, slots: int = 64, layout: Layout = "salient") -> None:
+        require_choice("layout", layout, ("salient", "paper"))
+        self.slots, self.layout = whole_number("slots", slots, 1), layout
+
+    def compress(
+        self,
+        keys: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+        query: Sequence[torch.Tensor],
+        length: int,
+        scaling: Sequence[float] | None = None,
+    ) -> Slots:
+        """Summarise one prompt.
+
+        Args:
+            keys: For each layer (kv_heads, tokens, head_dim), rotated: of the prompt's first tokens, fewer than `length`. The others are
+                recomputed behind the slots.
+            values: For each layer (kv_heads, tokens, value_dim).
+            query: For each layer (heads, head_dim), rotated and not scaled: of the prompt's last token.
+            scaling: What each layer multiplies logits with; None for `head_dim ** -0.5`.
+        """
+        scaling = [layer.shape[-1] ** -0.5 for layer in keys] if scaling is None else scaling
+        parts = zip(keys, values, query, scaling, strict=True)
+        return Slots([self._pool(layer_keys, layer_values, last * factor) for layer_keys, layer_values, last, factor in parts], length)
+
+    def _pool(self, keys: torch.Tensor, values: torch.Tensor, query: torch.Tensor) -> LayerSlots:
+        heads, tokens = keys.shape[:2]
+        if tokens > self.slots and self.layout == "salient":
+            return _pooled_by_attention(keys, values, query, self.slots)
+        positions = torch.arange(tokens, dtype=torch.float32, device=keys.device)
+        if tokens > self.slots:
+            weights = triangles(self.slots, tokens, keys.device)
+            keys, values, positions = _mean(weights, keys), _mean(weights, values), weights @ positions
+        positions = positions.expand(heads, -1).contiguous()
+        return LayerSlots(keys.clone(), values.clone(), positions, torch.ones_like(positions))
+
+
+def triangles(slots: int, tokens: int, device: torch.device | str | None = None) -> torch.Tensor:
+    """Return the weight of each token in each slot of the paper's layout, (slots, tokens); rows sum to 1."""
+    if not 1 <= slots <= tokens:  # with more slots than tokens a triangle would have no token under it
+        raise ConfigError.of("slots", f"1 to {tokens}, the number of tokens", slots)
+    # In float64: with as many slots as tokens, a token may lie near the foot of a triangle.
+    places = torch.arange(1, tokens + 1, dtype=torch.float64, device=device) / tokens
+    centres = (torch.arange(slots, dtype=torch.float64, device=device) + 0.5) / slots
+    heights = (1 - (places - centres[:, None]).abs() * slots).clamp_min(0)
+    return (heights / heights.sum(-1, keepdim=True)).float()
+
+
+def _pooled_by_attention(keys: torch.Tensor, values: torch.Tensor, query: torch.Tensor, slots: int) -> LayerSlots:
+    tokens = keys.shape[1]
+    pooled, window = max(1, slots // 8), slots // 4
+    exact = slots - pooled
+    # The logarithm of the attention in sum over the query heads, (kv_heads, tokens): attention itself underflows in float32.
+    logits = query.unflatten(0, (keys.shape[0], -1)).float() @ keys.float().mT
+    attention = logits.log_softmax(-1).logsumexp(1)
+    ranking = attention.clone()
+    ranking[:, : min(_SINKS, (exact - window) // 4)] = torch.inf
+    ranking[:, tokens - window :] = torch.inf
+    chosen = torch.zeros_like(ranking, dtype=torch.bool).scatter(1, ranking.topk(exact).indices, True)
+    order = (~chosen).int().argsort(dim=1, stable=True)
+    alone, rest = order[:, :exact], order[:, exact:]
+    runs = torch.arange(tokens - exact, device=keys.device) * pooled // (tokens - exact)
+    outside = runs != torch.arange(pooled, device=keys.device)[:, None]
+    weights = (_SHARPNESS * attention.gather(1, rest))[:, None].masked_fill(outside, -torch.inf).softmax(-1)  # [heads, pooled, rest]
+    counts = torch.special.entr(weights).sum(-1).exp()
+    positions = torch.cat([alone.float(), (weights @ rest.float()[..., None])[..., 0]], 1)
+    keys, values = (torch.cat([_rows(states, alone), _mean(weights, _rows(states, rest))], 1) for states in (keys, values))
+    counts = torch.cat([torch.ones_like(positions[:, :exact]), counts], 1)
+    order = positions.argsort(dim=1, stable=True)
+    return LayerSlots(_rows(keys, order), _rows(values, order), positions.gather(1, order), counts.gather(1, order))
+
+
+def _mean(weights: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    return (weights @ rows.float()).to(rows.dtype)
+
+
+def _rows(states: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    return states.gather(1, indices[..., None].expand(-1, -1, states.shape[-1]))

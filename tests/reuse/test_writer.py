@@ -1,0 +1,236 @@
+"""Segments in a cache's buffers, against turning and writing one token after the other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_kvcaches.core.rope import RotaryGeometry
+from hf_kvcaches.reuse import layout, writer
+from hf_kvcaches.reuse.layer import SplicedLayer
+from hf_kvcaches.reuse.layout import LayerStates
+from hf_kvcaches.reuse.plan import PlannedSpan, PromptRow, SourceTokens
+from hf_kvcaches.reuse.writer import write_rows
+from tests.core.test_rope import CONFIGS
+from tests.kernels.cases import restored
+
+BITS = {"int8": 8, "int4": 4}
+WAYS = [None, "int8", "int4"]
+Plan = Sequence[tuple[int, int, int]]  # heads, keys' and values' head_dim of each layer
+Geometries = Sequence[RotaryGeometry | None]
+
+
+def geometry(name: str) -> RotaryGeometry:
+    config, _, layer_type = CONFIGS[name]
+    return RotaryGeometry.from_config(config, layer_type)
+
+
+class Stored:
+    """A segment, as it is stored, and what it was before."""
+
+    def __init__(self, plan: Plan, tokens: int, start: int, way: Any, dtype: torch.dtype = torch.float32) -> None:
+        torch.manual_seed(tokens * 100 + start)
+        self.way = way
+        self.layers = [LayerStates(*(torch.randn(heads, tokens, dim).to(dtype) for dim in dims)) for heads, *dims in plan]
+        self.tokens, self.start = tokens, start
+        self.tensors, self.form = layout.encode(self.layers, way)
+
+    def read(self, layer: int, name: str) -> torch.Tensor:
+        x: torch.Tensor = getattr(self.layers[layer], name)
+        return x if self.way is None else restored(x, BITS[self.way], 32 if self.way == "int4" else None)
+
+
+def opened(plan: Plan, rows: int, total: int, dtype: torch.dtype = torch.float32) -> list[SplicedLayer]:
+    """Layers with room, in which nothing is a number."""
+    layers = []
+    for heads, *dims in plan:
+        layer = SplicedLayer()
+        layer.open(rows, total, *(torch.empty(rows, heads, 0, dim, dtype=dtype) for dim in dims))
+        for buffer in (layer.key_buffer, layer.value_buffer):
+            assert buffer is not None
+            assert buffer.shape[2] > total
+            buffer.fill_(math.nan)
+        layers.append(layer)
+    return layers
+
+
+def place(stored: Stored, start: int, offset: int = 0, length: int | None = None) -> tuple[SourceTokens, Stored]:
+    stop = start + (stored.tokens - offset if length is None else length)
+    return SourceTokens(start, stop, str(id(stored)), offset, stored.start + offset, stored.form), stored
+
+
+def splice_row(
+    layers: list[SplicedLayer], row: int, padding: int, placed: Sequence[tuple[SourceTokens, Stored]], geometries: Geometries
+) -> None:
+    """Write pieces into one row, as a plan of spans of their own."""
+    spans = tuple(PlannedSpan(tokens.start, tokens.stop, "mine", (tokens,)) for tokens, _ in placed)
+    blobs = {tokens.key: stored.tensors for tokens, stored in placed}
+    write_rows(layers, [PromptRow(row, padding, np.zeros(0, np.uint32), 0, spans)], blobs, geometries, None)
+
+
+def slow_splice(buffers: list, row: int, padding: int, placed: Sequence[tuple[SourceTokens, Stored]], geometries: Geometries) -> None:
+    """One token of one layer after the other."""
+    for piece, stored in placed:
+        for layer in range(len(stored.layers)):
+            for token in range(piece.start, piece.stop):
+                there = piece.offset + token - piece.start
+                key, value = (stored.read(layer, name)[:, there] for name in ("keys", "values"))
+                turning = geometries[layer]
+                if turning is not None:
+                    key = turning.shift(key[None, :, None], token - (stored.start + there))[0, :, 0]
+                for buffer, new in zip(buffers[layer], (key, value), strict=True):
+                    buffer[row, :, token + padding] = new
+
+
+def check(
+    layers: list[SplicedLayer], row: int, padding: int, placed: Sequence[tuple[SourceTokens, Stored]], geometries: Geometries
+) -> None:
+    """Splices, and compares all that is in the buffers, untouched slots included."""
+    slow = [(layer.key_buffer.clone(), layer.value_buffer.clone()) for layer in layers]
+    slow_splice(slow, row, padding, placed, geometries)
+    splice_row(layers, row, padding, placed, geometries)
+    for layer, expected in zip(layers, slow, strict=True):
+        for buffer, want in zip((layer.key_buffer, layer.value_buffer), expected, strict=True):
+            tolerance = max(torch.finfo(want.dtype).eps, 4e-6)
+            torch.testing.assert_close(buffer, want, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+# Every family of rotary positions
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("heads", [2, 1])
+def test_keys_are_turned_to_where_they_now_stand(name: str, way: Any, heads: int) -> None:
+    turning = geometry(name)
+    plan = [(heads, turning.head_dim, turning.head_dim)] * 2
+    first, second = Stored(plan, 7, 100, way), Stored(plan, 5, 3, way)
+    placed = [place(first, 2), place(second, 11, 1, 3), place(second, 20)]
+    check(opened(plan, 2, 30), 1, 4, placed, [turning] * 2)
+
+
+def test_a_shift_is_really_made_and_only_of_keys() -> None:
+    plan, turning = [(2, 16, 16)], geometry("llama default")
+    stored = Stored(plan, 4, 10, None)
+    (layer,) = layers = opened(plan, 1, 20)
+    splice_row(layers, 0, 0, [place(stored, 3)], [turning])
+    assert (layer.key_buffer[0, :, 3:7] - stored.layers[0].keys).abs().max() > 0.1
+    assert torch.equal(layer.value_buffer[0, :, 3:7], stored.layers[0].values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_what_stays_where_it_was_is_copied_to_the_bit(dtype: torch.dtype) -> None:
+    turning = geometry("llama default")
+    plan = [(2, 16, 16), (2, 16, 12), (2, 16, 16)]
+    still, moved = Stored(plan, 6, 5, None, dtype), Stored(plan, 6, 40, None, dtype)
+    layers = opened(plan, 1, 30, dtype)
+    check(layers, 0, 2, [place(still, 5), place(moved, 15)], [turning] * 3)
+    for layer, own in zip(layers, still.layers, strict=True):
+        assert torch.equal(layer.key_buffer[0, :, 7:13], own.keys)
+        assert torch.equal(layer.value_buffer[0, :, 7:13], own.values)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("way", WAYS)
+def test_half_types_are_rounded_once(dtype: torch.dtype, way: Any) -> None:
+    plan, turning = [(2, 64, 64)], geometry("llama llama3")
+    check(opened(plan, 1, 20, dtype), 0, 0, [place(Stored(plan, 6, 90, way, dtype), 3)], [turning])
+
+
+def test_a_shift_over_a_long_way_is_exact() -> None:
+    plan, turning = [(1, 16, 16)], geometry("llama default")
+    check(opened(plan, 1, 12), 0, 0, [place(Stored(plan, 4, 5_000_000, None), 3)], [turning])
+
+
+# Anything together
+
+
+GEOMETRIES = [geometry("gemma3 sliding"), geometry("gemma3 full"), None]
+
+
+@given(data=st.data())
+def test_any_pieces_in_any_row_are_written_and_nothing_else(data: st.DataObject) -> None:
+    plan = [(heads, 32, dim) for heads, dim in data.draw(st.lists(st.sampled_from([(1, 32), (2, 32), (2, 8)]), min_size=1, max_size=4))]
+    geometries = [data.draw(st.sampled_from(GEOMETRIES)) for _ in plan]
+    segments = [
+        Stored(
+            plan,
+            data.draw(st.integers(1, 6)),
+            data.draw(st.integers(0, 12)),
+            data.draw(st.sampled_from(WAYS)),
+        )
+        for _ in range(data.draw(st.integers(1, 3)))
+    ]
+    placed, end = [], 0
+    for _ in range(data.draw(st.integers(0, 4))):
+        stored = data.draw(st.sampled_from(segments))
+        offset = data.draw(st.integers(0, stored.tokens - 1))
+        length = data.draw(st.integers(1, stored.tokens - offset))
+        home = stored.start + offset
+        start = home if home >= end and data.draw(st.booleans()) else end + data.draw(st.integers(0, 4))
+        placed.append(place(stored, start, offset, length))
+        end = start + length
+    placed = data.draw(st.permutations(placed))
+    padding, rows = data.draw(st.integers(0, 3)), data.draw(st.integers(1, 3))
+    check(opened(plan, rows, padding + end + 1), data.draw(st.integers(0, rows - 1)), padding, placed, geometries)
+
+
+def test_on_a_cpu_all_layers_of_a_blob_are_written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, turning = [(2, 16, 16)] * 4, geometry("llama default")
+    stored, sizes, whole = Stored(plan, 4, 50, "int8"), [], writer.splice
+    monkeypatch.setattr(
+        writer, "splice", lambda packed, *args, **kwargs: (sizes.append(packed.data.shape[::2]), whole(packed, *args, **kwargs))
+    )
+    check(opened(plan, 1, 40), 0, 0, [place(stored, 5 * number) for number in range(6)], [turning] * 4)
+    assert sizes == [(4, 4)] * 12  # layers and tokens, for keys and for values
+
+
+def test_segments_that_are_stored_in_different_ways_stand_beside_each_other() -> None:
+    plan, turning = [(2, 64, 64)] * 2, geometry("llama yarn")
+    placed = [place(Stored(plan, 3, 9 * number, way), 4 * number) for number, way in enumerate([None, "int8", "int4", None, "int8"])]
+    check(opened(plan, 1, 30), 0, 0, placed, [turning] * 2)
+
+
+def test_layers_without_positions_of_their_own_keep_their_keys() -> None:
+    plan = [(2, 16, 16)] * 2
+    still = RotaryGeometry(torch.zeros(0, dtype=torch.float64), 16, kind="none")
+    stored = Stored(plan, 4, 9, None)
+    layers = opened(plan, 1, 20)
+    splice_row(layers, 0, 0, [place(stored, 2)], [still, geometry("llama default")])
+    assert torch.equal(layers[0].key_buffer[0, :, 2:6], stored.layers[0].keys)
+    assert not torch.equal(layers[1].key_buffer[0, :, 2:6], stored.layers[1].keys)
+
+
+def test_stored_tensors_are_not_written_to() -> None:
+    plan, turning = [(2, 16, 16)], geometry("llama default")
+    for way in WAYS:
+        stored = Stored(plan, 4, 9, way)
+        before = {name: tensor.clone() for name, tensor in stored.tensors.items()}
+        splice_row(opened(plan, 1, 20), 0, 0, [place(stored, 2)], [turning])
+        assert all(torch.equal(tensor, before[name]) for name, tensor in stored.tensors.items())
+
+
+def test_nothing_is_written_without_pieces() -> None:
+    layers = opened([(2, 16, 16)], 1, 4)
+    splice_row(layers, 0, 0, [], [geometry("llama default")])
+    assert layers[0].key_buffer.isnan().all()
+
+
+def test_layers_on_several_devices_each_get_their_own() -> None:
+    """The meta device stands for another one."""
+    plan, turning = [(2, 16, 16)] * 3, geometry("llama default")
+    layers = opened(plan, 1, 20)
+    for name in ("key_buffer", "value_buffer"):
+        setattr(layers[0], name, getattr(layers[0], name).to("meta"))
+    stored = Stored(plan, 4, 9, None)
+    splice_row(layers, 0, 0, [place(stored, 2)], [turning] * 3)
+    for layer, own in zip(layers[1:], stored.layers[1:], strict=True):
+        torch.testing.assert_close(layer.key_buffer[0, :, 2:6], turning.shift(own.keys[None], -7)[0], rtol=0, atol=4e-6)
+        assert torch.equal(layer.value_buffer[0, :, 2:6], own.values)

@@ -1,0 +1,144 @@
+"""A prompt that begins with the summary of another one, and the exact prefill that replaces it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from hf_kvcaches.errors import FingerprintMismatch, UnsupportedError
+from hf_kvcaches.warmstart.paper.cache import SummaryCache, SummaryLibrary
+from hf_kvcaches.warmstart.paper.gate import SummaryGate
+from hf_kvcaches.warmstart.paper.slots import Slots
+from hf_kvcaches.warmstart.paper.swapping import ExactPrefill
+from tests import tiny
+from tests.warmstart.warm import forced, logits_of, said, tokens_run, words
+
+PROMPT = tiny.ids(1, 100, seed=0)
+OPEN = SummaryGate(tau=-1.0, lengths=(0.0, 100.0))
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny.llama()
+
+
+def library_of(model: PreTrainedModel, slots: int = 16, **options) -> SummaryLibrary:
+    library = SummaryLibrary(model, words(), slots, **options)
+    library.add([PROMPT[0]])
+    return library
+
+
+@torch.no_grad()
+def behind_slots(model: PreTrainedModel, slots: Slots, ids: torch.Tensor, first: int, window: int | None = None) -> torch.Tensor:
+    """The logits of tokens behind a summary, (tokens, vocabulary), head by head and key by key.
+
+    Args:
+        model: Of Llama's make.
+        slots: Turned to where they stand before the tokens.
+        ids: (tokens,).
+        first: The position of the first of them.
+        window: How many positions a token sees, itself included, or None.
+    """
+    decoder, config = model.model, model.config
+    kept: list[list[list[tuple[torch.Tensor, torch.Tensor, float, float]]]] = [
+        [
+            [(keys[h, s], values[h, s], float(counts[h, s]), round(float(positions[h, s]))) for s in range(keys.shape[1])]
+            for h in range(keys.shape[0])
+        ]
+        for keys, values, positions, counts in slots.layers
+    ]
+    logits = []
+    for place, token in enumerate(ids.tolist(), first):
+        hidden = decoder.embed_tokens(torch.tensor([[token]]))
+        cos, sin = decoder.rotary_emb(hidden, torch.tensor([[place]]))
+        for layer, held in zip(decoder.layers, kept, strict=True):
+            own, normed = layer.self_attn, layer.input_layernorm(hidden)
+            query, key, value = (made(normed).view(1, 1, -1, own.head_dim).transpose(1, 2) for made in (own.q_proj, own.k_proj, own.v_proj))
+            query, key = apply_rotary_pos_emb(query, key, cos, sin)
+            for head, row in enumerate(held):
+                row.append((key[0, head, 0], value[0, head, 0], 1.0, place))
+            group, outputs = config.num_attention_heads // len(held), []
+            for head in range(config.num_attention_heads):
+                seen = [each for each in held[head // group] if window is None or each[3] > place - window]
+                scores = torch.stack([torch.exp((query[0, head, 0] @ k).double() * own.scaling) * count for k, _, count, _ in seen])
+                outputs.append((scores[:, None] * torch.stack([v for _, v, _, _ in seen]).double()).sum(0) / scores.sum())
+            hidden = hidden + own.o_proj(torch.cat(outputs).float()[None, None])
+            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        logits.append(model.lm_head(decoder.norm(hidden))[0, 0])
+    return torch.stack(logits)
+
+
+def test_the_tail_is_computed_behind_slots_that_count_as_many_tokens_as_they_stand_for(model) -> None:
+    library = library_of(model, tail=3)
+    cache = SummaryCache(model, library, gate=OPEN)
+    longer = torch.cat([tiny.ids(1, 20, seed=1), PROMPT], 1)
+    with tokens_run(model) as passes:
+        found = logits_of(model, longer, cache)
+    assert passes == [3]
+    assert cache.served
+    assert cache.get_seq_length() == 120
+    assert cache.report().kept[0] == 16 + 3
+    moved = library.summarised(PROMPT[0].tolist()).shifted(20, library.rotation.layers)
+    torch.testing.assert_close(found[0], behind_slots(model, moved, longer[0, -3:], 117)[-1:], atol=1e-4, rtol=1e-4)
+
+
+def test_a_summary_of_all_tokens_is_the_prompt(model) -> None:
+    cache = SummaryCache(model, library_of(model, slots=100))
+    torch.testing.assert_close(logits_of(model, PROMPT, cache, 4), logits_of(model, PROMPT, None, 4), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("swap", ["sync", "background"])
+def test_behind_the_swap_logits_are_those_of_a_cold_run(model, swap: str) -> None:
+    cache = SummaryCache(model, library_of(model), gate=OPEN, swap=swap)
+    logits_of(model, PROMPT, cache)
+    assert (cache.served, cache.swapped, bool(cache.why_inexact)) == (True, False, True)
+    cold = SummaryCache(model, library_of(model), gate=SummaryGate(tau=1.01))
+    logits_of(model, PROMPT, cold)
+    asked = tiny.ids(1, 6, seed=7)
+    expected, found = forced(model, asked, cold), forced(model, asked[:, :3], cache)
+    cache.wait()
+    found = torch.cat([found, forced(model, asked[:, 3:], cache)], 1)
+    assert (cache.swapped, cache.why_inexact) == (True, "")
+    first = 0 if swap == "sync" else 3
+    torch.testing.assert_close(found[:, first:], expected[:, first:], atol=1e-4, rtol=1e-4)
+    assert cache.report().kept[0] == 106
+
+
+def test_a_failure_in_the_background_is_said_and_the_prompt_is_run(model, monkeypatch) -> None:
+    cache = SummaryCache(model, library_of(model), gate=OPEN, swap="background")
+    logits_of(model, PROMPT, cache)
+    real = ExactPrefill._run
+    monkeypatch.setattr(ExactPrefill, "_run", lambda self, chunk: 1 / 0)
+    with said() as sentences:
+        forced(model, tiny.ids(1, 1, seed=7), cache)
+        while cache._exact.running:
+            pass
+        monkeypatch.setattr(ExactPrefill, "_run", real)
+        forced(model, tiny.ids(1, 1, seed=8), cache)
+    assert cache.swapped
+    assert len(sentences) == 1
+    assert "ZeroDivisionError" in sentences[0]
+
+
+@pytest.mark.parametrize(
+    ("gate", "words_of_it"), [(SummaryGate(tau=1.01), "similarity"), (SummaryGate(tau=-1.0, lengths=(0.9, 1.1)), "times as long")]
+)
+def test_the_gate_refuses_and_the_prompt_runs_cold(model, gate: SummaryGate, words_of_it: str) -> None:
+    cache = SummaryCache(model, library_of(model), gate=gate)
+    ids = torch.cat([tiny.ids(1, 30, seed=1), PROMPT], 1)
+    torch.testing.assert_close(logits_of(model, ids, cache), logits_of(model, ids), atol=1e-4, rtol=1e-4)
+    assert not cache.served
+    assert words_of_it in cache.reason
+
+
+def test_what_can_not_work_is_refused_by_name(model) -> None:
+    with pytest.raises(FingerprintMismatch, match="library"):
+        SummaryCache(tiny.llama(seed=1), library_of(model))
+    with pytest.raises(UnsupportedError, match="learned"):
+        SummaryLibrary(tiny.gpt2(), words())
+    assert SummaryLibrary(tiny.gpt2(), words(), correct_positions=True).correction is not None
+    assert copy.deepcopy(library := library_of(model)) is library
