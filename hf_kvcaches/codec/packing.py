@@ -60,6 +60,11 @@ def lanes_of(tokens: int) -> tuple[int, int]:
     return -(-tokens // 2), tokens // 2
 
 
+def bytes_beside(tokens: int) -> int:
+    """What a record takes besides its words and escaped integers."""
+    return _TOKENS + -(-tokens // TILE) * _HEAD + _STATE * _lanes_before(tokens)
+
+
 def record(tokens: int, states: torch.Tensor, words: torch.Tensor, escaped: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """A record, (bytes,), uint8.
 

@@ -20,6 +20,7 @@ from lmcache.v1.distributed.l2_adapters.config import get_l2_adapter_config_clas
 from lmcache.v1.distributed.serde import AsyncSerdeProcessor, Deserializer, Serializer, register_serde_factory
 
 from hf_kvcaches.codec.codec import KVCodec
+from hf_kvcaches.codec.packing import bytes_beside
 from hf_kvcaches.engines.engine_codec import EngineCodec, require_version
 from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError, whole_number
 
@@ -27,8 +28,7 @@ require_version("lmcache", lmcache.__version__)
 
 _MAGIC, _FRONT, _DIGEST = b"HKC1", 12, 16
 _BOUND = 1.25
-# What a record has besides its integers: its beginning, and for each 64 tokens the states of 32 lanes and two lengths.
-_OF_RECORD, _TILE, _OF_TILE = 4, 64, 136
+_LENGTH = 4
 
 
 class CodecSerde(Serializer, Deserializer):
@@ -55,7 +55,7 @@ class CodecSerde(Serializer, Deserializer):
         if len(layout_desc.shapes) != 1:
             raise UnsupportedError("hf-kvcaches: layers of the model keep different things. Use another serde.")
         (shape,) = layout_desc.shapes
-        beside = 4 + _OF_RECORD + -(-shape[-2] // _TILE) * _OF_TILE
+        beside = _LENGTH + bytes_beside(shape[-2])
         return _FRONT + _DIGEST + self._codec.layer_count * beside + int(self._bound * self._codec.packed_ratio * 2 * shape.numel())
 
     def serialize(self, src: Any, dst: Any, key: Any) -> int:
@@ -83,7 +83,7 @@ class CodecSerde(Serializer, Deserializer):
             raise ArtifactError("The codes of a chunk are damaged, or those of another serde.")
         if content[:_DIGEST].numpy().tobytes() != self._digest:
             raise ArtifactError("The codes of a chunk are those of another codec. Give each codec a place of its own.")
-        start = _DIGEST + 4 * self._codec.layer_count
+        start = _DIGEST + _LENGTH * self._codec.layer_count
         records = content[start:].to(dst.tensor.device).split(np.frombuffer(content[_DIGEST:start].numpy().tobytes(), "<u4").tolist())
         pairs = self._codec.unpack([(layer, record, 0, None) for layer, record in enumerate(records)])
         for side, target in enumerate(self._states(dst.tensor)):

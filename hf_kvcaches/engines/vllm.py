@@ -7,6 +7,7 @@ blobs and block ids over. The one in a worker decodes blobs into blocks before t
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from hf_kvcaches.stores.location import TIMEOUT, open_blobs
 require_version("vllm", vllm.__version__)
 
 _FORMAT = 1  # of blobs, and of what their keys are made of
-_TOGETHER = 16  # chunks that are decoded together: more take no less time, and more memory
+_TOGETHER = 16  # chunks that are read or decoded together: more take no less time, and more memory
 _LOOKUPS = 16  # prompts that are being read, or were and wait for blocks
 _PATIENCE = 0.002  # seconds that the scheduler waits for a prompt that is being read
 
@@ -220,13 +221,14 @@ class CodecConnector(KVConnectorBase_V1):
         """The blobs of the first of these chunks that are in the store, as far as it answers in time."""
         blobs: list[Blob] = []
         self._store.begin()
-        try:
-            for key in keys:
-                if (blob := self._store.tensors(key)) is None:
-                    break
-                blobs.append(blob)
-        except OSError as error:
-            logger.warning("Prompts are computed where the store does not answer: %s", error)
+        for start in range(0, len(keys), _TOGETHER):
+            group = keys[start : start + _TOGETHER]
+            loaded = self._store.get_many(group)
+            blobs += map(loaded.blobs.__getitem__, itertools.takewhile(loaded.blobs.__contains__, group))
+            if loaded.error is not None:
+                logger.warning("Prompts are computed where the store does not answer: %s", loaded.error)
+            if len(blobs) < start + len(group):
+                break
         return blobs
 
 
