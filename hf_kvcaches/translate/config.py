@@ -16,8 +16,8 @@ Metric = Literal["loss", "plain"]
 Score = Callable[[torch.Tensor, torch.Tensor], float]
 # Defaults: at most 4 layers and 2,048 numbers a token share a code; moments and transforms take the square.
 _MOST_SHARING, _WIDEST_CODE = 4, 2048
-# Beyond this share, integers would have more than 16 bits.
-LARGEST_CODED = 0.75
+# Beyond this share, integers of the directions that vary most would have more than 16 bits.
+LARGEST_CODED = 0.5
 EXACT = 2.0
 """The payload at which coefficients are sent as float32 numbers."""
 

@@ -165,9 +165,7 @@ def test_answers_are_those_of_the_same_caches_made_by_hand(script, bench):
     text = quality.evaluation_texts(bench.tokenizer, 1, 0, 220)[2]
     chosen = [quality.RAW, quality.INT4, quality.FULL_RANK]
     bench.fit(
-        quality.Side(
-            quality.FULL_RANK.name, "fitted", {**quality.FULL_RANK.options, "config": quality.TranslatorConfig(metric="plain")}
-        )
+        quality.Side(quality.FULL_RANK.name, "fitted", {**quality.FULL_RANK.options, "config": quality.TranslatorConfig(metric="plain")})
     )
     found = dict(bench.ask(text, chosen))
     prompt, rest = torch.tensor([text.prompt]), torch.tensor([text.prompt[-1:] + text.continuation[:-1]])
