@@ -89,9 +89,10 @@ class Fitting:
         costs, dtype = None if plain else ErrorCosts(), torch.float64 if self.options.payload == EXACT else torch.float32
         self.codes: dict[int, list[_Code]] = {lowest: [] for lowest in self.lowest}
         self.samples: dict[Any, torch.Tensor] = {}
+        weights: dict[int, torch.Tensor] = {}
         for number, groups in enumerate(plan.passes):
             products = Products(pairs_of(groups, self.lowest, plain), dtype, compat.input_device(pair.consumer))
-            sums = TextSums(pair, groups, self.lowest, config.exact_tokens, products, None if number else costs)
+            sums = TextSums(pair, groups, self.lowest, config.exact_tokens, products, None if number else costs, weights)
             sums.read(self.fitted, plan.sample, self.options.progress, self.seconds)
             self.samples |= sums.samples
             with timed(self.seconds, "solving"):
@@ -163,7 +164,7 @@ class Fitting:
 
     def _solve(self, products: Products, groups: Sequence[Group], lowest: int, costs: ErrorCosts | None) -> None:
         """Solve for the maps of some groups of layers above the lowest."""
-        tokens, least = int(products.tokens), LEAST_RIDGE[products.dtype]
+        tokens, least = float(products.tokens), LEAST_RIDGE[products.dtype]
         known = Known(products, lowest, self.config.ridge or least)
         for group in groups:
             layers = tuple(layer for layer in group.layers if layer > lowest)

@@ -2,7 +2,8 @@
 
 The cost of an error of a layer's keys and values is what it does to the predictions behind a text: the last quarter of each text is
 predicted, and the gradients of the loss of tokens drawn from these predictions are taken at the keys and values of the tokens before it.
-Their second moments, head by head, are what errors of keys and values cost, in the same unit in all layers.
+Their second moments, head by head, are what errors of keys and values cost, in the same unit in all layers. Half of a token's weight in
+the products is by its gradients, which are large for facts that later tokens ask for.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _PREDICTED, _MOST_PREDICTED, _GRADIENT_TEXTS = 0.25, 256, 32
 SHORTEST = 8
 """Tokens of a text that has a share to predict."""
 # What gradients don't touch costs this share of the mean of its head, and of its layer.
-_DAMPING, _LAYER_DAMPING = 0.02, 1e-4
+_DAMPING, _LAYER_DAMPING, _TINY = 0.02, 1e-4, 1e-30
 
 
 @contextmanager
@@ -69,19 +70,25 @@ class ErrorCosts:
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
 
-    def add(self, pair: Pair, ids: torch.Tensor, states: States, exact_tokens: int, seed: int) -> None:
-        """Add the gradients of a text.
+    def add(self, pair: Pair, ids: torch.Tensor, states: States, exact_tokens: int, seed: int) -> torch.Tensor:
+        """Add the gradients of a text, and return its tokens' weights, (tokens,), 1 on average.
 
         Args:
             states: The consumer's, of all tokens.
             exact_tokens: How many of the first tokens have no errors.
         """
-        for layer, rows in gradients(pair, ids, states, seed).items():
+        exact, weights = min(exact_tokens, split_of(len(ids)) - 1), torch.ones(len(ids))
+        found = gradients(pair, ids, states, seed)
+        for layer, rows in found.items():
             heads, key_dim, value_dim = states[layer].shape
-            sides = rows[min(exact_tokens, len(rows) - 1) :].split([heads * key_dim, heads * value_dim], dim=1)
+            energies = rows[exact:].float().square().sum(1)
+            if layer:  # the lowest one is never translated
+                weights[exact : len(rows)] += 0.5 / (len(found) - 1) * (energies / energies.mean().clamp_min(_TINY) - 1).cpu()
+            sides = rows[exact:].split([heads * key_dim, heads * value_dim], dim=1)
             for totals, side in zip((self.keys, self.values), sides, strict=True):
                 by_head = side.double().unflatten(1, (heads, -1)).transpose(0, 1)
                 totals[layer] = totals.get(layer, 0) + by_head.mT @ by_head
+        return weights
 
     def roots(self, layer: int) -> list[torch.Tensor]:
         """Return the square roots of the costs of a layer's keys and of its values."""
@@ -132,16 +139,24 @@ class TextSums:
         lowest: The numbers of layers that the consumer may run.
         exact_tokens: How many of a text's first tokens are left out, because the consumer runs them.
         costs: What errors cost, if that is to be added to; None if it is known or all cost the same.
+        weights: Of the tokens of texts that gradients were taken of, by a text's number; added to with `costs`.
 
     Attributes:
         samples: Sampled rows of the blocks of the producer.
     """
 
     def __init__(
-        self, pair: Pair, groups: Sequence[Group], lowest: Sequence[int], exact_tokens: int, products: Products, costs: ErrorCosts | None
+        self,
+        pair: Pair,
+        groups: Sequence[Group],
+        lowest: Sequence[int],
+        exact_tokens: int,
+        products: Products,
+        costs: ErrorCosts | None,
+        weights: dict[int, torch.Tensor],
     ) -> None:
         self.pair, self.groups, self.lowest, self.exact_tokens = pair, groups, lowest, exact_tokens
-        self.products, self.costs, self.samples = products, costs, dict[Key, torch.Tensor]()
+        self.products, self.costs, self.weights, self.samples = products, costs, weights, dict[Key, torch.Tensor]()
 
     def read(self, texts: Sequence[torch.Tensor], sample: int, progress: bool, seconds: dict[str, float]) -> None:
         """Read all texts, each process its share, and add up the sums of all processes.
@@ -158,15 +173,16 @@ class TextSums:
                 producer, consumer = self.pair.states(ids, self.lowest)
             if self.costs is not None and len(ids) >= SHORTEST and (number // processes) % every == 0:
                 with timed(seconds, "gradients"):
-                    self.costs.add(self.pair, ids, consumer, self.exact_tokens, number)
+                    self.weights[number] = self.costs.add(self.pair, ids, consumer, self.exact_tokens, number)
             with timed(seconds, "products"):
-                self._add(producer, consumer, slice(number * size, (number + 1) * size), len(texts) * size)
+                weights = self.weights.get(number, torch.ones(len(ids)))
+                self._add(producer, consumer, weights, slice(number * size, (number + 1) * size), len(texts) * size)
         self.products.finish(processes)
         if processes > 1:
             costs = [] if self.costs is None else [*self.costs.keys.values(), *self.costs.values.values()]
             add_up([*self.samples.values(), *costs])
 
-    def _add(self, producer: States, consumer: States, rows: slice, sampled: int) -> None:
+    def _add(self, producer: States, consumer: States, weights: torch.Tensor, rows: slice, sampled: int) -> None:
         """Add a text, of which some tokens are sampled, in rows of its own so that the samples of processes can be added up."""
         device, blocks = self.products.device, dict[Key, torch.Tensor]()
         for layer in self.lowest:
@@ -175,8 +191,9 @@ class TextSums:
         for group in self.groups:
             for role, states, layers in (("producer", producer, group.sources), ("consumer", consumer, group.layers)):
                 blocks[role, group.layers[0]] = torch.cat([states[layer].states.to(device) for layer in layers], dim=1)
-        blocks = {name: block[min(self.exact_tokens, len(block) - 2) :] for name, block in blocks.items()}
-        self.products.add(blocks)
+        exact = min(self.exact_tokens, len(weights) - 2)
+        blocks = {name: block[exact:] for name, block in blocks.items()}
+        self.products.add(blocks, weights[exact:])
         for name in (name for name in blocks if name[0].startswith("producer")):
             if name not in self.samples:
                 self.samples[name] = torch.zeros(sampled, blocks[name].shape[1], device=device)

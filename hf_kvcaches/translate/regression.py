@@ -35,34 +35,36 @@ class Products:
 
     def __init__(self, pairs: Iterable[tuple[Key, Key]], dtype: torch.dtype, device: torch.device) -> None:
         self.pairs, self.dtype, self.device = list(dict.fromkeys(pairs)), dtype, device
-        self.tokens = torch.zeros((), dtype=torch.int64)
+        self.tokens = torch.zeros((), dtype=torch.float64)  # by their weights
         self._shifts: dict[Key, torch.Tensor] = {}
         self.means: dict[Key, torch.Tensor] = {}
         self._moments: dict[tuple[Key, Key], torch.Tensor] = {}
 
-    def add(self, blocks: Mapping[Key, torch.Tensor]) -> None:
-        """Add the tokens of a text, (tokens, width) for each block."""
+    def add(self, blocks: Mapping[Key, torch.Tensor], weights: torch.Tensor) -> None:
+        """Add the tokens of a text, (tokens, width) for each block, each by its weight, (tokens,)."""
+        weights = weights.to(self.device, self.dtype)
+        roots = weights.sqrt()[:, None]
         rows = {name: blocks[name].to(self.device, self.dtype) for name in dict.fromkeys(chain.from_iterable(self.pairs))}
         for name, block in rows.items():
-            rows[name] = block - self._shifts.setdefault(name, block.mean(0))
-            self.means[name] = self.means.get(name, 0) + rows[name].sum(0, dtype=torch.float64)
+            rows[name] = (block - self._shifts.setdefault(name, block.mean(0))) * roots
+            self.means[name] = self.means.get(name, 0) + (rows[name] * roots).sum(0, dtype=torch.float64)
         for pair in self.pairs:
             product = rows[pair[0]].T @ rows[pair[1]]
             self._moments[pair] = self._moments[pair].add_(product) if pair in self._moments else product.double()
-        self.tokens += len(next(iter(rows.values())))
+        self.tokens += weights.sum(dtype=torch.float64).cpu()
 
     def finish(self, processes: int) -> None:
         """Turn sums into means and covariances, of the tokens of all processes."""
         if processes > 1:  # whose shifts differ
             for (first, second), total in self._moments.items():
                 one, other = (self._shifts[name].double() for name in (first, second))
-                total += torch.outer(self.means[first], other) + torch.outer(one, self.means[second] + int(self.tokens) * other)
+                total += torch.outer(self.means[first], other) + torch.outer(one, self.means[second] + float(self.tokens) * other)
             for name, total in self.means.items():
-                total += int(self.tokens) * self._shifts[name].double()
+                total += float(self.tokens) * self._shifts[name].double()
                 self._shifts[name].zero_()
             add_up([self.tokens, *self.means.values(), *self._moments.values()])
         for total in (*self.means.values(), *self._moments.values()):
-            total /= int(self.tokens)
+            total /= float(self.tokens)
         for (first, second), moment in self._moments.items():
             moment -= torch.outer(self.means[first], self.means[second])
         for name, mean in self.means.items():

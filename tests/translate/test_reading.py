@@ -100,6 +100,20 @@ def test_costs_are_second_moments_head_by_head_without_the_first_tokens():
         assert float(torch.linalg.eigvalsh(root).min()) > 0
 
 
+def test_half_of_a_tokens_weight_is_by_its_gradients_in_layers_that_are_translated():
+    model = MODELS["llama"]()
+    pair, ids = Pair(model, model, None), tiny.ids(24, seed=3)
+    states = pair.states(ids)[1]
+    weights = ErrorCosts().add(pair, ids, states, 4, 0)
+    energies = torch.stack([rows[4:].square().sum(1) for layer, rows in gradients(pair, ids, states, 0).items() if layer])
+    expected = 0.5 + 0.5 * (energies / energies.mean(1, keepdim=True)).mean(0)
+    split = split_of(24)
+    torch.testing.assert_close(weights[4:split], expected, atol=1e-5, rtol=1e-5)
+    # Tokens without gradients, and those that the consumer runs, count 1.
+    assert weights[:4].tolist() + weights[split:].tolist() == [1.0] * (4 + 24 - split)
+    assert float(weights.mean()) == pytest.approx(1.0, abs=1e-5)
+
+
 def test_a_model_without_gradients_says_why():
     model = MODELS["llama"]()
     assert why_no_gradients(Pair(model, model, None)) == ""

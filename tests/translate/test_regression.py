@@ -52,7 +52,7 @@ def rows_of(seed: int, tokens: int = 160, side: int = 4, producer: int = 6, cons
 def products_of(*rows: Rows, dtype: torch.dtype = torch.float64) -> Products:
     products = Products(pairs_of([GROUP], [0], True), dtype, torch.device("cpu"))
     for each in rows:
-        products.add(each.blocks)
+        products.add(each.blocks, torch.ones(len(each.own)))
     products.finish(1)
     return products
 
@@ -160,6 +160,21 @@ def test_sums_of_several_texts_are_the_covariances_of_all_rows(dtype, tolerance)
     for name, mean in products.means.items():
         close(mean, whole[name].mean(0), 1e-6)
     assert int(products.tokens) == 480
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+def test_a_token_of_weight_2_counts_as_two(dtype, tolerance):
+    rows = rows_of(4)
+    weights = torch.arange(len(rows.own)) % 3  # some count nothing
+    weighted, repeated = (Products(pairs_of([GROUP], [0], True), dtype, torch.device("cpu")) for _ in range(2))
+    weighted.add(rows.blocks, weights)
+    often = {name: block.repeat_interleave(weights, 0) for name, block in rows.blocks.items()}
+    repeated.add(often, torch.ones(int(weights.sum())))
+    for products in (weighted, repeated):
+        products.finish(1)
+    assert weighted.tokens == repeated.tokens == weights.sum()
+    for first, second in weighted.pairs:
+        close(weighted.covariance(first, second), repeated.covariance(first, second), tolerance)
 
 
 def test_states_that_follow_from_each_other_are_solved_for_all_the_same():
