@@ -28,7 +28,8 @@ def note() -> str:
         f"thread{'' if threads == '1' else 's'} of an {hardware}; no GPU was measured.\n"
         f"Quality is that of {MODELS[FIRST]}-Instruct in float32 ([all numbers, and those of other models]"
         f"(docs/benchmarks/real-models.md)), KL is in nats; codes were measured on {text_of()}.\n"
-        "Translation was measured on the [testbed](docs/testbed.md) only, a small laboratory model for fast tests. "
+        "Recall behind translations is that of the [testbed](docs/testbed.md), a small laboratory model; for SmolLM2 and a "
+        "fine-tune of it see [there](docs/translation.md#measurements). "
         "Measure your own model and prompts."
     )
 

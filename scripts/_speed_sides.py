@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,14 +19,11 @@ from hf_kvcaches import AdaptiveSubspace, CacheTranslator, EquipCache, GrowingCa
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.hub import Artifact
 from hf_kvcaches.kernels.arguments import Decoder
+from hf_kvcaches.translate.coding import Coding
 from hf_kvcaches.translate.config import TranslatorConfig, TranslatorSettings
-from hf_kvcaches.translate.maps import LayerDecoder, Maps, PartEncoder
-from hf_kvcaches.translate.paper.routing import Route
-from hf_kvcaches.translate.quantizing import Quantizer
-from hf_kvcaches.translate.solving import part_name
+from hf_kvcaches.translate.maps import CodeEncoder, LayerDecoder, Maps
 
 A = TypeVar("A", bound=Artifact)
-BITS = 2  # of a direction of the codes
 PAYLOAD = 0.025  # the default
 
 
@@ -102,41 +99,57 @@ class Bench:
         return made
 
 
-def code_rank(width: int, layers: int) -> int:
-    """Directions of `BITS` that the default bytes of some layers hold beside the gain, for so many numbers of keys and values."""
-    return max(1, int((PAYLOAD * 2 * layers * width - 1) * 8 / BITS))
+def shared_layers(width: int, layers: int) -> list[tuple[int, ...]]:
+    """The layers of each code, by default, for so many numbers of keys and values."""
+    group = TranslatorConfig().layers_of_width(width)
+    return [tuple(range(start, min(start + group, layers))) for start in range(1, layers, group)]
+
+
+@lru_cache
+def random_coding(width: int, layers: int) -> Coding:
+    """The default bytes, for coefficients that fall off as those of trained models do."""
+    random = torch.Generator().manual_seed(6)
+    samples = [torch.randn(256, width * len(used), generator=random) * spectrum(width * len(used)) for used in shared_layers(width, layers)]
+    return Coding.fit(samples, 16.0 * PAYLOAD * layers * width)
+
+
+def spectrum(width: int) -> torch.Tensor:
+    """The deviations of coefficients, (width,)."""
+    return (1 + torch.arange(width) / (width / 64)) ** -1.0
 
 
 def translation_limit(size: Size, tokens: int) -> float:
     """How many times the operations of rebuilding all layers but the lowest from codes a prefill has."""
     width = 2 * size.kv_heads * size.head_dim
-    group = TranslatorConfig(metric="plain").layers_of_width(width)
-    weights = size.hidden * (3 * size.intermediate + 2 * (size.heads + size.kv_heads) * size.head_dim)
+    coding, weights = (
+        random_coding(width, size.layers),
+        size.hidden * (3 * size.intermediate + 2 * (size.heads + size.kv_heads) * size.head_dim),
+    )
     prefill = size.layers * tokens * (2 * weights + 2 * size.heads * size.head_dim * tokens)
-    rebuild = (size.layers - 1) * tokens * 2 * (size.hidden + code_rank(width, group)) * width
-    return prefill / (rebuild + size.layers * 2 * weights)  # and the last token
+    inputs = sum(len(used) * (size.hidden + len(coding.directions(code))) for code, used in enumerate(shared_layers(width, size.layers)))
+    return prefill / (tokens * 2 * inputs * width + size.layers * 2 * weights)  # and the last token
 
 
 def random_translator(producer: Any, consumer: Any) -> CacheTranslator:
     """A translator that nothing was fitted to, for times: random weights have nothing to fit to."""
     config, settings = consumer.config, TranslatorConfig(metric="plain")
     heads, dim, layers = config.num_key_value_heads, config.head_dim, config.num_hidden_layers
-    group = settings.layers_of_width(2 * heads * dim)
-    random = torch.Generator().manual_seed(6)
+    width, random = 2 * heads * dim, torch.Generator().manual_seed(7)
     matrix = lambda rows, columns: torch.randn(rows, columns, generator=random) / rows**0.5  # noqa: E731
-    encoders, decoders = [], []
-    for start in range(0, layers, group):
-        used = tuple(range(start, min(start + group, layers)))
-        rank = code_rank(2 * heads * dim, len(used))
-        quantizer = Quantizer(torch.full((rank,), 1.0), torch.full((rank,), BITS, dtype=torch.uint8), torch.ones(rank))
-        part = part_name(used)
-        side = matrix(config.hidden_size, rank)
-        encoders.append(PartEncoder(part, "states", used, 0, matrix(2 * heads * dim * len(used), rank), side, torch.zeros(rank), quantizer))
+    coding, encoders, decoders = random_coding(width, layers), [], []
+    for code, used in enumerate(shared_layers(width, layers)):
+        directions = coding.directions(code)
+        states = matrix(width * len(used), len(directions)) * spectrum(width * len(used))[directions] / coding.step
+        encoders.append(
+            CodeEncoder(f"layers.{used[0]}", used, states, torch.zeros(config.hidden_size, len(directions)), torch.zeros(len(directions)))
+        )
         for layer in used:
-            weights = Decoder(matrix(config.hidden_size, 2 * heads * dim), matrix(rank, 2 * heads * dim), torch.zeros(2 * heads * dim))
-            decoders.append(LayerDecoder(layer, part, "states", (heads, dim, dim), weights))
+            weights = Decoder(matrix(config.hidden_size, width), matrix(len(directions), width), torch.zeros(width))
+            decoders.append(LayerDecoder(layer, code, (heads, dim, dim), weights))
     models = ModelFingerprint.of(producer), ModelFingerprint.of(consumer)
-    return CacheTranslator(Maps(encoders, decoders), TranslatorSettings(PAYLOAD, 0, settings, layers), Route(()), *models)
+    group = settings.layers_of_width(width)
+    own = TranslatorSettings(PAYLOAD, 0, settings.exact_tokens, "plain", group, tuple(range(layers)))
+    return CacheTranslator(Maps(tuple(encoders), tuple(decoders), 0, coding), own, *models)
 
 
 class Source:

@@ -12,10 +12,14 @@ from shared.texts import encode as ids_of
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.growing import GrowingCache
+from hf_kvcaches.core.identity import require_identity
 from hf_kvcaches.evaluate.measures import divergence
 from hf_kvcaches.kernels.quantization import dequantize, quantize
 from hf_kvcaches.translate.cache import TranslatedCache
-from hf_kvcaches.translate.config import TranslatorConfig
+from hf_kvcaches.translate.config import EXACT, FitOptions, TranslatorConfig
+from hf_kvcaches.translate.fit import Fitting
+from hf_kvcaches.translate.pair import Pair
+from hf_kvcaches.translate.paper.scd import SemanticCacheDistillation
 from hf_kvcaches.translate.translator import CacheTranslator
 from tests.testbed import held_out
 from tests.testbed.documents import Document, Filler, fit_document
@@ -107,7 +111,7 @@ def _quiz(tokenizer: Any, document: Document) -> Text:
     return Text("documents", encoded.ids[:begin], encoded.ids[begin:], answers)
 
 
-def next_tokens(model: Any, text: Text, cache: GrowingCache | None = None) -> torch.Tensor:
+def next_tokens(model: Any, text: Text, cache: Any = None) -> torch.Tensor:
     """Logits at each place of the continuation, (places, vocabulary)."""
     ids = [*text.prompt, *text.continuation[:-1]]
     device = compat.input_device(model)
@@ -138,11 +142,12 @@ States = Sequence[tuple[torch.Tensor, torch.Tensor]]  # rotated keys and values 
 class Side:
     """One way to fill the consumer's cache, by its name in tables.
 
-    `oracle` is its own prefill. `raw` and `int4` are the producer's keys and values. `fitted` is a translator from `CacheTranslator.fit`.
+    `oracle` is its own prefill. `raw` and `int4` are the producer's keys and values. `fitted` is a translator from `CacheTranslator.fit`,
+    `paper` a `SemanticCacheDistillation`.
     """
 
     name: str
-    kind: Literal["oracle", "raw", "int4", "fitted"]
+    kind: Literal["oracle", "raw", "int4", "fitted", "paper"]
     options: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
@@ -152,9 +157,10 @@ def _fitted(name: str, payload: float = 0.025, recompute_layers: int | Literal["
 
 ORACLE, RAW = Side("own prefill", "oracle"), Side("raw K/V", "raw")
 INT4 = Side("int4 K/V", "int4")
-REUSE = _fitted("paper's Reuse 0.19", 0.1875, method="paper")
+# A quarter of the bytes: 32 codes of keys and 32 of values in 16 bits, in each layer.
+REUSE = Side("paper's Reuse 0.25", "paper", {"ranks": (32, 32, 64), "patched": ()})
 DEFAULT = Side("joint 0.025 (default)", "fitted")
-ZERO, FULL_RANK = _fitted("zero bytes", 0.0), _fitted("full rank, 24 bits", 2.0, widths=24)
+ZERO, FULL_RANK = _fitted("zero bytes", 0.0), _fitted("full rank, float32", EXACT)
 # With the default and the zero bytes, by bytes.
 SWEEP = tuple(_fitted(f"joint {payload:g}", payload) for payload in (0.0125, 0.05))
 VARIANTS = (_fitted("joint, 1 layer a code", layers_per_code=1), _fitted("joint, 1 layer run", recompute_layers=1))
@@ -201,11 +207,27 @@ class Bench:
         self.models, self.tokenizer, self.texts = (producer, consumer), tokenizer, texts
         self.producer, self.consumer = compat.base_model(producer), compat.base_model(consumer)
         self.translators: dict[str, CacheTranslator] = {}
+        self.papers: dict[str, SemanticCacheDistillation] = {}
+        self.fittings: dict[Any, Fitting] = {}
 
+    @torch.no_grad()
     def fit(self, side: Side) -> CacheTranslator:
-        """The translator of a side, from all texts."""
-        self.translators[side.name] = CacheTranslator.fit(*self.models, self.tokenizer, self.texts, progress=False, **side.options)
+        """The translator of a side, from all texts, which are read once for all sides of a config and precision."""
+        options = {"payload": 0.025, "recompute_layers": 0, "config": TranslatorConfig(), **side.options}
+        key = options["config"], options["payload"] == EXACT
+        if key not in self.fittings:
+            read = FitOptions(options["payload"], 0, None, options["config"], 1024, progress=False)
+            self.fittings[key] = Fitting(Pair(*self.models, self.tokenizer), read, [torch.tensor(ids) for ids in self.texts])
+            self.fittings[key].lowest = [0] if key[1] else [0, 1]
+            self.fittings[key].read()
+        fitting, chosen = self.fittings[key], (options["recompute_layers"], options["payload"])
+        models = (require_identity(model, "a translator").fingerprint for model in (self.producer, self.consumer))
+        self.translators[side.name] = CacheTranslator(fitting.maps(*chosen), fitting.settings(*chosen), *models)
         return self.translators[side.name]
+
+    def fit_paper(self, side: Side) -> None:
+        """The paper's method, from all texts."""
+        self.papers[side.name] = SemanticCacheDistillation.fit(*self.models, self.texts, **side.options)
 
     def ask(self, text: Text, sides: Sequence[Side]) -> Iterator[tuple[Side, Answer]]:
         """Answers of each side; those with translators are fitted before."""
@@ -216,9 +238,19 @@ class Bench:
         for side in sides:
             logits, size = alone, 0
             if side.kind != "oracle":
-                cache, size = self._translated(side, text) if side.kind == "fitted" else self._sent(side, theirs)
+                cache, size = self._held(side, text, theirs)
                 logits = next_tokens(self.consumer, text, cache)
             yield side, Answer(**sizes, bytes=size, **judged(text, alone, logits))
+
+    def _held(self, side: Side, text: Text, theirs: States) -> tuple[Any, int]:
+        """A cache of the prompt but for its last token, and the bytes that were sent."""
+        if side.kind == "fitted":
+            return self._translated(side, text)
+        if side.kind != "paper":
+            return self._sent(side, theirs)
+        paper = self.papers[side.name]
+        codes = paper.encode(self.producer, text.prompt[:-1])
+        return paper.decode(self.consumer, codes), sum(part.nbytes for parts in codes.values() for part in parts)
 
     def _translated(self, side: Side, text: Text) -> tuple[GrowingCache, int]:
         translator, ids = self.translators[side.name], torch.tensor([text.prompt], device=compat.input_device(self.consumer))

@@ -25,7 +25,6 @@ PAYLOADS = (ZERO, SWEEP[0], DEFAULT, *SWEEP[1:])
 class Details:
     """What is known of a side but for its answers."""
 
-    chosen: tuple[int, ...] = ()  # patched layers
     seconds: Mapping[str, float] | None = None  # of each stage of the calibration
 
 
@@ -85,13 +84,12 @@ def summary(found: Found, pair: str, side: Side, workload: str) -> Row:
         "recall": "" if math.isnan(right) else round(right, 2),
         "recall_alone": "" if math.isnan(alone) else round(alone, 2),
         "questions": total("asked"),
-        "chosen_layers": " ".join(map(str, details.chosen)),
         "fit_seconds": "" if details.seconds is None else round(sum(details.seconds.values()), 2),
     }
 
 
 SHOWN = {"bytes": "{bytes:,}", "share": "{share:.4f}", "KL": "{kl:.4f}", **{name: f"{{{name}:.4f}}" for name in WORKLOADS}}
-SHOWN |= {"recall": "{recall:.1f}%", "layers": "{chosen_layers}"}
+SHOWN |= {"recall": "{recall:.1f}%"}
 
 
 def report(found: Found) -> str:

@@ -17,14 +17,12 @@ from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.kernels.arguments import Decoder
 from hf_kvcaches.translate.cache import TranslatedCache
 from hf_kvcaches.translate.codes import SemanticCodes
-from hf_kvcaches.translate.config import TranslatorConfig, TranslatorSettings
-from hf_kvcaches.translate.maps import LayerDecoder, Maps, PartEncoder
-from hf_kvcaches.translate.paper.routing import Route
-from hf_kvcaches.translate.quantizing import Quantizer
+from hf_kvcaches.translate.config import EXACT, TranslatorSettings
+from hf_kvcaches.translate.maps import CodeEncoder, LayerDecoder, Maps
 from hf_kvcaches.translate.translator import CacheTranslator
 
 OWN, CODES, BYTES, ONE = "consumer's prefill", "codes in hand", "codes as bytes", "codes, first layer run"
-PAPER, PATCH, RAW = "paper's Reuse", "paper's Reuse and Patch", "raw keys and values"
+RAW = "raw keys and values"
 # Of logits: how far codes that are the keys and values themselves may change them, and the way through bytes.
 LOSSLESS, EQUAL = 1e-4, 1e-5
 
@@ -131,16 +129,15 @@ def unchanged(pair: Pair) -> Side:
     """A side whose codes are the consumer's keys and values: all that is not fitted is on its way."""
     config: Any = pair.plain.config
     heads, dim = config.num_key_value_heads, config.head_dim
-    same, ones = torch.eye(2 * heads * dim), torch.ones(2 * heads * dim)
-    # 24 bits, of a step that all keys and values of these models fit in.
-    quantizer = Quantizer(ones * 2.0**-17, torch.full((len(ones),), 24, dtype=torch.uint8), ones)
+    same, hidden = torch.eye(2 * heads * dim), torch.zeros(config.hidden_size, 2 * heads * dim)
     encoders, decoders = [], []
     for layer in range(1, config.num_hidden_layers):
-        encoders.append(PartEncoder(f"layer.{layer}", "states", (layer,), 0, same, None, 0 * ones, quantizer))
-        decoders.append(LayerDecoder(layer, f"layer.{layer}", "states", (heads, dim, dim), Decoder(codes=same)))
-    settings = TranslatorSettings(2.0, 0, TranslatorConfig(widths=24, metric="plain", layers_per_code=1), config.num_hidden_layers)
+        encoders.append(CodeEncoder(f"layer.{layer}", (layer,), same, hidden, hidden[0]))
+        decoders.append(LayerDecoder(layer, layer - 1, (heads, dim, dim), Decoder(hidden, same, hidden[0])))
+    settings = TranslatorSettings(EXACT, 0, 4, "plain", 1, tuple(range(config.num_hidden_layers)))
     model = ModelFingerprint.of(pair.switched)
-    return Side("unchanged", pair.switched, pair, CacheTranslator(Maps(encoders, decoders), settings, Route(()), model, model))
+    maps = Maps(tuple(encoders), tuple(decoders), 0, None)
+    return Side("unchanged", pair.switched, pair, CacheTranslator(maps, settings, model, model))
 
 
 def prove(sides: Sequence[Side], prompts: Sequence[torch.Tensor], what: str, *, trained: bool) -> tuple[str, list[Row]]:

@@ -21,7 +21,7 @@ from typing import Any
 
 import _translation_timing as timing
 import torch
-from _translation_timing import BYTES, CODES, ONE, OWN, PAPER, PATCH, RAW, Answers, Side
+from _translation_timing import BYTES, CODES, ONE, OWN, RAW, Answers, Side
 from shared.bars import Bar
 from shared.cli import run_script
 from shared.models import LARGER, Pair, Shape, random_ids
@@ -33,7 +33,7 @@ from hf_kvcaches.translate.config import TranslatorConfig
 from hf_kvcaches.translate.translator import CacheTranslator
 
 SECTIONS = ("first token", "larger")
-SIDES = (OWN, CODES, BYTES, ONE, PAPER, PATCH, RAW)
+SIDES = (OWN, CODES, BYTES, ONE, RAW)
 COLUMNS = "section measure workload side length tokens count time_ms time_q1_ms time_q3_ms ratio ratio_q1 ratio_q3 value unit".split()
 SHOWN = {
     "": "{side}, {measure}",
@@ -48,8 +48,6 @@ FASTER, TOKENS = 8.0, 2048
 SETTINGS: dict[str, dict[str, Any]] = {
     CODES: {},
     ONE: {"recompute_layers": 1},
-    PAPER: {"payload": 0.1875, "config": TranslatorConfig(method="paper")},
-    PATCH: {"payload": 0.1875, "config": TranslatorConfig(method="paper", aligner="mlp"), "patch_layers": [2]},
 }
 # Random weights have no loss worth a gradient.
 PLAIN = {"config": TranslatorConfig(metric="plain")}
@@ -94,7 +92,7 @@ class Run:
         """The translator of a side, fitted when it is first asked for; None for sides without codes."""
         name = CODES if name == BYTES else name
         if name in SETTINGS and name not in self._codecs:
-            options = ({"config": TranslatorConfig(metric="attention")} if self.size.quick else {}) | SETTINGS[name]
+            options = ({"config": TranslatorConfig(metric="plain")} if self.size.quick else {}) | SETTINGS[name]
             fit = (self.producer, self.pair.switched, self.pair.tokenizer, self.texts)
             self._codecs[name] = CacheTranslator.fit(*fit, progress=False, **options)
         return self._codecs.get(name)
@@ -134,12 +132,8 @@ class Run:
             for weight in producer.parameters():
                 weight += 0.1 * weight.std() * torch.randn(weight.shape, generator=random).to(weight) if weight.ndim > 1 else 0
         texts = random_ids(vocabulary, 4, size.texts[1], seed=2).tolist()
-        codecs = {
-            name: CacheTranslator.fit(producer, pair.switched, None, texts, progress=False, **PLAIN | SETTINGS[name])
-            for name in (CODES, PAPER)
-        }
-        codecs[BYTES] = codecs[CODES]
-        sides = [Side(name, producer, pair, codecs.get(name)) for name in (OWN, CODES, BYTES, PAPER, RAW)]
+        codec = CacheTranslator.fit(producer, pair.switched, None, texts, progress=False, **PLAIN)
+        sides = [Side(name, producer, pair, codec if name in (CODES, BYTES) else None) for name in (OWN, CODES, BYTES, RAW)]
         for length in size.larger:
             prompts = list(random_ids(vocabulary, size.larger_rounds, 1, length, seed=length).to(self.device))
             if length == size.larger[0]:

@@ -13,7 +13,6 @@ from pathlib import Path
 import _pruning_report
 import _real_report
 import _translation_report
-import analyse_translation
 import bench_equip
 import bench_growing
 import bench_segments
@@ -33,7 +32,6 @@ PICTURES: dict[str, tuple[Callable[[Sequence[Row]], list[Panel]], str]] = {
     "real": (_real_report.panels, _real_report.PICTURE),
     "segments-speed-cpu": (bench_segments.panels, "SegmentReuseCache"),
     "subspace-speed-cpu": (bench_subspace.panels, "SubspaceCache"),
-    "translation-analysis": (analyse_translation.panels, "base to tuned"),
     "translation-quality": (_translation_report.panels, "TranslatedCache"),
     "translation-speed-cpu": (bench_translation.panels, "TranslatedCache"),
     "warmstart-speed-cpu": (bench_warmstart.panels, "WarmStartCache"),

@@ -143,23 +143,17 @@ def warmstart(parser: argparse.ArgumentParser, *, generated: bool = False) -> No
     parser.add_argument("--quantization", choices=("none", "int8", "int4"), default="none", help="how it keeps keys and values")
 
 
-def translator(parser: argparse.ArgumentParser, *, generated: bool = False) -> None:
-    """Add the options.
-
-    Args:
-        generated: Whether texts can be generated where there are no files.
-    """
+def translator(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
     parser.add_argument("--producer", required=True, help="the model that will read prompts: a folder or a hub id")
     parser.add_argument("--consumer", required=True, help="the model that will answer: a folder or a hub id")
     parser.add_argument("--out", type=Path, required=True, help="the folder that the translator is written to")
     parser.add_argument("--push-to-hub", metavar="ID", help="also uploads it, as owner/name")
-    parser.add_argument("--texts", default=[], required=not generated, **TEXTS)
+    parser.add_argument("--texts", required=True, **TEXTS)
     parser.add_argument("--prefixes", type=int, default=64, help="texts at most, taken from all over the files")
     parser.add_argument("--length", type=int, default=512, help="of a text, in tokens at most")
-    parser.add_argument("--method", choices=("joint", "paper"), default="joint")
     parser.add_argument("--payload", type=float, default=0.025, help="bytes that are sent, as a share of bfloat16 keys and values")
     parser.add_argument("--layers-per-code", type=int, help="how many consecutive layers share a code; default: by their width")
-    parser.add_argument("--patch-layers", default="none", help="auto, none, or numbers as in 1,3")
-    parser.add_argument("--aligner", choices=("ridge", "mlp"), default="ridge", help="of patched layers")
     parser.add_argument("--recompute-layers", default="0", help="how many of its lowest layers the consumer runs itself, or auto")
-    parser.add_argument("--metric", choices=("loss", "attention", "plain"), default="loss", help="what errors cost")
+    parser.add_argument("--metric", choices=("loss", "plain"), default="loss", help="what errors cost")
+    parser.add_argument("--memory", default="8GiB", help="that the fit's sums may take; with less, models read the texts more than once")

@@ -5,44 +5,30 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable
 from typing import Any
 
 from hf_kvcaches.cli.options import begin, check_counts, load, require_files
 from hf_kvcaches.cli.tables import table
-from hf_kvcaches.cli.texts import Text, read_texts, spaced
-from hf_kvcaches.errors import ConfigError, require
+from hf_kvcaches.cli.texts import read_texts, spaced
+from hf_kvcaches.errors import require
 from hf_kvcaches.translate.config import TranslatorConfig
 from hf_kvcaches.translate.translator import CacheTranslator
 
-# From a tokenizer and a length: texts of so many tokens.
-Generator = Callable[[Any, int], list[Text]]
 
-
-def run(args: argparse.Namespace, load_model: Callable[..., tuple[Any, Any]] = load, generator: Generator | None = None) -> None:
-    """Calibrates, prints what each stage took, and saves.
-
-    Args:
-        generator: Makes texts where there are no files.
-    """
+def run(args: argparse.Namespace) -> None:
+    """Calibrates, prints what each stage took, and saves."""
     check_counts(args, ["prefixes", "length"])
-    device, patch_layers, state = begin(args), layers_of(args.patch_layers), _launched()
+    device, state = begin(args), _launched()
     first = state is None or state.is_main_process
     require_files("--texts", args.texts)
     device = state.device if state is not None and args.device == "auto" else device
     dtype = getattr(args, "dtype", "auto")
-    (producer, one), (consumer, other) = (load_model(name, device, dtype) for name in (args.producer, args.consumer))
-    texts = [text for path in args.texts for text in read_texts(path, other, args.length)]
-    if not args.texts:
-        assert generator is not None
-        texts = generator(other, args.length)
-    texts = spaced(texts, args.prefixes)
-    names = ("method", "layers_per_code", "aligner", "metric")
+    (producer, one), (consumer, other) = (load(name, device, dtype) for name in (args.producer, args.consumer))
+    texts = spaced([text for path in args.texts for text in read_texts(path, other, args.length)], args.prefixes)
     options = {
         "payload": args.payload,
         "recompute_layers": int(args.recompute_layers) if args.recompute_layers.isdigit() else args.recompute_layers,
-        "patch_layers": patch_layers,
-        "config": TranslatorConfig(**{name: getattr(args, name) for name in names}),
+        "config": TranslatorConfig(layers_per_code=args.layers_per_code, metric=args.metric, memory=args.memory),
         "max_length": max(args.length, 8),
     }
     began = time.perf_counter()
@@ -55,16 +41,6 @@ def run(args: argparse.Namespace, load_model: Callable[..., tuple[Any, Any]] = l
     print(f"{len(texts)} texts, {seconds:.1f} s; written to {args.out}")
     if args.push_to_hub:
         print(f"uploaded: {translator.push_to_hub(args.push_to_hub)}")
-
-
-def layers_of(text: str) -> Any:
-    """What `patch_layers` is to be."""
-    if text in ("auto", "none"):
-        return {"auto": "auto", "none": None}[text]
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError.of("--patch-layers", "auto, none, or numbers as in 1,3", text) from None
 
 
 def _launched() -> Any:

@@ -88,14 +88,15 @@ class Identity:
         return Identity, (self.reason, self._known)
 
 
-def identity_of(model: PreTrainedModel, looks: int = 1) -> Identity:
+def identity_of(model: PreTrainedModel, looks: int = 1, *, evaluates: bool = False) -> Identity:
     """Return the identity under which a model (without a PEFT wrapper) would compute now.
 
     Args:
         looks: How many 64ths of the tensors to search for silent writes; `LOOKS` compares all, and waits for a GPU.
+        evaluates: Whether it is run in evaluation mode, whatever mode it is in.
     """
     state, identity = _state_of(model, looks)
-    reason = _unseen(model, state.modules())
+    reason = _unseen(model, state.modules(), evaluates)
     return Identity(reason) if reason else identity
 
 
@@ -200,7 +201,7 @@ class _State:
         return any(bool(written if looks >= LOOKS else told) for written, told in self._written.values())
 
 
-def _unseen(model: PreTrainedModel, modules: list[nn.Module]) -> str:
+def _unseen(model: PreTrainedModel, modules: list[nn.Module], evaluates: bool) -> str:
     """Why no fingerprint describes what the model would compute now, as a sentence; "" where one does."""
     if any(torch.is_autocast_enabled(device) for device in {"cpu", model.device.type} - {"meta"}):
         return "torch.autocast is on, which computes in other types than the weights have. Load the model in that type."
@@ -214,7 +215,7 @@ def _unseen(model: PreTrainedModel, modules: list[nn.Module]) -> str:
         name, forward = _foreign_name(*compat.forward_hooks(module)), compat.replaced_forward(module)
         reason = f"has a hook ({name}) that may change what it computes. {_ADVICE}" if name else ""
         reason = f"has a forward that is replaced by {name_of(forward)}. Put the original back." if forward is not None else reason
-        if module.training and (rate := _for_training(module)):
+        if module.training and not evaluates and (rate := _for_training(module)):
             reason = f"is in training mode and has {rate}. Call model.eval()."
         if reason:
             return f"{next(name for name, other in model.named_modules() if other is module) or 'The model'} {reason}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -15,9 +15,11 @@ from hf_kvcaches.core.report import CacheReport
 from hf_kvcaches.errors import ConfigError, UnsupportedError, require_instance
 from hf_kvcaches.reuse.cache import SplicingCache
 from hf_kvcaches.translate.codes import ArrivingCodes, CodesHead, SemanticCodes
-from hf_kvcaches.translate.filling import CodedPrompt, Filling, match_rows
+from hf_kvcaches.translate.fill import CodedPrompt, fill, match_prompts
 from hf_kvcaches.translate.states import PromptTokens
 from hf_kvcaches.translate.translator import CacheTranslator
+
+Codes = SemanticCodes | ArrivingCodes
 
 
 @dataclass(frozen=True)
@@ -25,18 +27,31 @@ class TranslatedReport(CacheReport):
     """What a `TranslatedCache` holds, and which of it was rebuilt.
 
     Args:
-        translated: Tokens whose keys and values were rebuilt, in all rows; 0 where the model ran the prompt.
+        translated: Tokens whose keys and values came of codes, the first tokens of prompts included, in all rows; 0 where the model ran
+            the prompt.
         payload_bytes: Of the messages. 0, like the fields below, in a cache that was unpickled or loaded: codes are not stored.
-        payload_share: Their share of the coded tokens' keys and values of all layers in bfloat16.
+        payload_share: Their share of these prompts' keys and values of all layers in bfloat16.
         run_layers: How many layers the model ran on these tokens; keys and values of one more are exact.
-        patched: Layers that computed keys and values from a translated input.
     """
 
     translated: int = 0
     payload_bytes: int = 0
     payload_share: float = 0.0
     run_layers: int = 0
-    patched: tuple[int, ...] = ()
+
+
+class _Filled(NamedTuple):
+    """What was filled in since the cache was empty.
+
+    Args:
+        translated: Tokens in all rows.
+        payload_bytes: Of the messages.
+        plain_bytes: Of the keys and values of what these messages are codes of, in bfloat16.
+    """
+
+    translated: int = 0
+    payload_bytes: int = 0
+    plain_bytes: int = 0
 
 
 class TranslatedCache(SplicingCache):
@@ -44,78 +59,83 @@ class TranslatedCache(SplicingCache):
 
     Paper: Semantic Cache Distillation: Efficient State Transfer via Reuse and Selective Patching (SCD).
 
-    **Departs from the paper**: see docs/translation.md. One code of keys and values, in the metric of what errors cost, beside the
-    token's embedding as side information.
+    **Departs from the paper**: see docs/translation.md. One code of keys and values of several layers, in the metric of what errors cost,
+    beside the token's embedding as side information, entropy coded.
 
     **Refuses**: codes of other prompts, other models or other adapters; models whose keys change with the length of the text.
 
-    **Memory per token**: as `GrowingCache`, and the codes.
+    **Memory per token**: as `GrowingCache`.
 
     The cache is filled when the prompt comes, by `generate` or `prefill`: only then can it be compared with the coded one. A prompt that
     goes on behind the coded one is run from there. One that is shorter than the coded one is refused, and so is a pass that codes can't
-    serve (with gradients, under `torch.compile`, with the logits of the whole prompt, on embeddings). The next turn of a chat can come
-    as codes, too: `add` takes them.
+    serve (with gradients, under `torch.compile`, with the logits of the whole prompt, on embeddings). Without codes the model runs
+    prompts itself; `add` brings codes for the next one, also behind tokens that the cache has.
 
     Args:
         consumer: The model that the translator was fitted for.
         translator: The one that made the codes.
-        codes: In memory, or still arriving.
+        codes: In memory, or still arriving; None for later.
         decode_with: A new cache of the consumer that holds the tokens once the prompt is answered; None to keep them all here.
+
+    Attributes:
+        codes: What the next prompt is rebuilt from, or None.
     """
 
-    translator: CacheTranslator | None = None
-    # Rebuilt tokens, the numbers that the keys and values of one have in all layers, and the messages that they came in.
-    _translated = 0
-    _token_numbers = 0
-    _used = 0
-
     def __init__(
-        self, consumer: Any, translator: CacheTranslator, codes: SemanticCodes | ArrivingCodes, *, decode_with: KVCache | None = None
+        self, consumer: Any, translator: CacheTranslator | None, codes: Codes | None = None, *, decode_with: KVCache | None = None
     ) -> None:
-        hint = "Pass CacheTranslator.from_pretrained(...)."
-        require_instance("translator", translator, CacheTranslator, {"consumer": consumer, "codes": codes}, hint)
-        translator.check_consumer(consumer)
-        self.translator = translator
-        self.messages: list[SemanticCodes | ArrivingCodes] = []
+        if translator is not None or codes is not None:
+            hint = "Pass CacheTranslator.from_pretrained(...)."
+            require_instance("translator", translator, CacheTranslator, {"consumer": consumer, "codes": codes}, hint)
+        if translator is not None:
+            translator.check_consumer(consumer)
+        self.translator, self._first_codes, self._filled = translator, codes, _Filled()
+        self.codes: Codes | None = None
         super().__init__(consumer, decode_with=decode_with)
-        self.add(codes)
+        if codes is not None:
+            self.add(codes)
 
-    @property
-    def codes(self) -> SemanticCodes | ArrivingCodes | None:
-        """The codes that the next prompt is rebuilt from."""
-        return self.messages[self._used] if self._used < len(self.messages) else None
-
-    def add(self, codes: SemanticCodes | ArrivingCodes) -> None:
-        """Take the codes of the next turn of a chat.
+    def add(self, codes: Codes) -> None:
+        """Take the codes of the next prompt, or of the next turn of a chat, in place of ones that were not used.
 
         Args:
             codes: Of the whole text, with codes of the tokens behind this cache's at least: `translator.encode(..., first=cache.seen)`.
         """
-        if not isinstance(codes, SemanticCodes | ArrivingCodes):
+        if not isinstance(codes, Codes):
             hint = "Pass SemanticCodes.from_bytes(data)." if isinstance(codes, bytes) else "Pass what translator.encode gave."
             raise ConfigError.of("codes", "SemanticCodes or ArrivingCodes", type(codes).__name__, hint)
-        if self.translator is None or self.stage is Stage.HANDED_OVER or self.codes is not None:
+        if self.translator is None or self.stage is Stage.HANDED_OVER:
             raise UnsupportedError(
-                "add: expected a cache that has used its codes, keeps its tokens and knows its translator. Feed it the prompt that was "
-                "coded before, leave out decode_with, and make a new one in place of one that was loaded."
+                "add: expected a cache that keeps its tokens and knows its translator. Leave out decode_with, or make a new cache in place "
+                "of one that was loaded."
             )
         self.translator.check_codes(codes.head)
-        self.messages.append(codes)
+        self.codes = codes
+
+    def reset(self, codes: Codes | None = None) -> None:
+        """Forget all tokens, for another prompt.
+
+        Args:
+            codes: Of that prompt; None for the codes that the cache was made with.
+        """
+        super().reset()
+        self._filled, self.codes = _Filled(), None
+        self._first_codes = codes or self._first_codes
+        if self._first_codes is not None:
+            self.add(self._first_codes)
 
     def settings(self) -> dict[str, Any]:
-        return {"translated": self._translated}
+        return {"translated": self._filled.translated}
 
     @classmethod
     def rebuild(cls, model: Any, settings: dict[str, Any]) -> Self:
-        # A file holds tokens without their codes.
-        cache = cls.__new__(cls)
-        SplicingCache.__init__(cache, model)
-        cache.messages, cache._translated = [], int(settings["translated"])
+        cache = cls(model, None)  # a file holds tokens without their codes
+        cache._filled = _Filled(int(settings["translated"]))
         return cache
 
     def prefill(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> int:
         if self.codes is None:
-            raise UnsupportedError("prefill: the cache has used its codes, or has none. reset() it, add() the next ones, or run the model.")
+            raise UnsupportedError("prefill: the cache has used its codes, or has none. add() some, or run the model.")
         return super().prefill(input_ids, attention_mask)
 
     def read_prompt(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> None:
@@ -133,24 +153,20 @@ class TranslatedCache(SplicingCache):
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def take_prefill(self, call: PrefillCall) -> int:
-        codes = self.codes
-        if codes is None:
+        codes, translator = self.codes, self.translator
+        if codes is None or translator is None:
             return 0
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             self.reason = "Gradients are enabled, or the pass is compiled. Call the model under torch.no_grad(), and not compiled."
             return 0  # `update` raises with this reason
-        assert self.translator is not None
-        seen, tokens = self.seen, self._whole_text(call)
-        prompt = self._match(codes.head, tokens, seen + call.most)
-        self.translator.check_consumer(self.model, self.provenance.identity)
-        slots = prompt.slots
-        filled = PromptTokens.of(tokens.ids[:, :slots], tokens.real[:, :slots]).to(compat.input_device(self.model))
-        Filling(self, self.translator, codes.head, prompt, filled).run(codes)
-        self._translated += sum(slots - max(seen, padding) for padding in prompt.padding)
-        self._token_numbers = sum(tensor.shape[1] * tensor.shape[3] for layer in self.layers for tensor in layer.owned_tensors().values())
-        self._used, self.reason = self._used + 1, ""
-        self.take(slots)
-        return slots - seen
+        seen, text = self.seen, self._whole_text(call)
+        prompt = self._match(codes.head, text, seen + call.most)
+        translator.check_consumer(self.model, self.provenance.identity)
+        fill(self, translator, codes, prompt, text.first(prompt.slots).to(compat.input_device(self.model)))
+        self._count(codes, prompt)
+        self.codes, self.reason = None, ""
+        self.take(prompt.slots)
+        return prompt.slots - seen
 
     def _whole_text(self, call: PrefillCall) -> PromptTokens:
         """The tokens in the cache and those of a call."""
@@ -163,11 +179,12 @@ class TranslatedCache(SplicingCache):
             )
         return PromptTokens.of(self.log.ids.cpu(), torch.arange(length)[None] >= torch.tensor(padding)[:, None])
 
-    def _match(self, head: CodesHead, tokens: PromptTokens, most: int) -> CodedPrompt:
+    def _match(self, head: CodesHead, text: PromptTokens, most: int) -> CodedPrompt:
         """Return which codes the rows of a batch are rebuilt from."""
-        prompt = match_rows(head, tokens, most, self.seen)
+        assert self.translator is not None
+        prompt = match_prompts(head, text, most, self.seen, self.translator.settings.exact_tokens)
         if prompt is None:
-            coded, lengths = (", ".join(map(str, counts)) for counts in ([row.tokens for row in head.rows], map(len, tokens.rows())))
+            coded, lengths = (", ".join(map(str, counts)) for counts in ([each.tokens for each in head.prompts], map(len, text.rows())))
             raise ConfigError(
                 f"codes: they are of another prompt (rows of {coded} tokens) than the one that came (rows of {lengths}). Encode this "
                 f"prompt, with the same tokens and chat template, and first=cache.seen ({self.seen}) or less, or use another cache for it. "
@@ -180,28 +197,25 @@ class TranslatedCache(SplicingCache):
             )
         return prompt
 
-    def report(self) -> TranslatedReport:
-        fields = self._report_fields()
-        if self.translator is None or not self._translated:
-            return TranslatedReport(**fields, translated=self._translated)
-        heads = [message.head for message in self.messages[: self._used]]
-        sent = sum(head.nbytes for head in heads)
-        return TranslatedReport(
-            **fields,
-            translated=self._translated,
-            payload_bytes=sent,
-            payload_share=sent / (2 * self._token_numbers * sum(head.tokens for head in heads)),
-            run_layers=self.translator.settings.recompute_layers,
-            patched=self.translator.patched_layers,
+    def _count(self, codes: Codes, prompt: CodedPrompt) -> None:
+        numbers = sum(tensor.shape[1] * tensor.shape[3] for layer in self.layers for tensor in layer.owned_tensors().values())
+        covered = sum(coded.tokens - (coded.first if prompt.seen else 0) for coded in codes.head.prompts)
+        self._filled = _Filled(
+            self._filled.translated + sum(prompt.slots - max(prompt.seen, padding) for padding in prompt.padding),
+            self._filled.payload_bytes + codes.nbytes,
+            self._filled.plain_bytes + 2 * numbers * covered,
         )
 
-    def reset(self) -> None:
-        super().reset()
-        self._translated = self._used = 0
-        del self.messages[1:]
+    def report(self) -> TranslatedReport:
+        translated, payload, plain = self._filled
+        fields = self._report_fields() | {"translated": translated}
+        if self.translator is None or not plain:
+            return TranslatedReport(**fields)
+        layers = self.translator.settings.recompute_layers
+        return TranslatedReport(**fields, payload_bytes=payload, payload_share=payload / plain, run_layers=layers)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        memo |= {id(shared): shared for shared in (self.translator, self.rotation, *self.messages)}
+        memo |= {id(shared): shared for shared in (self.translator, self.rotation, self.codes, self._first_codes)}
         return super().__deepcopy__(memo)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -210,4 +224,5 @@ class TranslatedCache(SplicingCache):
                 "pickle: the cache is still to be filled from its codes. Send these instead, or call cache.prefill first."
             )
         # Another process goes on with the tokens.
-        return {**super().__getstate__(), "translator": None, "messages": [], "_used": 0}
+        kept = _Filled(self._filled.translated)
+        return {**super().__getstate__(), "translator": None, "_first_codes": None, "_filled": kept}

@@ -3,64 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Self, get_args
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
-from torch.func import functional_call
 
 from hf_kvcaches.core.files import MOST_LAYERS
 from hf_kvcaches.errors import ArtifactError
 from hf_kvcaches.kernels.arguments import Decoder
-from hf_kvcaches.translate.aligner import MLPAligner
-from hf_kvcaches.translate.quantizing import Quantizer
-from hf_kvcaches.translate.states import State
+from hf_kvcaches.translate.coding import Coding
 
-Kind = Literal["states", "input"]
-_QUANTIZER = ("steps", "widths", "sizes")
-_ENCODER = ("weights", "side", "shift")
+_ENCODER = ("states", "hidden", "shift")
 
 
 @dataclass(frozen=True, eq=False)
-class PartEncoder:
-    """The producer's side of one part.
+class CodeEncoder:
+    """The producer's side of one code. Coefficients are in steps of the coding, or as they are where there is none.
 
     Args:
-        kind: What is coded: "states" for keys and values, "input" for the normalised input of the attention.
-        layers: The producer's layers that are coded.
-        side_layer: The producer's layer whose attention input is the producer's side information.
-        weights: From the layers' states, side by side, to coefficients, (width, rank), float32.
-        side: From the side information to coefficients, (hidden, rank), or None. What it predicts is not coded.
-        shift: Added to coefficients, (rank,).
+        name: Of the part that is sent.
+        sources: The producer's layers whose states are coded.
+        states: From these states, side by side, (width, directions), float32.
+        hidden: From the input of one layer's attention, (hidden, directions), float32. What it predicts is not coded.
+        shift: Added to coefficients, (directions,), float32.
     """
 
-    part: str
-    kind: Kind
-    layers: tuple[int, ...]
-    side_layer: int
-    weights: torch.Tensor
-    side: torch.Tensor | None
+    name: str
+    sources: tuple[int, ...]
+    states: torch.Tensor
+    hidden: torch.Tensor
     shift: torch.Tensor
-    quantizer: Quantizer
 
-    @property
-    def inputs(self) -> frozenset[int]:
-        """The producer's layers whose attention's input is read."""
-        return frozenset(self.layers if self.kind == "input" else ()) | frozenset(() if self.side is None else (self.side_layer,))
+    def to(self, device: torch.device) -> CodeEncoder:
+        """The same on another device."""
+        return replace(self, **{name: getattr(self, name).to(device) for name in _ENCODER})
 
-    @property
-    def needs(self) -> frozenset[int]:
-        """The producer's layers whose states are read."""
-        return self.inputs | frozenset(self.layers)
+    def coefficients(self, states: Mapping[int, torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
+        """Return the coefficients, (tokens, directions), float32, on the encoder's device; nothing waits for it.
 
-    def encode(self, states: Mapping[int, State]) -> torch.Tensor:
-        """The packed codes, (bytes of a token, tokens)."""
-        device = states[self.layers[0]].keys.device
-        inputs = torch.cat([states[layer].of(self.kind).to(device) for layer in self.layers], dim=1).float()
-        coefficients = inputs @ self.weights.to(inputs.device) + self.shift.to(inputs.device)
-        if self.side is not None:
-            coefficients += states[self.side_layer].of("input").to(inputs.device).float() @ self.side.to(inputs.device)
-        return self.quantizer.encode(coefficients)
+        Args:
+            states: Of the producer's layers, (tokens, width) each.
+            hidden: The input of the attention, (tokens, hidden).
+        """
+        device, start = self.shift.device, 0
+        numbers = torch.addmm(self.shift, hidden.to(device).float(), self.hidden)
+        for source in self.sources:
+            rows = states[source].to(device).float()
+            numbers.addmm_(rows, self.states[start : start + rows.shape[1]])
+            start += rows.shape[1]
+        return numbers
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,100 +59,107 @@ class LayerDecoder:
     """The consumer's side of one layer.
 
     Args:
-        part: The part that it is rebuilt from; None where the side information is all.
-        kind: What is rebuilt, as in `PartEncoder`.
+        code: The number of the code that it is rebuilt from; None where the input of the lowest layer's attention is all.
         shape: KV heads, and the dimensions of a key and a value.
-        weights: From side information and coefficients, float32.
-        aligner: In place of the weights.
+        weights: From that input and from coefficients, float32.
     """
 
     layer: int
-    part: str | None
-    kind: Kind
+    code: int | None
     shape: tuple[int, int, int]
     weights: Decoder
-    aligner: MLPAligner | None = None
-
-    def apply(self, side: torch.Tensor, coefficients: torch.Tensor | None) -> torch.Tensor:
-        """Return what is rebuilt, (tokens, width), float32, from side information, (tokens, hidden), and coefficients, (tokens, rank)."""
-        device, inputs = side.device, [side.float()] if coefficients is None else [side.float(), coefficients.to(side.device).float()]
-        if self.aligner is not None:
-            # The paper's aligner has the coefficients only.
-            together = torch.cat(inputs, dim=1)[:, -len(self.aligner.weight) :]
-            # The module stays where it is: other threads may use it on other devices.
-            state = {name: part.to(device) for name, part in self.aligner.state_dict().items()}
-            return functional_call(self.aligner, state, (together,))
-        products = [states @ map_.to(device) for states, map_ in zip(inputs, self.weights[:2], strict=False) if map_ is not None]
-        if self.weights.bias is not None:
-            products.append(self.weights.bias.to(device).expand(len(side), -1))
-        return sum(products[1:], products[0])
 
 
 @dataclass(frozen=True, eq=False)
 class Maps:
-    """All maps of a translator; encoders in the order in which their parts are sent."""
+    """All maps of a translator.
 
-    encoders: Sequence[PartEncoder]
+    Args:
+        encoders: In the order in which codes are sent.
+        decoders: Of all layers that are rebuilt.
+        side_layer: The producer's layer whose attention input is given to encoders.
+        coding: Of all codes; None where coefficients are sent as float32 numbers.
+    """
+
+    encoders: Sequence[CodeEncoder]
     decoders: Sequence[LayerDecoder]
+    side_layer: int
+    coding: Coding | None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the parts of a message."""
+        return tuple(encoder.name for encoder in self.encoders)
+
+    def directions(self, code: int) -> int:
+        """How many coefficients a code has."""
+        return len(self.encoders[code].shift)
+
+    def decode(self, records: Mapping[int, torch.Tensor], tokens: int) -> dict[int, torch.Tensor]:
+        """Return the coefficients of codes, (tokens, directions), float32, of their records, (bytes,), all on one device."""
+        if self.coding is None:
+            sizes = {code: 4 * tokens * self.directions(code) for code in records}
+            found = {code: record.view(torch.float32).view(tokens, -1) for code, record in records.items() if len(record) == sizes[code]}
+        else:
+            found = self.coding.unpack(records)
+        if len(found) < len(records) or any(len(each) != tokens or not bool(each.isfinite().all()) for each in found.values()):
+            raise ArtifactError(f"Codes are of other tokens than the {tokens} that their head says, or are damaged. Have them sent again.")
+        return found
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors by name."""
         tensors: dict[str, torch.Tensor | None] = {}
         for number, encoder in enumerate(self.encoders):
-            parts = {name: getattr(encoder, name) for name in _ENCODER} | {name: getattr(encoder.quantizer, name) for name in _QUANTIZER}
-            tensors |= {f"encoders.{number}.{name}": part for name, part in parts.items()}
-        for number, decoder in enumerate(self.decoders):
-            aligner = {} if decoder.aligner is None else {f"aligner.{name}": part for name, part in decoder.aligner.state_dict().items()}
-            tensors |= {f"decoders.{number}.{name}": part for name, part in {**decoder.weights._asdict(), **aligner}.items()}
+            tensors |= {f"encoders.{number}.{name}": getattr(encoder, name) for name in _ENCODER}
+        for decoder in self.decoders:
+            tensors |= {f"decoders.{decoder.layer}.{name}": part for name, part in decoder.weights._asdict().items()}
+        if self.coding is not None:
+            tensors |= {f"coding.{name}": part for name, part in self.coding.tensors().items()}
         return {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items() if tensor is not None}
 
     def metadata(self) -> dict[str, Any]:
         """All but the tensors, as JSON values."""
         return {
-            "encoders": [[encoder.part, encoder.kind, list(encoder.layers), encoder.side_layer] for encoder in self.encoders],
-            "decoders": [[layer.layer, layer.part, layer.kind, list(layer.shape), layer.aligner is not None] for layer in self.decoders],
+            "encoders": [[encoder.name, list(encoder.sources)] for encoder in self.encoders],
+            "decoders": [[decoder.layer, decoder.code, list(decoder.shape)] for decoder in self.decoders],
+            "side_layer": self.side_layer,
+            "coding": None if self.coding is None else self.coding.metadata(),
         }
 
     @classmethod
     def restore(cls, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, Any]) -> Self:
         """The inverse of `tensors` and `metadata`."""
-        encoders, decoders = [], []
-        for number, (part, kind, layers, side_layer) in enumerate(metadata["encoders"]):
-            parts = _below(tensors, f"encoders.{number}.")
-            quantizer = Quantizer(*(parts[name] for name in _QUANTIZER))
-            encoders.append(
-                PartEncoder(part, kind, tuple(layers), side_layer, parts["weights"], parts.get("side"), parts["shift"], quantizer)
-            )
-        for number, (layer, part, kind, shape, aligned) in enumerate(metadata["decoders"]):
-            parts = _below(tensors, f"decoders.{number}.")
-            aligner = MLPAligner.from_state(_below(parts, "aligner.")) if aligned else None
-            weights = Decoder(*(parts.get(name) for name in Decoder._fields))
-            decoders.append(LayerDecoder(layer, part, kind, tuple(shape), weights, aligner))
-        maps = cls(tuple(encoders), tuple(decoders))
+        encoders = [
+            CodeEncoder(name, tuple(sources), *(tensors[f"encoders.{number}.{part}"] for part in _ENCODER))
+            for number, (name, sources) in enumerate(metadata["encoders"])
+        ]
+        decoders = [
+            LayerDecoder(layer, code, tuple(shape), Decoder(*(tensors.get(f"decoders.{layer}.{part}") for part in Decoder._fields)))
+            for layer, code, shape in metadata["decoders"]
+        ]
+        own = {name.removeprefix("coding."): tensor for name, tensor in tensors.items() if name.startswith("coding.")}
+        coding = None if metadata["coding"] is None else Coding.restore(own, metadata["coding"])
+        maps = cls(tuple(encoders), tuple(decoders), metadata["side_layer"], coding)
         if not maps._fit_together():
             raise ArtifactError("The stored maps don't fit each other. Fit the translator anew.")
         return maps
 
     def _fit_together(self) -> bool:
-        ranks = {encoder.part: len(encoder.quantizer.steps) for encoder in self.encoders}
-        layers = [layer for encoder in self.encoders for layer in (*encoder.layers, encoder.side_layer)]
+        codes = range(len(self.encoders))
+        layers = [self.side_layer, *(layer for encoder in self.encoders for layer in encoder.sources)]
         layers += [decoder.layer for decoder in self.decoders]
-        sound = len(ranks) == len(self.encoders) and all(type(layer) is int and 0 <= layer < MOST_LAYERS for layer in layers)
-        sound &= {part.kind for part in self.encoders} | {layer.kind for layer in self.decoders} <= set(get_args(Kind))
-        for encoder in self.encoders:
-            columns = {part.shape[-1] for part in (encoder.weights, encoder.side, encoder.shift) if part is not None}
-            sound &= encoder.weights.ndim == 2 and columns == {ranks[encoder.part]}
+        sound = len({*self.names}) == len(codes) and all(type(layer) is int and 0 <= layer < MOST_LAYERS for layer in layers)
+        for code, encoder in enumerate(self.encoders):
+            rank = len(encoder.shift)
+            sound &= encoder.shift.ndim == 1 and all(part.ndim == 2 and part.shape[1] == rank for part in (encoder.states, encoder.hidden))
+            sound &= self.coding is None or len(self.coding.directions(code)) == rank
         for decoder in self.decoders:
-            side, codes, bias = decoder.weights
-            widths = {part.shape[-1] for part in decoder.weights if part is not None}
+            side, coefficients, bias = decoder.weights
             heads, *dims = decoder.shape
-            sound &= len(widths) <= 1 and (decoder.kind == "input" or widths == {heads * sum(dims)})
-            sound &= (bias is None or bias.ndim == 1) and all(part is None or part.ndim == 2 for part in (side, codes))
-            sound &= decoder.part is None or decoder.part in ranks
-            sound &= codes is None or len(codes) == ranks.get(decoder.part or "")
-        return sound
-
-
-def _below(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-    """The tensors whose names begin with a prefix, without it."""
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+            sound &= decoder.code is None or decoder.code in codes
+            expected = None if decoder.code is None or not sound else self.directions(decoder.code)
+            sound &= (None if coefficients is None else len(coefficients)) == expected
+            sound &= side is not None and side.ndim == 2 and bias is not None and bias.ndim == 1
+            widths = {part.shape[-1] for part in decoder.weights if part is not None}
+            sound &= widths == {heads * sum(dims)}
+        return sound and (self.coding is None or len(self.coding.orders) == len(codes))

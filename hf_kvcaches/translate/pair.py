@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -12,16 +12,14 @@ from hf_kvcaches import compat
 from hf_kvcaches.core.decoder import decoder_layers
 from hf_kvcaches.core.tokenizer_digest import tokenizer_parts
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedError
-from hf_kvcaches.evaluate.observer import Attended
 from hf_kvcaches.evaluate.texts import Tokenized, require_whole
-from hf_kvcaches.translate.regression import fit_ridge
-from hf_kvcaches.translate.states import PromptTokens, State, read_states, require_plain_layers
+from hf_kvcaches.translate.states import LayerState, PromptTokens, read, rotation_of_model
 
 # `layer_map="fit"` compares layers on so many tokens, and predicts so many random projections of a layer's keys and values: their errors
 # have the mean of the layer's own.
 _TOKENS, _PROJECTIONS, _RIDGE = 4096, 64, 1e-4
 
-States = dict[int, State]
+States = dict[int, LayerState]
 
 
 class Pair:
@@ -38,8 +36,8 @@ class Pair:
             require_whole(model)
             if compat.has_learned_prompt(model):
                 raise UnsupportedError(f"{role}: a learned prompt is in no fingerprint. Pass the model without that adapter.")
-        self.rotation = require_plain_layers(compat.decoder_config(self.consumer.config))
-        require_plain_layers(compat.decoder_config(self.producer.config))
+        rotation_of_model(self.producer)
+        self.rotation = rotation_of_model(self.consumer)
         producer_layers, self.layers = (len(decoder_layers(model)[2]) for model in (self.producer, self.consumer))
         nearest = (round(layer * (producer_layers - 1) / max(1, self.layers - 1)) for layer in range(self.layers))
         self.sources = tuple(nearest if layer_map is None else layer_map)
@@ -52,13 +50,22 @@ class Pair:
         """Return the producer's layers that some of the consumer's are translated from, each once."""
         return tuple(dict.fromkeys(self.sources[layer] for layer in layers))
 
+    def states(self, ids: torch.Tensor, inputs: Iterable[int] = ()) -> tuple[States, States]:
+        """Return both models' states of a text, (tokens,), with attention inputs of some of the consumer's layers and of their sources."""
+        layers, found = [*inputs], []
+        for model, hidden in ((self.producer, {self.sources[layer] for layer in layers}), (self.consumer, {*layers})):
+            states: States = {}
+            read(model, PromptTokens.of(ids).to(compat.input_device(model)), states.__setitem__, hidden=hidden)
+            found.append(states)
+        return found[0], found[1]
+
     def fit_sources(self, texts: Sequence[torch.Tensor]) -> None:
         """Set `sources` to the layers that predict the consumer's best on the first texts, none below that of the layer before."""
         lengths = accumulate(map(len, texts), initial=0)
-        states = [self.states(ids, ()) for ids, before in zip(texts, lengths, strict=False) if before < _TOKENS]
+        read_texts = [self.states(ids) for ids, before in zip(texts, lengths, strict=False) if before < _TOKENS]
         producer, consumer = (
-            [torch.cat([states[layer].pair.cpu().double() for states in model]) for layer in model[0]]
-            for model in zip(*states, strict=True)
+            [torch.cat([states[layer].states.cpu().double() for states in model]) for layer in model[0]]
+            for model in zip(*read_texts, strict=True)
         )
         generator, targets, errors = torch.Generator().manual_seed(0), [], []
         for y in consumer:
@@ -68,23 +75,11 @@ class Pair:
         for x in producer:
             # Fitted on the even tokens, measured on the odd ones.
             even, odd = (x - x.mean(0))[::2], (x - x.mean(0))[1::2]
-            residual = target[1::2] - odd @ fit_ridge(even.T @ even, even.T @ target[::2], _RIDGE)
+            regular = even.T @ even
+            regular.diagonal().add_(_RIDGE * regular.diagonal().mean() + torch.finfo(torch.float64).tiny)
+            residual = target[1::2] - odd @ torch.linalg.solve(regular, even.T @ target[::2])
             errors.append(residual.unflatten(1, (-1, _PROJECTIONS)).square().sum((0, 2)))
         self.sources = tuple(torch.stack(errors, 1).argmin(1).cummax(0).values.tolist())
-
-    def states(
-        self, ids: torch.Tensor, inputs: Collection[int], on_queries: Callable[[Attended], None] | None = None
-    ) -> tuple[States, States]:
-        """Return both models' states of a text, (tokens,), with attention inputs of some of the consumer's layers and of their sources."""
-        producer = _states(self.producer, ids, {self.sources[layer] for layer in inputs})
-        return producer, _states(self.consumer, ids, inputs, on_queries)
-
-
-def _states(model: Any, ids: torch.Tensor, inputs: Collection[int], on_queries: Callable[[Attended], None] | None = None) -> States:
-    states: States = {}
-    tokens = PromptTokens.of(ids).to(compat.input_device(model))
-    read_states(model, tokens, states.__setitem__, hidden=sorted(inputs), queries=on_queries)
-    return states
 
 
 def _shared_tokenizer(tokenizer: Any, sizes: tuple[int, ...]) -> Tokenized:

@@ -1,152 +1,192 @@
 """Reduced-rank regression on second moments of both models' states of the same tokens.
 
-No states are kept: each text adds to one symmetric matrix over named blocks of columns, and fits solve on its blocks.
+No states are kept: each text adds to products of named blocks of columns. Products are taken of what differs from the first text's mean,
+so that float32 suffices for them, and are summed up in float64.
 """
 
 from __future__ import annotations
 
-import copy
-from itertools import accumulate
-from typing import NamedTuple, Self
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import NamedTuple
 
 import torch
 
-from hf_kvcaches.codec.moments import Moments, roots
-from hf_kvcaches.kernels.arguments import Decoder
+from hf_kvcaches.evaluate.texts import add_up
 
-# A variance below this share of the mean variance is rounding.
-_ROUNDING = 1e-12
-
-
-class BlockMoments:
-    """Mean products of named blocks of columns and of a column of ones; the first `add` decides the names, widths and device.
-
-    Attributes:
-        columns: The columns of each block; those of "one" come first.
-    """
-
-    def __init__(self) -> None:
-        self.columns: dict[str, slice] = {}
-        self.sums: Moments
-
-    def add(self, weights: torch.Tensor | None = None, **blocks: torch.Tensor) -> None:
-        """Add tokens, (tokens, width) for each block, with weights, (tokens,), of the mean 1."""
-        first = next(iter(blocks.values()))
-        blocks = {"one": first.new_ones(len(first), 1), **blocks}
-        if not self.columns:
-            *starts, width = accumulate((block.shape[1] for block in blocks.values()), initial=0)
-            self.columns = {name: slice(start, start + blocks[name].shape[1]) for name, start in zip(blocks, starts, strict=True)}
-            self.sums = Moments((), width, first.device)
-        rows = torch.cat([blocks[name].to(self.sums.total) for name in self.columns], dim=1)
-        self.sums.add(rows if weights is None else rows * weights.to(rows).sqrt()[:, None])
-
-    def of(self, first: str, second: str) -> torch.Tensor:
-        """Return the mean products of two blocks, (first's width, second's width)."""
-        return self.sums.total[self.columns[first], self.columns[second]] / self.sums.count
-
-    def covariance(self, first: str, second: str) -> torch.Tensor:
-        """Return the covariance of two blocks, (first's width, second's width)."""
-        return self.of(first, second) - self.of("one", first).T @ self.of("one", second)
-
-    def without(self, block: str, source: str, ridge: float) -> tuple[Self, torch.Tensor]:
-        """Replace a block by the residual of its regression on another block, if that is there; return the slopes, (source, block), too."""
-        target = self.columns[block]
-        if source not in self.columns:
-            return self, self.sums.total[:0, target]
-        slopes = fit_ridge(self.covariance(source, source), self.covariance(source, block), ridge)
-        residual = copy.copy(self)
-        residual.sums = copy.copy(self.sums)
-        residual.sums.total = total = self.sums.total.clone()
-        total[target] -= slopes.T @ total[self.columns[source]]
-        total[:, target] -= total[:, self.columns[source]] @ slopes
-        return residual, slopes
+Key = tuple[str, int]
+"""The name of a block: its kind, and the number of a layer."""
+Columns = tuple[Key, torch.Tensor]
+"""A block, and which of its columns."""
+# Directions with a smaller share of the strongest one's strength are rounding.
+_ROUNDING = 1e-7
+LEAST_RIDGE = {torch.float32: 1e-6, torch.float64: 1e-10}
+"""The least regularisation, as a share of the mean variance, by the precision of the products."""
 
 
-def fit_ridge(xx: torch.Tensor, xy: torch.Tensor, ridge: float) -> torch.Tensor:
-    """Solve a ridge regression of y on x; return the slopes, (inputs, outputs), in float64.
+class Products:
+    """Means over tokens, and covariances of some pairs of blocks, in float64.
 
     Args:
-        xx: `x.T @ x`, (inputs, inputs).
-        xy: `x.T @ y`, (inputs, outputs).
-        ridge: As a share of the mean diagonal of `xx`, above 0.
+        pairs: The pairs whose products are wanted.
+        dtype: In which products are taken.
+        device: Where sums are kept.
     """
-    xx = xx.double()
-    # Inputs that are always 0 get slopes of 0.
-    penalty = ridge * xx.diagonal().mean() + torch.finfo(torch.float64).tiny
-    return torch.linalg.solve((xx + xx.T) / 2 + penalty * torch.eye(len(xx), dtype=xx.dtype, device=xx.device), xy.double())
+
+    def __init__(self, pairs: Iterable[tuple[Key, Key]], dtype: torch.dtype, device: torch.device) -> None:
+        self.pairs, self.dtype, self.device = list(dict.fromkeys(pairs)), dtype, device
+        self.tokens = torch.zeros((), dtype=torch.float64)  # by their weights
+        self._shifts: dict[Key, torch.Tensor] = {}
+        self.means: dict[Key, torch.Tensor] = {}
+        self._moments: dict[tuple[Key, Key], torch.Tensor] = {}
+
+    def add(self, blocks: Mapping[Key, torch.Tensor], weights: torch.Tensor) -> None:
+        """Add the tokens of a text, (tokens, width) for each block, each by its weight, (tokens,)."""
+        weights = weights.to(self.device, self.dtype)
+        roots = weights.sqrt()[:, None]
+        rows = {name: blocks[name].to(self.device, self.dtype) for name in dict.fromkeys(chain.from_iterable(self.pairs))}
+        for name, block in rows.items():
+            rows[name] = (block - self._shifts.setdefault(name, block.mean(0))) * roots
+            self.means[name] = self.means.get(name, 0) + (rows[name] * roots).sum(0, dtype=torch.float64)
+        for pair in self.pairs:
+            product = rows[pair[0]].T @ rows[pair[1]]
+            self._moments[pair] = self._moments[pair].add_(product) if pair in self._moments else product.double()
+        self.tokens += weights.sum(dtype=torch.float64).cpu()
+
+    def finish(self, processes: int) -> None:
+        """Turn sums into means and covariances, of the tokens of all processes."""
+        if processes > 1:  # whose shifts differ
+            for (first, second), total in self._moments.items():
+                one, other = (self._shifts[name].double() for name in (first, second))
+                total += torch.outer(self.means[first], other) + torch.outer(one, self.means[second] + float(self.tokens) * other)
+            for name, total in self.means.items():
+                total += float(self.tokens) * self._shifts[name].double()
+                self._shifts[name].zero_()
+            add_up([self.tokens, *self.means.values(), *self._moments.values()])
+        for total in (*self.means.values(), *self._moments.values()):
+            total /= float(self.tokens)
+        for (first, second), moment in self._moments.items():
+            moment -= torch.outer(self.means[first], self.means[second])
+        for name, mean in self.means.items():
+            mean += self._shifts[name].double()
+
+    def covariance(self, first: Key, second: Key) -> torch.Tensor:
+        """Of two blocks, (first's width, second's width)."""
+        return self._moments[first, second] if (first, second) in self._moments else self._moments[second, first].T
 
 
-class ReducedRank(NamedTuple):
-    """A regression at full rank, of which any directions can be taken. Coefficients have the metric's unit and the mean 0.
+class Known:
+    """What each model knows of a token without the other: the input of one layer's attention, on which states are regressed.
 
     Args:
-        strengths: By how much each direction reduces the error in the metric, as square roots, descending.
-        encode: (producer, directions), float64.
-        side: From the block "producer_side", (producer_side, directions); None where there is none.
+        layer: Of the consumer.
+    """
+
+    def __init__(self, products: Products, layer: int, ridge: float) -> None:
+        self.products, self.own_name, self.their_name = products, ("consumer input", layer), ("producer input", layer)
+        self.own, self.theirs = (products.covariance(name, name) for name in (self.own_name, self.their_name))
+        self.cross = products.covariance(self.own_name, self.their_name)
+        self.own_root, self.their_root = (factor(covariance, ridge) for covariance in (self.own, self.theirs))
+
+
+class Regression(NamedTuple):
+    """A regression at full rank, of which any directions can be taken, in float32. An error of a coefficient costs its square.
+
+    Args:
+        strengths: By how much each direction reduces the cost of errors, as square roots, descending.
+        encode: From the producer's states, (producer, directions).
+        encode_side: From the input of the producer's attention, (hidden, directions).
         shift: (directions,).
-        decode: (directions, consumer).
-        side_coefficients: The coefficients as the side information predicts them, (1 + side, directions); the first row is the constant.
-        side_states: The same of the consumer's states, (1 + side, consumer).
+        decode: To the consumer's states, (directions, consumer).
+        side: From the input of the consumer's attention, without codes, (hidden, consumer).
+        side_coefficients: What that input says of the coefficients, (hidden, directions).
+        side_mean: Of that input, (hidden,).
+        mean: Of the consumer's states, (consumer,).
     """
 
     strengths: torch.Tensor
     encode: torch.Tensor
-    side: torch.Tensor | None
+    encode_side: torch.Tensor
     shift: torch.Tensor
     decode: torch.Tensor
+    side: torch.Tensor
     side_coefficients: torch.Tensor
-    side_states: torch.Tensor
+    side_mean: torch.Tensor
+    mean: torch.Tensor
 
-    def coefficients(self, states: torch.Tensor, producer_side: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the coefficients of all directions, (tokens, directions), of the blocks "producer" and "producer_side"."""
-        coefficients = states.to(self.encode) @ self.encode + self.shift
-        if self.side is None or producer_side is None:
-            return coefficients
-        return coefficients + producer_side.to(self.side) @ self.side
+    def coefficients(self, states: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Of the producer's states and attention inputs, (tokens, directions)."""
+        return states @ self.encode + hidden @ self.encode_side + self.shift
 
-    def encoder(self, directions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """Return the weights, side and shift of some directions, float32."""
-        directions = directions.to(self.encode.device)
-        side = None if self.side is None else self.side[:, directions].float()
-        return self.encode[:, directions].float(), side, self.shift[directions].float()
-
-    def decoder(self, directions: torch.Tensor, columns: slice = slice(None)) -> Decoder:
-        """Return the map from side information and some directions to some columns of the consumer's states, float32."""
-        directions = directions.to(self.encode.device)
+    def decoder(self, directions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the maps from the input of the consumer's attention and from some coefficients, and the bias."""
         decode = self.decode[directions]
-        side_map = (self.side_states - self.side_coefficients[:, directions] @ decode)[:, columns].float()
-        codes = decode[:, columns].float() if len(directions) else None
-        return Decoder(side=side_map[1:] if len(side_map) > 1 else None, codes=codes, bias=side_map[0])
+        side = self.side - self.side_coefficients[:, directions] @ decode
+        return side, decode, self.mean - self.side_mean @ side
 
 
-def reduced_rank(moments: BlockMoments, metric: torch.Tensor, ridge: float) -> ReducedRank:
-    """Find the few combinations of a producer's states from which a consumer's are predicted with the least error in a metric.
+def regress(known: Known, producer: Columns, consumer: Columns, roots: Sequence[torch.Tensor], ridge: float) -> Regression:
+    """Find the few combinations of a producer's states from which a consumer's follow with the least cost of errors.
+
+    What follows from the producer's own attention input is taken out of its states, and what follows from the consumer's out of both.
 
     Args:
-        moments: Of the blocks "producer" and "consumer"; of "side", the consumer's side information, if there is any; and of
-            "producer_side", if there is any: what it predicts of the producer's states then need not be sent.
-        metric: The cost of errors, (consumer, consumer), symmetric and positive semidefinite.
-        ridge: As a share of the mean variance of the regressors.
+        roots: Square roots of the cost of errors, of consecutive blocks of the consumer's columns: (blocks, size, size) each.
+        ridge: As a share of the mean variance of the producer's states.
     """
-    moments, side_slopes = moments.without("producer", "producer_side", ridge)
-    variance = float(moments.covariance("producer", "producer").diagonal().mean())
-    residual, producer_slopes = moments.without("producer", "side", ridge)
-    residual, consumer_slopes = residual.without("consumer", "side", ridge)
-    xx, xy = residual.covariance("producer", "producer"), residual.covariance("producer", "consumer")
-    values, vectors = torch.linalg.eigh((xx + xx.T) / 2)
-    # Where states follow from side information, or from each other, nothing is left but rounding.
-    inverse = torch.where(values > _ROUNDING * variance, 1 / (values + ridge * variance), 0.0)
-    root, inverse_root = roots(metric.to(xx))
-    target = (vectors.T @ xy) @ root
-    _, strengths, directions = torch.linalg.svd((vectors * inverse.sqrt()) @ target, full_matrices=False)
-    encode = (vectors * inverse) @ target @ directions.T
-    shift = -(moments.of("one", "producer") @ encode)
-    return ReducedRank(
-        strengths,
-        encode,
-        side=-side_slopes @ encode if len(side_slopes) else None,
-        shift=shift[0],
-        decode=directions @ inverse_root,
-        side_coefficients=torch.cat([residual.of("one", "producer") @ encode + shift, producer_slopes @ encode]),
-        side_states=torch.cat([residual.of("one", "consumer"), consumer_slopes]),
+    products, ((x, x_columns), (y, y_columns)) = known.products, (producer, consumer)
+    their_x, own_x, their_y, own_y = (
+        products.covariance(side, block)[:, columns]
+        for block, columns in (producer, consumer)
+        for side in (known.their_name, known.own_name)
     )
+    xx, xy = products.covariance(x, x)[x_columns][:, x_columns], products.covariance(x, y)[x_columns][:, y_columns]
+    # What is left of the producer's states without its own input, and its products with the others.
+    slopes = torch.cholesky_solve(their_x, known.their_root)
+    left = xx - their_x.T @ slopes - slopes.T @ (their_x - known.theirs @ slopes)
+    left_own, target = own_x - known.cross @ slopes, xy - slopes.T @ their_y
+    # And without the consumer's input, as its states.
+    of_x, of_y = (torch.cholesky_solve(own, known.own_root) for own in (left_own, own_y))
+    rest = left_own - known.own @ of_x
+    left, target = left - left_own.T @ of_x - of_x.T @ rest, target - of_x.T @ own_y - rest.T @ of_y
+    root = factor(left, ridge, xx)
+    whitened = torch.linalg.solve_triangular(root, target, upper=False)
+    costly = weighted(whitened, roots)
+    squares, vectors = torch.linalg.eigh(costly @ costly.T)
+    strengths = squares.flip(0).clamp_min(0).sqrt()
+    count = min(costly.shape[1], int((strengths > _ROUNDING * strengths[:1]).sum()))
+    strengths, vectors = strengths[:count], vectors.flip(1)[:, :count]
+    encode = torch.linalg.solve_triangular(root.T, vectors * strengths, upper=True)
+    encode_side = -slopes @ encode
+    means = {name: products.means[name] for name in (known.own_name, known.their_name, x, y)}
+    shift = -(means[x][x_columns] @ encode + means[known.their_name] @ encode_side)
+    parts = strengths, encode, encode_side, shift, (vectors / strengths).T @ whitened, of_y, of_x @ encode, means[known.own_name]
+    return Regression(*(part.float() for part in (*parts, means[y][y_columns])))
+
+
+def weighted(rows: torch.Tensor, roots: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Multiply consecutive blocks of columns by matrices, (blocks, size, size) each."""
+    parts, start = [], 0
+    for root in roots:
+        count, size, _ = root.shape
+        columns = rows[:, start : start + count * size].unflatten(1, (count, size))
+        parts.append((columns.transpose(0, 1) @ root.to(rows)).transpose(0, 1).flatten(1))
+        start += count * size
+    return torch.cat(parts, dim=1)
+
+
+def factor(covariance: torch.Tensor, ridge: float, scale: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the lower Cholesky factor of a covariance with a ridge, which is made larger where rounding asks for it.
+
+    Args:
+        ridge: As a share of the mean variance of `scale`, or else of the covariance.
+    """
+    covariance = (covariance + covariance.T) / 2
+    size = (covariance if scale is None else scale).diagonal().mean().clamp_min(1e-250)
+    while True:
+        root, failed = torch.linalg.cholesky_ex(
+            covariance + torch.eye(len(covariance), dtype=covariance.dtype, device=covariance.device) * (ridge * size)
+        )
+        if not bool(failed):
+            return root
+        ridge *= 10

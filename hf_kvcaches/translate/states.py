@@ -1,4 +1,4 @@
-"""Keys, values and attention inputs of a model's layers, read while the model runs.
+"""Prompts, and the keys, values and attention inputs that a model computes for them, read while the model runs.
 
 Positions and padding are left out: keys are unrotated, and the real tokens of all rows are concatenated, (tokens, width), with the heads
 side by side.
@@ -6,58 +6,42 @@ side by side.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.decoder import attention_module, decoder_layers
 from hf_kvcaches.core.layers import KVLayer
 from hf_kvcaches.core.rope import Rotation, rotation_of
-from hf_kvcaches.core.view import require_answering
 from hf_kvcaches.errors import ConfigError, UnsupportedError
-from hf_kvcaches.evaluate.observer import Attended, PassingLayer, WatchedView
+from hf_kvcaches.evaluate.observer import PassingLayer
 from hf_kvcaches.reuse.partial import PassEnded, ToldModule, name_of, run_module, twin_of, with_layers
 
+Module = TypeVar("Module", bound=nn.Module)
 
-class State(NamedTuple):
+
+class LayerState(NamedTuple):
     """What a layer computes for some tokens.
 
     Args:
-        keys: Unrotated, (tokens, kv_heads * key_dim).
-        values: (tokens, kv_heads * value_dim).
-        hidden: The normalised input of its attention, (tokens, hidden), where that is read.
+        states: Unrotated keys and values side by side, (tokens, width).
+        shape: KV heads, and the dimensions of a key and a value.
+        hidden: The normalised input of the attention, (tokens, hidden), where that is read.
     """
 
-    keys: torch.Tensor
-    values: torch.Tensor
-    hidden: torch.Tensor | None
-    heads: int
+    states: torch.Tensor
+    shape: tuple[int, int, int]
+    hidden: torch.Tensor | None = None
 
     @property
-    def pair(self) -> torch.Tensor:
-        """Keys and values side by side."""
-        return torch.cat([self.keys, self.values], dim=1)
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """KV heads, and the dimensions of a key and a value."""
-        return self.heads, self.keys.shape[1] // self.heads, self.values.shape[1] // self.heads
-
-    def rows(self, chosen: torch.Tensor) -> State:
-        """The state of some tokens, (tokens,) booleans."""
-        keys, values, *hidden = (part[chosen.to(part.device)] for part in self[:3] if part is not None)
-        return State(keys, values, hidden[0] if hidden else None, self.heads)
-
-    def of(self, kind: str) -> torch.Tensor:
-        """`pair` for "states", `hidden` for "input"."""
-        if kind == "states":
-            return self.pair
+    def known(self) -> torch.Tensor:
+        """`hidden`, which was read."""
         assert self.hidden is not None
         return self.hidden
 
@@ -70,12 +54,14 @@ class PromptTokens(NamedTuple):
         mask: 1 where a token is real, (batch, tokens), or None where all are.
         real: The mask as booleans, never None.
         positions: (batch, tokens), counted without padding.
+        chosen: Those of all tokens, row by row, whose states are read: the real ones; None for all.
     """
 
     ids: torch.Tensor
     mask: torch.Tensor | None
     real: torch.Tensor
     positions: torch.Tensor
+    chosen: torch.Tensor | None
 
     @classmethod
     def of(cls, input_ids: Any, attention_mask: Any = None) -> PromptTokens:
@@ -90,11 +76,18 @@ class PromptTokens(NamedTuple):
         if not binary or bool((real[:, :-1] & ~real[:, 1:]).any()):
             expected = f"1 and 0 of the shape {tuple(ids.shape)}, with 0 on the left only"
             raise ConfigError.of("attention_mask", expected, (tuple(mask.shape), mask.dtype))
-        return cls(ids.long(), None if bool(real.all()) else real.long(), real, (real.cumsum(-1) - 1).clamp_min(0))
+        positions = (real.cumsum(-1) - 1).clamp_min(0)
+        if bool(real.all()):
+            return cls(ids.long(), None, real, positions, None)
+        return cls(ids.long(), real.long(), real, positions, real.flatten().nonzero()[:, 0])
 
     def to(self, device: torch.device) -> PromptTokens:
         """The same prompts on another device."""
         return PromptTokens(*(None if part is None else part.to(device) for part in self))  # type: ignore[arg-type]
+
+    def first(self, count: int) -> PromptTokens:
+        """The first columns."""
+        return PromptTokens.of(self.ids[:, :count], self.real[:, :count])
 
     def rows(self) -> list[torch.Tensor]:
         """The real ids of each row, on the CPU."""
@@ -112,24 +105,17 @@ def _batch(argument: str, values: Any) -> torch.Tensor:
 
 
 class ReadingCache(KVCache):
-    """Hold nothing; pass on each layer's keys and values, and its queries, as the model computes them.
+    """Hold nothing, and pass on each layer's keys and values as the model computes them.
 
     Args:
-        queries: Called with what each layer attends with; None where only keys and values are read.
-
-    Attributes:
-        on_layer: Called with a layer's index, keys and values; returns what the model attends to in their place, or None.
+        on_layer: Called with a layer's index, keys and values.
     """
 
     own_layer_types = ("full_attention", "sliding_attention", "chunked_attention")
 
-    def __init__(self, model: PreTrainedModel, queries: Callable[[Attended], None] | None = None) -> None:
-        self.on_queries = queries
-        self.on_layer: Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor] | None] = lambda *_: None
-        super().__init__(model if queries is not None else compat.decoder_config(model.config))
-        require_plain_layers(self.config)
-        if queries is not None:
-            require_answering(model, "The metric 'loss' or 'attention'")
+    def __init__(self, model: PreTrainedModel, on_layer: Callable[[int, torch.Tensor, torch.Tensor], Any]) -> None:
+        self.on_layer = on_layer
+        super().__init__(compat.decoder_config(model.config))
 
     def make_layer(self, layer_idx: int) -> KVLayer:
         return _ReadingLayer(self, layer_idx)
@@ -138,15 +124,13 @@ class ReadingCache(KVCache):
 class _ReadingLayer(PassingLayer):
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         self.seen += key_states.shape[-2]
-        keys, values = self.cache.on_layer(self.layer_idx, key_states, value_states) or (key_states, value_states)
-        if self.cache.on_queries is None:
-            return keys, values
-        view = WatchedView(self.cache.on_queries, self.layer_idx, keys, values)
-        return view, view
+        self.cache.on_layer(self.layer_idx, key_states, value_states)
+        return key_states, value_states
 
 
-def require_plain_layers(config: Any) -> Rotation:
+def rotation_of_model(model: PreTrainedModel) -> Rotation:
     """Return how a model's keys are rotated; refuse a model with layers whose keys and values can't be translated."""
+    config = compat.decoder_config(model.config)
     foreign = sorted({kind for kind, _ in compat.layer_plan(config) if kind not in ReadingCache.own_layer_types})
     if foreign:
         raise UnsupportedError(f"model: layers of the types {foreign} keep no keys and values that could be translated. Use another cache.")
@@ -157,58 +141,84 @@ def require_plain_layers(config: Any) -> Rotation:
 
 
 @torch.no_grad()
-def read_states(
+def read(
     model: PreTrainedModel,
     tokens: PromptTokens,
-    on_state: Callable[[int, State], None],
+    on_state: Callable[[int, LayerState], None],
     *,
     hidden: Collection[int] = (),
-    upto: int | None = None,
-    queries: Callable[[Attended], None] | None = None,
+    last: int | None = None,
 ) -> None:
     """Run a model over prompts and pass on each layer's state as soon as it is computed.
 
     Args:
         hidden: Layers whose attention's input is part of their state.
-        upto: The last layer to read; the pass ends before its attention. None to run the whole pass.
-        queries: As in `ReadingCache`.
+        last: The last layer to read; the pass ends before its attention. None to run the whole pass.
     """
-    rotation, layers = require_plain_layers(compat.decoder_config(model.config)), decoder_layers(model)[2]
+    rotation, layers = rotation_of_model(model), decoder_layers(model)[2]
     inputs: dict[int, torch.Tensor] = {}
 
     def on_layer(layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        on_state(layer, state_of(rotation, layer, keys, values, tokens)._replace(hidden=inputs.pop(layer, None)))
-        if layer == upto:
+        state = state_of(rotation, layer, keys, values, tokens)
+        on_state(layer, state._replace(hidden=_real(inputs.pop(layer), tokens) if layer in inputs else None))
+        if layer == last:
             raise PassEnded
 
     def watched(layer: int) -> nn.Module:
-        return with_watched_input(layers[layer], lambda states: inputs.__setitem__(layer, states[tokens.real.to(states.device)]))
+        return with_watched_input(layers[layer], lambda states: inputs.__setitem__(layer, states))
 
-    cache = ReadingCache(model, queries)
-    cache.on_layer = on_layer
     modules = [watched(layer) if layer in hidden else module for layer, module in enumerate(layers)]
+    decoder = with_layers(model, modules) if hidden else model.base_model
     with suppress(PassEnded):
-        run_module(with_layers(model, modules) if hidden else model.base_model, cache, tokens.ids, tokens.positions, tokens.mask)
+        run_module(decoder, ReadingCache(model, on_layer), tokens.ids, tokens.positions, tokens.mask)
 
 
-def state_of(rotation: Rotation, layer: int, keys: torch.Tensor, values: torch.Tensor, tokens: PromptTokens) -> State:
+def state_of(rotation: Rotation, layer: int, keys: torch.Tensor, values: torch.Tensor, tokens: PromptTokens) -> LayerState:
     """Return a layer's state of the real tokens from (batch, kv_heads, tokens, head_dim); learned positions stay in the keys."""
-    geometry, real = rotation.layers[layer], tokens.real.to(keys.device)
+    geometry = rotation.layers[layer]
     content = geometry.unrotate(keys, tokens.positions.to(keys.device)) if geometry.kind == "rope" else keys
-    flat_keys, flat_values = (states.transpose(1, 2)[real].flatten(1) for states in (content, values))
-    return State(flat_keys, flat_values, None, keys.shape[1])
+    sides = [_real(states.transpose(1, 2).flatten(2), tokens) for states in (content, values)]
+    return LayerState(torch.cat(sides, dim=1), (keys.shape[1], keys.shape[3], values.shape[3]))
+
+
+def _real(states: torch.Tensor, tokens: PromptTokens) -> torch.Tensor:
+    """The chosen tokens of all rows, (tokens, width), of (batch, tokens, width)."""
+    flat = states.flatten(0, 1)
+    return flat if tokens.chosen is None else flat.index_select(0, tokens.chosen.to(states.device))
+
+
+def cache_of(rotation: Rotation, states: Mapping[int, LayerState], dtype: torch.dtype) -> DynamicCache:
+    """Return a cache of one prompt with these states of all layers; gradients pass.
+
+    It is made without the model's config, so no layer drops tokens behind its window; the attention mask has the window.
+    """
+    cache = DynamicCache()
+    for layer, state in sorted(states.items()):
+        heads, key_dim, value_dim = state.shape
+        sides = state.states.split([heads * key_dim, heads * value_dim], dim=1)
+        keys, values = (side.unflatten(1, (heads, -1)).transpose(0, 1)[None] for side in sides)
+        geometry = rotation.layers[layer]
+        if geometry.kind == "rope":
+            keys = geometry.rotate(keys, torch.arange(keys.shape[2], device=keys.device))
+        cache.update(keys.to(dtype), values.to(dtype), layer)
+    return cache
 
 
 def with_watched_input(layer: nn.Module, watch: Callable[[torch.Tensor], Any]) -> nn.Module:
     """Return a twin of a decoder layer that passes its attention's input, (batch, tokens, hidden), to `watch`."""
-    return with_exchanged_input(layer, lambda states: (watch(states), states)[1])
-
-
-def with_exchanged_input(layer: nn.Module, exchange: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
-    """Return a twin of a decoder layer whose attention gets another input."""
 
     def on_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return ((exchange(args[0]), *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": exchange(kwargs["hidden_states"])})
+        watch(args[0] if args else kwargs["hidden_states"])
+        return args, kwargs
 
     attention = attention_module(layer)
     return twin_of(layer, {name_of(layer, attention): ToldModule(attention, on_call)})
+
+
+def in_evaluation(model: Module) -> Module:
+    """Return a model in evaluation mode: itself, or a twin that shares all weights, so that other threads' passes stay in training mode."""
+    if not any(module.training for module in model.modules()):
+        return model
+    names = [name for name, module in model.named_modules(remove_duplicate=False) if name and next(module.children(), None) is None]
+    twin = twin_of(model, {name: twin_of(model.get_submodule(name), {}) for name in names})
+    return twin.eval()  # type: ignore[return-value]

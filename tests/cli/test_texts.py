@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from hf_kvcaches.cli import texts
-from hf_kvcaches.cli.calibrate_translator import layers_of
 from hf_kvcaches.errors import ConfigError
 from tests import testbed
 
@@ -54,7 +53,3 @@ def test_bytes_that_are_no_text_are_refused(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="UTF-8"):
         texts.read_text(tmp_path / "a.txt")
-
-
-def test_layers_to_patch():
-    assert [layers_of(text) for text in ("auto", "none", "1,3", "2")] == ["auto", None, [1, 3], [2]]

@@ -185,28 +185,19 @@ def same_prompt(model: Any, decode_with: KVCache | None = None) -> SeenBefore:
 class ReadBefore(TranslatedCache):
     """Whatever prompt comes, another model with the same weights has just read it."""
 
-    def observe(self, input_ids: torch.Tensor, attention_mask: Any, position_ids: Any) -> None:
-        # The codes of a prompt that was forgotten since say nothing about this one.
-        if not self.seen:
-            self.messages.clear()
-            self._used = 0
-        super().observe(input_ids, attention_mask, position_ids)
-
     def take_prefill(self, call: PrefillCall) -> int:
         real = call.input_ids.shape[1] if call.attention_mask is None else int(call.attention_mask.sum(-1).min())
         coded = call.most - (call.input_ids.shape[1] - real)
         alone = self.translator is None or self.seen or torch.is_grad_enabled() or torch.compiler.is_compiling()
-        if not alone and coded > 0:
+        self.codes = None  # of a prompt that failed
+        if self.translator is not None and not alone and coded > 0:
             self.add(self.translator.encode(self.model, call.input_ids, call.attention_mask))
         return super().take_prefill(call)
 
 
 def translated(model: Any, decode_with: KVCache | None = None) -> ReadBefore:
     """A cache whose every prompt comes as codes that lose nothing."""
-    translator = calibrated(model, lossless)
-    cache = ReadBefore(model, translator, translator.encode(model, [[3, 4, 5]]), decode_with=decode_with)
-    cache.messages.clear()
-    return cache
+    return ReadBefore(model, calibrated(model, lossless), decode_with=decode_with)
 
 
 def composed(source: Callable[..., KVCache], holder: Callable[[Any], KVCache], model: Any) -> KVCache:

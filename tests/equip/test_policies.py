@@ -34,7 +34,7 @@ from hf_kvcaches.equip.policies import (
 from hf_kvcaches.equip.policies.future import future_attention, future_queries
 from hf_kvcaches.equip.policies.tokens import UNSCORED, Tokens, unscored
 from hf_kvcaches.errors import ConfigError, UnsupportedError
-from hf_kvcaches.translate.states import ReadingCache
+from hf_kvcaches.evaluate.observer import Attended, WatchingCache
 from tests import tiny
 from tests.testbed import FOLDER
 
@@ -414,6 +414,17 @@ def listed(spans: str) -> list[int]:
     return [position for span in ends for position in range(span[0], span[-1] + 1)]
 
 
+class Queries(WatchingCache):
+    """Keeps the queries of each layer."""
+
+    def __init__(self, model, queries):
+        super().__init__(model)
+        self.queries = queries
+
+    def watch(self, attended: Attended) -> None:
+        self.queries.append(attended.query)
+
+
 @pytest.fixture(scope="module")
 def prompt():
     """Keys, values, attention probabilities and queries of each layer for the published prompt."""
@@ -422,7 +433,7 @@ def prompt():
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         output = model(ids, past_key_values=cache, output_attentions=True)
-        model(ids, past_key_values=ReadingCache(model, lambda attended: queries.append(attended.query)))
+        model(ids, past_key_values=Queries(model, queries))
     layers = zip(cache.layers, output.attentions, queries, strict=True)
     return model.config, [(layer.keys, layer.values, probabilities, query) for layer, probabilities, query in layers]
 

@@ -61,8 +61,8 @@ CASES: dict[str, Callable[[], tuple[torch.Tensor, Make]]] = {
     "segments, repaired in lower layers": lambda: segments(MOVED, "approximate", {"repair_depth": 0.5}),
     "warm start, align": lambda: warm(LIKE, library_of(model(), EARLIER), strategy="align"),
     "warm start, prefix": lambda: warm(BEGINNING, library_of(model(), EARLIER), strategy="exact"),
-    "translated": lambda: translated(patch_layers=None),
-    "translated, patched": lambda: translated(patch_layers=[2], recompute_layers=1),
+    "translated": lambda: translated(),
+    "translated, one layer run": lambda: translated(recompute_layers=1),
 }
 
 

@@ -80,7 +80,7 @@ def test_every_bar_is_printed_with_its_number_and_a_picture_is_drawn(evaluated):
     bars = [line for line in lines if "zero bytes" not in line.split(": ")[1]]
     assert (len(lines), len(bars)) == (6, 5)
     assert all((": met (" in bar) != (": NOT met (" in bar) for bar in bars)
-    assert "prefill" in bars[-1]
+    assert "reading" in bars[-1]
     assert "gradients" in bars[-1]
     assert (folder / "translation-quality.png").stat().st_size > 10_000
 
@@ -165,9 +165,7 @@ def test_answers_are_those_of_the_same_caches_made_by_hand(script, bench):
     text = quality.evaluation_texts(bench.tokenizer, 1, 0, 220)[2]
     chosen = [quality.RAW, quality.INT4, quality.FULL_RANK]
     bench.fit(
-        quality.Side(
-            quality.FULL_RANK.name, "fitted", {**quality.FULL_RANK.options, "config": quality.TranslatorConfig(widths=24, metric="plain")}
-        )
+        quality.Side(quality.FULL_RANK.name, "fitted", {**quality.FULL_RANK.options, "config": quality.TranslatorConfig(metric="plain")})
     )
     found = dict(bench.ask(text, chosen))
     prompt, rest = torch.tensor([text.prompt]), torch.tensor([text.prompt[-1:] + text.continuation[:-1]])

@@ -11,21 +11,22 @@ import torch
 from safetensors.torch import load
 
 from hf_kvcaches.errors import ArtifactError
-from hf_kvcaches.translate.codes import CodesHead, Part, PartHead, Row, SemanticCodes
+from hf_kvcaches.translate.codes import CodesHead, Part, Prompt, SemanticCodes
 
-PARTS = (PartHead("layer.1", 3), PartHead("layer.2", 5), PartHead("layers.3-5", 2))
-
-
-def head_of(lengths=(4, 3), parts=PARTS, translator: str = "t", first: int = 0) -> CodesHead:
-    rows = tuple(Row.of([7 * number + place for place in range(length)], first) for number, length in enumerate(lengths))
-    return CodesHead(translator, rows, parts)
+NAMES = ("layer.1", "layer.2", "layers.3-5")
+SIZES = (21, 35, 14)
 
 
-def codes_of(head: CodesHead | None = None, seed: int = 0) -> SemanticCodes:
+def head_of(lengths=(4, 3), names=NAMES, translator: str = "t", first: int = 0) -> CodesHead:
+    prompts = tuple(Prompt.of([7 * number + place for place in range(length)], first) for number, length in enumerate(lengths))
+    return CodesHead(translator, prompts, names)
+
+
+def codes_of(head: CodesHead | None = None, seed: int = 0, sizes=SIZES) -> SemanticCodes:
     head = head or head_of()
     made = torch.Generator().manual_seed(seed)
-    shapes = [(part.name, (part.rows, head.tokens)) for part in head.parts]
-    return SemanticCodes(head, [Part(name, torch.randint(0, 256, shape, dtype=torch.uint8, generator=made)) for name, shape in shapes])
+    parts = zip(head.names, sizes, strict=False)
+    return SemanticCodes(head, [Part(name, torch.randint(0, 256, (size,), dtype=torch.uint8, generator=made)) for name, size in parts])
 
 
 def same(one, other) -> bool:
@@ -43,7 +44,7 @@ def blake(content: bytes) -> bytes:
 
 
 def message(head: bytes, bodies: list[bytes], version: int = 3, numbers=None, lengths=None) -> bytes:
-    """The format in a few lines, with digests that are right whatever is in it."""
+    """One message of the format in a few lines, with digests that are right whatever is in it."""
     start = b"HFKVCODE" + version.to_bytes(4, "little") + len(head).to_bytes(4, "little") + head
     out, digest = start + blake(start), blake(start)
     for place, body in enumerate(bodies):
@@ -54,10 +55,24 @@ def message(head: bytes, bodies: list[bytes], version: int = 3, numbers=None, le
 
 
 def json_of(head: CodesHead) -> bytes:
-    rows = [[row.tokens, row.digest, *([row.first] if row.first else [])] for row in head.rows]
-    content = {"kind": "semantic codes", "translator": head.translator, "rows": rows}
-    content["parts"] = [[part.name, part.rows] for part in head.parts]
+    prompts = [[each.tokens, each.digest, *([each.first] if each.first else [])] for each in head.prompts]
+    content = {"kind": "semantic codes", "translator": head.translator, "prompts": prompts, "names": list(head.names)}
     return json.dumps(content, separators=(",", ":")).encode()
+
+
+def part_json(name: str, after: bytes, size: int) -> bytes:
+    content = {"kind": "a part of semantic codes", "name": name, "after": after.hex(), "bytes": size}
+    return json.dumps(content, separators=(",", ":")).encode()
+
+
+def pieces_of(codes: SemanticCodes, head: bytes | None = None, **forged) -> list[bytes]:
+    """The message of the head, and those of the parts, put together by hand."""
+    head = json_of(codes.head) if head is None else head
+    found, before = [message(head, [])], blake(head)
+    for part in codes:
+        found.append(message(part_json(part.name, before, part.codes.numel()), [blob([("codes", part.codes)])], **forged))
+        before = blake(before.hex().encode() + part.codes.numpy().tobytes())
+    return found
 
 
 def blob(tensors: list[tuple[str, torch.Tensor]]) -> bytes:
@@ -73,10 +88,6 @@ def blob(tensors: list[tuple[str, torch.Tensor]]) -> bytes:
     made = len(text).to_bytes(8, "little") + text + body
     assert all(torch.equal(tensor, load(made)[name]) for name, tensor in tensors)
     return made
-
-
-def bodies_of(codes: SemanticCodes) -> list[bytes]:
-    return [blob([("codes", part.codes)]) for part in codes]
 
 
 def refused(data: bytes, match: str | None = None) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import GPTNeoXConfig, LlamaConfig, Phi3Config, Qwen2Config, Qwen3Config
 
 from hf_kvcaches.translate.cache import TranslatedCache
-from hf_kvcaches.translate.states import PromptTokens, State, read_states, require_plain_layers, state_of
+from hf_kvcaches.translate.states import LayerState, PromptTokens, read, rotation_of_model, state_of
 from hf_kvcaches.translate.translator import CacheTranslator
 from tests import tiny
 from tests.translate.pairs import split
@@ -155,43 +155,33 @@ def texts_of(count: int = 24, length: int = 24, seed: int = 0) -> list[list[int]
 
 
 def fitted(producer: Any, consumer: Any, texts: list[list[int]] | None = None, **options: Any) -> CacheTranslator:
-    """A translator without patches and without texts kept apart, unless told otherwise."""
-    return CacheTranslator.fit(
-        producer, consumer, None, texts or texts_of(), **split({"metric": "attention", "layers_per_code": 1, **options})
-    )
+    """A translator with a code for each layer, in which all errors cost the same, unless told otherwise."""
+    return CacheTranslator.fit(producer, consumer, None, texts or texts_of(), **split({"metric": "plain", "layers_per_code": 1, **options}))
 
 
 @torch.no_grad()
-def rebuilt(translator: CacheTranslator, producer: Any, consumer: Any, prompt: Any) -> dict[int, tuple[Tensor, Tensor]]:
-    """Keys (without rotation) and values of each layer that is sent, (tokens, width), by the maps alone and through the codes' types."""
-    lowest = translator.settings.recompute_layers
-    tokens, states = PromptTokens.of(prompt), {role: dict[int, State]() for role in ("producer", "consumer")}
-    read_states(producer, tokens, states["producer"].__setitem__, hidden=range(len(layers_of(producer))))
-    read_states(consumer, tokens, states["consumer"].__setitem__, hidden=[lowest])
-    side = states["consumer"][lowest].of("input")
-    codes = {encoder.part: encoder.quantizer.decode(encoder.encode(states["producer"])) for encoder in translator.maps.encoders}
-    found = {}
-    for decoder in translator.maps.decoders:
-        given = decoder.apply(side, codes.get(decoder.part))
-        if decoder.kind == "input":
-            made_of_it = projected(consumer, decoder.layer, given[None])
-            found[decoder.layer] = made_of_it.keys[0], made_of_it.values[0]
-        else:
-            width = states["consumer"][decoder.layer].keys.shape[1]
-            found[decoder.layer] = given[:, :width], given[:, width:]
-    return found
-
-
 def filled(translator: CacheTranslator, producer: Any, consumer: Any, prompt: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
-    """The same of all tokens but the last, by the whole way: codes, and a cache that is filled from them."""
+    """Unrotated keys and values of all tokens but the last, (tokens, width), of a cache that is filled from codes."""
     cache = TranslatedCache(consumer, translator, translator.encode(producer, prompt))
     count = cache.prefill(prompt)
-    tokens, rotation = PromptTokens.of(prompt[:, :count]), require_plain_layers(consumer.config)
+    tokens, rotation = PromptTokens.of(prompt[:, :count]), rotation_of_model(consumer)
     pairs = {}
     for index, layer in enumerate(cache.layers):
         state = state_of(rotation, index, layer.keys, layer.values, tokens)
-        pairs[index] = state.keys, state.values
+        heads, key_dim, value_dim = state.shape
+        keys, values = state.states.split([heads * key_dim, heads * value_dim], dim=1)
+        pairs[index] = keys, values
     return pairs
+
+
+def states_by_row(model: Any, texts: Any, hidden: Any = ()) -> list[dict[int, LayerState]]:
+    """The states of each text."""
+    found = []
+    for text in texts:
+        states: dict[int, LayerState] = {}
+        read(model, PromptTokens.of(text), states.__setitem__, hidden=hidden)
+        found.append(states)
+    return found
 
 
 def error(found: Tensor, expected: Tensor) -> float:

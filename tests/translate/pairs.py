@@ -18,8 +18,8 @@ from tests import tiny
 from tests.segments.test_cache import MODELS
 
 TEXTS = tuple(tuple(tiny.ids(100, seed=100 + seed).tolist()) for seed in range(8))
-# A part for each layer, and many of the directions are missing.
-HALF: dict[str, Any] = {"payload": 0.5, "widths": 24, "layers_per_code": 1}
+# A part for each layer, and directions are rounded.
+HALF: dict[str, Any] = {"payload": 0.5, "layers_per_code": 1}
 
 FAMILIES = MODELS | {
     "gpt2": tiny.gpt2,
@@ -36,7 +36,7 @@ def changed(model: PreTrainedModel, share: float = 0.1, seed: int = 7) -> PreTra
     return model
 
 
-OPTIONS = ("payload", "recompute_layers", "patch_layers", "score", "max_length", "progress")
+OPTIONS = ("payload", "recompute_layers", "score", "max_length", "progress")
 
 
 def split(options: dict[str, Any]) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def fitted(**options: Any) -> CacheTranslator:
 
 def lossless(model: Any) -> CacheTranslator:
     """From a model to itself, with all directions, and nothing rounded but by arithmetic."""
-    return fit(model, model, ridge=1e-8, payload=2.0, widths=24, metric="plain", layers_per_code=1)
+    return fit(model, model, ridge=1e-8, payload=2.0, metric="plain", layers_per_code=1)
 
 
 @contextlib.contextmanager
@@ -81,10 +81,9 @@ def last_layer(model: PreTrainedModel) -> Iterator[list[int]]:
 
 @torch.no_grad()
 def reference(translator: CacheTranslator, ids: torch.Tensor, pair: tuple[PreTrainedModel, PreTrainedModel] | None = None) -> DynamicCache:
-    """What one prompt's cache must hold without its last token, for Llamas without patched layers.
+    """What one prompt's cache must hold without its last token, for Llamas.
 
     Args:
-        translator: With codes in parts of one layer each, or of all.
         ids: (1, tokens).
         pair: The producer and the consumer; None for `models`.
     """
@@ -92,7 +91,7 @@ def reference(translator: CacheTranslator, ids: torch.Tensor, pair: tuple[PreTra
     ids = ids[:, :-1]
     read, own, made = (DynamicCache(config=model.config) for model in (producer, consumer, consumer))
     entering: dict[str, torch.Tensor] = {}
-    lowest = translator.settings.recompute_layers
+    lowest, exact = translator.settings.recompute_layers, translator.settings.exact_tokens
     handles = [
         model.model.layers[lowest].input_layernorm.register_forward_hook(
             lambda module, args, output, role=role: entering.__setitem__(role, output[0])
@@ -109,18 +108,21 @@ def reference(translator: CacheTranslator, ids: torch.Tensor, pair: tuple[PreTra
     for index, layer in enumerate(read.layers):
         keys, _ = apply_rotary_pos_emb(layer.keys, layer.keys, back[0], -back[1])
         content[index] = torch.cat([part[0].transpose(0, 1).flatten(1) for part in (keys, layer.values)], 1)
-    coefficients = {}
-    for encoder in translator.maps.encoders:
-        found = torch.cat([content[layer] for layer in encoder.layers], 1) @ encoder.weights + encoder.shift
-        if encoder.side is not None:
-            found = found + entering["producer"] @ encoder.side
-        coefficients[encoder.part] = encoder.quantizer.decode(encoder.quantizer.encode(found))
+    coefficients, coding = {}, translator.maps.coding
+    for code, encoder in enumerate(translator.maps.encoders):
+        found = torch.cat([content[layer] for layer in encoder.sources], 1) @ encoder.states + encoder.shift
+        found = found + entering["producer"] @ encoder.hidden
+        coefficients[code] = found if coding is None else coding.steps(code, coding.integers(code, found))
     for index in range(lowest + 1):
         made.update(own.layers[index].keys, own.layers[index].values, index)
     for decoder in translator.maps.decoders:
         states = entering["consumer"] @ decoder.weights.side + decoder.weights.bias
-        if decoder.part is not None:
-            states = states + coefficients[decoder.part] @ decoder.weights.codes
+        if decoder.code is not None:
+            states = states + coefficients[decoder.code] @ decoder.weights.codes
         keys, values = (part.unflatten(1, (2, -1)).transpose(0, 1)[None] for part in states.chunk(2, 1))
-        made.update(apply_rotary_pos_emb(keys, keys, *turned)[0], values, decoder.layer)
+        keys = apply_rotary_pos_emb(keys, keys, *turned)[0]
+        # The first tokens are the consumer's own.
+        true = own.layers[decoder.layer]
+        sides = (torch.cat([one[:, :, :exact], other[:, :, exact:]], 2) for one, other in ((true.keys, keys), (true.values, values)))
+        made.update(*sides, decoder.layer)
     return made

@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import random
-from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hf_kvcaches.codec.wire.messages import MessageReader, message_bytes
 from hf_kvcaches.errors import ArtifactError, ConfigError
-from hf_kvcaches.translate.codes import ArrivingCodes, SemanticCodes, message_of
-from tests.translate.code_helpers import PARTS, blob, bodies_of, codes_of, head_of, json_of, message, refused, same
+from hf_kvcaches.translate.codes import ArrivingCodes, PartHead, SemanticCodes
+from tests.translate.code_helpers import NAMES, SIZES, blake, blob, codes_of, head_of, json_of, message, part_json, pieces_of, refused, same
 
 
-def test_every_truncation_is_refused_and_says_what_is_missing():
+def test_every_truncation_is_refused_and_says_where_it_is():
     codes = codes_of()
-    data, start = codes.to_bytes(), len(next(codes.chunks()))
+    data, starts = codes.to_bytes(), [len(chunk) for chunk in codes.chunks()]
+    ends = [sum(starts[:number]) for number in range(1, 5)]
     for length in range(len(data)):
         said = refused(data[:length])
-        assert f"after {length} bytes" in said or length == 0
-        if length >= start:
-            assert f"{len(data) - length} too early" in said
+        assert "end" in said or length < 8
+        number = sum(end <= length for end in ends)
+        if number and length > ends[number - 1]:
+            assert f"in part {NAMES[number - 1]!r} ({number} of 3)" in said
 
 
 def test_every_flipped_bit_is_refused():
-    data = bytearray(codes_of(head_of((3,))).to_bytes())
+    data = bytearray(codes_of(head_of((3,), NAMES[:2])).to_bytes())
     for place in range(len(data)):
         for bit in range(8):
             data[place] ^= 1 << bit
@@ -41,14 +42,14 @@ def test_every_flipped_bit_is_refused():
 def test_parts_that_are_swapped_dropped_doubled_or_of_another_message_are_refused():
     start, *parts = codes_of().chunks()
     other_start, *others = codes_of(seed=1).chunks()
-    # The same head: only the numbers of the codes differ.
+    # The same head: only the codes differ.
     assert start == other_start
     for order in ((1, 0, 2), (0, 2, 1), (2, 1, 0), (0, 2), (1, 2), (0, 0, 1, 2), (0, 1, 1, 2), (0, 1, 2, 2), (0, 1), ()):
         refused(b"".join([start, *(parts[place] for place in order)]))
     for mixed in ([others[0], *parts[1:]], [parts[0], others[1], parts[2]], [*parts[:2], others[2]]):
-        refused(b"".join([start, *mixed]), "damaged, or of other codes")
+        refused(b"".join([start, *mixed]), "came where part .* of these semantic codes was next")
     foreign, *_ = codes_of(head_of(translator="u")).chunks()
-    refused(b"".join([foreign, *parts]), "damaged, or of other codes")
+    refused(b"".join([foreign, *parts]), "of these semantic codes was next")
 
 
 @pytest.mark.parametrize("extra", [b"\0", b"HFKVCODE", None])
@@ -62,17 +63,17 @@ def test_bytes_behind_the_end_are_refused(extra):
 
 def test_what_is_refused_says_why():
     codes = codes_of()
-    data, head, bodies = codes.to_bytes(), json_of(codes.head), bodies_of(codes)
+    data, head, (_, *parts) = codes.to_bytes(), json_of(codes.head), pieces_of(codes)
     refused(b"", "end after 0 bytes")
     refused(b"PK\3\4" + data, r"Expected semantic codes, got bytes that begin with b'PK")
     refused(b"no", "Expected semantic codes")
-    refused(message(head, bodies, version=4), "format version 4, this reads version 3. Upgrade hf-kvcaches")
-    refused(message(head, bodies, version=2), "version 2, this reads version 3. Encode")
+    refused(message(head, [], version=4) + b"".join(parts), "format version 4, this reads version 3. Upgrade hf-kvcaches")
+    refused(message(head, [], version=2) + b"".join(parts), "version 2, this reads version 3. Encode")
     refused(data[:12] + (17 << 20).to_bytes(4, "little") + data[16:], "more than the 16777216 allowed")
     refused(data[:30] + b"X" + data[31:], "damaged head")
-    refused(data[:-1] + bytes([data[-1] ^ 1]), r"Part 'layers.3-5' \(3 of 3\) of semantic codes is damaged")
-    refused(message(head, bodies, numbers=[0, 2, 1]), "Part 2 of semantic codes came where part 1 was next")
-    refused(message(head, bodies, lengths={1: 1 << 60}), "has 1152921504606846976 bytes, their head says")
+    refused(data[:-1] + bytes([data[-1] ^ 1]), r"Part 'layers.3-5' \(1 of 1\) of a part of semantic codes is damaged")
+    refused(b"".join(pieces_of(codes, numbers=[1])), "came where part 0 was next")
+    refused(b"".join(pieces_of(codes, lengths={0: 1 << 60})), "has 1152921504606846976 bytes, their head says")
     with pytest.raises(ConfigError, match="data: expected bytes"):
         SemanticCodes.from_bytes("HFKVCODE")
 
@@ -91,13 +92,14 @@ def reader_of(data: bytes, asked: list[int]):
 
 
 def test_a_length_that_promises_much_takes_no_memory_before_it_came():
-    """A head may announce petabytes that never come."""
-    codes = codes_of(head_of(lengths=(1024,), parts=PARTS[:1]))
-    huge = replace(codes.head, parts=(PARTS[0]._replace(rows=1 << 31),))
-    size = huge.nbytes - 28 - len(next(message_of(huge, [])))
-    assert size > 1 << 40
+    """A head may announce a terabyte that never comes."""
+    head = json_of(head_of(names=NAMES[:1]))
+    part = message(part_json(NAMES[0], blake(head), 1 << 40), [])
+    size = MessageReader(message(part_json(NAMES[0], blake(head), 1 << 40), []), PartHead).head
+    body = message_bytes(size) - len(part) - 28
     asked: list[int] = []
-    arriving = ArrivingCodes(reader_of(message(json_of(huge), bodies_of(codes), lengths={0: size}), asked))
+    start = (0).to_bytes(4, "little") + body.to_bytes(8, "little") + bytes(16)
+    arriving = ArrivingCodes(reader_of(message(head, []) + part + start + bytes(100), asked))
     with pytest.raises(ArtifactError, match="too early"):
         list(arriving)
     assert max(asked) <= 1 << 20
@@ -109,36 +111,41 @@ HEAD = json.loads(json_of(head_of()))
 
 
 def with_head(**changes) -> bytes:
-    return message(json.dumps(HEAD | changes, separators=(",", ":")).encode(), bodies_of(codes_of()))
-
-
-def changed_parts(place: int, value) -> list:
-    parts = copy.deepcopy(HEAD["parts"])
-    parts[0][place] = value
-    return parts
+    return b"".join(pieces_of(codes_of(), json.dumps(HEAD | changes, separators=(",", ":")).encode()))
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"rows": HEAD["rows"][:1]},
-        {"rows": HEAD["rows"] * 2},
-        {"rows": [[7, *HEAD["rows"][0][1:]], HEAD["rows"][1]]},
-        {"rows": [[*HEAD["rows"][0], 1], HEAD["rows"][1]]},
-        {"parts": HEAD["parts"][:2]},
-        {"parts": [*HEAD["parts"], ["more", 3]]},
-        {"parts": HEAD["parts"][::-1]},
-        {"parts": changed_parts(1, 4)},
+        {"prompts": [[4, "x" * 32], HEAD["prompts"][1]]},
+        {"prompts": [[*HEAD["prompts"][0], 5], HEAD["prompts"][1]]},
+        {"prompts": [[*HEAD["prompts"][0], 0], HEAD["prompts"][1]]},
+        {"names": HEAD["names"][:2]},
+        {"names": [*HEAD["names"], "more"]},
+        {"names": HEAD["names"][::-1]},
+        {"names": ["layer.1", "layer.1", "layers.3-5"]},
     ],
 )
-def test_a_head_that_fits_no_body_is_refused_though_its_digest_is_right(changes):
+def test_a_head_that_fits_no_part_is_refused_though_its_digest_is_right(changes):
     refused(with_head(**changes))
 
 
-def test_a_forged_head_that_fits_its_bodies_is_what_it_says():
+def test_a_forged_head_that_fits_its_parts_is_what_it_says():
     """The control of the tests around it: the forger's digests are right."""
     assert SemanticCodes.from_bytes(with_head()).head == head_of()
     assert SemanticCodes.from_bytes(with_head(translator="other")).head == head_of(translator="other")
+
+
+@pytest.mark.parametrize(
+    "change", [{"name": ""}, {"name": 3}, {"after": "0" * 31}, {"after": 7}, {"bytes": -1}, {"bytes": 1.0}, {"bytes": True}, {"more": 1}]
+)
+def test_a_part_whose_head_makes_no_sense_is_refused_though_its_digest_is_right(change):
+    codes = codes_of(head_of(names=NAMES[:1]))
+    start, part = pieces_of(codes)
+    content = json.loads(part_json(NAMES[0], blake(json_of(codes.head)), SIZES[0])) | change
+    forged = message(json.dumps(content, separators=(",", ":")).encode(), [blob([("codes", codes.parts[0].codes)])])
+    assert SemanticCodes.from_bytes(start + part).head == codes.head
+    refused(start + forged)
 
 
 @pytest.mark.parametrize(
@@ -153,9 +160,9 @@ def test_a_forged_head_that_fits_its_bodies_is_what_it_says():
         b"1" * 5000,
         json.dumps(HEAD).encode(),
         json.dumps(HEAD | {"more": 1}, separators=(",", ":")).encode(),
-        json.dumps({name: value for name, value in HEAD.items() if name != "rows"}, separators=(",", ":")).encode(),
+        json.dumps({name: value for name, value in HEAD.items() if name != "prompts"}, separators=(",", ":")).encode(),
         json.dumps(dict(reversed(HEAD.items())), separators=(",", ":")).encode(),
-        json.dumps(HEAD, separators=(",", ":")).encode().replace(b'"translator"', b'"rows":[],"translator"'),
+        json.dumps(HEAD, separators=(",", ":")).encode().replace(b'"translator"', b'"prompts":[],"translator"'),
         json.dumps(HEAD, separators=(",", ":")).encode().replace(b"[4,", b"[NaN,"),
         json.dumps(HEAD, separators=(",", ":")).encode().replace(b"[4,", b"[4.0,"),
         json.dumps(HEAD, separators=(",", ":")).encode().replace(b"[4,", b"[" + b"9" * 5000 + b","),
@@ -163,10 +170,10 @@ def test_a_forged_head_that_fits_its_bodies_is_what_it_says():
     ids=range(15),
 )
 def test_a_head_that_is_no_head_is_refused_though_its_digest_is_right(head):
-    assert len(refused(message(head, bodies_of(codes_of())))) < 1000
+    assert len(refused(b"".join(pieces_of(codes_of(), head)))) < 1000
 
 
-@pytest.mark.parametrize("name", ["kind", "translator", "rows", "parts"])
+@pytest.mark.parametrize("name", ["kind", "translator", "prompts", "names"])
 @pytest.mark.parametrize(
     "value", [None, True, 3, -1.5, "", "x" * 5000, [], [[]], [None], [[1]], [["a", "b", "c", "d"]], {}, {"a": 1}, "\ud800"], ids=range(14)
 )
@@ -180,21 +187,24 @@ def test_a_head_with_a_value_of_another_kind_is_refused(name, value):
 
 
 def test_a_body_that_does_not_fit_its_head_is_refused_though_its_digest_is_right():
-    codes = codes_of(head_of((7,), PARTS[:1]))
-    head, body, code = json_of(codes.head), bodies_of(codes)[0], codes.parts[0].codes
-    assert same(SemanticCodes.from_bytes(message(head, [body])), codes)
+    codes = codes_of(head_of((7,), NAMES[:1]))
+    head, code = json_of(codes.head), codes.parts[0].codes
+    start, own, body = message(head, []), part_json(NAMES[0], blake(head), len(code)), blob([("codes", code)])
+    assert same(SemanticCodes.from_bytes(start + message(own, [body])), codes)
     for other in (b"", body + b"\0", body[:-1]):
-        refused(message(head, [other]), "their head says")
-    tensors = [[("code", code)], [("codes", code.T)], [("codes", code.view(torch.int8))], [("codes", code.flatten())], []]
+        refused(start + message(own, [other]), "their head says")
+    tensors = [[("code", code)], [("codes", code[None])], [("codes", code.view(torch.int8))], []]
     forged = [blob(each) for each in tensors] + [b"\0" * len(body), b"\xff" * len(body)]
     for other in forged:
         assert other != body
-        refused(message(head, [other]))
+        refused(start + message(own, [other]))
         # A body of the expected length gets further.
-        refused(message(head, [(other + b"\0" * len(body))[: len(body)]]))
+        refused(start + message(own, [(other + b"\0" * len(body))[: len(body)]]))
 
 
-@pytest.mark.parametrize("head", [b"1e400", b'{"translator":1e400}', b"[" * 65 + b"]" * 65, b'{"rows":' + b"9" * 400 + b"}"], ids=range(4))
+@pytest.mark.parametrize(
+    "head", [b"1e400", b'{"translator":1e400}', b"[" * 65 + b"]" * 65, b'{"prompts":' + b"9" * 400 + b"}"], ids=range(4)
+)
 def test_a_head_with_numbers_or_a_depth_that_nothing_can_hold_is_refused(head):
     assert len(refused(message(head, []))) < 1000
 
@@ -254,20 +264,19 @@ def test_random_edits_are_refused(data):
 
 
 @given(edits=st.lists(st.tuples(st.integers(0, 2000), st.binary(min_size=1, max_size=8)), max_size=3))
-def test_random_edits_of_head_and_bodies_under_right_digests_give_codes_of_the_right_form_or_are_refused(edits):
+def test_random_edits_of_the_head_under_right_digests_give_codes_of_the_right_form_or_are_refused(edits):
     codes = codes_of()
-    texts = [bytearray(json_of(codes.head)), *map(bytearray, bodies_of(codes))]
+    head = bytearray(json_of(codes.head))
     for place, new in edits:
-        target = texts[place % len(texts)]
-        start = place % len(target)
-        target[start : start + len(new)] = new
-    data = message(bytes(texts[0]), [bytes(text) for text in texts[1:]])
+        start = place % len(head)
+        head[start : start + len(new)] = new
+    data = b"".join(pieces_of(codes, bytes(head)))
     try:
         back = SemanticCodes.from_bytes(data)
     except ArtifactError:
         return
     assert back.to_bytes() == data
-    assert [tuple(part.codes.shape) for part in back] == [(part.rows, back.head.tokens) for part in back.head.parts]
+    assert [part.codes.shape for part in back] == [part.codes.shape for part in codes]
 
 
 def corrupted(original: bytes, chance: random.Random) -> bytes:

@@ -11,10 +11,10 @@ from transformers import LlamaConfig, Qwen3NextConfig
 from hf_kvcaches.core.decoder import attention_module
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.reuse.partial import PassEnded
-from hf_kvcaches.translate.attention_input import state_of_input
-from hf_kvcaches.translate.states import PromptTokens, ReadingCache, read_states
+from hf_kvcaches.translate.states import PromptTokens, ReadingCache, in_evaluation
+from hf_kvcaches.translate.states import read as read_states
 from tests import tiny
-from tests.translate.models import MODELS, layers_of, left_padded, made_by, projected, traces_of
+from tests.translate.models import MODELS, layers_of, left_padded, made_by, traces_of
 
 FAMILIES = sorted(MODELS)
 LENGTHS = (9, 13, 4)
@@ -24,6 +24,14 @@ def read(model, tokens: PromptTokens, **options):
     found = []
     read_states(model, tokens, lambda index, state: found.append((index, state)), **options)
     return found
+
+
+def keys_of(state):
+    return state.states[:, : state.shape[0] * state.shape[1]]
+
+
+def values_of(state):
+    return state.states[:, state.shape[0] * state.shape[1] :]
 
 
 def close(found, expected, dtype=torch.float32) -> None:
@@ -39,11 +47,10 @@ def test_states_of_a_padded_batch_are_what_projections_and_norms_gave_row_by_row
     states = read(model, PromptTokens.of(ids, mask), hidden=range(len(expected)))
     assert [index for index, _ in states] == list(range(len(expected)))
     for (_, state), made in zip(states, expected, strict=True):
-        for name in ("keys", "values", "hidden"):
+        for name, found in (("keys", keys_of(state)), ("values", values_of(state)), ("hidden", state.hidden)):
             rows = [part[-length:] for part, length in zip(getattr(made, name), LENGTHS, strict=True)]
-            close(getattr(state, name), torch.cat(rows))
-        assert torch.equal(state.pair, torch.cat([state.keys, state.values], dim=1))
-        assert state.heads == (getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads)
+            close(found, torch.cat(rows))
+        assert state.shape[0] == (getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -54,7 +61,7 @@ def test_a_row_says_the_same_alone_and_in_a_padded_batch(family):
     start = 0
     for row, length in enumerate(LENGTHS):
         for (_, alone), (_, batch) in zip(read(model, PromptTokens.of(ids[row, -length:])), together, strict=True):
-            close(batch.pair[start : start + length], alone.pair)
+            close(batch.states[start : start + length], alone.states)
         start += length
 
 
@@ -62,9 +69,9 @@ def test_a_model_in_bfloat16_is_read_in_bfloat16():
     model = MODELS["qwen3"]().bfloat16()
     ids, mask = left_padded(LENGTHS)
     for (_, state), made in zip(read(model, PromptTokens.of(ids, mask)), made_by(model, ids, mask), strict=True):
-        assert state.keys.dtype == torch.bfloat16
-        close(state.keys, made.keys[mask.bool()], torch.bfloat16)
-        close(state.values, made.values[mask.bool()], torch.bfloat16)
+        assert state.states.dtype == torch.bfloat16
+        close(keys_of(state), made.keys[mask.bool()], torch.bfloat16)
+        close(values_of(state), made.values[mask.bool()], torch.bfloat16)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -74,8 +81,8 @@ def test_a_pass_with_the_reading_cache_says_what_the_model_says(family):
     with torch.no_grad():
         expected = model(ids, use_cache=False).logits
         seen = []
-        for cache in (ReadingCache(model), ReadingCache(model, queries=lambda attended: seen.append(attended.layer_idx))):
-            close(model(ids, past_key_values=cache).logits, expected)
+        cache = ReadingCache(model, lambda layer, keys, values: seen.append(layer))
+        close(model(ids, past_key_values=cache).logits, expected)
     assert seen == list(range(len(layers_of(model))))
 
 
@@ -86,34 +93,10 @@ def test_a_pass_ends_with_the_last_layer_that_is_wanted_before_its_attention(fam
     for index, layer in enumerate(layers_of(model)):
         layer.register_forward_pre_hook(lambda *_, index=index: entered.append(index))
         attention_module(layer).register_forward_hook(lambda *_, index=index: attended.append(index))
-    states = read(model, PromptTokens.of(tiny.ids(2, 7)), upto=1, hidden=(0, 1, 2))
+    states = read(model, PromptTokens.of(tiny.ids(2, 7)), last=1, hidden=(0, 1, 2))
     assert [index for index, _ in states] == entered == [0, 1]
     assert attended == [0]
     assert all(state.hidden is not None for _, state in states)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("layer", [0, 2])
-def test_a_layer_makes_of_its_own_input_what_it_made_in_the_model(family, layer):
-    model = MODELS[family]()
-    tokens = PromptTokens.of(tiny.ids(1, 11))
-    own = read(model, tokens, hidden=[layer])[layer][1]
-    before = traces_of(model)
-    again = state_of_input(model, layer, own.hidden, tokens)
-    close(again.keys, own.keys)
-    close(again.values, own.values)
-    assert traces_of(model) == before
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_layer_makes_of_any_input_what_its_own_projections_make(family):
-    model = MODELS[family]()
-    hidden = torch.randn(1, 11, model.config.hidden_size, generator=torch.Generator().manual_seed(3))
-    state = state_of_input(model, 1, hidden[0], PromptTokens.of(tiny.ids(1, 11)))
-    with torch.no_grad():
-        expected = projected(model, 1, hidden)
-    close(state.keys, expected.keys[0])
-    close(state.values, expected.values[0])
 
 
 class Broken(Exception):
@@ -121,8 +104,7 @@ class Broken(Exception):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("queries", [False, True])
-def test_nothing_is_left_behind_on_a_model(fails, queries):
+def test_nothing_is_left_behind_on_a_model(fails):
     model = MODELS["llama"]()
     model.train()
     before = traces_of(model)
@@ -131,12 +113,10 @@ def test_nothing_is_left_behind_on_a_model(fails, queries):
         if fails and index == 2:
             raise Broken
 
-    options = {"queries": lambda attended: look(attended.layer_idx)} if queries else {}
-    on_state = (lambda *_: None) if queries else look
     tokens = PromptTokens.of(tiny.ids(1, 6))
-    for upto in (None, 3):
+    for last in (None, 3):
         try:
-            read_states(model, tokens, on_state, hidden=(0, 2), upto=upto, **options)
+            read_states(model, tokens, look, hidden=(0, 2), last=last)
         except Broken:
             assert fails
         else:
@@ -144,21 +124,25 @@ def test_nothing_is_left_behind_on_a_model(fails, queries):
         assert traces_of(model) == before
 
 
-def test_a_layer_that_fails_on_another_input_leaves_nothing_behind():
-    model = MODELS["llama"]()
-    before = traces_of(model)
-    with pytest.raises(RuntimeError):
-        state_of_input(model, 2, torch.zeros(6, 5), PromptTokens.of(tiny.ids(1, 6)))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_in_training_mode_is_read_through_a_twin_in_evaluation_mode(family):
+    model = MODELS[family]()
+    expected = read(model, PromptTokens.of(tiny.ids(1, 9)))
+    assert in_evaluation(model) is model
+    model.train()
+    before, twin = traces_of(model), in_evaluation(model)
+    assert not any(module.training for module in twin.modules())
+    assert [id(weight) for weight in twin.parameters()] == [id(weight) for weight in model.parameters()]
+    for (_, one), (_, other) in zip(read(twin, PromptTokens.of(tiny.ids(1, 9))), expected, strict=True):
+        assert torch.equal(one.states, other.states)
     assert traces_of(model) == before
-    # And the model runs as ever.
-    read(model, PromptTokens.of(tiny.ids(1, 6)))
 
 
 def test_what_ends_a_pass_ends_no_pass_that_was_to_go_on():
     """An error of the caller's own is never taken for the end."""
     model = MODELS["llama"]()
     with pytest.raises(Broken):
-        read_states(model, PromptTokens.of(tiny.ids(1, 6)), lambda *_: (_ for _ in ()).throw(Broken), upto=3)
+        read_states(model, PromptTokens.of(tiny.ids(1, 6)), lambda *_: (_ for _ in ()).throw(Broken), last=3)
     assert not issubclass(Broken, PassEnded)
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import socket
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from hf_kvcaches import compat
 from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch, UnsupportedError
 from hf_kvcaches.translate.cache import TranslatedCache
 from hf_kvcaches.translate.codes import SemanticCodes
+from hf_kvcaches.translate.maps import CodeEncoder
 from hf_kvcaches.translate.translator import CacheTranslator
 from tests import testbed, tiny
 from tests.translate.pairs import FAMILIES, HALF, TEXTS, changed, fit, fitted, last_layer, lossless, models, reference
@@ -57,30 +60,30 @@ def key_errors(translator: CacheTranslator, ids: torch.Tensor = PROMPT, pair: An
 
 
 def decoded(translator: CacheTranslator, codes: SemanticCodes) -> list[torch.Tensor]:
-    """The coefficients of each part, (tokens, rank)."""
-    return [encoder.quantizer.decode(part.codes) for encoder, part in zip(translator.maps.encoders, codes, strict=True)]
+    """The coefficients of each part in steps, (tokens, rank)."""
+    return [*translator.maps.decode(dict(enumerate(part.codes for part in codes)), codes.head.tokens).values()]
 
 
 # What is sent
 
 
 def test_padding_is_not_sent() -> None:
-    (producer, _), translator = models(), fitted()
+    (producer, _), translator = models(), fitted(payload=0.25)
     plain = translator.encode(producer, PROMPT)
     ids, mask = torch.nn.functional.pad(PROMPT, (13, 0)), torch.nn.functional.pad(torch.ones_like(PROMPT), (13, 0))
     assert translator.encode(producer, ids, mask).head == plain.head
     for one, other in zip(decoded(translator, translator.encode(producer, ids, mask)), decoded(translator, plain), strict=True):
-        close(one, other, 1e-4)
-    assert len(translator.encode(producer, ids, mask).to_bytes()) == len(plain.to_bytes())
+        assert float(((one - other).abs() > 0.5).float().mean()) < 0.01  # between two integers, rounding decides
     rows = [PROMPT, OTHER, OTHER[:, :2]]
-    together = fitted().encode(producer, *left_padded(*rows))
-    assert together.head.tokens == 44 + 30 + 1
+    together = translator.encode(producer, *left_padded(*rows))
+    assert together.head.tokens == 40 + 26 + 0
     start = 0
     for row in rows:
-        alone = fitted().encode(producer, row)
-        for one, other in zip(decoded(fitted(), together), decoded(fitted(), alone), strict=True):
-            stop = start + row.shape[1] - 1
-            close(one[start:stop], other)
+        alone = translator.encode(producer, row)
+        stop = start
+        for one, other in zip(decoded(translator, together), decoded(translator, alone), strict=False):
+            stop = start + max(0, row.shape[1] - 1 - 4)
+            assert float(((one[start:stop] - other).abs() > 0.5).float().sum()) <= 0.01 * other.numel()
         start = stop
 
 
@@ -108,9 +111,7 @@ def test_prompts_are_given_as_tensors_or_lists() -> None:
         translator.encode(producer, PROMPT, torch.ones(1, 45).tril(-1))
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"payload": 0.0}, {"method": "paper", "widths": 16, "ranks": (3, 5)}, {"layers_per_code": 4}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"payload": 0.0}, {"payload": 2.0}, {"layers_per_code": 4}], ids=str)
 def test_what_is_streamed_are_the_bytes_of_encode(options: dict[str, Any]) -> None:
     producer, translator = models()[0], fitted(**options)
     ids, mask = left_padded(PROMPT, OTHER)
@@ -164,11 +165,43 @@ def test_the_producer_runs_no_layer_that_is_not_sent_and_keeps_nothing() -> None
     assert ran == []  # Behind the last keys and values the pass ends.
 
 
+def test_a_process_that_only_encodes_needs_neither_the_consumer_nor_the_decoders(tmp_path: Path) -> None:
+    (producer, consumer), translator = models(), fitted()
+    translator.save_pretrained(tmp_path)
+    encoder = pickle.loads(pickle.dumps(CacheTranslator.from_pretrained(tmp_path, producer=producer).encoder))
+    assert encoder.encode(producer, PROMPT).to_bytes() == translator.encode(producer, PROMPT).to_bytes()
+    assert b"".join(encoder.stream(producer, PROMPT)) == translator.encode(producer, PROMPT).to_bytes()
+    with pytest.raises(FingerprintMismatch, match="It is the consumer"):
+        encoder.encode(consumer, PROMPT)
+
+
+def test_threads_encode_with_one_model_in_training_mode_at_a_time() -> None:
+    model = tiny.build(LlamaConfig(**{**tiny._SHAPE, "attention_dropout": 0.5}))
+    translator, prompts = lossless(model), [tiny.ids(1, 20 + length, seed=length) for length in range(8)]
+    expected = [translator.encode(model, ids).to_bytes() for ids in prompts]
+    model.train()
+    with ThreadPoolExecutor(4) as executor:
+        found = list(executor.map(lambda ids: translator.encode(model, ids).to_bytes(), prompts * 3))
+    assert found == expected * 3
+    assert all(module.training for module in model.modules())
+
+
+def test_weights_of_encoders_and_decoders_are_placed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    (producer, consumer), translator = models(), fit(*models(), **HALF)
+    placed: list[str] = []
+    to = CodeEncoder.to
+    monkeypatch.setattr(CodeEncoder, "to", lambda self, device: placed.append(self.name) or to(self, device))
+    for _ in range(3):
+        cache = TranslatedCache(consumer, translator, translator.encode(producer, PROMPT))
+        cache.prefill(PROMPT)
+    assert placed == ["layer.1", "layer.2", "layer.3"]
+
+
 # What it is fitted to
 
 
 def test_more_is_better_and_what_is_sent_beats_what_is_known() -> None:
-    errors = [sum(key_errors(fitted(payload=payload, metric="plain"))) for payload in (0.0, 0.1, 0.4, 2.0)]
+    errors = [sum(key_errors(fitted(payload=payload, metric="plain"))) for payload in (0.0, 0.05, 0.1, 2.0)]
     assert errors == sorted(errors, reverse=True)
     assert errors[-1] < 0.7 * errors[0]
 
@@ -189,88 +222,41 @@ def test_layers_that_the_consumer_runs_are_exact(run: int) -> None:
     with last_layer(models()[1]) as seen:
         logits_of(models()[1], PROMPT, cache, 2)
     # With all layers its own, the last one's keys and values come of a pass that ends there.
-    assert seen == [44, 1, 1] if run == 3 else [1, 1]
+    # The first four tokens pass through all layers.
+    assert seen == [44, 4, 1, 1] if run == 3 else [4, 1, 1]
     assert cache.report().run_layers == run
 
 
-@pytest.mark.parametrize("aligner", ["ridge", "mlp"])
-@pytest.mark.parametrize("layers", [[1], [3], [1, 2, 3]])
-def test_patched_layers_make_keys_and_values_of_their_own_input(layers: list[int], aligner: str) -> None:
-    translator = fitted(patch_layers=tuple(layers), payload=2.0, aligner=aligner)
-    assert translator.patched_layers == tuple(layers)
-    producer, consumer = models()
-    codes = translator.encode(producer, PROMPT)
-    assert [each.kind for each in translator.maps.encoders] == ["input" if layer in layers else "states" for layer in (1, 2, 3)]
-    cache = TranslatedCache(consumer, translator, codes)
-    cache.prefill(PROMPT)
-    lowest = consumer.model.layers[0].input_layernorm(consumer.model.embed_tokens(PROMPT[:, :-1]))[0]
-    where = consumer.model.rotary_emb(lowest[None], torch.arange(44)[None])
-    for coefficients, layer in zip(decoded(translator, codes), (1, 2, 3), strict=True):
-        if layer not in layers:
-            continue
-        decoder = next(each for each in translator.maps.decoders if each.layer == layer)
-        with torch.no_grad():
-            made = decoder.apply(lowest, coefficients)[None]
-            attention = consumer.model.layers[layer].self_attn
-            own = DynamicCache(config=consumer.config)
-            below = [own.update(torch.empty(1, 2, 0, 8), torch.empty(1, 2, 0, 8), index) for index in range(layer)]
-            attention(made, where, None, past_key_values=own)
-        assert len(below) == layer
-        close(cache.layers[layer].keys, own.layers[layer].keys)
-        close(cache.layers[layer].values, own.layers[layer].values)
-    assert cache.report().patched == tuple(layers) == translator.patched_layers
-    # Rows with padding, in another order.
-    ids, mask = left_padded(OTHER, PROMPT)
-    batch = TranslatedCache(consumer, translator, translator.encode(producer, *left_padded(PROMPT, OTHER)))
-    got = logits_of(consumer, ids, batch, 3, attention_mask=mask)
-    for number, row in enumerate((OTHER, PROMPT)):
-        close(got[number : number + 1], translated_logits(translator, ids=row), 1e-3)
-
-
-def test_patches_are_taken_where_they_help_and_only_there() -> None:
-    translator = fit(*models(), TEXTS * 2, payload=0.2, layers_per_code=1, patch_layers="auto")
-    measured = translator.settings.measured
-    assert measured["with patches"] <= measured["reuse alone"] if translator.patched_layers else "with patches" not in measured
-    assert set(translator.route.sensitivity) == {1, 2, 3}
-    asked: list[tuple[int, ...]] = []
-
-    def score(alone: torch.Tensor, found: torch.Tensor) -> float:
-        asked.append(tuple(found.shape))
-        return -float((alone - found).square().mean())
-
-    fit(*models(), TEXTS, payload=0.2, layers_per_code=1, patch_layers="auto", score=score)
-    assert {shape[1] for shape in asked} == {tiny.VOCABULARY}
-
-
-@pytest.mark.parametrize("options", [{}, {"method": "paper"}, {"layers_per_code": 4}, {"widths": (4, 8)}], ids=str)
-@pytest.mark.parametrize("payload", [0.1, 0.15, 0.3])
+@pytest.mark.parametrize("options", [{}, {"layers_per_code": 4}, {"metric": "plain"}], ids=str)
+@pytest.mark.parametrize("payload", [0.15, 0.3, 0.45])
 def test_payload_is_the_share_of_bytes_as_they_are_sent(payload: float, options: dict[str, Any]) -> None:
-    translator = fitted(**{"widths": None, "payload": payload, "metric": "plain", **options})
-    cache = TranslatedCache(models()[1], translator, codes := translator.encode(models()[0], PROMPT))
-    cache.prefill(PROMPT)
-    # 4 layers of 2 heads of 8 numbers, keys and values, 2 bytes each; what the head and the parts' headers take is for all tokens together.
+    translator = fitted(**{"payload": payload, **options})
+    ids = tiny.ids(1, 505, seed=3)
+    cache = TranslatedCache(models()[1], translator, codes := translator.encode(models()[0], ids))
+    cache.prefill(ids)
+    # 4 layers of 2 heads of 8 numbers, keys and values, 2 bytes each; what the heads take is for all tokens together.
     sent, parts = sum(part.codes.numel() for part in codes), len(codes)
-    assert payload * 256 - 13 <= sent / 44 <= payload * 256
-    assert codes.nbytes - sent < 300 + 120 * parts
-    assert cache.report().payload_share == codes.nbytes / 44 / 256
+    assert sent / 500 / 256 == pytest.approx(payload, rel=0.1)
+    assert codes.nbytes - sent < 300 + 300 * parts
+    assert cache.report().payload_share == codes.nbytes / 504 / 256
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt2", "qk_norm", "partial"])
-@pytest.mark.parametrize("metric", ["loss", "attention"])
+@pytest.mark.parametrize("metric", ["loss", "plain"])
 def test_other_families_are_translated_to_their_trained_selves(family: str, metric: str) -> None:
     producer, consumer = FAMILIES[family](), changed(FAMILIES[family](), 0.05)
-    own = logits_of(consumer, PROMPT, None, 3)
+    own = logits_of(consumer, PROMPT, None, 1)
     losses = []
-    for payload in (0.0, 1.0):
+    for payload in (0.0, 2.0):
         translator = fit(producer, consumer, payload=payload, metric=metric, layers_per_code=1)
-        assert translator.settings.config.metric == metric
-        losses.append(float((translated_logits(translator, (producer, consumer)) - own).square().mean()))
+        assert translator.settings.metric == metric
+        losses.append(float((translated_logits(translator, (producer, consumer), new=1) - own).square().mean()))
     assert losses[1] < losses[0]
 
 
 def test_other_widths_are_translated_too() -> None:
     producer, consumer = tiny.llama(hidden_size=48, num_attention_heads=6, num_key_value_heads=3, head_dim=8), tiny.llama(seed=1)
-    translator = fit(producer, consumer, **HALF)
+    translator = fit(producer, consumer, **HALF | {"payload": 2.0})
     expected = logits_of(consumer, PROMPT, reference(translator, PROMPT, (producer, consumer)), 3)
     close(translated_logits(translator, (producer, consumer)), expected)
 
@@ -294,7 +280,7 @@ def test_both_models_are_left_as_they_were() -> None:
 
     before = found()
     fit(producer, consumer, recompute_layers="auto")
-    fit(producer, consumer, layers_per_code=1, patch_layers=(2,), recompute_layers=1)
+    fit(producer, consumer, layers_per_code=1, recompute_layers=1)
     assert found() == before
     with pytest.raises(ConfigError):
         fit(producer, consumer, [[1, 2, 500]])
@@ -324,7 +310,7 @@ def test_another_model_is_refused_and_models_in_each_others_place() -> None:
 
 def test_codes_of_another_translator_are_refused() -> None:
     (producer, consumer), translator = models(), fitted()
-    for other in (fitted(payload=0.25), fitted(widths=8), fitted(recompute_layers=1), fitted(layers_per_code=4)):
+    for other in (fitted(payload=0.25), fitted(exact_tokens=0), fitted(recompute_layers=1), fitted(layers_per_code=4)):
         with pytest.raises(FingerprintMismatch, match="another translator"):
             TranslatedCache(consumer, translator, other.encode(producer, PROMPT))
 
@@ -369,7 +355,7 @@ def test_adapters_belong_to_a_model() -> None:
         TranslatedCache(adapted(1), translator, codes)
     with last_layer(compat.base_model(consumer)) as seen:
         answer(consumer, PROMPT, cache, 2)
-    assert seen == [1, 1]
+    assert seen == [4, 1, 1]
     assert cache.report().translated == 44
 
 
@@ -394,39 +380,25 @@ def test_pairs_that_can_not_be_translated_are_refused() -> None:
     for pair in ((models()[0], tiny.llama(rope_parameters=dynamic)), (tiny.llama(rope_parameters=dynamic), models()[1])):
         with pytest.raises(UnsupportedError):
             fit(*pair)
-    with pytest.raises(UnsupportedError, match="heads='each'"):
-        fit(tiny.llama(num_key_value_heads=4), models()[1], method="paper", heads="each")
 
 
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [
-        ("method", "svd"),
+        ("payload", 0.8),
         ("payload", 2.5),
         ("payload", True),
         ("payload", "1/8"),
-        ("widths", 7),
-        ("widths", ()),
-        ("widths", "4"),
-        ("widths", {"method": "paper", "widths": (4, 8)}),
         ("layers_per_code", 0),
         ("prefill_share", 1.5),
-        ("patch_layers", {"layers_per_code": 1, "patch_layers": [0]}),
-        ("patch_layers", {"layers_per_code": 1, "patch_layers": "all"}),
-        ("patch_layers", {"layers_per_code": 1, "patch_layers": 2}),
-        ("patch_layers", {"layers_per_code": 2, "patch_layers": [2]}),
+        ("exact_tokens", -1),
+        ("memory", "a lot"),
+        ("memory", None),
+        ("memory", 1000),
         ("recompute_layers", 4),
         ("recompute_layers", -1),
         ("recompute_layers", "all"),
         ("metric", "kl"),
-        ("heads", "each"),
-        ("ranks", (3, 3)),
-        ("ranks", {"method": "paper", "ranks": (3,)}),
-        ("ranks", {"method": "paper", "ranks": (3, 0)}),
-        ("ranks", {"method": "paper", "ranks": (3.0, 3)}),
-        ("ranks", {"method": "paper", "ranks": 3}),
-        ("ranks", {"method": "paper", "ranks": (3, 17)}),
-        ("aligner", "cnn"),
         ("ridge", 0.0),
         ("max_length", 2),
     ],
@@ -455,13 +427,11 @@ def test_each_process_needs_a_text_that_is_not_kept_apart(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     "options",
     [
-        {"widths": None},
-        {"method": "paper", "widths": None},
+        {},
         {"layers_per_code": 4, "layer_map": (0, 1, 2, 3)},
-        {"patch_layers": (1, 3)},
-        {"patch_layers": (2,), "aligner": "mlp"},
+        {"payload": 2.0},
         {"payload": 0.0},
-        {"recompute_layers": 2, "widths": 16},
+        {"recompute_layers": 2, "payload": 0.2},
     ],
     ids=str,
 )
@@ -469,7 +439,7 @@ def test_what_was_saved_makes_the_same_codes_and_keys(tmp_path: Path, options: d
     (producer, consumer), translator = models(), fitted(**options)
     translator.save_pretrained(tmp_path)
     loaded = CacheTranslator.from_pretrained(tmp_path, producer=producer, consumer=consumer)
-    assert (loaded.settings, loaded.route, loaded.digest) == (translator.settings, translator.route, translator.digest)
+    assert (loaded.settings, loaded.digest) == (translator.settings, translator.digest)
     codes = translator.encode(producer, PROMPT)
     assert loaded.encode(producer, PROMPT).to_bytes() == codes.to_bytes()
     assert torch.equal(translated_logits(loaded), translated_logits(translator))
@@ -501,12 +471,12 @@ def test_a_damaged_translator_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_card_says_how_it_was_made(tmp_path: Path) -> None:
-    translator = fitted(patch_layers=(2,))
+    translator = fitted()
     lines = translator.describe_calibration().splitlines()
     assert lines[:2] == ["| | |", "|---|---|"]
     assert all(line.startswith("| ") and line.endswith(" |") and line.count("|") == 3 for line in lines[2:])
     told = translator.describe_calibration()
-    for said in ("8, 800 tokens", "Patched layers | 2 |", "metric loss", "0.5 of bfloat16", "layer.1: ", "prefill"):
+    for said in ("8, 800 tokens", "Metric | loss |", "0.5 of bfloat16", "layer.1: ", "reading", "bytes of a token"):
         assert said in told
     translator.save_pretrained(tmp_path)
     assert told in (tmp_path / "README.md").read_text()
@@ -515,9 +485,9 @@ def test_a_card_says_how_it_was_made(tmp_path: Path) -> None:
 # Several processes
 
 FITS: list[dict[str, Any]] = [
-    {"payload": 0.25, "widths": 24, "metric": "loss"},
-    {"payload": 0.25, "widths": 24, "metric": "attention", "layers_per_code": 1},
-    {"payload": 2.0, "widths": 24, "metric": "plain", "layers_per_code": 1, "patch_layers": [2]},
+    {"payload": 0.25, "metric": "loss"},
+    {"payload": 0.25, "metric": "plain", "layers_per_code": 1},
+    {"payload": 2.0, "metric": "plain", "layers_per_code": 1},
 ]
 _WORKER = """
 import json, sys
@@ -554,10 +524,10 @@ def test_two_processes_get_the_translators_of_one(tmp_path: Path) -> None:
         first, second = (CacheTranslator.from_pretrained(tmp_path / str(rank) / str(number)) for rank in range(2))
         alone = fit(*models(), TEXTS[:5], **options)
         assert first.digest == second.digest
-        assert first.part_heads == alone.part_heads
-        assert (first.settings.tokens, first.patched_layers) == (alone.settings.tokens, alone.patched_layers)
+        assert first.maps.names == alone.maps.names
+        assert first.settings.tokens == alone.settings.tokens
         # Directions may be turned around; what comes of them is the same.
-        close(translated_logits(first), translated_logits(alone), 1e-3)
+        close(translated_logits(first), translated_logits(alone), 1e-3 if options["payload"] == 2 else 0.05)
 
 
 # On models that have learned something

@@ -1,1 +1,1 @@
-"""Components of the paper: the joint SVD, routing over layers, and patched layers."""
+"""Semantic Cache Distillation as the paper has it, in the plainest form: Reuse, Patch, routing, and stability constants."""

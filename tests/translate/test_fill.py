@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_kvcaches.translate.cache import TranslatedCache
-from hf_kvcaches.translate.codes import CodesHead, Row
-from hf_kvcaches.translate.filling import match_rows
+from hf_kvcaches.translate.codes import CodesHead, Prompt
+from hf_kvcaches.translate.fill import match_prompts
 from hf_kvcaches.translate.states import PromptTokens
 from tests import tiny
 from tests.translate.pairs import FAMILIES, HALF, changed, fit, fitted, models
@@ -17,7 +17,7 @@ from tests.warmstart.warm import left_padded
 
 
 def head_of(rows: list[list[int]]) -> CodesHead:
-    return CodesHead("t", tuple(Row.of(row) for row in rows), ())
+    return CodesHead("t", tuple(Prompt.of(row) for row in rows), ())
 
 
 def batch_of(texts: list[list[int]]) -> PromptTokens:
@@ -36,7 +36,7 @@ def test_each_slot_that_is_filled_gets_the_codes_of_its_own_token(coded: list[li
     longest = max(map(len, wanted))
     padding = [longest - len(text) for text in wanted]
     counts = [max((len(row) for row in coded if text[: len(row)] == row), default=None) for text in wanted]
-    prompt = match_rows(head, tokens, longest - 1)
+    prompt = match_prompts(head, tokens, longest - 1)
     if None in counts:
         assert prompt is None
         return
@@ -58,14 +58,14 @@ def test_codes_in_their_own_order_are_used_as_they_came() -> None:
     coded = [[5, 6, 7, 8], [9, 8, 7, 6, 5, 4]]
     # Each text has one token more than was coded.
     head = head_of(coded)
-    prompt = match_rows(head, batch_of([[*row, 3] for row in coded]), 6)
+    prompt = match_prompts(head, batch_of([[*row, 3] for row in coded]), 6)
     assert prompt is not None
     assert prompt.code_indices(head.tokens) is None
 
 
 def test_rows_that_say_the_same_are_rebuilt_once() -> None:
     codes = fitted().encode(models()[0], tiny.ids(1, 20))
-    prompt = match_rows(codes.head, PromptTokens.of(tiny.ids(1, 20).repeat(4, 1)), 19)
+    prompt = match_prompts(codes.head, PromptTokens.of(tiny.ids(1, 20).repeat(4, 1)), 19, run=4)
     assert prompt is not None
     assert ([span.row for span in prompt.spans], prompt.copies) == ([0], {1: 0, 2: 0, 3: 0})
 
@@ -73,7 +73,7 @@ def test_rows_that_say_the_same_are_rebuilt_once() -> None:
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_tokens_that_come_again_are_filled_as_all_others(family: str) -> None:
     model, consumer = FAMILIES[family](), changed(FAMILIES[family]())
-    translator = fit(model, consumer, **HALF)
+    translator = fit(model, consumer, **HALF | {"payload": 2.0})
     # Rows of several lengths, one of them twice, few different tokens.
     rows = [tiny.ids(1, length, seed=length) % 7 for length in (20, 31)]
     codes = translator.encode(model, *left_padded(*rows))

@@ -1,0 +1,66 @@
+"""The paper's Patch (section 4.4): an aligner predicts the input of a layer's attention, which makes keys and values of it."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from hf_kvcaches.translate.paper.reuse import fit_ridge
+
+# The share of the tokens that is held out, after how many steps the error on them is measured, and the tokens of a step.
+_HELD_OUT, _EVALUATE_AFTER, _BATCH = 0.1, 50, 512
+
+
+class Aligner(nn.Module):
+    """From codes to the consumer's attention input (equation 11).
+
+    **Departs from the paper**, whose aligner is an MLP alone: a ridge solution stands beside it, from which the training starts.
+    """
+
+    linear: torch.Tensor
+    spread: torch.Tensor
+
+    def __init__(self, codes: torch.Tensor, targets: torch.Tensor, width: int) -> None:
+        super().__init__()
+        inputs = torch.cat([codes, codes.new_ones(len(codes), 1)], dim=1)
+        self.register_buffer("linear", fit_ridge(inputs, targets, 1e-6))
+        self.register_buffer("spread", codes.std(0).clamp_min(1e-6))
+        self.inner, self.outer = nn.Linear(codes.shape[1], width), nn.Linear(width, targets.shape[1])
+        nn.init.zeros_(self.outer.weight)
+        nn.init.zeros_(self.outer.bias)
+
+    def forward(self, codes: torch.Tensor) -> torch.Tensor:
+        """Map (tokens, rank) to (tokens, hidden)."""
+        hidden = functional.gelu(self.inner(codes / self.spread))
+        return codes @ self.linear[:-1] + self.linear[-1] + self.outer(hidden)
+
+
+@torch.enable_grad()
+def train_aligner(codes: torch.Tensor, targets: torch.Tensor, steps: int, rate: float = 1e-3) -> Aligner:
+    """Train by AdamW, and keep the weights with the least error on the last tenth of the tokens: it is never worse than the ridge there."""
+    torch.manual_seed(0)
+    split = round((1 - _HELD_OUT) * len(codes))
+    with torch.inference_mode(False):
+        aligner = Aligner(codes[:split], targets[:split], 2 * targets.shape[1])
+        optimizer = torch.optim.AdamW(aligner.parameters(), lr=rate)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, steps))
+        best, least = copy.deepcopy(aligner.state_dict()), _error(aligner, codes[split:], targets[split:])
+        for step in range(1, steps + 1):
+            rows = torch.randint(split, (min(_BATCH, split),))
+            loss = (aligner(codes[rows]) - targets[rows]).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            if step % _EVALUATE_AFTER == 0 and (error := _error(aligner, codes[split:], targets[split:])) < least:
+                best, least = copy.deepcopy(aligner.state_dict()), error
+    aligner.load_state_dict(best)
+    return aligner.eval()
+
+
+@torch.no_grad()
+def _error(aligner: Aligner, codes: torch.Tensor, targets: torch.Tensor) -> float:
+    return float((aligner(codes) - targets).square().mean())

@@ -1,0 +1,279 @@
+"""Whole fits: what comes back where nothing is lost, which layers share a code, what is chosen on held-out texts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from hf_kvcaches.errors import ConfigError, KVCacheError
+from hf_kvcaches.evaluate.measures import divergence
+from hf_kvcaches.translate import fit
+from hf_kvcaches.translate.config import TranslatorConfig
+from tests import tiny
+from tests.translate.models import MODELS, error, filled, fitted, made_by, states_by_row, texts_of, traces_of
+
+FULL = {"payload": 2.0, "ridge": 1e-9}
+PROMPT = tiny.ids(1, 30, seed=77)
+LOSSLESS = 2e-3
+
+
+@pytest.mark.parametrize("family", sorted(MODELS))
+@pytest.mark.parametrize("options", [{}, {"layers_per_code": 4}, {"recompute_layers": 1}, {"metric": "loss"}], ids=str)
+def test_a_model_gets_its_own_keys_and_values_back(family, options):
+    model = MODELS[family]()
+    translator = fitted(model, model, **FULL, **options)
+    own = made_by(model, PROMPT[:, :-1])
+    for layer, (keys, values) in filled(translator, model, model, PROMPT).items():
+        assert error(keys, own[layer].keys[0]) < LOSSLESS
+        assert error(values, own[layer].values[0]) < LOSSLESS
+
+
+def least_squares(inputs: Tensor, targets: Tensor) -> Tensor:
+    return torch.linalg.pinv(with_ones(inputs)) @ targets.double()
+
+
+def with_ones(inputs: Tensor) -> Tensor:
+    return torch.cat([inputs.new_ones(len(inputs), 1), inputs], dim=1).double()
+
+
+@pytest.mark.parametrize("recompute", [0, 1])
+def test_between_two_models_it_is_least_squares_on_what_is_known_and_the_producers_states(recompute):
+    producer, consumer, texts = MODELS["llama"](seed=1), MODELS["qwen3"](seed=2), texts_of()
+    translator = fitted(producer, consumer, texts, recompute_layers=recompute, exact_tokens=0, **FULL)
+    theirs, ours = (states_by_row(model, texts, hidden=[recompute]) for model in (producer, consumer))
+    (new_theirs,), (new_ours,) = (states_by_row(model, PROMPT[:, :-1], hidden=[recompute]) for model in (producer, consumer))
+    found = filled(translator, producer, consumer, PROMPT)
+    for layer in range(recompute + 1, 4):
+        # What is sent is what does not follow from what the producer itself has in the place of what is known.
+        have, states = torch.cat([row[recompute].hidden for row in theirs]), torch.cat([row[layer].states for row in theirs])
+        follows = least_squares(have, states)
+        known = torch.cat([row[recompute].hidden for row in ours]).double()
+        targets = torch.cat([row[layer].states for row in ours])
+        weights = least_squares(torch.cat([known, states - with_ones(have) @ follows], dim=1), targets)
+        left = new_theirs[layer].states - with_ones(new_theirs[recompute].hidden) @ follows
+        new = with_ones(torch.cat([new_ours[recompute].hidden.double(), left], dim=1))
+        assert error(torch.cat(found[layer], dim=1).double(), new @ weights) < LOSSLESS
+
+
+@pytest.mark.parametrize("layers_per_code", [1, 4])
+def test_a_payload_of_0_sends_nothing_and_leaves_least_squares_on_what_is_known(layers_per_code):
+    producer, consumer, texts = MODELS["llama"](seed=1), MODELS["llama"](seed=2), texts_of()
+    translator = fitted(producer, consumer, texts, layers_per_code=layers_per_code, payload=0, ridge=1e-9, exact_tokens=0)
+    assert not translator.maps.encoders
+    assert [decoder.code for decoder in translator.maps.decoders] == [None] * 3
+    codes = translator.encode(producer, PROMPT)
+    assert (len(codes), codes.head.names) == (0, ())
+    ours = states_by_row(consumer, texts, hidden=[0])
+    (new,) = states_by_row(consumer, PROMPT[:, :-1], hidden=[0])
+    found = filled(translator, producer, consumer, PROMPT)
+    for layer in (1, 2, 3):
+        weights = least_squares(torch.cat([own[0].hidden for own in ours]), torch.cat([own[layer].states for own in ours]))
+        assert error(torch.cat(found[layer], dim=1).double(), with_ones(new[0].hidden) @ weights) < LOSSLESS
+
+
+@pytest.mark.parametrize("exact_tokens", [1, 4, 100])
+def test_the_first_tokens_are_the_consumers_own(exact_tokens):
+    producer, consumer = MODELS["llama"](seed=1), MODELS["llama"](seed=2)
+    translator = fitted(producer, consumer, payload=0.2, exact_tokens=exact_tokens)
+    own, found = made_by(consumer, PROMPT[:, :-1]), filled(translator, producer, consumer, PROMPT)
+    for layer in (1, 2, 3):
+        assert error(found[layer][0][:exact_tokens], own[layer].keys[0, :exact_tokens]) < 1e-5
+        assert error(found[layer][1][:exact_tokens], own[layer].values[0, :exact_tokens]) < 1e-5
+    assert translator.encode(producer, PROMPT).head.tokens == max(0, 29 - exact_tokens)
+
+
+@pytest.mark.parametrize(("width", "shared"), [(16, 4), (512, 4), (1024, 2), (2048, 1), (16384, 1)])
+def test_wide_layers_have_a_code_each_where_nothing_else_is_asked_for(width, shared):
+    assert TranslatorConfig().layers_of_width(width) == shared
+    assert TranslatorConfig(layers_per_code=3).layers_of_width(width) == 3
+
+
+@pytest.mark.parametrize("layers_per_code", [1, 2, 4, None])
+def test_consecutive_layers_share_a_code(layers_per_code):
+    producer, consumer = MODELS["llama"](seed=1), MODELS["llama"](seed=2)
+    translator = fitted(producer, consumer, payload=0.3, layers_per_code=layers_per_code)
+    names = {1: ("layer.1", "layer.2", "layer.3"), 2: ("layers.1-2", "layer.3")}.get(layers_per_code, ("layers.1-3",))
+    assert translator.maps.names == names
+    assert translator.settings.layers_per_code == (layers_per_code or 4)
+    for decoder in translator.maps.decoders:
+        encoder = translator.maps.encoders[decoder.code]
+        assert decoder.layer in encoder.sources
+        assert (decoder.shape, decoder.weights.side.shape) == ((2, 8, 8), (32, 32))
+        assert decoder.weights.codes.shape == (len(encoder.shift), 32)
+        assert encoder.states.shape == (32 * len(encoder.sources), len(encoder.shift))
+
+
+def test_more_payload_costs_less_in_the_metric_of_the_texts():
+    producer, consumer, texts = MODELS["llama"](seed=1), MODELS["llama"](seed=2), texts_of()
+    ours, errors = states_by_row(consumer, texts), []
+    for payload in (0, 0.05, 0.1, 2.0):
+        translator = fitted(producer, consumer, texts, payload=payload)
+        total = 0.0
+        for text, own in zip(texts, ours, strict=True):
+            for layer, pair in filled(translator, producer, consumer, torch.tensor([[*text, 5]])).items():
+                total += float((torch.cat(pair, dim=1) - own[layer].states).square().sum() / own[layer].states.var(0).sum())
+        errors.append(total)
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] < 0.95 * errors[0]
+
+
+def test_models_of_other_widths_and_heads_are_translated():
+    producer, consumer = MODELS["gpt2"](seed=1), tiny.llama(seed=2, num_hidden_layers=3)
+    translator = fitted(producer, consumer, payload=0.5)
+    assert {len(encoder.states) for encoder in translator.maps.encoders} == {64}
+    assert filled(translator, producer, consumer, PROMPT)[2][0].shape == (29, 16)
+
+
+def test_where_the_consumer_runs_all_layers_nothing_is_solved():
+    model = MODELS["llama"]()
+    translator = fitted(model, model, recompute_layers=3)
+    assert translator.sent_layers == ()
+    own = made_by(model, PROMPT[:, :-1])
+    for layer, (keys, _) in filled(translator, model, model, PROMPT).items():
+        assert error(keys, own[layer].keys[0]) < LOSSLESS
+
+
+@pytest.mark.parametrize(("layers", "others"), [(3, 6), (6, 3), (4, 5)])
+@pytest.mark.parametrize("layers_per_code", [1, 4])
+def test_models_of_other_depths_are_translated_from_the_layers_nearest_in_depth(layers, others, layers_per_code):
+    producer, consumer = (tiny.llama(seed, num_hidden_layers=count) for seed, count in enumerate((others, layers)))
+    translator = fitted(producer, consumer, payload=0.5, layers_per_code=layers_per_code)
+    used = [layer for encoder in translator.maps.encoders for layer in encoder.sources]
+    # What the producer's layer 0 computes follows from the token.
+    assert {*used} - {0} == {round(layer * (others - 1) / (layers - 1)) for layer in range(1, layers)} - {0}
+    found, own = filled(translator, producer, consumer, PROMPT), made_by(consumer, PROMPT[:, :-1])
+    assert error(found[0][0], own[0].keys[0]) < LOSSLESS
+    assert sorted(found) == list(range(layers))
+
+
+@pytest.mark.parametrize("kept", [(0, 1), (0, 2, 3), (0, 1, 3), (0, 1, 2, 3)])
+def test_a_fitted_map_of_layers_finds_the_layers_that_a_consumer_has_of_its_producer(kept):
+    producer, consumer = tiny.llama(), tiny.llama()
+    for number in set(range(4)) - set(kept):
+        # A layer that changes nothing, so that those behind it read the same.
+        for model in (producer, consumer):
+            model.model.layers[number].self_attn.o_proj.weight.data.zero_()
+            model.model.layers[number].mlp.down_proj.weight.data.zero_()
+    consumer.model.layers = torch.nn.ModuleList(consumer.model.layers[number] for number in kept)
+    for number, layer in enumerate(consumer.model.layers):
+        layer.self_attn.layer_idx = number
+    consumer.config.num_hidden_layers = len(kept)
+    texts = [tiny.ids(80, seed=number).tolist() for number in range(12)]
+    translator = fitted(producer, consumer, texts, layer_map="fit", payload=0.5)
+    assert translator.settings.layer_map == kept
+
+
+def test_a_map_of_layers_is_taken_as_it_is():
+    model = tiny.llama()
+    translator = fitted(model, model, layer_map=(0, 3, 2, 1), payload=0.5)
+    # In the order in which the producer has them.
+    assert [(encoder.name, encoder.sources) for encoder in translator.maps.encoders] == [
+        ("layer.3", (1,)),
+        ("layer.2", (2,)),
+        ("layer.1", (3,)),
+    ]
+    own = made_by(model, PROMPT[:, :-1])
+    for layer, (keys, _) in filled(fitted(model, model, layer_map=(0, 1, 2, 3), **FULL), model, model, PROMPT).items():
+        assert error(keys, own[layer].keys[0]) < LOSSLESS
+    assert len(filled(translator, model, model, PROMPT)) == 4
+
+
+@pytest.mark.parametrize("layers", [(0, 1), (0, 1, 2, 4), "0123", (0, 1, 2, -1)])
+def test_a_map_of_other_layers_is_refused(layers):
+    with pytest.raises(ConfigError, match="layer_map"):
+        fitted(tiny.llama(), tiny.llama(), layer_map=layers)
+
+
+def test_layers_to_run_are_chosen_by_measurement_within_the_share_of_the_prefill():
+    producer, consumer = MODELS["llama"](seed=1), MODELS["llama"](seed=2)
+    translator = fitted(producer, consumer, recompute_layers="auto", prefill_share=0.5)
+    measured = dict(translator.settings.measured)
+    assert list(measured) == ["0 layers run", "1 layers run", "2 layers run"]
+    assert measured[f"{translator.settings.recompute_layers} layers run"] == min(measured.values())
+    assert fitted(producer, consumer, recompute_layers="auto", prefill_share=0.2).settings.recompute_layers == 0
+
+
+def test_what_is_measured_on_held_out_texts_is_what_a_filled_cache_says():
+    producer, consumer, texts = MODELS["llama"](seed=1), MODELS["llama"](seed=2), texts_of(16, 40)
+    options = {"payload": 2.0, "prefill_share": 0.5}
+    measured = fitted(producer, consumer, texts, recompute_layers="auto", **options).settings.measured
+    held_out = [torch.tensor(text) for text in texts[7::8]]
+    for run in (0, 1, 2):
+        translator = fitted(
+            producer, consumer, [text for number, text in enumerate(texts) if number % 8 != 7], recompute_layers=run, **options
+        )
+        total = 0.0
+        for ids in held_out:
+            split = len(ids) - max(2, len(ids) // 4)
+            own, cache = DynamicCache(config=consumer.config), DynamicCache()
+            from hf_kvcaches.translate.cache import TranslatedCache
+
+            cache = TranslatedCache(consumer, translator, translator.encode(producer, ids[None, : split + 1]))
+            cache.prefill(ids[None, : split + 1])
+            with torch.no_grad():
+                consumer(ids[None, :split], past_key_values=own)
+                one, other = (consumer(ids[None, split:], past_key_values=held).logits[0] for held in (own, cache))
+            total += float(divergence(one, other).mean()) / len(held_out)
+        assert measured[f"{run} layers run"] == pytest.approx(total, rel=1e-2)
+
+
+def test_the_callers_own_score_decides_and_divergences_are_told_all_the_same():
+    producer, consumer = MODELS["llama"](seed=1), MODELS["llama"](seed=2)
+    options = {"recompute_layers": "auto", "prefill_share": 0.5, "payload": 0.3}
+    asked = []
+
+    def far(alone, found):
+        asked.append((alone.shape, found.shape))
+        return float(divergence(alone, found).mean())
+
+    scored = fitted(producer, consumer, score=far, **options).settings
+    assert scored.measured == fitted(producer, consumer, **options).settings.measured
+    assert scored.measured[f"{scored.recompute_layers} layers run"] == max(scored.measured.values())
+    assert asked
+    assert all(one == other for one, other in asked)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_score_that_is_no_number_is_refused(bad):
+    producer, consumer = MODELS["llama"](seed=1), MODELS["llama"](seed=2)
+    with pytest.raises(ConfigError, match="score: expected a finite number"):
+        fitted(producer, consumer, recompute_layers="auto", prefill_share=0.5, score=lambda expected, logits: bad)
+
+
+def test_short_texts_are_fitted_to_and_none_is_held_out_and_that_is_said():
+    model = MODELS["llama"]()
+    with pytest.warns(UserWarning, match="'auto' needs 8 texts"):
+        translator = fitted(model, model, texts_of(30, 12), recompute_layers="auto", prefill_share=0.5)
+    assert translator.settings.recompute_layers == 0
+    assert dict(translator.settings.measured) == {}
+
+
+def test_texts_without_a_continuation_have_no_gradients_and_that_is_said():
+    model = MODELS["llama"]()
+    with pytest.warns(UserWarning, match="no text has 8 tokens"):
+        translator = fitted(model, model, [[3, 4, 5, 6, 7]] * 9, metric="loss", payload=0.5)
+    assert translator.settings.metric == "plain"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_both_models_are_left_as_they_were_found(fails, monkeypatch):
+    producer, consumer = MODELS["llama"](seed=1).train(), MODELS["qwen3"](seed=2).train()
+    before = traces_of(producer), traces_of(consumer)
+    if fails:
+        monkeypatch.setattr(fit, "regress", lambda *_: (_ for _ in ()).throw(KVCacheError("broken")))
+        with pytest.raises(KVCacheError, match="broken"):
+            fitted(producer, consumer, metric="loss")
+    else:
+        fitted(producer, consumer, metric="loss", recompute_layers="auto")
+    assert (traces_of(producer), traces_of(consumer)) == before
+
+
+def test_a_model_in_bfloat16_gets_its_own_keys_and_values_back_to_its_precision():
+    model = MODELS["qwen2"]().bfloat16()
+    translator = fitted(model, model, payload=2.0, ridge=1e-6, metric="loss")
+    own = made_by(model, PROMPT[:, :-1])
+    for layer, (keys, values) in filled(translator, model, model, PROMPT).items():
+        assert error(keys.float(), own[layer].keys[0].float()) < 2e-2
+        assert error(values.float(), own[layer].values[0].float()) < 2e-2
