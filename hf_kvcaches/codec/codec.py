@@ -13,13 +13,15 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from hf_kvcaches.codec import saved_cache
+from hf_kvcaches.codec.basis import part_of
 from hf_kvcaches.codec.calibrate import Measurements, measure
 from hf_kvcaches.codec.fixed import FixedForm, FixedLayer
 from hf_kvcaches.codec.joint import JointBasis, PackedForm
 from hf_kvcaches.codec.meter import EXACT, Reading
 from hf_kvcaches.codec.metric import Metric
 from hf_kvcaches.codec.packing import Span
-from hf_kvcaches.codec.settings import CodecSettings
+from hf_kvcaches.codec.settings import CodecSettings, check_ratio
+from hf_kvcaches.codec.shape import States
 from hf_kvcaches.codec.statistics import LayerStatistics
 from hf_kvcaches.codec.wire import codes as wire
 from hf_kvcaches.core.files import checked_layers
@@ -28,15 +30,11 @@ from hf_kvcaches.core.hub import Artifact
 from hf_kvcaches.core.identity import fingerprint_of
 from hf_kvcaches.core.parallel import HeadShard
 from hf_kvcaches.core.rope import RotaryGeometry, undoable_rotation
-from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError, is_number
+from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError
 from hf_kvcaches.kernels.checksum import digest_of
 from hf_kvcaches.kernels.code_format import TILE
 from hf_kvcaches.stores.streams import Source
 
-# What the packed form can take: beyond, integers would have more than 16 bits.
-_LEAST_RATIO, _LARGEST_RATIO = 0.005, 0.75
-# Every direction in 24 bits.
-_MOST = 1.5
 # Numbers of a basis that attention reads: with more, less is lost, and projecting the query takes longer than all else.
 _LARGEST_BASIS = 512
 
@@ -52,8 +50,6 @@ class KVCodec(Artifact):
     - `in_place`: codes of fixed widths that attention reads where they lie, in bases of up to 512 numbers. Keys are rotated from the first
       of 16 tokens to their own place, so that no key needs to be decoded: the query is rotated back instead, once for 16 tokens.
     - `slots`: codes of fixed widths with a basis for each head, whose keys and values come and go by themselves.
-
-    Nothing is stored for a group of tokens besides its codes: steps and means are calibrated.
 
     "Online Subspace Projection for KV Caches", sections 4 and 10.
 
@@ -120,7 +116,7 @@ class KVCodec(Artifact):
             shards: Among how many processes the heads will be shared under tensor parallelism; bases belong to one of these.
             progress: Whether to show a bar.
         """
-        _check_ratio(bytes_ratio)
+        check_ratio(bytes_ratio)
         measured = measure(model, tokenizer, texts, Reading(rotation, metric, recent, block, batch_size, max_tokens, shards, progress))
         fingerprint = ModelFingerprint.of(model, tokenizer if measured.used_tokenizer else None)
         with torch.no_grad():
@@ -139,7 +135,7 @@ class KVCodec(Artifact):
             reading.rotation, reading.metric, reading.recent, bytes_ratio, reading.block, measured.blocks, measured.tokens
         )
         forms = FixedForm(in_place).at(bytes_ratio), FixedForm(slots).at(bytes_ratio)
-        return cls(forms[0], forms[1], _packed(bases, bytes_ratio), settings, measured.layers, fingerprint)
+        return cls(forms[0], forms[1], PackedForm.fit(bases, bytes_ratio), settings, measured.layers, fingerprint)
 
     def at(self, bytes_ratio: float) -> KVCodec:
         """The codec with other bits, from what was measured when it was calibrated.
@@ -148,10 +144,10 @@ class KVCodec(Artifact):
             bytes_ratio: The bytes of a token's codes as a share of those of its exact keys and values in 16 bits, up to 1.5, with which
                 nothing but rounding of float32 is lost. Bits go where they save most, over all layers, heads, keys and values together.
         """
-        _check_ratio(bytes_ratio)
+        check_ratio(bytes_ratio)
         settings = replace(self.settings, bytes_ratio=float(bytes_ratio))
         in_place, slots = self.in_place.at(bytes_ratio), self.slots.at(bytes_ratio)
-        return KVCodec(in_place, slots, _packed(self.packed.bases, bytes_ratio), settings, self.layer_count, self.fingerprint)
+        return KVCodec(in_place, slots, PackedForm.fit(self.packed.bases, bytes_ratio), settings, self.layer_count, self.fingerprint)
 
     def of_heads(self, shard: HeadShard | None) -> KVCodec:
         """The codec of the heads that a process has under tensor parallelism; this one where it has all."""
@@ -196,7 +192,9 @@ class KVCodec(Artifact):
             values: Like `keys`.
             left_out: First tokens that are kept elsewhere, and are coded as the mean.
         """
-        states = {layer: (own, values[layer]) for layer, own in keys.items()}
+        return self._pack({layer: (own, values[layer]) for layer, own in keys.items()}, left_out)
+
+    def _pack(self, states: Mapping[int, States], left_out: int) -> dict[int, torch.Tensor]:
         for layer, pair in states.items():
             basis, got = self.packed.bases.get(layer), [tuple(each.shape) for each in pair]
             if basis is None:
@@ -237,21 +235,16 @@ class KVCodec(Artifact):
         """
         if len(keys) != self.layer_count or len(values) != self.layer_count:
             raise ConfigError.of("keys, values", f"one tensor for each of {self.layer_count} layers", (len(keys), len(values)))
-        sides: tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]] = {}, {}
+        states: dict[int, States] = {}
         for layer in self.packed.bases:
-            for name, given, side in zip(("keys", "values"), (keys, values), sides, strict=True):
-                if (states := given[layer]) is None or states.ndim != 4:
-                    raise ConfigError.of(
-                        f"{name}[{layer}]", "(batch, kv_heads, tokens, head_dim)", None if states is None else states.shape
-                    )
-                side[layer] = states
-        batches = {len(states) for side in sides for states in side.values()}
-        if len(batches) > 1:
+            one, other = keys[layer], values[layer]
+            if one is None or other is None or not one.ndim == other.ndim == 4:
+                got = [None if side is None else tuple(side.shape) for side in (one, other)]
+                raise ConfigError.of(f"keys and values of layer {layer}", "(batch, kv_heads, tokens, head_dim)", got)
+            states[layer] = one, other
+        if len(batches := {len(side) for pair in states.values() for side in pair}) > 1:
             raise ConfigError.of("keys, values", "as many rows in all layers", sorted(batches))
-        rows = []
-        for row in range(*batches):
-            keys_of, values_of = ({layer: states[row] for layer, states in side.items()} for side in sides)
-            rows.append(self.pack(keys_of, values_of))
+        rows = [self._pack({layer: (own[0][row], own[1][row]) for layer, own in states.items()}, 0) for row in range(*batches)]
         return [[records[index] for records in rows] if self.has_codes(index) else None for index in range(self.layer_count)]
 
     def decode(
@@ -305,8 +298,7 @@ class KVCodec(Artifact):
             where: What needs all layers, for the error.
         """
         self.require_model(model)
-        missing = [index for index in range(self.layer_count) if not self.has_codes(index)]
-        if missing:
+        if missing := [index for index in range(self.layer_count) if not self.has_codes(index)]:
             raise UnsupportedError(f"{where}: the codec has no codes for the layers {missing}, which attend to a window. Use 'int8'.")
 
     def require_model(self, model: nn.Module, tokenizer: Any = None) -> None:
@@ -347,29 +339,12 @@ class KVCodec(Artifact):
 
     @classmethod
     def restore(cls, tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> Self:
-        def under(form: str) -> dict[str, torch.Tensor]:
-            return {name.removeprefix(f"{form}."): tensor for name, tensor in tensors.items() if name.startswith(f"{form}.")}
-
-        in_place, slots = (FixedForm.restore(under(form), metadata[form]) for form in ("in_place", "slots"))
-        packed, count = PackedForm.restore(under("packed"), metadata["packed"]), checked_layers(metadata["layers"])
+        in_place, slots = (FixedForm.restore(part_of(tensors, form), metadata[form]) for form in ("in_place", "slots"))
+        packed, count = PackedForm.restore(part_of(tensors, "packed"), metadata["packed"]), checked_layers(metadata["layers"])
         layers = [list(form) for form in (packed.bases, in_place.layers, slots.layers)]
         if layers[0] != layers[1] or layers[0] != layers[2] or not all(0 <= index < count for index in layers[0]):
             raise ArtifactError(f"The forms of a codec have the layers {layers} of {count}. Calibrate anew.")
         return cls(in_place, slots, packed, CodecSettings.from_dict(metadata["settings"]), count)
 
     def describe_calibration(self) -> str:
-        memory = f"{self.bytes_ratio:.4f} of exact keys and values in 16 bits ({self.bytes_per_token:,} bytes per token)"
-        packed = f"{self.packed_ratio:.4f}"
-        if self.settings.metric == "loss":
-            memory += f", with an expected divergence of {self.in_place.divergence:.4f} nats"
-            packed += f", with an expected divergence of {self.packed.divergence:.4f} nats"
-        return self.settings.card(self.in_place.layers, memory, packed)
-
-
-def _packed(bases: Mapping[int, JointBasis], bytes_ratio: float) -> PackedForm:
-    return PackedForm.fit(bases, min(max(bytes_ratio, _LEAST_RATIO), _LARGEST_RATIO))
-
-
-def _check_ratio(bytes_ratio: Any) -> None:
-    if not is_number(bytes_ratio) or not 0 < bytes_ratio <= _MOST:
-        raise ConfigError.of("bytes_ratio", f"a number above 0 and up to {_MOST}", bytes_ratio, "It is a share of the bytes. Try 0.125.")
+        return self.settings.card(self.in_place, self.packed)

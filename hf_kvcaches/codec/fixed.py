@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hf_kvcaches.codec.allocation import allot
-from hf_kvcaches.codec.basis import Basis
+from hf_kvcaches.codec.basis import Basis, part_of
 from hf_kvcaches.codec.quantizers import quantizers
 from hf_kvcaches.codec.shape import Shape, States
 from hf_kvcaches.codec.statistics import LayerStatistics
@@ -176,11 +176,7 @@ class FixedForm:
     @classmethod
     def restore(cls, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, list[int]]) -> FixedForm:
         """From `tensors` and `shapes`."""
-        layers = {}
-        for index, shape in shapes.items():
-            own = {name.removeprefix(f"{index}."): tensor for name, tensor in tensors.items() if name.startswith(f"{index}.")}
-            layers[int(index)] = FixedLayer.of(shape, own)
-        return cls(layers)
+        return cls({int(index): FixedLayer.of(shape, part_of(tensors, index)) for index, shape in shapes.items()})
 
 
 class LayerCoder:

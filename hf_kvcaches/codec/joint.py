@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from hf_kvcaches.codec.basis import Basis
+from hf_kvcaches.codec.basis import Basis, part_of
 from hf_kvcaches.codec.entropy import LANES, PRECISION, SLOTS, TILE, TOKEN_LEVELS, CodedTiles, Tables, decode, encode
 from hf_kvcaches.codec.layer_packer import LayerPacker
 from hf_kvcaches.codec.packing import DAMAGED, Span, SpanTiles, lanes_of, read, record, tiles_of
@@ -29,6 +29,8 @@ _BLOCK = 4 * TILE
 # Tiles whose lanes take their steps together: enough that operations take longer than calling them, few enough for the cache.
 _TOGETHER = 512
 _TINY = 1e-30
+# Shares of the bytes between which integers have at most 16 bits.
+_LEAST_RATIO, _LARGEST_RATIO = 0.005, 0.75
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,8 +95,9 @@ class PackedForm:
 
     @classmethod
     def fit(cls, bases: Mapping[int, JointBasis], bytes_ratio: float) -> PackedForm:
-        """The form that takes a share of the bytes of keys and values in 16 bits."""
-        return cls(bases, fit([joint.sorted() for joint in bases.values()], bytes_ratio * 16 * _elements(bases)))
+        """The form that takes a share of the bytes of keys and values in 16 bits, or as near to it as integers of 16 bits come."""
+        ratio = min(max(bytes_ratio, _LEAST_RATIO), _LARGEST_RATIO)
+        return cls(bases, fit([joint.sorted() for joint in bases.values()], ratio * 16 * _elements(bases)))
 
     @property
     def ratio(self) -> float:
@@ -188,7 +191,7 @@ class PackedForm:
         tables.require_valid(TABLES)
         bases, plans = {}, []
         for layer, shape in metadata["shapes"].items():
-            own = {name.removeprefix(f"{layer}."): tensor for name, tensor in tensors.items() if name.startswith(f"{layer}.")}
+            own = part_of(tensors, layer)
             bases[int(layer)] = JointBasis.of(shape, own)
             plans.append(Plan.of(own, len(bases[int(layer)].deviations)))
         numbers = (float(metadata[name]) for name in ("bits", "loss"))

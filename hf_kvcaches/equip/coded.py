@@ -12,7 +12,7 @@ from hf_kvcaches.codec.codec import KVCodec
 from hf_kvcaches.codec.fixed import LayerCoder
 from hf_kvcaches.equip.paged import Paged
 from hf_kvcaches.equip.pages import BlockTable, PagePool
-from hf_kvcaches.equip.ragged import RaggedCodes
+from hf_kvcaches.equip.ragged import Ragged, RaggedCodes
 from hf_kvcaches.equip.storage import Flat, Raw, Slots, extended, pick, read_decoded
 from hf_kvcaches.kernels.launch import Backend
 
@@ -163,3 +163,8 @@ class Coded(Flat):
     def _coder(self, like: torch.Tensor) -> LayerCoder:
         """The layer's coder for a tensor's dtype and device."""
         return self.codec.slots.coder(self.layer_idx, like.dtype, like.device)
+
+
+def ragged_like(storage: Flat) -> Flat:
+    """An empty storage for the same kind of slots, of which heads have different numbers."""
+    return storage.apart(RaggedCodes(storage.backend)) if isinstance(storage, Coded) else Ragged(storage.backend)

@@ -16,8 +16,7 @@ from hf_kvcaches.core.step import Pass, Passes
 from hf_kvcaches.equip import graphs
 from hf_kvcaches.equip.allocation import Assembly
 from hf_kvcaches.equip.budgets import Limit, slots_for
-from hf_kvcaches.equip.coded import Coded
-from hf_kvcaches.equip.ragged import Ragged, RaggedCodes
+from hf_kvcaches.equip.coded import ragged_like
 from hf_kvcaches.equip.rollback import Journal, Undo
 from hf_kvcaches.equip.rotation import Given
 from hf_kvcaches.equip.settings import EquipSettings
@@ -342,8 +341,7 @@ class SlotLayer(AnsweringLayer):
             self.rotation = self.rotation.otherwise
             self.storage = Flat(self.settings.backend) if isinstance(self.storage, Streamed) else self.storage
         if "rooms" in stored:
-            backend, storage = self.settings.backend, self.storage
-            self.storage = storage.apart(RaggedCodes(backend)) if isinstance(storage, Coded) else Ragged(backend)
+            self.storage = ragged_like(self.storage)
         if stored:
             if missing := set(self.storage.exported) - set(stored):
                 raise ArtifactError(f"A layer's slots are stored without {sorted(missing)}. Save the cache again.")

@@ -25,7 +25,7 @@ from hf_kvcaches.reuse.plan import EXACT, PlannedSpan, PromptPlan, PromptRow
 from hf_kvcaches.reuse.policy import Admit, SegmentPolicy, plan_row
 from hf_kvcaches.reuse.record import PromptStates
 from hf_kvcaches.reuse.store import NewSpan
-from hf_kvcaches.segments.discovery import Discovery
+from hf_kvcaches.segments.discovery import Discovery, checked_spans
 from hf_kvcaches.segments.flops import Costs
 from hf_kvcaches.segments.report import SegmentReport, report_of
 from hf_kvcaches.segments.scope import discovery_for, other_scopes, scope_of
@@ -106,7 +106,7 @@ class SegmentReuseCache(ReuseCache):
             name = "admit" if admit else "mode='approximate'"
             raise UnsupportedError(f"{name}: {refusal}. Use mode='exact', or 'auto'.")
         self.discovery = discovery_for(tokenizer, tuple(separators))
-        self.caller_spans = spans
+        self.caller_spans = None if spans is None else [checked_spans(own) for own in spans]
         self._flops = [0.0, 0.0]
 
     @property
@@ -250,7 +250,9 @@ def _put(
 
 def _new_spans(new: _NewRow, discovery: Discovery, scope: str, states: PromptStates) -> Iterator[NewSpan]:
     row, first = new.row, new.first
-    edges = {first, len(row.ids), *(start for start, _ in discovery.spans(row.ids.astype(np.int64), new.caller_spans))}
+    # A prompt may be stored without its last token, which is computed later.
+    own = [(start, min(stop, len(row.ids))) for start, stop in new.caller_spans if start < len(row.ids)]
+    edges = {first, len(row.ids), *(start for start, _ in discovery.spans(row.ids.astype(np.int64), own))}
     edges.update(edge for span in row.spans for edge in (span.start, span.stop))
     chain = Chain().extend(row.ids[:first])
     for start, stop in pairwise(sorted(edge for edge in edges if first <= edge <= len(row.ids))):

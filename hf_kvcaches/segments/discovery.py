@@ -68,7 +68,7 @@ class Discovery:
             caller_spans: Starts and stops of spans that are not cut. They may touch, not overlap; empty ones are dropped.
         """
         row = _as_list(ids)
-        kept = _checked(caller_spans, len(row))
+        kept = checked_spans(caller_spans, len(row))
         if not row:
             return []
         strength = np.zeros(len(row) + 1, dtype=np.uint8)
@@ -153,11 +153,13 @@ def _as_list(ids: Ids) -> list[int]:
     return ids if isinstance(ids, list) else list(ids)
 
 
-def _checked(caller_spans: Sequence[tuple[int, int]], length: int) -> list[tuple[int, int]]:
+def checked_spans(caller_spans: Sequence[tuple[int, int]], length: int | None = None) -> list[tuple[int, int]]:
+    """The caller's spans in order, without empty ones; an error for spans that overlap or do not lie within a row of `length` tokens."""
     kept = sorted((int(start), int(stop)) for start, stop in caller_spans)
     for start, stop in kept:
-        if not 0 <= start <= stop <= length:
-            raise ConfigError.of("spans", f"spans within the {length} tokens of the row", (start, stop))
+        if not 0 <= start <= stop <= (stop if length is None else length):
+            what = "the row" if length is None else f"the {length} tokens of the row"
+            raise ConfigError.of("spans", f"spans within {what}", (start, stop))
     kept = [(start, stop) for start, stop in kept if start < stop]
     for before, after in pairwise(kept):
         if before[1] > after[0]:

@@ -187,6 +187,17 @@ def test_a_segment_that_is_larger_than_the_cap_drives_out_no_other(model, tmp_pa
     assert right(model, prompt(0), store).reused == WHOLE
 
 
+def test_the_callers_spans_are_stored_and_wrong_ones_refused_at_once(model):
+    store, whole = SegmentStore("memory", quantization=None), prompt(0)
+    cache = SegmentReuseCache(model, store, mode="exact", spans=[[(0, 40), (40, whole.shape[1])]])
+    cache.prefill(whole)
+    store.flush()
+    assert right(model, whole, store).reused > 40
+    for spans in ([(5, 3)], [(-1, 4)], [(0, 5), (4, 9)]):
+        with pytest.raises(ConfigError, match="spans"):
+            SegmentReuseCache(model, store, spans=[spans])
+
+
 def test_a_segment_that_only_its_header_makes_too_large_drives_out_no_other(tmp_path):
     probe = SegmentStore(f"disk:{tmp_path / 'probe'}", quantization=None)
     probe.put([segment(0, tokens=400)])
