@@ -1,24 +1,13 @@
-"""The table, the bars and the picture of `eval_pruning.py`."""
+"""The table and the picture of `eval_pruning.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import fmean
 
-from shared.bars import Bar
-from shared.numbers import mean
 from shared.plot import Panel
 from shared.results import Row, rows_where
 
-# Of SmolLM2 with 600 tokens: shares of needles and of facts, and the loss.
-BARS = (
-    ("kvzip, refit", 0.25, 1.0, 0.97, 0.03),
-    ("kvzip, refit", 0.125, 0.97, 0.95, 0.10),
-    ("probe, refit", 0.25, 0.97, 0.95, 0.04),
-    ("probe, refit", 0.125, 0.90, 0.90, 0.10),
-    ("compactor, HeadBudgets", 0.25, 0.97, 0.85, 0.11),
-    ("future", 0.5, 0.95, None, None),
-    ("future", 0.25, 0.85, None, None),
-)
 COLUMNS = "task cache peer ratio budget samples needles of_needles facts of_facts loss bytes seconds".split()
 SHOWN = {
     "cache": "{cache}",
@@ -33,6 +22,11 @@ SHOWN = {
 PICTURE = "pruned contexts, by the share of their tokens that is kept"
 # Of the picture: what compares heads or has measured their budgets, and what does not.
 BETWEEN_HEADS = ("future", "future, refit", "kvzip", "kvzip, refit", "probe, refit", "compactor, HeadBudgets", "snapkv", "kvpress kvzip")
+
+
+def mean(values: Sequence[float]) -> float:
+    """The mean; not a number for nothing."""
+    return fmean(values) if values else float("nan")
 
 
 def answers_of(pair: tuple[Row, Row]) -> list[bool | None]:
@@ -56,18 +50,6 @@ def costs(pairs: Sequence[tuple[Row, Row]]) -> Row:
     """Mean bytes and seconds, where they were measured."""
     size, seconds = (mean([row[name] for row, _ in pairs if name in row]) for name in ("bytes", "seconds"))
     return {"bytes": size, "mib": size / 2**20, "seconds": seconds}
-
-
-def bars() -> list[Bar]:
-    """What is promised of SmolLM2."""
-    found = []
-    for cache, ratio, needles, facts, loss in BARS:
-        where = {"task": "prompt", "cache": cache, "ratio": ratio}
-        found.append(Bar(f"{cache} at {ratio:g} keeps {needles:.0%} of the needles", where, "needle_share", least=needles, unit=""))
-        if facts is not None:
-            found.append(Bar(f"{cache} at {ratio:g} keeps {facts:.0%} of the facts", where, "fact_share", least=facts, unit=""))
-            found.append(Bar(f"{cache} at {ratio:g} loses at most {loss} nats", where, "loss", most=loss, unit=""))
-    return found
 
 
 def panels(rows: Sequence[Row]) -> list[Panel]:

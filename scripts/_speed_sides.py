@@ -118,18 +118,6 @@ def spectrum(width: int) -> torch.Tensor:
     return (1 + torch.arange(width) / (width / 64)) ** -1.0
 
 
-def translation_limit(size: Size, tokens: int) -> float:
-    """How many times the operations of rebuilding all layers but the lowest from codes a prefill has."""
-    width = 2 * size.kv_heads * size.head_dim
-    coding, weights = (
-        random_coding(width, size.layers),
-        size.hidden * (3 * size.intermediate + 2 * (size.heads + size.kv_heads) * size.head_dim),
-    )
-    prefill = size.layers * tokens * (2 * weights + 2 * size.heads * size.head_dim * tokens)
-    inputs = sum(len(used) * (size.hidden + len(coding.directions(code))) for code, used in enumerate(shared_layers(width, size.layers)))
-    return prefill / (tokens * 2 * inputs * width + size.layers * 2 * weights)  # and the last token
-
-
 def random_translator(producer: Any, consumer: Any) -> CacheTranslator:
     """A translator that nothing was fitted to, for times: random weights have nothing to fit to."""
     config, settings = consumer.config, TranslatorConfig(metric="plain")

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from shared.bars import Bar, verdicts
 from shared.cli import arguments, begin, run_script
 from shared.models import Pair, Shape
 from shared.plot import Panel, draw, title_of
@@ -120,14 +119,6 @@ def run(size: Size, device: torch.device) -> list[Row]:
     return rows
 
 
-def bars(device: torch.device) -> list[Bar]:
-    promised = [Bar("a step at least as fast at 512 tokens", {"tokens": 512}, "step_ratio", least=1.0)]
-    if device.type == "cpu":
-        where = {"batch": 8, "tokens": 2048}
-        promised.append(Bar("a step at least 2x as fast at batch 8 x 2048 tokens", where, "step_ratio", least=2.0, name="kv"))
-    return promised
-
-
 def panels(rows: Sequence[Row]) -> list[Panel]:
     """How many times as fast a whole step is, and the cache's own part of it."""
     named = {"step": "a whole decode step", "update": "the update of the cache alone"}
@@ -143,7 +134,7 @@ def main() -> None:
     device = begin(args)
     print_environment(device)
     rows = run(QUICK if args.quick else FULL, device)
-    print(f"{show(rows, COLUMNS)}\n{verdicts(bars(device), rows)}")
+    print(show(rows, COLUMNS))
     if args.csv:
         write_csv(args.csv, rows, environment(device))
     if args.plot:

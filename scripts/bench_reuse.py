@@ -23,12 +23,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from _reuse_cells import PROMPTS, STORED, Answer, Cold, Copied, Locations, Segments, Way, ask, ways
-from shared.bars import Bar
-from shared.cli import check_counts, run_script
+from _reuse_cells import PROMPTS, Answer, Cold, Copied, Locations, Segments, Way, ask, ways
+from shared.cli import OPTIONS, arguments, begin, check_counts, run_script
 from shared.models import Pair, random_ids, random_llama
-from shared.results import Row
-from shared.sections import Output, begin_sections, run_sections, section_arguments
+from shared.results import Results, Row, print_environment, show
 from shared.timing import in_turns, ratios, spread
 from transformers import DynamicCache
 
@@ -40,7 +38,6 @@ COLUMNS = (
     "efficiency extra bytes gbps fetch_ms compute_ms faster_above"
 ).split()
 SHOWN = {
-    "": "{side}",
     "stored": "{stored}",
     "n": "{count}",
     "cold ms": "{cold_ms:.0f}",
@@ -57,7 +54,7 @@ SHOWN = {
     "compute ms": "{compute_ms:.2f}",
     "worth it below tokens/s": "{faster_above:.0f}",
 }
-EFFICIENCY, EXTRA, OVERHEAD, TOLERANCE = 0.85, 1.1, 1.03, 1e-4
+TOLERANCE = 1e-4
 NETWORKS = (1, 10, 100)  # Gb/s
 CODEC = 0.125  # of a 16-bit cache's bytes, the default of `KVCodec.calibrate`
 NO_REUSE = "no reuse"
@@ -177,22 +174,10 @@ class Run:
         return f"a prefix from a bit-equal store gives the logits of no reuse, to {worst:.1e}, with {reused} tokens reused"
 
 
-def bars() -> list[Bar]:
-    promised = []
-    for section, name in (("prefix", "exact prefixes"), ("moved", "moved pages"), ("aligned", "aligned warm starts")):
-        for stored in STORED:
-            where = {"section": section, "stored": stored}
-            text = f"at least {EFFICIENCY} of what the saved FLOPs allow, {name}, {stored}"
-            promised.append(Bar(text, where, "efficiency", least=EFFICIENCY, unit=""))
-            text = f"peak extra memory at most {EXTRA}x of what is reused, {name}, {stored}"
-            promised.append(Bar(text, where, "extra", most=EXTRA))
-    text = f"a request without repeats takes at most {OVERHEAD}x the time of no reuse"
-    cost, reuses = (lambda row: 1 / row["ratio"]), (lambda row: row["side"] != NO_REUSE)
-    return [*promised, Bar(text, {"section": "no repeats"}, cost, most=OVERHEAD, also=reuses)]
-
-
 def main() -> None:
-    parser = section_arguments(__doc__, SECTIONS)
+    parser = arguments(__doc__, "device", "threads", "quick")
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="only these")
+    parser.add_argument("--csv", **OPTIONS["csv"] | {"help": "write every number here; sections that are in it and not measured stay"})
     for name in ("layers", "hidden", "tokens", "hits"):
         parser.add_argument(f"--{name}", type=int, help=f"default: {getattr(Size(), name)}")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32")
@@ -200,14 +185,21 @@ def main() -> None:
     parser.add_argument("--redis", metavar="URL", help="an empty database, to measure reuse through it, too; it is cleared")
     args = parser.parse_args()
     check_counts(args, ["layers", "hidden", "tokens"])
-    device = begin_sections(args, "hits")
+    check_counts(args, ["hits"], least=2)  # fewer have no quartiles
+    device = begin(args)
+    print_environment(device)
     given = {name: getattr(args, name) for name in ("layers", "hidden", "tokens", "hits", "dtype") if getattr(args, name) is not None}
     locations = Locations([*args.backends, *(["Redis"] if args.redis else [])], args.redis)
     run = Run(replace(QUICK if args.quick else Size(), **given), device, locations)
     print(run.prove(), flush=True)
     works: dict[str, Any] = {section: lambda section=section: run.hits(section) for section in PROMPTS}
     works |= {"no repeats": run.no_repeats, "network": run.network}
-    run_sections(args, device, works, Output("Reuse at real sizes", COLUMNS, SHOWN, bars(), lambda rows: []))
+    results = Results(args.csv, COLUMNS, device)
+    results.drop(args.sections)
+    for section in args.sections:
+        rows = [{"section": section, **row} for row in works[section]()]
+        results.add(rows)
+        print(show(rows, {section: "{side}", **SHOWN}), "\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -29,12 +29,11 @@ from typing import Any
 
 import torch
 from _speed_report import ROW, write_reports
-from _speed_sides import QUICK, SIDES, Bench, Side, Size, Source, translation_limit
+from _speed_sides import QUICK, SIDES, Bench, Side, Size, Source
 from shared import ROOT
-from shared.bars import bar
 from shared.cli import OPTIONS, arguments, begin, check_counts, run_script
 from shared.models import bytes_free
-from shared.results import Results, Row, print_environment, rows_where
+from shared.results import Results, Row, print_environment
 from shared.timing import MIB, in_turns, synchronize
 from tqdm import tqdm
 from transformers import DynamicCache
@@ -46,7 +45,6 @@ from hf_kvcaches.errors import ConfigError
 CELLS = ((1, 2048), (1, 8192), (8, 2048), (8, 8192))
 QUICK_CELLS = ((1, 400), (2, 400))
 TOLERANCE = {"float32": 1e-3, "bfloat16": 6e-2, "float16": 6e-2}  # of logits of the order of 1
-EFFICIENT = 0.85
 RUNS, FEW = 3, 4096  # prefills of a cell of so few tokens
 COLUMNS = [*ROW, "base_prefill_s", "base_decode_ms", "runs"]
 
@@ -229,11 +227,6 @@ def main() -> None:
             prove(bench)
         results.add([{"dtype": args.dtype, **Cell(bench, batch, context, args.runs).measure(side)}])
     write_reports(results, device, size, args.root)
-    for row in rows_where(results.rows, cache="TranslatedCache", **size.labels()):
-        share = row["prefill_ratio"] / translation_limit(size, row["context"])
-        claim = f"first tokens from codes at {EFFICIENT:g} or more of the ratio of operations"
-        numbers = f"{row['dtype']}, {row['batch']} x {row['context']:,}: {row['prefill_ratio']:.2f}x"
-        print(bar(claim, share >= EFFICIENT, f"{numbers}, {share:.2f} of it"))
 
 
 if __name__ == "__main__":

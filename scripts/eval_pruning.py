@@ -32,7 +32,6 @@ import _pruning_report as report
 import torch
 from _pruning_samples import FACTS, Book, Chat, Sample, chats, samples
 from shared import ROOT, TESTBED
-from shared.bars import verdicts
 from shared.cli import arguments, begin, check_counts, load, run_script
 from shared.results import Row, environment, show, write_csv
 from shared.timing import synchronize
@@ -273,8 +272,6 @@ def main() -> None:
     evaluation = Evaluation(args, device)
     rows = evaluation.measure()
     print(show(rows, report.SHOWN))
-    if evaluation.name == "smollm2":
-        print(verdicts(report.bars(), rows))
     fixed = environment(device) | {"model": evaluation.name, "text": args.text.name, "tokens": evaluation.tokens, "seed": args.seed}
     path = args.csv or ROOT / "docs" / "benchmarks" / f"pruning-{evaluation.name}.csv"
     rounded = [

@@ -1,6 +1,6 @@
 """Draws the pictures of docs/benchmarks from the committed files again, without measuring anything.
 
-    python scripts/redraw.py [--folder docs/benchmarks] [--only equip-cpu segments-speed-cpu]
+    python scripts/redraw.py [--folder docs/benchmarks] [--only equip-cpu real]
 
 A picture has the name of its file. What has no rows yet is left out.
 """
@@ -12,13 +12,8 @@ from pathlib import Path
 
 import _pruning_report
 import _real_report
-import _translation_report
 import bench_equip
 import bench_growing
-import bench_segments
-import bench_subspace
-import bench_translation
-import bench_warmstart
 from shared import ROOT
 from shared.cli import arguments, run_script
 from shared.plot import Panel, draw, title_from
@@ -30,11 +25,6 @@ PICTURES: dict[str, tuple[Callable[[Sequence[Row]], list[Panel]], str]] = {
     "growing-cpu": (bench_growing.panels, bench_growing.PICTURE),
     "pruning": (_pruning_report.panels, _pruning_report.PICTURE),
     "real": (_real_report.panels, _real_report.PICTURE),
-    "segments-speed-cpu": (bench_segments.panels, "SegmentReuseCache"),
-    "subspace-speed-cpu": (bench_subspace.panels, "SubspaceCache"),
-    "translation-quality": (_translation_report.panels, "TranslatedCache"),
-    "translation-speed-cpu": (bench_translation.panels, "TranslatedCache"),
-    "warmstart-speed-cpu": (bench_warmstart.panels, "WarmStartCache"),
 }
 
 

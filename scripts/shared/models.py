@@ -6,7 +6,6 @@ import copy
 import itertools
 import os
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
@@ -51,13 +50,12 @@ class Pair:
 
     plain: PreTrainedModel
     switched: PreTrainedModel
-    tokenizer: Any = None
 
     @classmethod
-    def of(cls, model: PreTrainedModel, device: torch.device, tokenizer: Any = None) -> Pair:
+    def of(cls, model: PreTrainedModel, device: torch.device) -> Pair:
         model = model.to(device).eval()
         weights = {id(tensor): tensor for tensor in itertools.chain(model.parameters(), model.buffers())}
-        return cls(model, copy.deepcopy(model, weights), tokenizer)
+        return cls(model, copy.deepcopy(model, weights))
 
     @classmethod
     def random(cls, shape: Shape, kv: str, device: torch.device, dtype: str = "float32", *, sharp: bool = False) -> Pair:
@@ -73,9 +71,6 @@ class Pair:
     @property
     def device(self) -> torch.device:
         return self.plain.device
-
-
-LARGER = Shape(512, 8, 8, 1408, 2048)  # where times are those of more than a small model; with `gqa`
 
 
 def random_ids(vocabulary: int, *shape: int, seed: int) -> torch.Tensor:

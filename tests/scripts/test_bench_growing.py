@@ -20,13 +20,11 @@ def quick(tmp_path_factory):
     return folder, bench("--quick", "--csv", folder / "growing.csv", "--plot", folder / "growing.png")
 
 
-def test_it_prints_a_row_for_each_cell_and_a_line_for_each_promise(quick):
+def test_it_prints_a_row_for_each_cell(quick):
     _, done = quick
     assert done.returncode == 0, done.stderr
     assert "float32 gqa 1 x 32" in done.stdout
     assert "float32 gqa 2 x 32" in done.stdout
-    assert "a step at least as fast at 512 tokens: not measured" in done.stdout
-    assert "a step at least 2x as fast at batch 8 x 2048 tokens: not measured" in done.stdout
 
 
 def test_its_numbers_stand_in_a_file_with_what_they_depend_on(quick):
