@@ -117,8 +117,6 @@ test-engines: engines
 
 bench: $(VENV)/.installed
 	$(VENV)/bin/python scripts/step_cost.py --csv docs/benchmarks/step-cost.csv
-	$(VENV)/bin/python scripts/bench_growing.py --device $(DEVICE) \
-		--csv docs/benchmarks/growing-$(DEVICE).csv --plot docs/benchmarks/growing-$(DEVICE).png
 	$(VENV)/bin/python scripts/bench_equip.py --device $(DEVICE) \
 		--csv docs/benchmarks/equip-$(DEVICE).csv --plot docs/benchmarks/equip-$(DEVICE).png
 	$(VENV)/bin/python scripts/bench_reuse.py --device $(DEVICE) --csv docs/benchmarks/reuse-speed-$(DEVICE).csv

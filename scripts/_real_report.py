@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from _coded_rows import row_summary
+from _real_sides import row_summary
 from shared.plot import Panel, draw
 from shared.results import rows_where, show, write_csv
 

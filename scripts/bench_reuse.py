@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from _reuse_cells import PROMPTS, Answer, Cold, Copied, Locations, Segments, Way, ask, ways
+from _reuse_cells import PROMPTS, Answer, Locations, Way, ask, cold, segments, ways
 from shared.cli import OPTIONS, arguments, begin, check_counts, run_script
 from shared.models import Pair, random_ids, random_llama
 from shared.results import Results, Row, print_environment, show
@@ -101,27 +101,24 @@ class Run:
         elements = 2 * config.num_key_value_heads * config.head_dim * config.num_hidden_layers
         return elements * {"int8": 8, "int4": 4, None: 8 * itemsize}[stored] // 8
 
-    def _ask(self, way: Way, ids: torch.Tensor, new_tokens: int = 1, memory: bool = False) -> Answer:
-        return ask(way, self.pair.plain if isinstance(way, Cold | Copied) else self.pair.switched, ids, new_tokens, memory)
-
     def hits(self, section: str) -> Iterator[Row]:
         *prompts, last = PROMPTS[section](self.first, self.size.hits + 2, self.vocabulary)
-        sides: dict[Any, Way] = {NO_REUSE: Cold(self.pair), **ways(section, self.pair, self.locations, self.first)}
-        works = {side: lambda number, way=way: self._ask(way, prompts[number]) for side, way in sides.items()}
+        sides: dict[Any, Way] = {NO_REUSE: cold(self.pair), **ways(section, self.pair, self.locations, self.first)}
+        works = {side: lambda number, way=way: ask(way, prompts[number]) for side, way in sides.items()}
         answers = {side: own[1:] for side, own in in_turns(works, len(prompts)).items()}
         peaks = {}
         for side, way in sides.items():
-            peaks[side] = self._ask(way, last, memory=True)
+            peaks[side] = ask(way, last, memory=True)
             way.close()
         self.locations.clear()
-        cold = [answer.seconds for answer in answers.pop(NO_REUSE)]
-        self.cold_seconds += cold
+        base = [answer.seconds for answer in answers.pop(NO_REUSE)]
+        self.cold_seconds += base
         for (backend, stored), own in answers.items():
-            yield {"side": backend, "stored": stored, **self.labels, **self._hit(cold, own, peaks[backend, stored])}
+            yield {"side": backend, "stored": stored, **self.labels, **self._hit(base, own, peaks[backend, stored])}
 
-    def _hit(self, cold: Sequence[float], hits: Sequence[Answer], peak: Answer) -> Row:
+    def _hit(self, base: Sequence[float], hits: Sequence[Answer], peak: Answer) -> Row:
         seconds = [hit.seconds for hit in hits]
-        row = {"count": len(hits), "cold_ms": statistics.median(cold) * 1e3, **spread("time", seconds, 1e3), **ratios(cold, seconds)}
+        row = {"count": len(hits), "cold_ms": statistics.median(base) * 1e3, **spread("time", seconds, 1e3), **ratios(base, seconds)}
         row["saved"] = statistics.median(hit.saved for hit in hits)
         row["possible"] = 1 / (1 - row["saved"])
         row["efficiency"] = row["ratio"] / row["possible"]
@@ -130,22 +127,22 @@ class Run:
         return {name: round(value, 4) if isinstance(value, float) else value for name, value in row.items()}
 
     def no_repeats(self) -> Iterator[Row]:
-        sides: dict[str, Way] = {NO_REUSE: Cold(self.pair)}
+        sides: dict[str, Way] = {NO_REUSE: cold(self.pair)}
         for mode in ("exact", "approximate"):
-            sides[mode] = Segments(self.pair, "memory", "bit-equal", mode, None)
+            sides[mode] = segments(self.pair, "memory", "bit-equal", mode)
         prompts = [self._prompt(100 + number) for number in range(self.size.hits + 1)]
-        works = {side: lambda number, way=way: self._ask(way, prompts[number], self.size.new_tokens) for side, way in sides.items()}
+        works = {side: lambda number, way=way: ask(way, prompts[number], self.size.new_tokens) for side, way in sides.items()}
         answers = {side: [answer.seconds for answer in own[1:]] for side, own in in_turns(works, len(prompts)).items()}
         for way in sides.values():
             way.close()
-        cold = answers[NO_REUSE]
+        base = answers[NO_REUSE]
         for side, seconds in answers.items():
-            row = {"side": side, **self.labels, "count": len(seconds), "cold_ms": round(statistics.median(cold) * 1e3, 4)}
-            yield row | spread("time", seconds, 1e3) | ratios(cold, seconds)
+            row = {"side": side, **self.labels, "count": len(seconds), "cold_ms": round(statistics.median(base) * 1e3, 4)}
+            yield row | spread("time", seconds, 1e3) | ratios(base, seconds)
 
     def network(self) -> Iterator[Row]:
         if not self.cold_seconds:
-            self.cold_seconds.append(self._ask(Cold(self.pair), self.first).seconds)
+            self.cold_seconds.append(ask(cold(self.pair), self.first).seconds)
         compute = statistics.median(self.cold_seconds) / self.size.tokens * 1e3
         exact = {name: self.bytes_per_token(None, itemsize) for name, itemsize in (("float32", 4), ("bfloat16", 2))}
         forms = {**exact, "int8": self.bytes_per_token("int8", 1), f"KVCodec {CODEC:g}": round(CODEC * exact["bfloat16"])}

@@ -94,11 +94,11 @@ class Cell:
         """Prompts in turns with DynamicCache."""
         pair, times, cache = self.bench.pair, Times([], []), None
         if source.warm_up:
-            self._timed(pair.switched, lambda: source.cache(0), source.prompts[-1])
+            self._timed(pair.switched, source.cache, source.prompts[-1])
         for number in range(self.runs):
             ids, cache = source.prompts[number], None
             base, expected = self._timed(pair.plain, self.bench.full_cache, ids)[::2]  # its cache is not kept
-            ours, cache, logits = self._timed(pair.switched, lambda number=number: source.cache(number), ids)
+            ours, cache, logits = self._timed(pair.switched, source.cache, ids)
             if not source.reuses(cache):
                 raise SystemExit(f"{name}: nothing was reused, so nothing is timed: {cache.report()}")
             check(logits, expected if source.exact else None, self.bench.dtype, name)

@@ -25,7 +25,6 @@ from typing import Any
 import _real_report as report
 import _real_sides as sides
 import torch
-from _coded_rows import row_items
 from shared import ROOT, TESTBED
 from shared.cli import arguments, begin, check_counts, load, run_script
 from shared.results import environment
@@ -108,7 +107,7 @@ class Evaluation:
         mixed = ", mixture" if len(self.texts) > 1 else ""
         for text, ids in self.ids.items():
             rows = self._rows(ids[self.calibrated :], self.args.rows, self.args.row_tokens)
-            yield from row_items(self.model, f"codes {text}{mixed}", rows, found)
+            yield from sides.row_items(self.model, f"codes {text}{mixed}", rows, found)
 
     def quantized(self) -> Iterator[Item]:
         prompt, steps = self.args.quantized

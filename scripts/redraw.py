@@ -2,7 +2,7 @@
 
     python scripts/redraw.py [--folder docs/benchmarks] [--only equip-cpu real]
 
-A picture has the name of its file. What has no rows yet is left out.
+A picture has the name of its file, or of the files of several models: `real-*.csv`. What has no rows yet is left out.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from pathlib import Path
 import _pruning_report
 import _real_report
 import bench_equip
-import bench_growing
 from shared import ROOT
 from shared.cli import arguments, run_script
 from shared.plot import Panel, draw, title_from
@@ -22,42 +21,29 @@ from shared.results import Row, read_csv
 # The file's name, what is drawn of its rows, and the title behind the name of the computer.
 PICTURES: dict[str, tuple[Callable[[Sequence[Row]], list[Panel]], str]] = {
     "equip-cpu": (bench_equip.panels, bench_equip.PICTURE),
-    "growing-cpu": (bench_growing.panels, bench_growing.PICTURE),
     "pruning": (_pruning_report.panels, _pruning_report.PICTURE),
     "real": (_real_report.panels, _real_report.PICTURE),
 }
 
 
-def of_last_computers(rows: Sequence[Row]) -> list[Row]:
-    """Rows of the computer that a section was measured on last, where a file keeps those of others."""
-    last = {row.get("section"): computer(row) for row in rows}
-    return [row for row in rows if computer(row) == last[row.get("section")]]
-
-
 def rows_of(name: str, folder: Path) -> list[Row]:
-    """The rows of a picture: those of its file, or of each model's file."""
-    paths = sorted(folder.glob(f"{name}-*.csv")) if name in ("pruning", "real") else [folder / f"{name}.csv"]
-    return [row for path in paths if path.exists() for row in of_last_computers(read_csv(path))]
-
-
-def computer(row: Row) -> str:
-    return title_from(row, "").removesuffix(": ")
+    """The rows of a picture."""
+    paths = [folder / f"{name}.csv", *sorted(folder.glob(f"{name}-*.csv"))]
+    return [row for path in paths if path.exists() for row in read_csv(path)]
 
 
 def main() -> None:
-    names = list(PICTURES)
     parser = arguments(__doc__)
     parser.add_argument("--folder", type=Path, default=ROOT / "docs" / "benchmarks", help="of the files")
-    parser.add_argument("--only", nargs="+", choices=names, default=names)
+    parser.add_argument("--only", nargs="+", choices=list(PICTURES), default=list(PICTURES))
     args = parser.parse_args()
     for name in args.only:
         rows, path = rows_of(name, args.folder), args.folder / f"{name}.png"
-        if not rows:
-            continue
-        panels, title = PICTURES[name]
-        computers = dict.fromkeys(computer(row) for row in rows)
-        draw(path, f"{'; '.join(computers)}: {title}", panels(rows))
-        print(path)
+        if rows:
+            panels, title = PICTURES[name]
+            computers = dict.fromkeys(title_from(row, "").removesuffix(": ") for row in rows)
+            draw(path, f"{'; '.join(computers)}: {title}", panels(rows))
+            print(path)
 
 
 if __name__ == "__main__":

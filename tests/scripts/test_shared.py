@@ -63,7 +63,7 @@ def test_a_picture_has_a_panel_for_what_was_measured(shared, tmp_path):
     rows = [a_row(tokens=tokens, kind=kind, ratio_q1=2.0, ratio_q3=3.0) for tokens in (10, 100) for kind in ("x", "y")]
     panels = [plot.Panel("lines", rows, "{kind}", "tokens", "ratio", log="xy"), plot.Panel("places", rows, "{side}", "{kind}", "ratio")]
     panels += [
-        plot.Panel("stacked", rows[:2], "{kind}", "{side}", "ratio", stacked=True, levels=(1.0,)),
+        plot.Panel("stacked", rows[:2], "{kind}", "{side}", "ratio", stacked=True),
         plot.Panel("none", [], "", "", "z"),
     ]
     plot.draw(tmp_path / "new" / "some.png", plot.title_of(CPU, "some"), panels)
