@@ -12,13 +12,10 @@ import torch
 from hf_kvcaches import compat
 from hf_kvcaches.cli.prompts import encode as ids_of
 from hf_kvcaches.core.growing import GrowingCache
-from hf_kvcaches.core.identity import require_identity
 from hf_kvcaches.evaluate.measures import divergence
 from hf_kvcaches.kernels.quantization import dequantize, quantize
 from hf_kvcaches.translate.cache import TranslatedCache
-from hf_kvcaches.translate.config import EXACT, FitOptions, TranslatorConfig
-from hf_kvcaches.translate.fit import Fitting
-from hf_kvcaches.translate.pair import Pair
+from hf_kvcaches.translate.config import EXACT, TranslatorConfig
 from hf_kvcaches.translate.paper.scd import SemanticCacheDistillation
 from hf_kvcaches.translate.translator import CacheTranslator
 from tests.testbed import held_out
@@ -179,29 +176,20 @@ def read(model: Any, ids: torch.Tensor) -> States:
     return [(layer.keys, layer.values) for layer in cache.layers]
 
 
-def filled(model: Any, states: States) -> GrowingCache:
-    """A cache with these states."""
-    cache = GrowingCache(model.config)
-    for layer, (keys, values) in zip(cache.layers, states, strict=True):
-        layer.update(keys, values)
-    return cache
-
-
 def as_sent(states: States, *, int4: bool) -> tuple[States, int]:
     """Keys and values as they arrive, and their bytes: quantized in groups of 64 tokens of a channel, else in bfloat16."""
-    arrived, size = [], 0
-    for layer in states:
-        dtype = layer[0].dtype
-        parts = [part.bfloat16() for part in layer]
+    size = 0
+
+    def sent(part: torch.Tensor) -> torch.Tensor:
+        nonlocal size
+        found, tensors = part.bfloat16(), [part.bfloat16()]
         if int4:
-            packed = [quantize(part.mT, 4, GROUP) for part in parts]
-            numbers = (dequantize(*sent, part.shape[-2], GROUP, torch.float32) for sent, part in zip(packed, parts, strict=True))
-            arrived.append(tuple(channels.mT.to(dtype) for channels in numbers))
-            size += sum(tensor.nbytes for sent in packed for tensor in sent)
-        else:
-            arrived.append(tuple(part.to(dtype) for part in parts))
-            size += sum(part.nbytes for part in parts)
-    return arrived, size
+            tensors = quantize(found.mT, 4, GROUP)
+            found = dequantize(*tensors, part.shape[-2], GROUP, torch.float32).mT
+        size += sum(tensor.nbytes for tensor in tensors)
+        return found.to(part.dtype)
+
+    return [(sent(keys), sent(values)) for keys, values in states], size
 
 
 class Bench:
@@ -210,30 +198,16 @@ class Bench:
     def __init__(self, producer: Any, consumer: Any, tokenizer: Any, texts: Sequence[Sequence[int]]) -> None:
         self.models, self.tokenizer, self.texts = (producer, consumer), tokenizer, texts
         self.producer, self.consumer = compat.base_model(producer), compat.base_model(consumer)
-        self.translators: dict[str, CacheTranslator] = {}
-        self.papers: dict[str, SemanticCacheDistillation] = {}
-        self.fittings: dict[Any, Fitting] = {}
-
-    @torch.no_grad()
-    def fit(self, side: Side) -> CacheTranslator:
-        """The translator of a side, from all texts, which are read once for all sides of a config and precision."""
-        options = {"payload": 0.025, "recompute_layers": 0, "config": TranslatorConfig(), **side.options}
-        key = options["config"], options["payload"] == EXACT
-        if key not in self.fittings:
-            read = FitOptions(options["payload"], 0, None, options["config"], 1024, progress=False)
-            self.fittings[key] = Fitting(Pair(*self.models, self.tokenizer), read, [torch.tensor(ids) for ids in self.texts])
-            self.fittings[key].lowest = [0] if key[1] else [0, 1]
-            self.fittings[key].read()
-        fitting, chosen = self.fittings[key], (options["recompute_layers"], options["payload"])
-        models = (require_identity(model, "a translator").fingerprint for model in (self.producer, self.consumer))
-        self.translators[side.name] = CacheTranslator(fitting.maps(*chosen), fitting.settings(*chosen), *models)
-        return self.translators[side.name]
+        self.fitted: dict[str, Any] = {}  # translators and the paper's, by side
 
     def prepare(self, side: Side) -> float | str:
         """Fit what a side needs; the seconds of a translator."""
         if side.kind == "paper":
-            self.papers[side.name] = SemanticCacheDistillation.fit(*self.models, self.texts, **side.options)
-        return round(sum((self.fit(side).settings.seconds or {}).values()), 2) if side.kind == "fitted" else ""
+            self.fitted[side.name] = SemanticCacheDistillation.fit(*self.models, self.texts, **side.options)
+        if side.kind != "fitted":
+            return ""
+        self.fitted[side.name] = CacheTranslator.fit(*self.models, self.tokenizer, self.texts, progress=False, **side.options)
+        return round(sum((self.fitted[side.name].settings.seconds or {}).values()), 2)
 
     def ask(self, text: Text, sides: Sequence[Side]) -> Iterator[tuple[Side, Answer]]:
         """Answers of each side; those with translators are fitted before."""
@@ -251,21 +225,17 @@ class Bench:
     def _held(self, side: Side, text: Text, theirs: States) -> tuple[Any, int]:
         """A cache of the prompt but for its last token, and the bytes that were sent."""
         if side.kind == "fitted":
-            return self._translated(side, text)
-        if side.kind != "paper":
-            return self._sent(side, theirs)
-        paper = self.papers[side.name]
-        codes = paper.encode(self.producer, text.prompt[:-1])
-        return paper.decode(self.consumer, codes), sum(part.nbytes for parts in codes.values() for part in parts)
-
-    def _translated(self, side: Side, text: Text) -> tuple[GrowingCache, int]:
-        translator, ids = self.translators[side.name], torch.tensor([text.prompt], device=compat.input_device(self.consumer))
-        codes = translator.encode(self.producer, ids)
-        cache = TranslatedCache(self.consumer, translator, codes)
-        cache.prefill(ids)
-        # Without codes nothing has to be sent: the consumer has the prompt anyway.
-        return cache, codes.nbytes if translator.maps.encoders else 0
-
-    def _sent(self, side: Side, theirs: States) -> tuple[GrowingCache, int]:
+            translator, ids = self.fitted[side.name], torch.tensor([text.prompt], device=compat.input_device(self.consumer))
+            codes = translator.encode(self.producer, ids)
+            cache = TranslatedCache(self.consumer, translator, codes)
+            cache.prefill(ids)
+            # Without codes nothing has to be sent: the consumer has the prompt anyway.
+            return cache, codes.nbytes if translator.maps.encoders else 0
+        if side.kind == "paper":
+            codes = self.fitted[side.name].encode(self.producer, text.prompt[:-1])
+            return self.fitted[side.name].decode(self.consumer, codes), sum(part.nbytes for parts in codes.values() for part in parts)
         arrived, size = as_sent(theirs, int4=side.kind == "int4")
-        return filled(self.consumer, arrived), size
+        cache = GrowingCache(self.consumer.config)
+        for layer, states in zip(cache.layers, arrived, strict=True):
+            layer.update(*states)
+        return cache, size

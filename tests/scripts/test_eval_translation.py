@@ -153,13 +153,13 @@ def test_answers_are_those_of_the_same_caches_made_by_hand(script, bench):
     text = quality.evaluation_texts(bench.tokenizer, 1, 0, 220)[2]
     raw, int4, full_rank = (next(side for side in quality.SIDES if side.name == name) for name in SIDES)
     chosen = [raw, int4, full_rank]
-    bench.fit(quality.Side(full_rank.name, "fitted", {**full_rank.options, "config": quality.TranslatorConfig(metric="plain")}))
+    bench.prepare(quality.Side(full_rank.name, "fitted", {**full_rank.options, "config": quality.TranslatorConfig(metric="plain")}))
     found = dict(bench.ask(text, chosen))
     prompt, rest = torch.tensor([text.prompt]), torch.tensor([text.prompt[-1:] + text.continuation[:-1]])
     caches = {name: DynamicCache(config=consumer.config) for name in ("theirs", "raw")}
     producer(input_ids=prompt[:, :-1], past_key_values=caches["theirs"])
-    codes = bench.translators[full_rank.name].encode(producer, prompt)
-    full = TranslatedCache(consumer, bench.translators[full_rank.name], codes)
+    codes = bench.fitted[full_rank.name].encode(producer, prompt)
+    full = TranslatedCache(consumer, bench.fitted[full_rank.name], codes)
     full.prefill(prompt)
     for layer in range(4):
         theirs = caches["theirs"].layers[layer]
