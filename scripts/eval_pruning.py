@@ -26,14 +26,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import Any, TypeVar
 
-import _pruning_report as report
 import torch
 from _pruning_samples import FACTS, Book, Chat, Sample, chats, samples
 from shared import ROOT, TESTBED
 from shared.cli import arguments, begin, check_counts, load, run_script
-from shared.results import Row, environment, show, write_csv
+from shared.plot import Panel
+from shared.results import Row, environment, rows_where, show, write_csv
 from shared.timing import synchronize
 from transformers import Cache, DynamicCache
 
@@ -44,6 +45,63 @@ from hf_kvcaches.codec.past import PackedCoding
 from hf_kvcaches.core.hub import Artifact
 from hf_kvcaches.core.report import measured_bytes
 from hf_kvcaches.evaluate.runner import evaluating
+
+COLUMNS = "task cache peer ratio budget samples needles of_needles facts of_facts loss bytes seconds".split()
+SHOWN = {
+    "cache": "{cache}",
+    "ratio": "{ratio:g}",
+    "budget": "{budget}",
+    "needles": "{needle_share:.0%} of {of_needles}",
+    "facts": "{fact_share:.0%} of {of_facts}",
+    "loss": "{loss:+.3f}",
+    "MiB": "{mib:.1f}",
+    "seconds": "{seconds:.2f}",
+}
+PICTURE = "pruned contexts, by the share of their tokens that is kept"
+# Of the picture: what compares heads or has measured their budgets, and what does not.
+BETWEEN_HEADS = ("future", "future, refit", "kvzip", "kvzip, refit", "probe, refit", "compactor, HeadBudgets", "snapkv", "kvpress kvzip")
+
+
+def mean(values: Sequence[float]) -> float:
+    """The mean; not a number for nothing."""
+    return fmean(values) if values else float("nan")
+
+
+def answers_of(pair: tuple[Row, Row]) -> list[bool | None]:
+    """Which answers are right; None where the full cache's is not."""
+    row, full = pair
+    return [right if possible else None for right, possible in zip(row["right"], full["right"], strict=True)]
+
+
+def counted(what: str, answers: Sequence[bool | None]) -> Row:
+    """Right answers of those that the full cache gets right."""
+    known = [answer for answer in answers if answer is not None]
+    return {f"{what}s": sum(known), f"of_{what}s": len(known), f"{what}_share": mean(known)}
+
+
+def loss(pairs: Sequence[tuple[Row, Row]]) -> float:
+    """What the continuation loses beyond the full cache, in nats a token."""
+    return mean([row["continuation"] - full["continuation"] for row, full in pairs])
+
+
+def costs(pairs: Sequence[tuple[Row, Row]]) -> Row:
+    """Mean bytes and seconds, where they were measured."""
+    size, seconds = (mean([row[name] for row, _ in pairs if name in row]) for name in ("bytes", "seconds"))
+    return {"bytes": size, "mib": size / 2**20, "seconds": seconds}
+
+
+def panels(rows: Sequence[Row]) -> list[Panel]:
+    """Needles, facts and loss of each model by the share that is kept."""
+    made = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        kept = rows_where(rows, model=model, task="prompt")
+        kept = [row | {f"{what}_share": row[f"{what}s"] / (row[f"of_{what}s"] or 1) for what in ("needle", "fact")} for row in kept]
+        for chosen, heads in ((True, "budgets between heads"), (False, "other")):
+            group = [row for row in kept if (row["cache"] in BETWEEN_HEADS) == chosen]
+            for column, what in (("needle_share", "needles"), ("fact_share", "facts"), ("loss", "nats lost by the continuation")):
+                made.append(Panel(f"{model}: {what}, {heads}", group, "{cache}", "ratio", column, "x", along="share of the tokens"))
+    return made
+
 
 A = TypeVar("A", bound=Artifact)
 TASKS = ("needle", "facts")
@@ -228,15 +286,15 @@ class Evaluation:
         needles, facts = (self._found(task, f"{name} {ratio:g}") for task in TASKS)
         pairs = [*needles, *facts]
         row = {"task": "prompt", "cache": name, "peer": name.startswith("kvpress"), "ratio": ratio, "samples": len(pairs)}
-        row |= report.counted("needle", [answer for pair in needles for answer in report.answers_of(pair)])
-        row |= report.counted("fact", [answer for pair in facts for answer in report.answers_of(pair)])
-        return row | {"loss": report.loss(pairs)} | report.costs(pairs)
+        row |= counted("needle", [answer for pair in needles for answer in answers_of(pair)])
+        row |= counted("fact", [answer for pair in facts for answer in answers_of(pair)])
+        return row | {"loss": loss(pairs)} | costs(pairs)
 
     def _chat_row(self, name: str) -> Row:
         """A cache in chats."""
         pairs = self._found("chat", f"{name} {BUDGET}")
         row = {"task": "chat", "cache": name, "peer": False, "budget": BUDGET, "samples": len(pairs)}
-        return row | report.counted("fact", [answer for pair in pairs for answer in report.answers_of(pair)]) | report.costs(pairs)
+        return row | counted("fact", [answer for pair in pairs for answer in answers_of(pair)]) | costs(pairs)
 
 
 def bytes_of(cache: Cache) -> int:
@@ -271,13 +329,13 @@ def main() -> None:
     device = begin(args)
     evaluation = Evaluation(args, device)
     rows = evaluation.measure()
-    print(show(rows, report.SHOWN))
+    print(show(rows, SHOWN))
     fixed = environment(device) | {"model": evaluation.name, "text": args.text.name, "tokens": evaluation.tokens, "seed": args.seed}
     path = args.csv or ROOT / "docs" / "benchmarks" / f"pruning-{evaluation.name}.csv"
     rounded = [
-        {name: round(row[name], 4) if isinstance(row[name], float) else row[name] for name in report.COLUMNS if name in row} for row in rows
+        {name: round(row[name], 4) if isinstance(row[name], float) else row[name] for name in COLUMNS if name in row} for row in rows
     ]
-    write_csv(path, rounded, fixed, report.COLUMNS)
+    write_csv(path, rounded, fixed, COLUMNS)
 
 
 if __name__ == "__main__":

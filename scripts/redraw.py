@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import _pruning_report
-import _real_report
 import bench_equip
+import eval_pruning
+import eval_real
 from shared import ROOT
 from shared.cli import arguments, run_script
 from shared.plot import Panel, draw, title_from
@@ -21,8 +21,8 @@ from shared.results import Row, read_csv
 # The file's name, what is drawn of its rows, and the title behind the name of the computer.
 PICTURES: dict[str, tuple[Callable[[Sequence[Row]], list[Panel]], str]] = {
     "equip-cpu": (bench_equip.panels, bench_equip.PICTURE),
-    "pruning": (_pruning_report.panels, _pruning_report.PICTURE),
-    "real": (_real_report.panels, _real_report.PICTURE),
+    "pruning": (eval_pruning.panels, eval_pruning.PICTURE),
+    "real": (eval_real.panels, eval_real.PICTURE),
 }
 
 

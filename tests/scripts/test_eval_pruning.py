@@ -110,7 +110,7 @@ def test_a_chat_begins_with_the_fact_that_is_asked_for(book):
 
 
 def test_counted_are_the_answers_that_the_full_cache_gives():
-    report = import_script("_pruning_report")
+    report = import_script("eval_pruning")
     answers = report.answers_of(({"right": [True, False, True]}, {"right": [True, True, False]}))
     assert answers == [True, False, None]
     assert report.counted("fact", answers) == {"facts": 1, "of_facts": 2, "fact_share": 0.5}

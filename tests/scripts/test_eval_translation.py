@@ -31,7 +31,7 @@ def script(monkeypatch):
 def bench():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(ROOT / "scripts")
-        quality = importlib.import_module("_translation_quality")
+        quality = importlib.import_module("eval_translation")
     (producer, tokenizer), (consumer, _) = testbed.load(), testbed.load("tuned")
     return quality.Bench(producer, consumer, tokenizer, quality.calibration_texts(tokenizer, 8, 220))
 
@@ -48,7 +48,7 @@ def evaluated(tmp_path_factory):
 @pytest.mark.full
 def test_each_side_has_a_row_for_each_workload_in_the_file_and_one_in_a_table(evaluated, script):
     _, printed, rows = evaluated
-    names = [side.name for side in script("_translation_quality").SIDES]
+    names = [side.name for side in script("eval_translation").SIDES]
     assert len(names) == len(set(names)) == 11
     assert [(row["side"], row["workload"]) for row in rows] == [(name, workload) for name in names for workload in WORKLOADS]
     assert all(sum(line.startswith(f"{name}  ") for line in printed.splitlines()) >= 1 for name in names)
@@ -74,7 +74,7 @@ def test_rows_agree_with_each_other(evaluated):
 
 
 def test_translators_are_fitted_to_other_halves_than_they_are_measured_on(script):
-    quality = script("_translation_quality")
+    quality = script("eval_translation")
     _, tokenizer = testbed.load()
     made = [tokenizer.decode(ids) for ids in quality.calibration_texts(tokenizer, 8, 220)]
     asked = quality.evaluation_texts(tokenizer, 2, 0, 220)
@@ -95,14 +95,14 @@ def test_paragraphs_of_documents_are_of_their_half(script, domain, second):
     _, tokenizer = testbed.load()
     whole = testbed.held_out(domain)
     middle = len(whole) // 2
-    document = script("_translation_quality").Half(tokenizer, domain, second=second).document(random.Random(1))
+    document = script("eval_translation").Half(tokenizer, domain, second=second).document(random.Random(1))
     words = " ".join((whole[middle:] if second else whole[:middle]).split())
     assert any(document.paragraphs)
     assert all(paragraph in words for paragraph in document.paragraphs)
 
 
 def test_prefixes_have_the_lengths_that_were_asked_for(script):
-    quality = script("_translation_quality")
+    quality = script("eval_translation")
     _, tokenizer = testbed.load()
     lengths = [len(text.prompt) for text in quality.evaluation_texts(tokenizer, 4, 3, 250) if text.workload != "documents"]
     assert all(200 <= length <= 250 for length in lengths)
@@ -111,7 +111,7 @@ def test_prefixes_have_the_lengths_that_were_asked_for(script):
 
 
 def test_right_answers_are_those_that_the_testbed_counts(script, monkeypatch):
-    quality = script("_translation_quality")
+    quality = script("eval_translation")
     model, tokenizer = testbed.load("tuned")
     documents = []
     encode = quality.encode
@@ -131,7 +131,7 @@ def test_right_answers_are_those_that_the_testbed_counts(script, monkeypatch):
 
 
 def test_what_is_judged_are_the_first_places_and_all_answers(script):
-    quality = script("_translation_quality")
+    quality = script("eval_translation")
     generator = torch.Generator().manual_seed(0)
     alone, found = torch.randn(2, 40, 11, generator=generator)
     true = torch.randint(11, (40,), generator=generator).tolist()
@@ -148,7 +148,7 @@ def test_what_is_judged_are_the_first_places_and_all_answers(script):
 
 @torch.no_grad()
 def test_answers_are_those_of_the_same_caches_made_by_hand(script, bench):
-    quality = script("_translation_quality")
+    quality = script("eval_translation")
     producer, consumer = bench.producer, bench.consumer
     text = quality.evaluation_texts(bench.tokenizer, 1, 0, 220)[2]
     raw, int4, full_rank = (next(side for side in quality.SIDES if side.name == name) for name in SIDES)
