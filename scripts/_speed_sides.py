@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from _reuse_cells import BIT_EQUAL, aligned, begun_alike, changed_words, segments
-from shared.models import Pair, random_ids, random_llama
+from shared.models import Shape, random_ids
 from transformers import DynamicCache
 
 from hf_kvcaches import AdaptiveSubspace, CacheTranslator, EquipCache, GrowingCache, KVCacheError, KVCodec, SubspaceCache, TranslatedCache
@@ -28,16 +28,9 @@ PAYLOAD = 0.025  # the default
 
 
 @dataclass(frozen=True)
-class Size:
+class Size(Shape):
     """The model, and how long to measure."""
 
-    hidden: int = 1024
-    layers: int = 28
-    heads: int = 16
-    kv_heads: int = 8
-    head_dim: int = 128
-    intermediate: int = 3072
-    vocabulary: int = 2048
     calibration: int = 1024  # tokens
     rounds: int = 5
     steps: int = 4  # of a round
@@ -54,10 +47,7 @@ class Bench:
 
     def __init__(self, size: Size, dtype: str, device: torch.device, folder: Path | None) -> None:
         self.size, self.dtype, self.device, self.folder = size, dtype, device, folder
-        sizes = {"vocab_size": size.vocabulary, "hidden_size": size.hidden, "intermediate_size": size.intermediate}
-        heads = {"num_attention_heads": size.heads, "num_key_value_heads": size.kv_heads, "head_dim": size.head_dim}
-        model = random_llama(device, num_hidden_layers=size.layers, **sizes, **heads)
-        self.pair = Pair.of(model.to(getattr(torch, dtype)), device)
+        self.pair = size.random(device, dtype)
 
     def prompt(self, batch: int, context: int) -> torch.Tensor:
         return random_ids(self.size.vocabulary, batch, context, seed=5).to(self.device)

@@ -80,11 +80,11 @@ class Size:
 
 
 PRESETS = {
-    "cpu": Size(Shape(1024, 2, 16, 2816, 512)),
+    "cpu": Size(Shape(1024, 2, 16, 16, 64, 2816, 512)),
     # The width of a 7B model. Each of its layers does the same work, so a few show what all cost.
-    "gpu": Size(Shape(4096, 8, 32, 11008, 32000), rounds=7, steps=16, heavy=float("inf")),
+    "gpu": Size(Shape(4096, 8, 32, 32, 128, 11008, 32000), rounds=7, steps=16, heavy=float("inf")),
 }
-QUICK = Size(Shape(64, 2, 4, 128, 96), (1, 2), (32,), ("gqa",), ("float32",), ((1, 4, 8),), (2, 32), 512, 2, 2, flat_rounds=2)
+QUICK = Size(Shape(64, 2, 4, 4, 16, 128, 96), (1, 2), (32,), ("gqa",), ("float32",), ((1, 4, 8),), (2, 32), 512, 2, 2, flat_rounds=2)
 
 
 @dataclass(frozen=True)
@@ -300,9 +300,13 @@ def prune(cell: Cell, pair: Pair, rounds: int) -> list[Row]:
 def jobs(size: Size, device: torch.device) -> Iterator[tuple[Row, Callable[[], list[Row]]]]:
     """Everything there is to measure: its columns, and the work."""
 
+    def shape_of(kv: str) -> Shape:
+        """With multi-head attention (`mha`), or with four query heads to a key head (`gqa`)."""
+        return size.shape if kv == "mha" else replace(size.shape, kv_heads=max(1, size.shape.heads // 4))
+
     @lru_cache(1)
     def make_pair(kv: str, dtype: str, sharp: bool) -> Pair:
-        return Pair.random(size.shape, kv, device, dtype, sharp=sharp)
+        return shape_of(kv).random(device, dtype, sharp=sharp)
 
     # Only policies that choose by attention need it to be like a trained model's, which half precision rounds more.
     pair_of = lambda cell: make_pair(cell.kv, cell.dtype, cell.policy != "streaming")  # noqa: E731
@@ -321,7 +325,7 @@ def jobs(size: Size, device: torch.device) -> Iterator[tuple[Row, Callable[[], l
         cell = Cell("float32", "gqa", 1, size.prompt, policy, "auto")
         yield {"measure": "prune", **asdict(cell)}, lambda c=cell: prune(c, pair_of(c), size.rounds)
     for dtype, kv, policy, batch, budget in itertools.product(size.dtypes, size.kv, POLICIES, size.batches, size.budgets):
-        cell, heads = Cell(dtype, kv, batch, budget, *policy), size.shape.kv_heads(kv)
+        cell, heads = Cell(dtype, kv, batch, budget, *policy), shape_of(kv).kv_heads
         needed = 2 * batch * heads * budget * size.shape.head_dim * getattr(torch, dtype).itemsize * size.shape.layers
         if 14 * needed > bytes_free(device):  # of all sides at once
             print(f"{cell}: not enough memory, not measured")

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from _reuse_cells import PROMPTS, Answer, Locations, Way, ask, cold, segments, ways
 from shared.cli import OPTIONS, arguments, begin, check_counts, run_script
-from shared.models import Pair, random_ids, random_llama
+from shared.models import Pair, Shape, random_ids
 from shared.results import Results, Row, print_environment, show
 from shared.timing import in_turns, ratios, spread
 from transformers import DynamicCache
@@ -72,12 +72,9 @@ class Size:
     dtype: str = "float32"
 
     def model(self, device: torch.device) -> Pair:
-        """As Qwen3-0.6B is built, with few words so that the head costs nothing."""
-        head_dim = min(128, self.hidden // 8)
-        heads = {"num_attention_heads": 2 * self.hidden // head_dim, "num_key_value_heads": self.hidden // head_dim, "head_dim": head_dim}
-        sizes = {"vocab_size": min(4096, 4 * self.hidden), "hidden_size": self.hidden, "intermediate_size": 3 * self.hidden}
-        model = random_llama(device, num_hidden_layers=self.layers, **sizes, **heads)
-        return Pair.of(model.to(getattr(torch, self.dtype)), device)
+        dim = min(128, self.hidden // 8)
+        heads = 2 * self.hidden // dim, self.hidden // dim, dim
+        return Shape(self.hidden, self.layers, *heads, 3 * self.hidden, min(4096, 4 * self.hidden)).random(device, self.dtype)
 
 
 QUICK = Size(2, 64, 400, 2, 3)
