@@ -117,20 +117,9 @@ test-engines: engines
 
 bench: $(VENV)/.installed
 	$(VENV)/bin/python scripts/step_cost.py --csv docs/benchmarks/step-cost.csv
-	$(VENV)/bin/python scripts/bench_growing.py --device $(DEVICE) \
-		--csv docs/benchmarks/growing-$(DEVICE).csv --plot docs/benchmarks/growing-$(DEVICE).png
-	$(VENV)/bin/python scripts/bench_prefill.py --device $(DEVICE) --csv docs/benchmarks/prefill-$(DEVICE).csv
 	$(VENV)/bin/python scripts/bench_equip.py --device $(DEVICE) \
 		--csv docs/benchmarks/equip-$(DEVICE).csv --plot docs/benchmarks/equip-$(DEVICE).png
-	$(VENV)/bin/python scripts/bench_subspace.py --device $(DEVICE) \
-		--csv docs/benchmarks/subspace-speed-$(DEVICE).csv --plot docs/benchmarks/subspace-speed-$(DEVICE).png
-	$(VENV)/bin/python scripts/bench_segments.py --device $(DEVICE) \
-		--csv docs/benchmarks/segments-speed-$(DEVICE).csv --plot docs/benchmarks/segments-speed-$(DEVICE).png
-	$(VENV)/bin/python scripts/bench_warmstart.py --device $(DEVICE) \
-		--csv docs/benchmarks/warmstart-speed-$(DEVICE).csv --plot docs/benchmarks/warmstart-speed-$(DEVICE).png
 	$(VENV)/bin/python scripts/bench_reuse.py --device $(DEVICE) --csv docs/benchmarks/reuse-speed-$(DEVICE).csv
-	$(VENV)/bin/python scripts/bench_translation.py --device $(DEVICE) \
-		--csv docs/benchmarks/translation-speed-$(DEVICE).csv --plot docs/benchmarks/translation-speed-$(DEVICE).png
 	for dtype in float32 bfloat16; do $(VENV)/bin/python scripts/bench_speed_table.py --device $(DEVICE) --dtype $$dtype || exit 1; done
 
 eval: $(VENV)/.installed

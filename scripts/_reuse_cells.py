@@ -10,8 +10,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from shared.models import Pair, random_ids, word_tokenizer
@@ -36,109 +37,58 @@ class Answer(NamedTuple):
     extra: float = 0.0  # bytes at the peak, beside the weights, the store and what the cache keeps, where that was measured
 
 
-class Way(Protocol):
+@dataclass(frozen=True)
+class Way:
     """A way to answer prompts."""
 
-    def cache(self) -> Any:
-        """A new one, for the next prompt."""
-
-    def saved(self, cache: Any, ids: torch.Tensor) -> float:
-        """The share of a prompt's FLOPs that a cache did not need."""
-
-    def settle(self) -> None:
-        """Wait for what is stored behind a prompt."""
-
-    def close(self) -> None: ...
+    model: Any
+    cache: Callable[[], Any]  # a new one, for the next prompt
+    saved: Callable[[Any, torch.Tensor], float] = lambda cache, ids: 0.0  # the share of a prompt's FLOPs that a cache did not need
+    settle: Callable[[], object] = lambda: None  # waits for what is stored behind a prompt
+    close: Callable[[], object] = lambda: None
 
 
-class Cold:
+def cold(pair: Pair) -> Way:
     """Without reuse."""
-
-    def __init__(self, pair: Pair) -> None:
-        self.pair = pair
-
-    def cache(self) -> Any:
-        return DynamicCache(config=self.pair.plain.config)
-
-    def saved(self, cache: Any, ids: torch.Tensor) -> float:
-        return 0.0
-
-    def settle(self) -> None: ...
-
-    def close(self) -> None: ...
+    return Way(pair.plain, lambda: DynamicCache(config=pair.plain.config))
 
 
-class Copied:
+@torch.no_grad()
+def copied(pair: Pair, prefix: torch.Tensor) -> Way:
     """From a copy of a `DynamicCache` that holds the prefix already: what transformers offers, without a store or a look-up."""
-
-    def __init__(self, pair: Pair, prefix: torch.Tensor) -> None:
-        self.pair, self.tokens = pair, prefix.shape[1]
-        self.filled = DynamicCache(config=pair.plain.config)
-        with torch.no_grad():
-            pair.plain(input_ids=prefix, past_key_values=self.filled, logits_to_keep=1)
-
-    def cache(self) -> Any:
-        return copy.deepcopy(self.filled)
-
-    def saved(self, cache: Any, ids: torch.Tensor) -> float:
-        costs, tokens = Costs.of(self.pair.plain), ids.shape[1]
-        return 1 - costs.of_prompt(self.tokens, tokens) / costs.of_prompt(0, tokens)
-
-    def settle(self) -> None: ...
-
-    def close(self) -> None: ...
+    filled, costs = DynamicCache(config=pair.plain.config), Costs.of(pair.plain)
+    pair.plain(input_ids=prefix, past_key_values=filled, logits_to_keep=1)
+    saved = lambda cache, ids: 1 - costs.of_prompt(prefix.shape[1], ids.shape[1]) / costs.of_prompt(0, ids.shape[1])  # noqa: E731
+    return Way(pair.plain, lambda: copy.deepcopy(filled), saved)
 
 
-class Segments:
+def segments(pair: Pair, location: str, stored: str, mode: Any, spans: list[tuple[int, int]] | None = None) -> Way:
     """From a `SegmentStore`.
 
     Args:
         spans: Where segments of a prompt begin and end; None where the cache finds out.
     """
-
-    def __init__(self, pair: Pair, location: str, stored: str, mode: str, spans: list[tuple[int, int]] | None) -> None:
-        self.pair, self.mode, self.spans = pair, mode, None if spans is None else [spans]
-        self.store = SegmentStore(location, quantization=STORED[stored], timeout=TIMEOUT)
-
-    def cache(self) -> Any:
-        return SegmentReuseCache(self.pair.switched, self.store, mode=self.mode, spans=self.spans)  # type: ignore[arg-type]
-
-    def saved(self, cache: Any, ids: torch.Tensor) -> float:
-        return float(cache.report().flops_saved)
-
-    def settle(self) -> None:
-        self.store.flush()
-
-    def close(self) -> None:
-        self.store.close()
+    store, own = SegmentStore(location, quantization=STORED[stored], timeout=TIMEOUT), None if spans is None else [spans]
+    make = lambda: SegmentReuseCache(pair.switched, store, mode=mode, spans=own)  # noqa: E731
+    return Way(pair.switched, make, lambda cache, ids: float(cache.report().flops_saved), store.flush, store.close)
 
 
-class Aligned:
+def aligned(pair: Pair, location: str, stored: str, prompt: torch.Tensor) -> Way:
     """From a `WarmStartLibrary`."""
+    options: dict[str, Any] = {"quantization": STORED[stored], "timeout": TIMEOUT}
+    library = WarmStartLibrary(pair.switched, word_tokenizer(pair.plain.config.vocab_size), location=location, **options)
+    library.add(prompt[0].tolist())
 
-    def __init__(self, pair: Pair, location: str, stored: str, prompt: torch.Tensor) -> None:
-        self.pair, self.prompt = pair, prompt
-        tokenizer = word_tokenizer(pair.plain.config.vocab_size)
-        options: dict[str, Any] = {"quantization": STORED[stored], "timeout": TIMEOUT}
-        self.library = WarmStartLibrary(pair.switched, tokenizer, location=location, **options)
-        self.library.add(prompt[0].tolist())
-
-    def cache(self) -> Any:
-        return WarmStartCache(self.pair.switched, self.library, strategy="align")
-
-    def saved(self, cache: Any, ids: torch.Tensor) -> float:
-        report, costs = cache.report(), Costs.of(self.pair.plain)
+    def saved(cache: Any, ids: torch.Tensor) -> float:
+        report, costs = cache.report(), Costs.of(pair.plain)
         if report.strategy != "align":
             raise SystemExit(f"aligned: served by {report.strategy} ({report.refused}): nothing timed")
         return 1 - costs.of_row(cache.plans[0]) / costs.of_prompt(0, len(ids[0]))
 
-    def settle(self) -> None: ...
-
-    def close(self) -> None:
-        self.library.close()
+    return Way(pair.switched, lambda: WarmStartCache(pair.switched, library, strategy="align"), saved, close=library.close)
 
 
-def ask(way: Way, model: Any, ids: torch.Tensor, new_tokens: int = 1, memory: bool = False) -> Answer:
+def ask(way: Way, ids: torch.Tensor, new_tokens: int = 1, memory: bool = False) -> Answer:
     """Generate exactly so many tokens greedily behind a prompt, (1, tokens).
 
     Args:
@@ -150,7 +100,7 @@ def ask(way: Way, model: Any, ids: torch.Tensor, new_tokens: int = 1, memory: bo
     synchronize(ids.device)
     begin = clock()
     cache = way.cache()
-    model.generate(ids, past_key_values=cache, do_sample=False, **lengths)
+    way.model.generate(ids, past_key_values=cache, do_sample=False, **lengths)
     synchronize(ids.device)
     seconds = clock() - begin
     report = cache.report() if hasattr(cache, "report") else None
@@ -225,29 +175,20 @@ def changed_words(first: torch.Tensor, count: int, vocabulary: int) -> list[torc
 
 
 class Locations:
-    """Empty places for stores: memory, folders, a Redis server's database.
-
-    Args:
-        names: Of the back-ends.
-        redis: The server's URL, where one of them is Redis.
-    """
+    """Empty places for stores: memory, folders, a Redis server's database, by the names of the back-ends."""
 
     def __init__(self, names: Sequence[str], redis: str | None) -> None:
-        self.names, self._redis = names, redis
-        self._folders: list[str] = []
-        self._count = 0
+        self.names, self._redis, self._count = names, redis, 0
+        self._folder = tempfile.TemporaryDirectory()
 
     def new(self, name: str) -> str:
-        if name == "disk":
-            self._folders.append(tempfile.mkdtemp())
-            return f"disk:{self._folders[-1]}/store"
         self._count += 1
-        return f"{self._redis}?prefix=bench{self._count}" if name == "Redis" else name
+        places = {"disk": f"disk:{self._folder.name}/store{self._count}", "Redis": f"{self._redis}?prefix=bench{self._count}"}
+        return places.get(name, name)
 
     def clear(self) -> None:
-        for folder in self._folders:
+        for folder in Path(self._folder.name).iterdir():
             shutil.rmtree(folder)
-        self._folders.clear()
         if self._redis:
             import redis
 
@@ -258,16 +199,16 @@ def ways(section: str, pair: Pair, locations: Locations, first: torch.Tensor) ->
     """A way for each back-end and each form of what is stored, with the first prompt in it."""
     made: dict[tuple[str, str], Way] = {}
     if section == "prefix":
-        made["DynamicCache", COPIED] = Copied(pair, first[:, : first.shape[1] * 9 // 10])
+        made["DynamicCache", COPIED] = copied(pair, first[:, : first.shape[1] * 9 // 10])
     for backend in locations.names:
         for stored in STORED:
             location = locations.new(backend)
             if section == "aligned":
-                made[backend, stored] = Aligned(pair, location, stored, first)
+                made[backend, stored] = aligned(pair, location, stored, first)
                 continue
             kind = ("approximate", pages_of(first.shape[1])) if section == "moved" else ("exact", None)
-            made[backend, stored] = Segments(pair, location, stored, *kind)
-            ask(made[backend, stored], pair.switched, first)
+            made[backend, stored] = segments(pair, location, stored, *kind)
+            ask(made[backend, stored], first)
     return made
 
 

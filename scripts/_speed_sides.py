@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from _reuse_cells import BIT_EQUAL, Aligned, Segments, begun_alike, changed_words
-from shared.models import Pair, random_ids, random_llama
+from _reuse_cells import BIT_EQUAL, aligned, begun_alike, changed_words, segments
+from shared.models import Shape, random_ids
 from transformers import DynamicCache
 
 from hf_kvcaches import AdaptiveSubspace, CacheTranslator, EquipCache, GrowingCache, KVCacheError, KVCodec, SubspaceCache, TranslatedCache
@@ -28,16 +28,9 @@ PAYLOAD = 0.025  # the default
 
 
 @dataclass(frozen=True)
-class Size:
+class Size(Shape):
     """The model, and how long to measure."""
 
-    hidden: int = 1024
-    layers: int = 28
-    heads: int = 16
-    kv_heads: int = 8
-    head_dim: int = 128
-    intermediate: int = 3072
-    vocabulary: int = 2048
     calibration: int = 1024  # tokens
     rounds: int = 5
     steps: int = 4  # of a round
@@ -54,10 +47,7 @@ class Bench:
 
     def __init__(self, size: Size, dtype: str, device: torch.device, folder: Path | None) -> None:
         self.size, self.dtype, self.device, self.folder = size, dtype, device, folder
-        sizes = {"vocab_size": size.vocabulary, "hidden_size": size.hidden, "intermediate_size": size.intermediate}
-        heads = {"num_attention_heads": size.heads, "num_key_value_heads": size.kv_heads, "head_dim": size.head_dim}
-        model = random_llama(device, num_hidden_layers=size.layers, **sizes, **heads)
-        self.pair = Pair.of(model.to(getattr(torch, dtype)), device)
+        self.pair = size.random(device, dtype)
 
     def prompt(self, batch: int, context: int) -> torch.Tensor:
         return random_ids(self.size.vocabulary, batch, context, seed=5).to(self.device)
@@ -118,18 +108,6 @@ def spectrum(width: int) -> torch.Tensor:
     return (1 + torch.arange(width) / (width / 64)) ** -1.0
 
 
-def translation_limit(size: Size, tokens: int) -> float:
-    """How many times the operations of rebuilding all layers but the lowest from codes a prefill has."""
-    width = 2 * size.kv_heads * size.head_dim
-    coding, weights = (
-        random_coding(width, size.layers),
-        size.hidden * (3 * size.intermediate + 2 * (size.heads + size.kv_heads) * size.head_dim),
-    )
-    prefill = size.layers * tokens * (2 * weights + 2 * size.heads * size.head_dim * tokens)
-    inputs = sum(len(used) * (size.hidden + len(coding.directions(code))) for code, used in enumerate(shared_layers(width, size.layers)))
-    return prefill / (tokens * 2 * inputs * width + size.layers * 2 * weights)  # and the last token
-
-
 def random_translator(producer: Any, consumer: Any) -> CacheTranslator:
     """A translator that nothing was fitted to, for times: random weights have nothing to fit to."""
     config, settings = consumer.config, TranslatorConfig(metric="plain")
@@ -152,107 +130,57 @@ def random_translator(producer: Any, consumer: Any) -> CacheTranslator:
     return CacheTranslator(Maps(tuple(encoders), tuple(decoders), 0, coding), own, *models)
 
 
+@dataclass(frozen=True)
 class Source:
     """What a cache takes prompts from: opened in front of the first prompt, closed before decode steps are timed."""
 
-    exact = True  # whether a prompt has the logits of DynamicCache
-    warm_up = True  # whether the first prompt takes longer, for what is loaded at the first use
-
-    def __init__(self, bench: Bench, first: torch.Tensor, runs: int) -> None:
-        self.bench, self.first = bench, first
-        self.prompts = self.make_prompts(runs)
-        self.open()
-
-    def make_prompts(self, runs: int) -> Sequence[torch.Tensor]:
-        return [self.first] * runs
-
-    def open(self) -> None: ...
-
-    def cache(self, number: int) -> Any:
-        raise NotImplementedError
-
-    def reuses(self, cache: Any) -> bool:
-        """Whether a cache took what it was meant to take."""
-        return True
-
-    def close(self) -> None: ...
+    prompts: Sequence[torch.Tensor]
+    cache: Callable[[], Any]
+    exact: bool = True  # whether a prompt has the logits of DynamicCache
+    warm_up: bool = True  # whether the first prompt takes longer, for what is loaded at the first use
+    reuses: Callable[[Any], bool] = lambda cache: True  # whether a cache took what it was meant to take
+    close: Callable[[], object] = lambda: None
 
 
-class Prefix(Source):
+Open = Callable[[Bench, torch.Tensor, int], Source]
+
+
+def prefix(bench: Bench, first: torch.Tensor, runs: int) -> Source:
     """Nine tenths of each prompt are in a store."""
-
-    def make_prompts(self, runs: int) -> Sequence[torch.Tensor]:
-        return begun_alike(self.first, runs, self.bench.size.vocabulary)
-
-    def open(self) -> None:
-        self.way = Segments(self.bench.pair, "memory", BIT_EQUAL, "exact", None)
-        prefix = self.first[:, : self.first.shape[1] * 9 // 10]
-        cache = self.way.cache()
-        self.bench.pair.switched(input_ids=prefix, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        del cache
-        self.way.settle()
-
-    def cache(self, number: int) -> Any:
-        return self.way.cache()
-
-    def reuses(self, cache: Any) -> bool:
-        return cache.report().flops_saved > 0.5
-
-    def close(self) -> None:
-        self.way.close()
+    way = segments(bench.pair, "memory", BIT_EQUAL, "exact")
+    cache = way.cache()
+    bench.pair.switched(input_ids=first[:, : first.shape[1] * 9 // 10], past_key_values=cache, use_cache=True, logits_to_keep=1)
+    del cache
+    way.settle()
+    prompts = begun_alike(first, runs, bench.size.vocabulary)
+    return Source(prompts, way.cache, reuses=lambda cache: cache.report().flops_saved > 0.5, close=way.close)
 
 
-class Similar(Source):
+def similar(bench: Bench, first: torch.Tensor, runs: int) -> Source:
     """A library has a prompt with ten other words; one row."""
-
-    exact = False
-
-    def make_prompts(self, runs: int) -> Sequence[torch.Tensor]:
-        return changed_words(self.first, runs, self.bench.size.vocabulary)
-
-    def open(self) -> None:
-        self.way = Aligned(self.bench.pair, "memory", BIT_EQUAL, self.first)
-
-    def cache(self, number: int) -> Any:
-        return self.way.cache()
-
-    def reuses(self, cache: Any) -> bool:
-        return cache.report().strategy == "align"
-
-    def close(self) -> None:
-        self.way.close()
+    way, prompts = aligned(bench.pair, "memory", BIT_EQUAL, first), changed_words(first, runs, bench.size.vocabulary)
+    return Source(prompts, way.cache, exact=False, reuses=lambda cache: cache.report().strategy == "align", close=way.close)
 
 
-class Codes(Source):
+def coded(bench: Bench, first: torch.Tensor, runs: int) -> Source:
     """Another model has read the prompt, and its codes are at hand."""
-
-    exact = False
-
-    def open(self) -> None:
-        self.codes = self.bench.translator.encode(self.bench.producer(), self.first)
-
-    def cache(self, number: int) -> Any:
-        return TranslatedCache(self.bench.pair.switched, self.bench.translator, self.codes)
-
-    def reuses(self, cache: Any) -> bool:
-        return cache.report().translated > 0
+    codes = bench.translator.encode(bench.producer(), first)
+    make = lambda: TranslatedCache(bench.pair.switched, bench.translator, codes)  # noqa: E731
+    return Source([first] * runs, make, exact=False, reuses=lambda cache: cache.report().translated > 0)
 
 
-def fresh(make: Callable[[Bench, Any], Any]) -> type[Source]:
-    """A source of prompts of which nothing is known: the cache starts empty."""
-    return type("Fresh", (Source,), {"warm_up": False, "cache": lambda self, number: make(self.bench, self.bench.pair.switched)})
+def fresh(make: Callable[..., Any], *names: str, **options: Any) -> Open:
+    """Prompts of which nothing is known: the cache starts empty.
 
+    Args:
+        *names: Of artifacts of the bench, which are calibrated or loaded before times are taken.
+    """
 
-class Coded(Source):
-    """A codec, which is calibrated or loaded before times are taken."""
+    def opened(bench: Bench, first: torch.Tensor, runs: int) -> Source:
+        artifacts = [getattr(bench, name) for name in names]
+        return Source([first] * runs, lambda: make(bench.pair.switched, *artifacts, **options), warm_up=False)
 
-    warm_up = False
-
-    def open(self) -> None:
-        self.codec = self.bench.codec
-
-    def cache(self, number: int) -> Any:
-        return SubspaceCache(self.bench.pair.switched, self.codec)
+    return opened
 
 
 @dataclass(frozen=True)
@@ -261,31 +189,28 @@ class Side:
 
     cache: str
     setting: str
-    source: type[Source]
+    source: Open
     single: bool = False  # whether it is for one row alone
 
     def __str__(self) -> str:
         return f"{self.cache}({self.setting})"
 
 
+def pruned(policy: str, more: str = "", **options: Any) -> Side:
+    """A quarter of the tokens."""
+    return Side("EquipCache", f"policy={policy!r}, budget=0.25{more}", fresh(EquipCache, policy=policy, budget=0.25, **options))
+
+
 SIDES = (
-    Side("GrowingCache", "", fresh(lambda bench, model: GrowingCache(model))),
-    Side("EquipCache", "policy='streaming', budget=0.25", fresh(lambda bench, model: EquipCache(model, "streaming", budget=0.25))),
-    Side("SubspaceCache", "codec", Coded),
-    Side("SegmentReuseCache", "store", Prefix),
-    Side("WarmStartCache", "library, strategy='align'", Similar, single=True),
-    Side("TranslatedCache", "translator, codes", Codes),
-    Side("EquipCache", "policy='future', budget=0.25", fresh(lambda bench, model: EquipCache(model, "future", budget=0.25))),
-    Side("EquipCache", "policy='snapkv', budget=0.25", fresh(lambda bench, model: EquipCache(model, "snapkv", budget=0.25))),
-    Side("EquipCache", "policy='compactor', budget=0.25", fresh(lambda bench, model: EquipCache(model, "compactor", budget=0.25))),
-    Side(
-        "SubspaceCache",
-        "adaptive=AdaptiveSubspace(bytes_ratio=0.25)",
-        fresh(lambda bench, model: SubspaceCache(model, adaptive=AdaptiveSubspace(bytes_ratio=0.25))),
-    ),
-    Side(
-        "EquipCache",
-        "policy='keydiff', budget=0.25, page_size=16",
-        fresh(lambda bench, model: EquipCache(model, "keydiff", budget=0.25, page_size=16)),
-    ),
+    Side("GrowingCache", "", fresh(GrowingCache)),
+    pruned("streaming"),
+    Side("SubspaceCache", "codec", fresh(SubspaceCache, "codec")),
+    Side("SegmentReuseCache", "store", prefix),
+    Side("WarmStartCache", "library, strategy='align'", similar, single=True),
+    Side("TranslatedCache", "translator, codes", coded),
+    pruned("future"),
+    pruned("snapkv"),
+    pruned("compactor"),
+    Side("SubspaceCache", "adaptive=AdaptiveSubspace(bytes_ratio=0.25)", fresh(SubspaceCache, adaptive=AdaptiveSubspace(bytes_ratio=0.25))),
+    pruned("keydiff", ", page_size=16", page_size=16),
 )

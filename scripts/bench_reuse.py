@@ -23,12 +23,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from _reuse_cells import PROMPTS, STORED, Answer, Cold, Copied, Locations, Segments, Way, ask, ways
-from shared.bars import Bar
-from shared.cli import check_counts, run_script
-from shared.models import Pair, random_ids, random_llama
-from shared.results import Row
-from shared.sections import Output, begin_sections, run_sections, section_arguments
+from _reuse_cells import PROMPTS, Answer, Locations, Way, ask, cold, segments, ways
+from shared.cli import OPTIONS, arguments, begin, check_counts, run_script
+from shared.models import Pair, Shape, random_ids
+from shared.results import Results, Row, print_environment, show
 from shared.timing import in_turns, ratios, spread
 from transformers import DynamicCache
 
@@ -40,7 +38,6 @@ COLUMNS = (
     "efficiency extra bytes gbps fetch_ms compute_ms faster_above"
 ).split()
 SHOWN = {
-    "": "{side}",
     "stored": "{stored}",
     "n": "{count}",
     "cold ms": "{cold_ms:.0f}",
@@ -57,7 +54,7 @@ SHOWN = {
     "compute ms": "{compute_ms:.2f}",
     "worth it below tokens/s": "{faster_above:.0f}",
 }
-EFFICIENCY, EXTRA, OVERHEAD, TOLERANCE = 0.85, 1.1, 1.03, 1e-4
+TOLERANCE = 1e-4
 NETWORKS = (1, 10, 100)  # Gb/s
 CODEC = 0.125  # of a 16-bit cache's bytes, the default of `KVCodec.calibrate`
 NO_REUSE = "no reuse"
@@ -75,12 +72,9 @@ class Size:
     dtype: str = "float32"
 
     def model(self, device: torch.device) -> Pair:
-        """As Qwen3-0.6B is built, with few words so that the head costs nothing."""
-        head_dim = min(128, self.hidden // 8)
-        heads = {"num_attention_heads": 2 * self.hidden // head_dim, "num_key_value_heads": self.hidden // head_dim, "head_dim": head_dim}
-        sizes = {"vocab_size": min(4096, 4 * self.hidden), "hidden_size": self.hidden, "intermediate_size": 3 * self.hidden}
-        model = random_llama(device, num_hidden_layers=self.layers, **sizes, **heads)
-        return Pair.of(model.to(getattr(torch, self.dtype)), device)
+        dim = min(128, self.hidden // 8)
+        heads = 2 * self.hidden // dim, self.hidden // dim, dim
+        return Shape(self.hidden, self.layers, *heads, 3 * self.hidden, min(4096, 4 * self.hidden)).random(device, self.dtype)
 
 
 QUICK = Size(2, 64, 400, 2, 3)
@@ -104,27 +98,24 @@ class Run:
         elements = 2 * config.num_key_value_heads * config.head_dim * config.num_hidden_layers
         return elements * {"int8": 8, "int4": 4, None: 8 * itemsize}[stored] // 8
 
-    def _ask(self, way: Way, ids: torch.Tensor, new_tokens: int = 1, memory: bool = False) -> Answer:
-        return ask(way, self.pair.plain if isinstance(way, Cold | Copied) else self.pair.switched, ids, new_tokens, memory)
-
     def hits(self, section: str) -> Iterator[Row]:
         *prompts, last = PROMPTS[section](self.first, self.size.hits + 2, self.vocabulary)
-        sides: dict[Any, Way] = {NO_REUSE: Cold(self.pair), **ways(section, self.pair, self.locations, self.first)}
-        works = {side: lambda number, way=way: self._ask(way, prompts[number]) for side, way in sides.items()}
+        sides: dict[Any, Way] = {NO_REUSE: cold(self.pair), **ways(section, self.pair, self.locations, self.first)}
+        works = {side: lambda number, way=way: ask(way, prompts[number]) for side, way in sides.items()}
         answers = {side: own[1:] for side, own in in_turns(works, len(prompts)).items()}
         peaks = {}
         for side, way in sides.items():
-            peaks[side] = self._ask(way, last, memory=True)
+            peaks[side] = ask(way, last, memory=True)
             way.close()
         self.locations.clear()
-        cold = [answer.seconds for answer in answers.pop(NO_REUSE)]
-        self.cold_seconds += cold
+        base = [answer.seconds for answer in answers.pop(NO_REUSE)]
+        self.cold_seconds += base
         for (backend, stored), own in answers.items():
-            yield {"side": backend, "stored": stored, **self.labels, **self._hit(cold, own, peaks[backend, stored])}
+            yield {"side": backend, "stored": stored, **self.labels, **self._hit(base, own, peaks[backend, stored])}
 
-    def _hit(self, cold: Sequence[float], hits: Sequence[Answer], peak: Answer) -> Row:
+    def _hit(self, base: Sequence[float], hits: Sequence[Answer], peak: Answer) -> Row:
         seconds = [hit.seconds for hit in hits]
-        row = {"count": len(hits), "cold_ms": statistics.median(cold) * 1e3, **spread("time", seconds, 1e3), **ratios(cold, seconds)}
+        row = {"count": len(hits), "cold_ms": statistics.median(base) * 1e3, **spread("time", seconds, 1e3), **ratios(base, seconds)}
         row["saved"] = statistics.median(hit.saved for hit in hits)
         row["possible"] = 1 / (1 - row["saved"])
         row["efficiency"] = row["ratio"] / row["possible"]
@@ -133,22 +124,22 @@ class Run:
         return {name: round(value, 4) if isinstance(value, float) else value for name, value in row.items()}
 
     def no_repeats(self) -> Iterator[Row]:
-        sides: dict[str, Way] = {NO_REUSE: Cold(self.pair)}
+        sides: dict[str, Way] = {NO_REUSE: cold(self.pair)}
         for mode in ("exact", "approximate"):
-            sides[mode] = Segments(self.pair, "memory", "bit-equal", mode, None)
+            sides[mode] = segments(self.pair, "memory", "bit-equal", mode)
         prompts = [self._prompt(100 + number) for number in range(self.size.hits + 1)]
-        works = {side: lambda number, way=way: self._ask(way, prompts[number], self.size.new_tokens) for side, way in sides.items()}
+        works = {side: lambda number, way=way: ask(way, prompts[number], self.size.new_tokens) for side, way in sides.items()}
         answers = {side: [answer.seconds for answer in own[1:]] for side, own in in_turns(works, len(prompts)).items()}
         for way in sides.values():
             way.close()
-        cold = answers[NO_REUSE]
+        base = answers[NO_REUSE]
         for side, seconds in answers.items():
-            row = {"side": side, **self.labels, "count": len(seconds), "cold_ms": round(statistics.median(cold) * 1e3, 4)}
-            yield row | spread("time", seconds, 1e3) | ratios(cold, seconds)
+            row = {"side": side, **self.labels, "count": len(seconds), "cold_ms": round(statistics.median(base) * 1e3, 4)}
+            yield row | spread("time", seconds, 1e3) | ratios(base, seconds)
 
     def network(self) -> Iterator[Row]:
         if not self.cold_seconds:
-            self.cold_seconds.append(self._ask(Cold(self.pair), self.first).seconds)
+            self.cold_seconds.append(ask(cold(self.pair), self.first).seconds)
         compute = statistics.median(self.cold_seconds) / self.size.tokens * 1e3
         exact = {name: self.bytes_per_token(None, itemsize) for name, itemsize in (("float32", 4), ("bfloat16", 2))}
         forms = {**exact, "int8": self.bytes_per_token("int8", 1), f"KVCodec {CODEC:g}": round(CODEC * exact["bfloat16"])}
@@ -177,22 +168,10 @@ class Run:
         return f"a prefix from a bit-equal store gives the logits of no reuse, to {worst:.1e}, with {reused} tokens reused"
 
 
-def bars() -> list[Bar]:
-    promised = []
-    for section, name in (("prefix", "exact prefixes"), ("moved", "moved pages"), ("aligned", "aligned warm starts")):
-        for stored in STORED:
-            where = {"section": section, "stored": stored}
-            text = f"at least {EFFICIENCY} of what the saved FLOPs allow, {name}, {stored}"
-            promised.append(Bar(text, where, "efficiency", least=EFFICIENCY, unit=""))
-            text = f"peak extra memory at most {EXTRA}x of what is reused, {name}, {stored}"
-            promised.append(Bar(text, where, "extra", most=EXTRA))
-    text = f"a request without repeats takes at most {OVERHEAD}x the time of no reuse"
-    cost, reuses = (lambda row: 1 / row["ratio"]), (lambda row: row["side"] != NO_REUSE)
-    return [*promised, Bar(text, {"section": "no repeats"}, cost, most=OVERHEAD, also=reuses)]
-
-
 def main() -> None:
-    parser = section_arguments(__doc__, SECTIONS)
+    parser = arguments(__doc__, "device", "threads", "quick")
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="only these")
+    parser.add_argument("--csv", **OPTIONS["csv"] | {"help": "write every number here; sections that are in it and not measured stay"})
     for name in ("layers", "hidden", "tokens", "hits"):
         parser.add_argument(f"--{name}", type=int, help=f"default: {getattr(Size(), name)}")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32")
@@ -200,14 +179,21 @@ def main() -> None:
     parser.add_argument("--redis", metavar="URL", help="an empty database, to measure reuse through it, too; it is cleared")
     args = parser.parse_args()
     check_counts(args, ["layers", "hidden", "tokens"])
-    device = begin_sections(args, "hits")
+    check_counts(args, ["hits"], least=2)  # fewer have no quartiles
+    device = begin(args)
+    print_environment(device)
     given = {name: getattr(args, name) for name in ("layers", "hidden", "tokens", "hits", "dtype") if getattr(args, name) is not None}
     locations = Locations([*args.backends, *(["Redis"] if args.redis else [])], args.redis)
     run = Run(replace(QUICK if args.quick else Size(), **given), device, locations)
     print(run.prove(), flush=True)
     works: dict[str, Any] = {section: lambda section=section: run.hits(section) for section in PROMPTS}
     works |= {"no repeats": run.no_repeats, "network": run.network}
-    run_sections(args, device, works, Output("Reuse at real sizes", COLUMNS, SHOWN, bars(), lambda rows: []))
+    results = Results(args.csv, COLUMNS, device)
+    results.drop(args.sections)
+    for section in args.sections:
+        rows = [{"section": section, **row} for row in works[section]()]
+        results.add(rows)
+        print(show(rows, {section: "{side}", **SHOWN}), "\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -22,13 +22,13 @@ from shared import TESTBED
 from shared.cli import arguments, begin, check_counts, load, run_script
 from shared.plot import Panel, draw
 from shared.results import show, table
-from shared.texts import encode
 from tqdm import tqdm
 from transformers import BatchEncoding, Cache, DynamicCache
 from transformers.generation import BaseStreamer
 
 import hf_kvcaches as kv
 from hf_kvcaches import MissingDependencyError, UnsupportedError, VerifyReport
+from hf_kvcaches.cli.prompts import encode
 from hf_kvcaches.compat import GENERATE_CACHE
 from tests.testbed.documents import Document, Filler, fit_document
 

@@ -1,15 +1,13 @@
 """What pruning costs on a real model: needles, facts in words, and the text's own continuation.
 
     python scripts/eval_pruning.py [--model smollm2|gemma3|FOLDER] [--samples 48] [--tokens 600] [--ratios 0.5 0.25 0.125]
-        [--caches NAME ...] [--codes 0.125 0.0625] [--chats [COUNT]] [--kvpress PYTHON] [--csv FILE]
+        [--caches NAME ...] [--chats [COUNT]] [--kvpress PYTHON] [--csv FILE]
 
 Contexts of book text are read in one call and pruned before any question is known; each question is asked, with its answer in the same
 call, of a copy of the pruned cache. **needles**: a number of seven digits anywhere in the text. **facts**: three facts in words, asked for
 in other words. An answer is right if greedy decoding writes exactly its tokens; counted are those that the full cache gets right. **loss**:
 of the next 32 tokens of the book, in nats a token beyond the full cache's. **chats**: turns of some 200 tokens in `BUDGET` slots, the
 replies fed one token at a time; the fact that the first message stated is asked for in the end.
-
-**codes**: nothing is pruned; all but 4 first and 64 newest tokens of the context are read from codes of a `KVCodec`, in place or packed.
 
 The probe, the budgets of heads and the codec are calibrated on other parts of the text. The numbers of the documentation have seed 1; what
 was chosen by measurement was chosen with seed 0. Rows are kept in `--state` as they are measured: a run that is cut off goes on where it
@@ -26,25 +24,81 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import Any, TypeVar
 
-import _pruning_report as report
 import torch
 from _pruning_samples import FACTS, Book, Chat, Sample, chats, samples
 from shared import ROOT, TESTBED
-from shared.bars import verdicts
 from shared.cli import arguments, begin, check_counts, load, run_script
-from shared.results import Row, environment, show, write_csv
+from shared.plot import Panel
+from shared.results import Row, environment, rows_where, show, write_csv
 from shared.timing import synchronize
 from transformers import Cache, DynamicCache
 
-from hf_kvcaches import EquipCache, HeadBudgets, KeepProbe, KVCodec, SubspaceCache, compat
+from hf_kvcaches import EquipCache, HeadBudgets, KeepProbe, KVCodec, compat
 from hf_kvcaches.cli import suite
 from hf_kvcaches.cli.suite import FULL_CACHE, Item, Log
-from hf_kvcaches.codec.past import PackedCoding
 from hf_kvcaches.core.hub import Artifact
 from hf_kvcaches.core.report import measured_bytes
 from hf_kvcaches.evaluate.runner import evaluating
+
+COLUMNS = "task cache peer ratio budget samples needles of_needles facts of_facts loss bytes seconds".split()
+SHOWN = {
+    "cache": "{cache}",
+    "ratio": "{ratio:g}",
+    "budget": "{budget}",
+    "needles": "{needle_share:.0%} of {of_needles}",
+    "facts": "{fact_share:.0%} of {of_facts}",
+    "loss": "{loss:+.3f}",
+    "MiB": "{mib:.1f}",
+    "seconds": "{seconds:.2f}",
+}
+PICTURE = "pruned contexts, by the share of their tokens that is kept"
+# Of the picture: what compares heads or has measured their budgets, and what does not.
+BETWEEN_HEADS = ("future", "future, refit", "kvzip", "kvzip, refit", "probe, refit", "compactor, HeadBudgets", "snapkv", "kvpress kvzip")
+
+
+def mean(values: Sequence[float]) -> float:
+    """The mean; not a number for nothing."""
+    return fmean(values) if values else float("nan")
+
+
+def answers_of(pair: tuple[Row, Row]) -> list[bool | None]:
+    """Which answers are right; None where the full cache's is not."""
+    row, full = pair
+    return [right if possible else None for right, possible in zip(row["right"], full["right"], strict=True)]
+
+
+def counted(what: str, answers: Sequence[bool | None]) -> Row:
+    """Right answers of those that the full cache gets right."""
+    known = [answer for answer in answers if answer is not None]
+    return {f"{what}s": sum(known), f"of_{what}s": len(known), f"{what}_share": mean(known)}
+
+
+def loss(pairs: Sequence[tuple[Row, Row]]) -> float:
+    """What the continuation loses beyond the full cache, in nats a token."""
+    return mean([row["continuation"] - full["continuation"] for row, full in pairs])
+
+
+def costs(pairs: Sequence[tuple[Row, Row]]) -> Row:
+    """Mean bytes and seconds, where they were measured."""
+    size, seconds = (mean([row[name] for row, _ in pairs if name in row]) for name in ("bytes", "seconds"))
+    return {"bytes": size, "mib": size / 2**20, "seconds": seconds}
+
+
+def panels(rows: Sequence[Row]) -> list[Panel]:
+    """Needles, facts and loss of each model by the share that is kept."""
+    made = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        kept = rows_where(rows, model=model, task="prompt")
+        kept = [row | {f"{what}_share": row[f"{what}s"] / (row[f"of_{what}s"] or 1) for what in ("needle", "fact")} for row in kept]
+        for chosen, heads in ((True, "budgets between heads"), (False, "other")):
+            group = [row for row in kept if (row["cache"] in BETWEEN_HEADS) == chosen]
+            for column, what in (("needle_share", "needles"), ("fact_share", "facts"), ("loss", "nats lost by the continuation")):
+                made.append(Panel(f"{model}: {what}, {heads}", group, "{cache}", "ratio", column, "x", along="share of the tokens"))
+    return made
+
 
 A = TypeVar("A", bound=Artifact)
 TASKS = ("needle", "facts")
@@ -53,8 +107,6 @@ CALIBRATION = (6, 700)  # texts, and tokens of each
 PRESSES = ("kvzip", "compactor")
 PEERS = [f"kvpress {press}" for press in PRESSES]
 PROBE, HEADS = "probe", "HeadBudgets"
-IN_PLACE, PACKED = "codes in place", "codes packed"
-SINKS, RECENT = 4, 64  # tokens that are exact beside codes
 CODEC_TEXTS = (16, 512)  # as CALIBRATION
 # By name: the policy, and other arguments.
 CACHES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -97,7 +149,6 @@ class Evaluation:
         if self.args.kvpress:
             self._ask_kvpress(tasks)
         rows = [self._row(name, ratio) for ratio in self.args.ratios for name in [*self.args.caches, *PEERS]]
-        rows += [self._row(name, ratio) | {"task": "codes"} for ratio in self.args.codes for name in (IN_PLACE, PACKED)]
         if self.args.chats:
             suite.run(list(self._chat_items()), self.log)
             rows += [self._chat_row(name) for name in self.args.caches if name.split(",")[0] != "kvzip"]
@@ -116,26 +167,14 @@ class Evaluation:
                 for ratio in self.args.ratios:
                     make = lambda name=name, ratio=ratio: self.make(name, ratio)  # noqa: E731
                     yield Item(task, f"{name} {ratio:g}", number, lambda sample=sample, make=make: [self._asked(sample, make)])
-            for ratio in self.args.codes:
-                make = lambda ratio=ratio: SubspaceCache(self.model, self.codec.at(ratio), sinks=SINKS, recent=RECENT)  # noqa: E731
-                yield Item(task, f"{IN_PLACE} {ratio:g}", number, lambda sample=sample, make=make: [self._asked(sample, make)])
-                packed = lambda ratio=ratio: PackedCoding(self.codec.at(ratio), self.model, sinks=SINKS)  # noqa: E731
-                ask = lambda sample=sample, packed=packed: [self._asked(sample, self._full, packed())]  # noqa: E731
-                yield Item(task, f"{PACKED} {ratio:g}", number, ask)
 
-    def _asked(self, sample: Sample, make: Callable[[], Cache], packed: PackedCoding | None = None) -> Row:
-        """Read a context, keep what its packed codes say if so, and ask."""
+    def _asked(self, sample: Sample, make: Callable[[], Cache]) -> Row:
+        """Read a context, and ask."""
         cache = make()  # artifacts are not part of the seconds
         start = time.perf_counter()
         suite.read_context(self.model, cache, sample.context)
-        if packed is not None:
-            for index, layer in enumerate(cache.layers):
-                keys, values = packed.read(index, layer.keys, layer.values)
-                layer.keys[:, :, SINKS:-RECENT], layer.values[:, :, SINKS:-RECENT] = (
-                    states[:, :, SINKS:-RECENT] for states in (keys, values)
-                )
         synchronize(self.device)
-        seconds, size = time.perf_counter() - start, bytes_of(cache) if packed is None else packed.nbytes
+        seconds, size = time.perf_counter() - start, bytes_of(cache)
         *asked, continued = suite.answers(self.model, cache, sample.asked)
         numbers = {"tokens": len(sample.context), "bytes": size, "seconds": seconds, "continuation": continued.loss}
         return {**numbers, "right": [answer.matches for answer in asked], "losses": [answer.loss for answer in asked]}
@@ -229,15 +268,15 @@ class Evaluation:
         needles, facts = (self._found(task, f"{name} {ratio:g}") for task in TASKS)
         pairs = [*needles, *facts]
         row = {"task": "prompt", "cache": name, "peer": name.startswith("kvpress"), "ratio": ratio, "samples": len(pairs)}
-        row |= report.counted("needle", [answer for pair in needles for answer in report.answers_of(pair)])
-        row |= report.counted("fact", [answer for pair in facts for answer in report.answers_of(pair)])
-        return row | {"loss": report.loss(pairs)} | report.costs(pairs)
+        row |= counted("needle", [answer for pair in needles for answer in answers_of(pair)])
+        row |= counted("fact", [answer for pair in facts for answer in answers_of(pair)])
+        return row | {"loss": loss(pairs)} | costs(pairs)
 
     def _chat_row(self, name: str) -> Row:
         """A cache in chats."""
         pairs = self._found("chat", f"{name} {BUDGET}")
         row = {"task": "chat", "cache": name, "peer": False, "budget": BUDGET, "samples": len(pairs)}
-        return row | report.counted("fact", [answer for pair in pairs for answer in report.answers_of(pair)]) | report.costs(pairs)
+        return row | counted("fact", [answer for pair in pairs for answer in answers_of(pair)]) | costs(pairs)
 
 
 def bytes_of(cache: Cache) -> int:
@@ -255,9 +294,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, help="of a context; default: 600, and more for models with windows")
     parser.add_argument("--ratios", nargs="+", type=float, default=[0.5, 0.25, 0.125], help="shares of the context that are kept")
     parser.add_argument("--caches", nargs="*", choices=tuple(CACHES), default=list(CACHES))
-    parser.add_argument(
-        "--codes", nargs="*", type=float, default=[0.125, 0.0625], help="codes of unpruned contexts at these shares of the bytes"
-    )
     parser.add_argument("--chats", type=int, nargs="?", const=12, default=0, help="also so many chats; default: none, or 12")
     parser.add_argument("--kvpress", help="the Python of an environment in which kvpress is installed")
     parser.add_argument("--text", type=Path, default=TESTBED / "prose.txt", help="a book")
@@ -272,15 +308,13 @@ def main() -> None:
     device = begin(args)
     evaluation = Evaluation(args, device)
     rows = evaluation.measure()
-    print(show(rows, report.SHOWN))
-    if evaluation.name == "smollm2":
-        print(verdicts(report.bars(), rows))
+    print(show(rows, SHOWN))
     fixed = environment(device) | {"model": evaluation.name, "text": args.text.name, "tokens": evaluation.tokens, "seed": args.seed}
     path = args.csv or ROOT / "docs" / "benchmarks" / f"pruning-{evaluation.name}.csv"
     rounded = [
-        {name: round(row[name], 4) if isinstance(row[name], float) else row[name] for name in report.COLUMNS if name in row} for row in rows
+        {name: round(row[name], 4) if isinstance(row[name], float) else row[name] for name in COLUMNS if name in row} for row in rows
     ]
-    write_csv(path, rounded, fixed, report.COLUMNS)
+    write_csv(path, rounded, fixed, COLUMNS)
 
 
 if __name__ == "__main__":

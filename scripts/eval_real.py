@@ -17,18 +17,20 @@ Peers: KIVI and random rotations are written anew here (`_kivi.py`, `_real_sides
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-import _real_report as report
 import _real_sides as sides
 import torch
-from _coded_rows import row_items
+from _real_sides import row_summary
 from shared import ROOT, TESTBED
 from shared.cli import arguments, begin, check_counts, load, run_script
-from shared.results import environment
+from shared.plot import Panel, draw
+from shared.results import environment, rows_where, show, write_csv
 from transformers import Cache
 
 from hf_kvcaches import KVCacheError, KVCodec
@@ -37,6 +39,109 @@ from hf_kvcaches.cli.suite import Item, Log, Row
 from hf_kvcaches.core.rope_families import head_sizes
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.evaluate.verify import verify_text
+
+COLUMNS = ("model section task cache share recent peer samples tokens kl perplexity change worst agreement saved note").split()
+_NAMED = re.compile(r"(?P<cache>.+?) (?P<share>[\d.]+)(?:, (?P<recent>\d+) recent)?$")
+SHOWN: dict[str, Mapping[str, str]] = {
+    "codes": {
+        "codes": "{cache}",
+        "bytes": "{share:.4g}",
+        "recent": "{recent}",
+        "text": "{task}",
+        "KL": "{kl:.4f}",
+        "perplexity": "{perplexity:.2f}",
+        "more": "{change:+.1%}",
+    },
+    "quantized": {
+        "token by token": "{cache}",
+        "bytes": "{share:.4g}",
+        "recent": "{recent}",
+        "text": "{task}",
+        "KL": "{kl:.4f}",
+        "agreement": "{agreement:.1%}",
+        "": "{note}",
+    },
+    "reuse": {
+        "reuse": "{cache}",
+        "prompts": "{task}",
+        "saved": "{saved:.1%}",
+        "KL": "{kl:.2g}",
+        "worst prompt": "{worst:.2g}",
+        "agreement": "{agreement:.1%}",
+    },
+}
+# The item number of rows that say why there are no others.
+NOT_MEASURED = -2
+PEERS = ("KIVI", "rotation", "QuantizedCache")
+
+
+PICTURE = "Caches and their peers on real language models"
+
+
+def columns_of(name: str) -> Row:
+    """Cache, share and window of a side's name."""
+    found = _NAMED.match(name)
+    peer = name.startswith(PEERS)
+    if found is None:
+        return {"cache": name, "peer": peer}
+    return {"cache": found["cache"], "share": float(found["share"]), "recent": int(found["recent"] or 0), "peer": peer}
+
+
+def summaries(rows: Sequence[Row]) -> Iterator[Row]:
+    """A row for each cache and task, of what a log holds."""
+    for task in dict.fromkeys(row["task"] for row in rows):
+        section, _, kind = task.partition(" ")
+        own = [row for row in rows if row["task"] == task]
+        notes, own = [row for row in own if "note" in row], [row for row in own if "note" not in row]
+        named = {row["cache"] for row in own}
+        for row in notes:
+            if row["cache"] not in named:
+                yield {"section": section, "task": kind, **columns_of(row["cache"]), "note": row["note"]}
+        for name in dict.fromkeys(row["cache"] for row in own):
+            mine = [row for row in own if row["cache"] == name]
+            named_row = {"section": section, "task": kind or task, **columns_of(name), "samples": len(mine)}
+            yield {**named_row, **_numbers(section, own, mine, name)}
+
+
+def _numbers(section: str, own: Sequence[Row], mine: Sequence[Row], name: str) -> Row:
+    if section == "codes":
+        found = row_summary(own, name)
+    elif section == "quantized":
+        found = {"tokens": sum(row["tokens"] for row in mine)} | {each: fmean(row[each] for row in mine) for each in ("kl", "agreement")}
+    else:
+        found = {**suite.reuse_summary(own, name), "section": "reuse"}
+        found.pop("prompts")
+    return {column: round(value, 6) if isinstance(value, float) else value for column, value in found.items() if column != "cache"}
+
+
+def tables(rows: Sequence[Row]) -> str:
+    """A table of each section."""
+    parts = [f"{section}\n{show(rows_where(rows, section=section), columns)}" for section, columns in SHOWN.items()]
+    models = ", ".join(dict.fromkeys(row["model"] for row in rows))
+    return "\n\n".join([models, *parts])
+
+
+def write(path: Path, rows: Sequence[Row], fixed: Mapping[str, Any]) -> None:
+    """The rows as a file."""
+    write_csv(path, [{name: value for name, value in row.items() if value is not None} for row in rows], fixed, COLUMNS)
+
+
+def panels(rows: Sequence[Row]) -> list[Panel]:
+    """For each model: codes by their bytes."""
+    made = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        codes = rows_where(rows, model=model, section="codes", recent=0)
+        text = codes[-1]["task"] if codes else ""
+        kinds = [row | {"kind": re.sub(r" \d bit$", "", row["cache"])} for row in codes if row["task"] == text]
+        title = f"{model}: KL behind codes, nats, {text}"
+        made.append(Panel(title, kinds, "{kind}", "share", "kl", "xy", along="share of the bytes", unit="KL, nats"))
+    return made
+
+
+def draw_all(path: Path, rows: Sequence[Row]) -> None:
+    """One picture of all models."""
+    draw(path, PICTURE, panels(rows))
+
 
 TASKS = ("codes", "quantized", "requests", "pairs")
 
@@ -58,11 +163,11 @@ class Evaluation:
         """The summary rows of all that the log holds in the end."""
         for task in () if self.args.report else self.args.tasks:
             suite.run(list(getattr(self, task)()), self.log)
-        return [{"model": self.name, **row} for row in report.summaries(self.log.rows)]
+        return [{"model": self.name, **row} for row in summaries(self.log.rows)]
 
     def _note(self, task: str, cache: str, note: str) -> None:
         """Keeps the reason why something was not measured."""
-        item = Item(task, cache, report.NOT_MEASURED, list)
+        item = Item(task, cache, NOT_MEASURED, list)
         if not self.log.has(item):
             self.log.add(item, [{"note": note}])
 
@@ -108,7 +213,7 @@ class Evaluation:
         mixed = ", mixture" if len(self.texts) > 1 else ""
         for text, ids in self.ids.items():
             rows = self._rows(ids[self.calibrated :], self.args.rows, self.args.row_tokens)
-            yield from row_items(self.model, f"codes {text}{mixed}", rows, found)
+            yield from sides.row_items(self.model, f"codes {text}{mixed}", rows, found)
 
     def quantized(self) -> Iterator[Item]:
         prompt, steps = self.args.quantized
@@ -184,15 +289,15 @@ def main() -> None:
     for name in args.model:
         found = Evaluation(args, name, device).measure()
         rows += found
-        print(report.tables(found))
+        print(tables(found))
         if args.csv:
-            report.write(
+            write(
                 args.csv / f"real-{Path(name).name}.csv",
                 found,
                 environment(device) | {"dtype": args.dtype, "calibrated_tokens": args.calibrate},
             )
     if args.plot:
-        report.draw_all(args.plot, rows)
+        draw_all(args.plot, rows)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Draws the pictures of docs/benchmarks from the committed files again, without measuring anything.
 
-    python scripts/redraw.py [--folder docs/benchmarks] [--only equip-cpu segments-speed-cpu]
+    python scripts/redraw.py [--folder docs/benchmarks] [--only equip-cpu real]
 
-A picture has the name of its file. What has no rows yet is left out.
+A picture has the name of its file, or of the files of several models: `real-*.csv`. What has no rows yet is left out.
 """
 
 from __future__ import annotations
@@ -10,15 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import _pruning_report
-import _real_report
-import _translation_report
 import bench_equip
-import bench_growing
-import bench_segments
-import bench_subspace
-import bench_translation
-import bench_warmstart
+import eval_pruning
+import eval_real
 from shared import ROOT
 from shared.cli import arguments, run_script
 from shared.plot import Panel, draw, title_from
@@ -27,47 +21,29 @@ from shared.results import Row, read_csv
 # The file's name, what is drawn of its rows, and the title behind the name of the computer.
 PICTURES: dict[str, tuple[Callable[[Sequence[Row]], list[Panel]], str]] = {
     "equip-cpu": (bench_equip.panels, bench_equip.PICTURE),
-    "growing-cpu": (bench_growing.panels, bench_growing.PICTURE),
-    "pruning": (_pruning_report.panels, _pruning_report.PICTURE),
-    "real": (_real_report.panels, _real_report.PICTURE),
-    "segments-speed-cpu": (bench_segments.panels, "SegmentReuseCache"),
-    "subspace-speed-cpu": (bench_subspace.panels, "SubspaceCache"),
-    "translation-quality": (_translation_report.panels, "TranslatedCache"),
-    "translation-speed-cpu": (bench_translation.panels, "TranslatedCache"),
-    "warmstart-speed-cpu": (bench_warmstart.panels, "WarmStartCache"),
+    "pruning": (eval_pruning.panels, eval_pruning.PICTURE),
+    "real": (eval_real.panels, eval_real.PICTURE),
 }
 
 
-def of_last_computers(rows: Sequence[Row]) -> list[Row]:
-    """Rows of the computer that a section was measured on last, where a file keeps those of others."""
-    last = {row.get("section"): computer(row) for row in rows}
-    return [row for row in rows if computer(row) == last[row.get("section")]]
-
-
 def rows_of(name: str, folder: Path) -> list[Row]:
-    """The rows of a picture: those of its file, or of each model's file."""
-    paths = sorted(folder.glob(f"{name}-*.csv")) if name in ("pruning", "real") else [folder / f"{name}.csv"]
-    return [row for path in paths if path.exists() for row in of_last_computers(read_csv(path))]
-
-
-def computer(row: Row) -> str:
-    return title_from(row, "").removesuffix(": ")
+    """The rows of a picture."""
+    paths = [folder / f"{name}.csv", *sorted(folder.glob(f"{name}-*.csv"))]
+    return [row for path in paths if path.exists() for row in read_csv(path)]
 
 
 def main() -> None:
-    names = list(PICTURES)
     parser = arguments(__doc__)
     parser.add_argument("--folder", type=Path, default=ROOT / "docs" / "benchmarks", help="of the files")
-    parser.add_argument("--only", nargs="+", choices=names, default=names)
+    parser.add_argument("--only", nargs="+", choices=list(PICTURES), default=list(PICTURES))
     args = parser.parse_args()
     for name in args.only:
         rows, path = rows_of(name, args.folder), args.folder / f"{name}.png"
-        if not rows:
-            continue
-        panels, title = PICTURES[name]
-        computers = dict.fromkeys(computer(row) for row in rows)
-        draw(path, f"{'; '.join(computers)}: {title}", panels(rows))
-        print(path)
+        if rows:
+            panels, title = PICTURES[name]
+            computers = dict.fromkeys(title_from(row, "").removesuffix(": ") for row in rows)
+            draw(path, f"{'; '.join(computers)}: {title}", panels(rows))
+            print(path)
 
 
 if __name__ == "__main__":

@@ -15,13 +15,12 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
-from shared import ROOT
+from shared import ROOT, TESTBED
 from shared.cli import run_script
 from tqdm import trange
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_kvcaches.errors import ArtifactError
-from tests import testbed
 
 NAME = "smollm2-verse"
 TOKENS, WARM_UP = 512, 8
@@ -30,7 +29,7 @@ ADAPTER: dict[str, Any] = {"r": 16, "lora_alpha": 32, "target_modules": "all-lin
 
 def training_ids(tokenizer: Any) -> torch.Tensor:
     """Token ids of the first half of the verse."""
-    verse = testbed.held_out("verse")
+    verse = (TESTBED / "verse.txt").read_text(encoding="utf-8")
     return torch.tensor(tokenizer(verse[: len(verse) // 2], verbose=False)["input_ids"])
 
 

@@ -29,9 +29,9 @@ from papers import _bounds as bounds
 from shared import TESTBED
 from shared.cli import arguments, begin, check_counts, load, run_script
 from shared.results import Row, environment, show, write_csv
-from shared.texts import encode
 
 from hf_kvcaches import AdaptiveSubspace, SubspaceCache
+from hf_kvcaches.cli.prompts import encode
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.subspace.paper.calibrated import calibrate_bases

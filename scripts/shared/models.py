@@ -6,43 +6,11 @@ import copy
 import itertools
 import os
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 SCORES_SPREAD = 3.0  # standard deviation of attention scores
-
-
-def random_llama(device: torch.device, **sizes: int) -> LlamaForCausalLM:
-    """A Llama with random weights, the same in each process.
-
-    Args:
-        **sizes: Of `LlamaConfig`.
-    """
-    torch.manual_seed(0)
-    tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
-    with device:
-        return LlamaForCausalLM(LlamaConfig(max_position_embeddings=65536, **tokens, **sizes))
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A Llama."""
-
-    hidden: int
-    layers: int
-    heads: int
-    intermediate: int
-    vocabulary: int
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden // self.heads
-
-    def kv_heads(self, kv: str) -> int:
-        """Of multi-head attention (`mha`), or with four query heads to a key head (`gqa`)."""
-        return self.heads if kv == "mha" else max(1, self.heads // 4)
 
 
 @dataclass(frozen=True)
@@ -51,31 +19,38 @@ class Pair:
 
     plain: PreTrainedModel
     switched: PreTrainedModel
-    tokenizer: Any = None
-
-    @classmethod
-    def of(cls, model: PreTrainedModel, device: torch.device, tokenizer: Any = None) -> Pair:
-        model = model.to(device).eval()
-        weights = {id(tensor): tensor for tensor in itertools.chain(model.parameters(), model.buffers())}
-        return cls(model, copy.deepcopy(model, weights), tokenizer)
-
-    @classmethod
-    def random(cls, shape: Shape, kv: str, device: torch.device, dtype: str = "float32", *, sharp: bool = False) -> Pair:
-        """A Llama with random weights; `sharp`: whose attention differs from token to token, as in a trained model."""
-        sizes = {"vocab_size": shape.vocabulary, "hidden_size": shape.hidden, "intermediate_size": shape.intermediate}
-        heads = {"num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads(kv), "head_dim": shape.head_dim}
-        model = random_llama(device, num_hidden_layers=shape.layers, **sizes, **heads)
-        for layer in model.model.layers if sharp else ():
-            for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
-                torch.nn.init.normal_(projection.weight, std=(SCORES_SPREAD / shape.hidden) ** 0.5)
-        return cls.of(model.to(getattr(torch, dtype)), device)
 
     @property
     def device(self) -> torch.device:
         return self.plain.device
 
 
-LARGER = Shape(512, 8, 8, 1408, 2048)  # where times are those of more than a small model; with `gqa`
+@dataclass(frozen=True)
+class Shape:
+    """A Llama as large as Qwen3-0.6B, with few words so that the head costs nothing."""
+
+    hidden: int = 1024
+    layers: int = 28
+    heads: int = 16
+    kv_heads: int = 8
+    head_dim: int = 128
+    intermediate: int = 3072
+    vocabulary: int = 2048
+
+    def random(self, device: torch.device, dtype: str = "float32", *, sharp: bool = False) -> Pair:
+        """Random weights, the same in each process; `sharp`: whose attention differs from token to token, as in a trained model."""
+        torch.manual_seed(0)
+        tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0, "max_position_embeddings": 65536}
+        heads = {"num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads, "head_dim": self.head_dim}
+        sizes = {"vocab_size": self.vocabulary, "hidden_size": self.hidden, "intermediate_size": self.intermediate}
+        with device:
+            model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=self.layers, **sizes, **heads, **tokens))
+        for layer in model.model.layers if sharp else ():
+            for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
+                torch.nn.init.normal_(projection.weight, std=(SCORES_SPREAD / self.hidden) ** 0.5)
+        model = model.to(device, getattr(torch, dtype)).eval()
+        weights = {id(tensor): tensor for tensor in itertools.chain(model.parameters(), model.buffers())}
+        return Pair(model, copy.deepcopy(model, weights))
 
 
 def random_ids(vocabulary: int, *shape: int, seed: int) -> torch.Tensor:

@@ -36,7 +36,6 @@ class Panel:
     y: str  # a column; quartiles beside it are drawn
     log: str = ""  # axes with a logarithmic scale: `x`, `y` or `xy`
     stacked: bool = False  # bars on top of each other instead of lines
-    levels: tuple[float, ...] = ()  # horizontal lines, such as a bar
     unit: str = ""  # label of the y axis; default: the column
     along: str = ""  # label of the x axis; default: the column
 
@@ -108,8 +107,6 @@ def _panel(axis: Any, panel: Panel, rows: Sequence[Row], styles: Mapping[str, tu
         offset = 0.7 * (number - (len(names) - 1) / 2) / len(names)
         across = [float(row[panel.x]) if places is None else places.index(filled(panel.x, row)) + offset for row in points]
         _line(axis, panel, points, across, styles[name], name)
-    for level in panel.levels:
-        axis.axhline(level, color="black", linewidth=1, linestyle=":")
     axis.set_title(textwrap.fill(panel.title, PANEL_TITLE_WIDTH), fontsize=10)
     axis.set(xlabel="" if places else panel.along or panel.x, ylabel=panel.unit or panel.y)
     for side in panel.log:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hf_kvcaches.cli.tables import Row, environment, filled, hardware, print_environment, show, show_measured, table, write_csv
+from hf_kvcaches.cli.tables import Row, environment, filled, print_environment, show, table, write_csv
 from hf_kvcaches.errors import ConfigError
 
 __all__ = [
@@ -17,25 +17,13 @@ __all__ = [
     "Row",
     "environment",
     "filled",
-    "hardware",
     "print_environment",
     "read_csv",
     "rows_where",
     "show",
-    "show_measured",
-    "show_sections",
     "table",
     "write_csv",
 ]
-
-
-def show_sections(rows: Sequence[Row], columns: Mapping[str, str]) -> str:
-    """A table for each section, which is the heading of the first column."""
-    parts = []
-    (_, first), *rest = columns.items()
-    for section in dict.fromkeys(row["section"] for row in rows):
-        parts.append(show((row for row in rows if row["section"] == section), {section: first, **dict(rest)}))
-    return "\n\n".join(parts)
 
 
 def read_csv(path: Path) -> list[Row]:

@@ -36,7 +36,7 @@ def furnish(folder: Path) -> None:
 
 
 def add_policy(folder: Path, model: Path) -> None:
-    """A policy as `scripts/calibrate_segments.py --out segment-policy` leaves it."""
+    """A policy as `hf-kvcaches calibrate segments --out segment-policy` leaves it."""
     policy = SegmentPolicy(bound=0.05)
     object.__setattr__(policy, "fingerprint", ModelFingerprint.of(LlamaForCausalLM.from_pretrained(model).eval()))
     policy.save_pretrained(folder / "segment-policy")

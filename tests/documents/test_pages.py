@@ -45,8 +45,8 @@ def test_a_changed_number_is_noticed() -> None:
 
 
 def test_a_row_that_was_not_measured_is_named() -> None:
-    with pytest.raises(LookupError, match=r"growing-cpu\.csv has no row"):
-        import_script("_docs_numbers").where("growing-cpu", batch="3")
+    with pytest.raises(LookupError, match=r"speed-cpu\.csv has no row"):
+        import_script("_docs_numbers").where("speed-cpu", batch="3")
 
 
 def test_speeds_come_from_the_table_of_all_caches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,15 +22,13 @@ def rows(quick) -> list[dict[str, str]]:
 
 
 @pytest.mark.full
-def test_it_proves_equality_first_then_prints_a_table_for_each_part_and_a_line_for_each_bar(quick):
+def test_it_proves_equality_first_then_prints_a_table_for_each_part(quick):
     _, done = quick
     assert done.returncode == 0, done.stderr
     out = done.stdout
     assert out.index("gives the logits of no reuse") < out.index("\nprefix ")
-    for name in ("exact prefixes", "moved pages", "aligned warm starts"):
-        assert f"of what the saved FLOPs allow, {name}, bit-equal: " in out
-        assert f"at most 1.1x of what is reused, {name}, int8: " in out
-    assert "a request without repeats" in out
+    assert "\nno repeats " in out
+    assert "\nnetwork " in out
 
 
 @pytest.mark.full

@@ -9,7 +9,7 @@ from tests.scripts.running import ROOT, import_script, rows_of, run_script
 
 @pytest.fixture(scope="module")
 def report():
-    return import_script("_speed_report")
+    return import_script("bench_speed_table")
 
 
 def row(report, **columns: object) -> dict[str, str]:

@@ -59,6 +59,7 @@ def test_the_document_is_read_by_every_cache_and_its_questions_are_judged(folder
     assert done.stdout.count("the notes say") == 12, "two questions to six caches, none of which random weights can answer"
     first, second = (cells(next(line for line in lines if line.startswith(name))) for name in ("as they come", "in another order"))
     assert set(map(int, first[1:4])) == {0}
+    assert int(first[4]) > 0, "nothing is stored yet, so all is computed"
     assert first[6].strip() == "0%"
     assert first[7].strip() == "yes"
     assert sum(map(int, second[1:4])) > int(second[4]) > 0, "most of the second prompt stood in the first"

@@ -94,5 +94,5 @@ def test_rotated_codes_keep_norms_and_lose_less_with_more_bits():
     ],
 )
 def test_names_of_sides_become_columns(name, columns):
-    found = import_script("_real_report").columns_of(name)
+    found = import_script("eval_real").columns_of(name)
     assert (found["cache"], found["share"], found["recent"], found["peer"]) == columns

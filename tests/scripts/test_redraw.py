@@ -29,18 +29,9 @@ def test_every_file_has_panels_of_at_most_eight_series(redraw):
         assert all(1 <= len(series) <= len(plot.STYLES) for series in drawn), name
 
 
-def test_rows_of_another_computer_are_drawn_only_where_a_section_has_no_later_ones(redraw):
-    where = {"threads": 1, "torch": "2", "transformers": "5"}
-    rows = [
-        {"hardware": hardware, **where, "section": section, "value": value}
-        for value, (hardware, section) in enumerate([("old", "a"), ("old", "b"), ("new", "a")])
-    ]
-    assert [row["value"] for row in redraw.of_last_computers(rows)] == [1, 2]
-
-
 def test_a_folder_with_a_single_file_gets_its_picture(tmp_path):
-    (tmp_path / "growing-cpu.csv").write_bytes((BENCHMARKS / "growing-cpu.csv").read_bytes())
+    (tmp_path / "equip-cpu.csv").write_bytes((BENCHMARKS / "equip-cpu.csv").read_bytes())
     done = run_script("redraw", "--folder", tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [str(tmp_path / "growing-cpu.png")]
-    assert (tmp_path / "growing-cpu.png").read_bytes().startswith(b"\x89PNG")
+    assert done.stdout.splitlines() == [str(tmp_path / "equip-cpu.png")]
+    assert (tmp_path / "equip-cpu.png").read_bytes().startswith(b"\x89PNG")
