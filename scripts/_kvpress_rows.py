@@ -1,4 +1,4 @@
-"""Measures presses of kvpress on the prompts of `eval_pruning.py`.
+"""Measures presses of kvpress on the prompts of `eval_real.py` and `eval_pruning.py`.
 
     FOLDER/bin/python scripts/_kvpress_rows.py PROMPTS.json ROWS.jsonl
 
@@ -25,6 +25,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 PRESSES = {
     "compactor": lambda ratio: kvpress.CompactorPress(compression_ratio=ratio),
     "kvzip": lambda ratio: kvpress.KVzipPress(compression_ratio=ratio),
+    "adakv expected attention": lambda ratio: kvpress.AdaKVPress(kvpress.ExpectedAttentionPress(compression_ratio=ratio)),
+    "keydiff": lambda ratio: kvpress.KeyDiffPress(compression_ratio=ratio),
+    "snapkv": lambda ratio: kvpress.SnapKVPress(compression_ratio=ratio),
 }
 
 

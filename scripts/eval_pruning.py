@@ -1,13 +1,15 @@
 """What pruning costs on a real model: needles, facts in words, and the text's own continuation.
 
     python scripts/eval_pruning.py [--model smollm2|gemma3|FOLDER] [--samples 48] [--tokens 600] [--ratios 0.5 0.25 0.125]
-        [--caches NAME ...] [--chats [COUNT]] [--kvpress PYTHON] [--csv FILE]
+        [--caches NAME ...] [--codes 0.125 0.0625] [--chats [COUNT]] [--kvpress PYTHON] [--csv FILE]
 
 Contexts of book text are read in one call and pruned before any question is known; each question is asked, with its answer in the same
 call, of a copy of the pruned cache. **needles**: a number of seven digits anywhere in the text. **facts**: three facts in words, asked for
 in other words. An answer is right if greedy decoding writes exactly its tokens; counted are those that the full cache gets right. **loss**:
 of the next 32 tokens of the book, in nats a token beyond the full cache's. **chats**: turns of some 200 tokens in `BUDGET` slots, the
 replies fed one token at a time; the fact that the first message stated is asked for in the end.
+
+**codes**: nothing is pruned; all but 4 first and 64 newest tokens of the context are read from codes of a `KVCodec`, in place or packed.
 
 The probe, the budgets of heads and the codec are calibrated on other parts of the text. The numbers of the documentation have seed 1; what
 was chosen by measurement was chosen with seed 0. Rows are kept in `--state` as they are measured: a run that is cut off goes on where it
@@ -36,9 +38,10 @@ from shared.results import Row, environment, rows_where, show, write_csv
 from shared.timing import synchronize
 from transformers import Cache, DynamicCache
 
-from hf_kvcaches import EquipCache, HeadBudgets, KeepProbe, KVCodec, compat
+from hf_kvcaches import EquipCache, HeadBudgets, KeepProbe, KVCodec, SubspaceCache, compat
 from hf_kvcaches.cli import suite
 from hf_kvcaches.cli.suite import FULL_CACHE, Item, Log
+from hf_kvcaches.codec.past import PackedCoding
 from hf_kvcaches.core.hub import Artifact
 from hf_kvcaches.core.report import measured_bytes
 from hf_kvcaches.evaluate.runner import evaluating
@@ -107,6 +110,8 @@ CALIBRATION = (6, 700)  # texts, and tokens of each
 PRESSES = ("kvzip", "compactor")
 PEERS = [f"kvpress {press}" for press in PRESSES]
 PROBE, HEADS = "probe", "HeadBudgets"
+IN_PLACE, PACKED = "codes in place", "codes packed"
+SINKS, RECENT = 4, 64  # tokens that are exact beside codes
 CODEC_TEXTS = (16, 512)  # as CALIBRATION
 # By name: the policy, and other arguments.
 CACHES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -149,6 +154,7 @@ class Evaluation:
         if self.args.kvpress:
             self._ask_kvpress(tasks)
         rows = [self._row(name, ratio) for ratio in self.args.ratios for name in [*self.args.caches, *PEERS]]
+        rows += [self._row(name, ratio) | {"task": "codes"} for ratio in self.args.codes for name in (IN_PLACE, PACKED)]
         if self.args.chats:
             suite.run(list(self._chat_items()), self.log)
             rows += [self._chat_row(name) for name in self.args.caches if name.split(",")[0] != "kvzip"]
@@ -167,14 +173,26 @@ class Evaluation:
                 for ratio in self.args.ratios:
                     make = lambda name=name, ratio=ratio: self.make(name, ratio)  # noqa: E731
                     yield Item(task, f"{name} {ratio:g}", number, lambda sample=sample, make=make: [self._asked(sample, make)])
+            for ratio in self.args.codes:
+                make = lambda ratio=ratio: SubspaceCache(self.model, self.codec.at(ratio), sinks=SINKS, recent=RECENT)  # noqa: E731
+                yield Item(task, f"{IN_PLACE} {ratio:g}", number, lambda sample=sample, make=make: [self._asked(sample, make)])
+                packed = lambda ratio=ratio: PackedCoding(self.codec.at(ratio), self.model, sinks=SINKS)  # noqa: E731
+                ask = lambda sample=sample, packed=packed: [self._asked(sample, self._full, packed())]  # noqa: E731
+                yield Item(task, f"{PACKED} {ratio:g}", number, ask)
 
-    def _asked(self, sample: Sample, make: Callable[[], Cache]) -> Row:
-        """Read a context, and ask."""
+    def _asked(self, sample: Sample, make: Callable[[], Cache], packed: PackedCoding | None = None) -> Row:
+        """Read a context, keep what its packed codes say if so, and ask."""
         cache = make()  # artifacts are not part of the seconds
         start = time.perf_counter()
         suite.read_context(self.model, cache, sample.context)
+        if packed is not None:
+            for index, layer in enumerate(cache.layers):
+                keys, values = packed.read(index, layer.keys, layer.values)
+                layer.keys[:, :, SINKS:-RECENT], layer.values[:, :, SINKS:-RECENT] = (
+                    states[:, :, SINKS:-RECENT] for states in (keys, values)
+                )
         synchronize(self.device)
-        seconds, size = time.perf_counter() - start, bytes_of(cache)
+        seconds, size = time.perf_counter() - start, bytes_of(cache) if packed is None else packed.nbytes
         *asked, continued = suite.answers(self.model, cache, sample.asked)
         numbers = {"tokens": len(sample.context), "bytes": size, "seconds": seconds, "continuation": continued.loss}
         return {**numbers, "right": [answer.matches for answer in asked], "losses": [answer.loss for answer in asked]}
@@ -294,6 +312,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, help="of a context; default: 600, and more for models with windows")
     parser.add_argument("--ratios", nargs="+", type=float, default=[0.5, 0.25, 0.125], help="shares of the context that are kept")
     parser.add_argument("--caches", nargs="*", choices=tuple(CACHES), default=list(CACHES))
+    parser.add_argument(
+        "--codes", nargs="*", type=float, default=[0.125, 0.0625], help="codes of unpruned contexts at these shares of the bytes"
+    )
     parser.add_argument("--chats", type=int, nargs="?", const=12, default=0, help="also so many chats; default: none, or 12")
     parser.add_argument("--kvpress", help="the Python of an environment in which kvpress is installed")
     parser.add_argument("--text", type=Path, default=TESTBED / "prose.txt", help="a book")

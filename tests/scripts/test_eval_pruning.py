@@ -19,7 +19,7 @@ CACHES = ("streaming", "kvzip, refit", "probe, refit", "compactor, HeadBudgets")
 
 
 def evaluate(folder: Path, *options: Any) -> Any:
-    common = ("--model", "base", "--threads", 1, "--samples", 3, "--tokens", 150, "--ratios", 0.5)
+    common = ("--model", "base", "--threads", 1, "--samples", 3, "--tokens", 150, "--ratios", 0.5, "--codes")
     return run_script("eval_pruning", *common, "--state", folder / "state", "--csv", folder / "pruning.csv", *options)
 
 
@@ -53,6 +53,16 @@ def test_a_chat_is_fed_turn_by_turn(tmp_path):
     assert done.returncode == 0, done.stderr
     prompt, chat = rows_of(tmp_path / "pruning.csv")
     assert (prompt["task"], chat["task"], chat["budget"], chat["samples"]) == ("prompt", "chat", "512", "1")
+
+
+@pytest.mark.full
+def test_contexts_that_are_read_from_codes_have_a_row_for_each_form(tmp_path):
+    done = evaluate(tmp_path, "--caches", "--codes", 0.25)
+    assert done.returncode == 0, done.stderr
+    in_place, packed = rows_of(tmp_path / "pruning.csv")
+    assert (in_place["task"], in_place["cache"], in_place["ratio"], in_place["samples"]) == ("codes", "codes in place", "0.25", "4")
+    assert (packed["task"], packed["cache"]) == ("codes", "codes packed")
+    assert float(in_place["bytes"]) > float(packed["bytes"]) > 0, "in memory some tokens are exact"
 
 
 def test_kvpress_is_asked_on_the_same_samples(tmp_path, book):
