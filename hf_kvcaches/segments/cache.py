@@ -58,7 +58,7 @@ class SegmentReuseCache(ReuseCache):
         tokenizer: The model's. With it, prompts are cut at messages and blank lines. Segments are bound to it.
         mode: `"exact"`: prefixes of earlier prompts only. `"auto"`: other segments too, where the policy admits them. `"approximate"`:
             every verbatim segment, repaired, in any surroundings. None: `"auto"` with a policy or `admit`, else `"exact"`.
-        policy: Thresholds, from `scripts/calibrate_segments.py`; None for strict ones.
+        policy: Thresholds, from `hf-kvcaches calibrate segments`; None for strict ones.
         repair: Share of a segment's tokens to recompute behind another text; None for the policy's.
         admit: A rule of your own, in place of the policy's: a function from a `Match` to an `Admission` (`hf_kvcaches.reuse.policy`).
         separators: Strings at which a prompt is cut.
