@@ -30,13 +30,13 @@ STEPS = {
     "GrowingCache": Bar(7, 2, 0, 0),
     "SegmentReuseCache, no hit": Bar(10, 6, 1, 0),
     "SegmentReuseCache, hit": Bar(10, 6, 1, 0),
-    "WarmStartCache, no hit": Bar(11, 7, 1, 0),
+    "WarmStartCache, no hit": Bar(10, 6, 1, 0),
     "TranslatedCache": Bar(11.5, 7, 1, 0),
     "EquipCache streaming, compact": Bar(53, 18, 20, 0),  # 40 calls in 8 files
     "EquipCache streaming, original": Bar(17.5, 10, 3, 0),  # 8 files
     "EquipCache h2o, compact": Bar(55, 19, 27, 0),  # 40 calls in 8 files, 20 launches
     "EquipCache probe, original": Bar(50, 15, 16, 0),  # 40 calls in 8 files, 12 launches
-    "SubspaceCache": Bar(151, 18, 190, 17),
+    "SubspaceCache": Bar(58.5, 16, 54.25, 3),  # 45 calls in 9 files, 40 launches, no sync: those of one row, but for calls and files
 }
 # Of a prompt of which nothing is stored: launches a layer and syncs over DynamicCache.
 PROMPTS = {
