@@ -13,7 +13,7 @@ from hf_kvcaches.stores.blobs import BlobStore
 from tests.stores.blob_helpers import HEAD, Follower, blob, key_of, same
 from tests.stores.test_catalog import catalog, fine, put, read
 
-GUIDE = (Path(__file__).parents[2] / "docs" / "segments.md").read_text(encoding="utf-8")
+GUIDE = (Path(__file__).parents[2] / "docs" / "writing-a-store.md").read_text(encoding="utf-8")
 KEY = key_of(7)
 
 
