@@ -111,14 +111,10 @@ def codec(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, help="stop after so many; default: read all")
 
 
-def segments(parser: argparse.ArgumentParser, *, generated: bool = False) -> None:
-    """Add the options.
-
-    Args:
-        generated: Whether prompts can be generated where there is no file.
-    """
+def segments(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
     parser.add_argument("--out", type=Path, required=True, help="the folder that the policy is written to")
-    parser.add_argument("--prompts", type=Path, required=not generated, help="one prompt a line, as JSON, in the order of requests")
+    parser.add_argument("--prompts", type=Path, required=True, help="one prompt a line, as JSON, in the order of requests")
     parser.add_argument("--requests", type=int, default=40, help="how many prompts to take at most")
     parser.add_argument("--asked", type=int, default=16, help="tokens at the end of each prompt of a file that are withheld and compared")
     parser.add_argument("--bound", type=float, default=0.05, help="the most that the mean KL divergence may be, in nats")
@@ -128,14 +124,10 @@ def segments(parser: argparse.ArgumentParser, *, generated: bool = False) -> Non
     parser.add_argument("--codec", help="in place of it: the folder or hub id of a KVCodec, for a store of its codes")
 
 
-def warmstart(parser: argparse.ArgumentParser, *, generated: bool = False) -> None:
-    """Add the options.
-
-    Args:
-        generated: Whether pairs can be generated where there is no file.
-    """
+def warmstart(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
     parser.add_argument("--out", type=Path, required=True, help="the folder that the gate is written to")
-    parser.add_argument("--pairs", type=Path, required=not generated, help="one pair a line, as JSON: an object with source and target")
+    parser.add_argument("--pairs", type=Path, required=True, help="one pair a line, as JSON: an object with source and target")
     parser.add_argument("--bound", type=float, default=0.02, help="the most that the mean KL divergence of admitted pairs may be, in nats")
     parser.add_argument("--worst", type=float, default=0.05, help="the most that it may be for a single pair")
     parser.add_argument("--encoder", help="of the library that the gate is for; default: the model's input embeddings")
