@@ -122,7 +122,6 @@ CACHES: dict[str, tuple[str, dict[str, Any]]] = {
     "kvzip, refit, compact": ("kvzip", {"refit": True, "positions": "compact"}),
     "probe, refit": (PROBE, {"refit": True}),
     "probe, refit, compact": (PROBE, {"refit": True, "positions": "compact"}),
-    "probe, coded": (PROBE, {"codec": 0.125}),
     "probe, refit, coded": (PROBE, {"refit": True, "codec": 0.125}),
     "compactor, HeadBudgets": ("compactor", {"head_budgets": HEADS}),
     "compactor": ("compactor", {}),

@@ -74,8 +74,3 @@ class Basis:
         if [tensor.shape for tensor in basis.tensors().values()] != [(groups, size), (groups, size, size), (groups, size)]:
             raise ArtifactError("The tensors of a basis don't fit each other. Calibrate anew.")
         return basis
-
-
-def part_of(tensors: Mapping[str, torch.Tensor], part: str) -> dict[str, torch.Tensor]:
-    """The tensors whose names begin with that of a part and a dot, by the rest of their names."""
-    return {name.removeprefix(f"{part}."): tensor for name, tensor in tensors.items() if name.startswith(f"{part}.")}

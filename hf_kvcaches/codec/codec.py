@@ -13,7 +13,6 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from hf_kvcaches.codec import saved_cache
-from hf_kvcaches.codec.basis import part_of
 from hf_kvcaches.codec.calibrate import Measurements, measure
 from hf_kvcaches.codec.fixed import FixedForm, FixedLayer
 from hf_kvcaches.codec.joint import JointBasis, PackedForm
@@ -24,7 +23,7 @@ from hf_kvcaches.codec.settings import CodecSettings, check_ratio
 from hf_kvcaches.codec.shape import States
 from hf_kvcaches.codec.statistics import LayerStatistics
 from hf_kvcaches.codec.wire import codes as wire
-from hf_kvcaches.core.files import checked_layers
+from hf_kvcaches.core.files import checked_layers, part_of
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.hub import Artifact
 from hf_kvcaches.core.identity import fingerprint_of
@@ -325,9 +324,6 @@ class KVCodec(Artifact):
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_shards"}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self  # never changed, and shared by copies of a cache
 
     def tensors(self) -> dict[str, torch.Tensor]:
         forms = {"packed": self.packed.tensors(), "in_place": self.in_place.tensors(), "slots": self.slots.tensors()}

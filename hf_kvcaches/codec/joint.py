@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from hf_kvcaches.codec.basis import Basis, part_of
+from hf_kvcaches.codec.basis import Basis
 from hf_kvcaches.codec.entropy import LANES, PRECISION, SLOTS, TILE, TOKEN_LEVELS, CodedTiles, Tables, decode, encode
 from hf_kvcaches.codec.layer_packer import LayerPacker
 from hf_kvcaches.codec.packing import DAMAGED, Span, SpanTiles, lanes_of, read, record, tiles_of
@@ -17,6 +17,7 @@ from hf_kvcaches.codec.plan import TABLES, Plan
 from hf_kvcaches.codec.rates import Sample, StepQuantizer, fit
 from hf_kvcaches.codec.shape import States
 from hf_kvcaches.codec.statistics import LayerStatistics
+from hf_kvcaches.core.files import part_of
 from hf_kvcaches.core.parallel import HeadShard
 from hf_kvcaches.errors import ArtifactError, ConfigError
 from hf_kvcaches.kernels.launch import Backend, choose

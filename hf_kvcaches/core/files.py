@@ -123,3 +123,8 @@ def checked_layers(count: Any) -> int:
     if type(count) is not int or not 0 <= count <= MOST_LAYERS:
         raise ArtifactError(f"layers: expected a number from 0 to {MOST_LAYERS}, got {str(count)[:50]}. {_AGAIN}")
     return count
+
+
+def part_of(tensors: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:
+    """The tensors whose names begin with that of a part and a dot, by the rest of their names."""
+    return {name.removeprefix(f"{part}."): tensor for name, tensor in tensors.items() if name.startswith(f"{part}.")}

@@ -60,6 +60,9 @@ class Artifact(ABC):
     def describe_calibration(self) -> str:
         """How it was made, as Markdown for the model card: data, settings, measurements."""
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # never changed, and shared by copies of a cache
+
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write the artifact into a folder, made if need be.
 

@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.decoder import decoder_layers
-from hf_kvcaches.core.files import Content, artifact_errors, container, read_file, read_message, require_header
+from hf_kvcaches.core.files import Content, artifact_errors, container, part_of, read_file, read_message, require_header
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.hub import local_file, make_folder
 from hf_kvcaches.core.identity import LOOKS, identity_of, require_identity
@@ -102,7 +102,7 @@ def _rebuilt(cls: type[Any], model: Any, content: Content, codec: Any) -> Any:
     header, stored = content.header, content.header["codec"] or {}
     padding, settings = stored.get("padding"), dict(header["settings"])
     if "metadata" in stored:
-        settings["codec"] = cls.codec_class.restore(_under("codec.", content.tensors), stored["metadata"])
+        settings["codec"] = cls.codec_class.restore(part_of(content.tensors, "codec"), stored["metadata"])
     elif codec is not None and padding is None:
         settings["codec"] = codec
     cache = cls.rebuild(model, settings)
@@ -113,8 +113,8 @@ def _rebuilt(cls: type[Any], model: Any, content: Content, codec: Any) -> Any:
     coded, states = {}, []
     for index in range(len(cache.layers)):
         device = compat.layer_device(modules[index])
-        states.append({name: tensor.to(device) for name, tensor in _under(f"{index}.", content.tensors).items()})
-        if padding is not None and (own := _under("coded.", states[-1])):
+        states.append({name: tensor.to(device) for name, tensor in part_of(content.tensors, str(index)).items()})
+        if padding is not None and (own := part_of(states[-1], "coded")):
             coded[index] = own
             states[-1] = {name: tensor for name, tensor in states[-1].items() if not name.startswith("coded.")}
     exact = codec.decode_layers(cache.config, coded, padding) if coded else {}
@@ -126,10 +126,6 @@ def _rebuilt(cls: type[Any], model: Any, content: Content, codec: Any) -> Any:
         elif state:
             _import(layer, state, description["values"])
     return cache
-
-
-def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def _export(layer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -206,7 +206,7 @@ class SegmentReuseCache(ReuseCache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # These are shared, not copied.
-        memo |= {id(part): part for part in (self.tokenizer, self.discovery, self.policy, self.own_rule)}
+        memo |= {id(part): part for part in (self.tokenizer, self.discovery, self.own_rule)}
         return super().__deepcopy__(memo)
 
     def __getstate__(self) -> dict[str, Any]:

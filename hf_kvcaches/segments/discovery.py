@@ -157,7 +157,7 @@ def checked_spans(caller_spans: Sequence[tuple[int, int]], length: int | None = 
     """The caller's spans in order, without empty ones; an error for spans that overlap or do not lie within a row of `length` tokens."""
     kept = sorted((int(start), int(stop)) for start, stop in caller_spans)
     for start, stop in kept:
-        if not 0 <= start <= stop <= (stop if length is None else length):
+        if not 0 <= start <= stop or (length is not None and stop > length):
             what = "the row" if length is None else f"the {length} tokens of the row"
             raise ConfigError.of("spans", f"spans within {what}", (start, stop))
     kept = [(start, stop) for start, stop in kept if start < stop]

@@ -123,10 +123,11 @@ class CodedLayer(TensorLayer, AnsweringLayer):
         exact_keys, exact_values, seen_exact, seen_codes = keys, values, new, None
         if self.exact_keys is not None and self.exact_values is not None:
             old_keys, old_values = self.exact_keys, self.exact_values
-            held, key = old_keys.shape[2], ("visible", self.counts, old_keys.shape[2])
+            held = old_keys.shape[2]
+            key = ("visible", self.counts, held)
             before, seen_codes = running.shared(key, lambda: visible(self.ends, self.counts, held, running.allowed, running.device))
             exact_keys, exact_values = torch.cat([old_keys, keys], 2), torch.cat([old_values, values], 2)
-            before = new.new_ones(1, 1, old_keys.shape[2]) if before is None else before
+            before = new.new_ones(1, 1, held) if before is None else before
             rows = max(len(before), len(new))
             seen_exact = torch.cat([states.expand(rows, tokens, -1) for states in (before, new)], 2)
         pieces = [slice(start, min(start + _QUERIES, tokens)) for start in range(0, tokens, _QUERIES)]

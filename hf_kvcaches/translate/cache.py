@@ -215,7 +215,7 @@ class TranslatedCache(SplicingCache):
         return TranslatedReport(**fields, payload_bytes=payload, payload_share=payload / plain, run_layers=layers)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        memo |= {id(shared): shared for shared in (self.translator, self.rotation, self.codes, self._first_codes)}
+        memo |= {id(shared): shared for shared in (self.rotation, self.codes, self._first_codes)}
         return super().__deepcopy__(memo)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import torch
 
-from hf_kvcaches.core.files import MOST_LAYERS
+from hf_kvcaches.core.files import MOST_LAYERS, part_of
 from hf_kvcaches.errors import ArtifactError
 from hf_kvcaches.kernels.arguments import Decoder
 from hf_kvcaches.translate.coding import Coding
@@ -137,8 +137,7 @@ class Maps:
             LayerDecoder(layer, code, tuple(shape), Decoder(*(tensors.get(f"decoders.{layer}.{part}") for part in Decoder._fields)))
             for layer, code, shape in metadata["decoders"]
         ]
-        own = {name.removeprefix("coding."): tensor for name, tensor in tensors.items() if name.startswith("coding.")}
-        coding = None if metadata["coding"] is None else Coding.restore(own, metadata["coding"])
+        coding = None if metadata["coding"] is None else Coding.restore(part_of(tensors, "coding"), metadata["coding"])
         maps = cls(tuple(encoders), tuple(decoders), metadata["side_layer"], coding)
         if not maps._fit_together():
             raise ArtifactError("The stored maps don't fit each other. Fit the translator anew.")

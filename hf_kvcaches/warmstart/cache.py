@@ -171,7 +171,7 @@ class WarmStartCache(ReuseCache):
         self.choices = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        memo |= {id(shared): shared for shared in (self.tokenizer, self.gate, self._policy)}
+        memo[id(self.tokenizer)] = self.tokenizer
         return super().__deepcopy__(memo)
 
     def __getstate__(self) -> dict[str, Any]:

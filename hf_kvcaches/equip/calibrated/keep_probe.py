@@ -125,9 +125,6 @@ class KeepProbe(Artifact):
     def __repr__(self) -> str:
         return f"KeepProbe({self.tokens:,} tokens, model {self.fingerprint})"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self  # never changed, and shared by copies of a cache
-
 
 @dataclass(frozen=True)
 class ProbePolicy(Policy):

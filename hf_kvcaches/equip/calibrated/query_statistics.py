@@ -84,9 +84,6 @@ class QueryStatistics(Artifact):
     def __repr__(self) -> str:
         return f"QueryStatistics({self.tokens:,} tokens, model {self.fingerprint})"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self  # never changed, and shared by copies of a cache
-
 
 class _QueryMoments(WatchingCache):
     """Sums moments of [1, query] over the queries of each pass."""
