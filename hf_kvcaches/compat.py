@@ -6,7 +6,7 @@ import inspect
 import sys
 import tomllib
 from abc import ABCMeta
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from types import FrameType
@@ -168,13 +168,16 @@ def modules_of(module: nn.Module) -> list[nn.Module]:
     return list(found.values())
 
 
-def members_of(module: nn.Module) -> list[Any]:
-    """A module's config, children, parameters and buffers, without those that accelerate or the forward itself exchanges."""
-    own = module.__dict__
-    if "_hf_hook" in own and offloaded_weights(module) is not None:
-        return [own.get("config"), *own["_modules"].values()]
-    fixed = [value for name, value in own["_buffers"].items() if not _changes_with_length(module, name)] if own["_buffers"] else ()
-    return [own.get("config"), *own["_modules"].values(), *own["_parameters"].values(), *fixed]
+def members_of(modules: Iterable[nn.Module]) -> list[Any]:
+    """Configs, children, parameters and buffers of modules, without those that accelerate or the forward itself exchanges."""
+    members: list[Any] = []
+    for module in modules:
+        own = module.__dict__
+        members += (own.get("config"), *own["_modules"].values())
+        if "_hf_hook" not in own or offloaded_weights(module) is None:
+            fixed = (value for name, value in own["_buffers"].items() if not _changes_with_length(module, name))
+            members += (*own["_parameters"].values(), *fixed)
+    return members
 
 
 def _changes_with_length(module: nn.Module, name: str) -> bool:
@@ -189,9 +192,9 @@ def unusual(modules: list[nn.Module]) -> list[nn.Module]:
     return [each for each, own in named if own["training"] or own["_forward_pre_hooks"] or own["_forward_hooks"] or "forward" in own]
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """A tensor's version counter, which grows with each write that autograd knows of; tensors of inference mode have none."""
-    return -1 if tensor.is_inference() else tensor._version
+def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Version counters of tensors, which grow with each write that autograd knows of; those of inference mode have none."""
+    return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def state_of(module: nn.Module) -> dict[str, Any]:
@@ -297,11 +300,9 @@ def input_device(model: PreTrainedModel) -> torch.device:
 
 def layer_device(layer: nn.Module) -> torch.device:
     """Where a part of a model computes; its weights may be elsewhere between its turns, offloaded by accelerate."""
-    for module in modules_of(layer):
-        for hook in _accelerate_hooks(module):
-            if (device := getattr(hook, "execution_device", None)) is not None:
-                return torch.device(device)
-    return next(layer.parameters()).device
+    hooks = (hook for module in modules_of(layer) if "_hf_hook" in module.__dict__ for hook in _accelerate_hooks(module))
+    devices = (getattr(hook, "execution_device", None) for hook in hooks)
+    return next((torch.device(device) for device in devices if device is not None), next(layer.parameters()).device)
 
 
 def process() -> tuple[int, int]:

@@ -90,7 +90,8 @@ class KVCache(continuation.CacheArgument, SavedCache, Cache, ABC):
     @property
     def model(self) -> PreTrainedModel:
         """The model that the cache was built with."""
-        if (model := self.living_model) is None:
+        model = None if self._model is None else self._model()  # not `living_model`: this is asked often
+        if model is None:
             why = "it was built with a config, unpickled, or outlived its model"
             raise ConfigError(f"{type(self).__name__} has no model: {why}. Build it with the model.")
         return model

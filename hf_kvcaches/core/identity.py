@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from itertools import chain
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -136,7 +136,7 @@ class _State:
     def __init__(self, model: PreTrainedModel) -> None:
         modules = compat.modules_of(model)
         configs = {id(config): config for each in modules if isinstance(config := vars(each).get("config"), PreTrainedConfig)}
-        members, tensors = [*chain.from_iterable(map(compat.members_of, modules))], dict[int, Tensor]()
+        members, tensors = compat.members_of(modules), dict[int, Tensor]()
         for member in members:
             if hasattr(member, "__tensor_flatten__"):
                 members += [getattr(member, name) for name in member.__tensor_flatten__()[0]]
@@ -173,8 +173,8 @@ class _State:
     def _look(self) -> list[Any]:
         """Where all modules and tensors are, and how often these were written."""
         modules, tensors = self.modules(), [reference() for reference in self._tensors]
-        members = chain.from_iterable(map(compat.members_of, modules))
-        return [*map(type, modules), *map(id, members), *map(Tensor.data_ptr, tensors), *map(compat.version_of, tensors)]
+        members = map(id, compat.members_of(modules))
+        return [*map(type, modules), *members, *map(Tensor.data_ptr, tensors), *compat.versions_of(tensors)]
 
     def _is_unmoved(self) -> bool:
         model = self.model
@@ -209,7 +209,7 @@ def _unseen(model: PreTrainedModel, modules: list[nn.Module], evaluates: bool) -
         return f"A hook on all modules ({name}) may change what they compute. {_ADVICE}"
     if name := _foreign_name(ALL_ATTENTION_FUNCTIONS.get(previous_implementation(model.config))):
         return f"Attention is computed by {name}, which transformers knows by its name alone. Use one of its own implementations."
-    if name := next(filter(None, map(_patched_forward, {*map(type, modules)})), ""):
+    if name := _patched_forward({*map(type, modules)}):
         return f"The forward of a class is replaced by {name}. Put the original back."
     for module in compat.unusual(modules):
         name, forward = _foreign_name(*compat.forward_hooks(module)), compat.replaced_forward(module)
@@ -234,15 +234,18 @@ def _foreign_name(*functions: Any) -> str:
     return ""
 
 
-def _patched_forward(kind: type[nn.Module]) -> str:
-    """The name of the forward of a class, where it is not the one that the class was written with; else ""."""
-    owner, forward = next((base, vars(base)["forward"]) for base in kind.__mro__ if "forward" in vars(base))
-    if owner is nn.Module or not hasattr(forward, "__globals__") or getattr(forward, "only_observes", False):
-        return ""
-    packages = {owner.__module__.partition(".")[0], *_LIBRARIES, "accelerate"}
-    # FSDP puts a class of its own, with the same forward, in the place of a module's.
-    same = forward.__qualname__ in {f"{base.__qualname__}.forward" for base in owner.__mro__}
-    return "" if same and name_of(forward).partition(".")[0] in packages else name_of(forward)
+def _patched_forward(kinds: Iterable[type[nn.Module]]) -> str:
+    """The name of the forward of the first class whose forward is not the one that it was written with; else ""."""
+    for kind in kinds:
+        owner, forward = next((base, vars(base)["forward"]) for base in kind.__mro__ if "forward" in vars(base))
+        if owner is nn.Module or not hasattr(forward, "__globals__") or getattr(forward, "only_observes", False):
+            continue
+        packages = {owner.__module__.partition(".")[0], *_LIBRARIES, "accelerate"}
+        # FSDP puts a class of its own, with the same forward, in the place of a module's. Wrappers have the name of what they wrap.
+        same = forward.__qualname__ in {f"{base.__qualname__}.forward" for base in owner.__mro__}
+        if not same or str(forward.__globals__.get("__name__") or forward.__module__).partition(".")[0] not in packages:
+            return name_of(forward)
+    return ""
 
 
 def _for_training(module: nn.Module) -> str:

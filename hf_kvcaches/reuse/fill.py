@@ -8,15 +8,21 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.parallel import HeadShard
 from hf_kvcaches.core.prompt import PrefillCall, Remaining
 from hf_kvcaches.core.refusal import Refusal
 from hf_kvcaches.reuse.cache import ReuseCache
-from hf_kvcaches.reuse.partial import LayerPass, run_layers
+from hf_kvcaches.reuse.partial import LayerPass, run_layers, run_module
 from hf_kvcaches.reuse.plan import Indices, PromptPlan, PromptRow
-from hf_kvcaches.reuse.sparse import RunningPass, SparsePass
+from hf_kvcaches.reuse.sparse import ProbingPass, RunningPass, SparsePass
+
+# Tokens whose attention is averaged before repaired tokens are picked.
+_NEIGHBOURS = 7
+# The most tokens at the end of a prompt, such as a question, that run again once the tokens that they attend to are repaired.
+_QUESTION = 64
 
 
 def fill(cache: ReuseCache, call: PrefillCall) -> int | Remaining:
@@ -43,6 +49,7 @@ def fill(cache: ReuseCache, call: PrefillCall) -> int | Remaining:
     taken: int | Remaining = 0
     if plan.keys:
         cache.write(plan, blobs)
+        plan = _picking(cache, call, plan) if plan.repairs else plan
         taken = _hand_over(cache, call, plan)
     cache.note(plan, identity)
     return taken
@@ -62,10 +69,28 @@ def _agreed(shard: HeadShard, plan: PromptPlan | Refusal) -> PromptPlan | Refusa
     return PromptPlan(tuple(row.cut(row.begin, differ) for row in plan.rows), plan.total)
 
 
+def _picking(cache: ReuseCache, call: PrefillCall, plan: PromptPlan) -> PromptPlan:
+    """Run the new tokens of a prompt, and pick the tokens that are repaired: those that its last tokens attend to most, with neighbours.
+
+    A token that is attended to is often the first of several, such as the digits of a number, and the next ones follow in decode steps.
+    """
+    last = [min(_QUESTION, row.behind) for row in plan.rows]
+    indices = [np.union1d(row.new, np.arange(len(row.ids) - count, len(row.ids))) for row, count in zip(plan.rows, last, strict=True)]
+    sparse = _pass_over(call, plan, indices)
+    probing = ProbingPass.of(sparse, cache.model)
+    run_module(cache.model.base_model, _SplicingPass(cache, probing), sparse.ids(call), sparse.positions)
+    shares = torch.stack([share.to(call.input_ids.device) for share in probing.shares])
+    if cache.shard is not None:
+        shares = cache.shard.gather(shares[None], 0).amax(0)
+    pooled = functional.avg_pool1d(shares.mean(0), _NEIGHBOURS, 1, _NEIGHBOURS // 2).cpu().numpy()
+    picking = zip(plan.rows, pooled, last, strict=True)
+    return PromptPlan(tuple(row.picking(shares[row.padding :], count) for row, shares, count in picking), plan.total)
+
+
 def _hand_over(cache: ReuseCache, call: PrefillCall, plan: PromptPlan) -> int | Remaining:
     """Take a prefix if nothing else is reused; else have the model run the tokens between reused ones."""
-    if plan.reuses_a_prefix_only:
-        return cache.take(plan.prefixes[0])
+    if (prefix := plan.only_prefix) is not None:
+        return cache.take(prefix)
     if depths := plan.repair_depths:
         _run_in_parts(cache, call, plan, depths)
         return cache.take(plan.total - 1)
@@ -76,9 +101,9 @@ def _hand_over(cache: ReuseCache, call: PrefillCall, plan: PromptPlan) -> int | 
 
 
 def _with_last(row: PromptRow, window: int) -> Indices:
-    """The indices of the tokens that are computed, and of the last ones: the prompt's last, and those whose queries the holder needs."""
+    """The indices of the tokens that still run, and of the last ones: the prompt's last, and those whose queries the holder needs."""
     tokens = len(row.ids)
-    return np.union1d(row.computed, np.arange(max(row.begin, tokens - window), tokens))
+    return np.union1d(row.remaining, np.arange(max(row.begin, tokens - window), tokens))
 
 
 def _pass_over(call: PrefillCall, plan: PromptPlan, indices: Sequence[Indices]) -> SparsePass:
@@ -96,7 +121,7 @@ def _run_in_parts(cache: ReuseCache, call: PrefillCall, plan: PromptPlan, depths
         sparse = _pass_over(call, plan, indices)
         if hidden is not None and before is not None:
             hidden = hidden.gather(1, _places(before, sparse).to(hidden.device)[..., None].expand(-1, -1, hidden.shape[-1]))
-        splicing = _SplicingPass(cache, sparse, start)
+        splicing = _SplicingPass(cache, RunningPass.of(sparse, cache.model), start)
         hidden = run_layers(cache.model, start, stop, sparse.ids(call), splicing, sparse.positions, hidden=hidden)
         before = sparse
 
@@ -111,15 +136,15 @@ def _places(before: SparsePass, sparse: SparsePass) -> torch.Tensor:
 def _repaired_up_to(row: PromptRow, layer: int) -> Indices:
     """The indices of the tokens that a layer computes."""
     left = [span.computed for span in row.spans if span.repair and span.repair_depth is not None and span.repair_depth <= layer]
-    return np.setdiff1d(row.computed, np.concatenate(left)) if left else row.computed
+    return np.setdiff1d(row.remaining, np.concatenate(left)) if left else row.remaining
 
 
 class _SplicingPass(LayerPass):
     """A layer pass that writes the tokens of a sparse pass into their slots."""
 
-    def __init__(self, cache: KVCache, sparse: SparsePass, start: int) -> None:
+    def __init__(self, cache: KVCache, running: RunningPass, start: int = 0) -> None:
         super().__init__(cache, start)
-        self.running = RunningPass.of(sparse, cache.model)
+        self.running = running
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         view = self.running.write(self.layers[layer_idx], layer_idx, key_states, value_states)

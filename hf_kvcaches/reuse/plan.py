@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,8 @@ Indices = npt.NDArray[np.int64]
 
 # The rule of tokens that the model computes, and of those that were computed behind the same tokens.
 COMPUTED, EXACT = "computed", "exact"
+# How many tokens at the end of a prompt are computed where text before them has changed; those that they attend to most are repaired.
+PROBING = 8
 
 
 class SourceTokens(NamedTuple):
@@ -48,8 +51,9 @@ class PlannedSpan:
     Args:
         rule: What admitted them, or "computed".
         sources: The stored tokens that are reused, without gaps; empty where all tokens are computed.
-        repair: How many of its first tokens are recomputed, in the layers below `repair_depth`; the layers above reuse them.
+        repair: How many of its tokens are recomputed, in the layers below `repair_depth`; the layers above reuse them.
         repair_depth: None: all layers.
+        picked: The indices of the recomputed tokens, ascending; None until they are picked: the first ones.
         reason: Why nothing more is reused, as a sentence; "" where nothing is stored or everything is reused.
     """
 
@@ -60,6 +64,7 @@ class PlannedSpan:
     repair: int = 0
     repair_depth: int | None = None
     reason: str = ""
+    picked: tuple[int, ...] | None = None
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -72,6 +77,8 @@ class PlannedSpan:
     @property
     def computed(self) -> Indices:
         """The indices of the tokens that the lowest layer computes."""
+        if self.picked is not None:
+            return np.array(self.picked, np.int64)
         return np.arange(self.start, self.start + self.repair if self.sources else self.stop)
 
     def outline(self) -> tuple[Any, ...]:
@@ -108,6 +115,7 @@ class PromptRow:
         begin: How many of them are in the cache.
         spans: The plan, without gaps; empty until it is made.
         prefix: Up to this index, reused tokens were computed behind the same tokens.
+        probed: How many of its last tokens run again, once the tokens are repaired that they attend to; the new ones have run by then.
     """
 
     number: int
@@ -116,6 +124,7 @@ class PromptRow:
     begin: int
     spans: tuple[PlannedSpan, ...] = ()
     prefix: int = 0
+    probed: int = 0
 
     @property
     def sources(self) -> Iterator[SourceTokens]:
@@ -127,10 +136,43 @@ class PromptRow:
         """How many tokens no layer computes."""
         return sum(span.reused for span in self.spans)
 
-    @property
+    @cached_property
     def computed(self) -> Indices:
         """The indices of the tokens that the lowest layer computes, without the last one."""
         return np.concatenate([np.zeros(0, np.int64), *(span.computed for span in self.spans)])
+
+    @property
+    def new(self) -> Indices:
+        """The indices of the tokens for which nothing is reused, without the last one."""
+        return np.concatenate([np.zeros(0, np.int64), *(span.computed for span in self.spans if not span.sources)])
+
+    @property
+    def remaining(self) -> Indices:
+        """The indices of the tokens that still run when repaired ones are picked, without the last one."""
+        if not self.probed:
+            return self.computed
+        repaired = [span.computed for span in self.spans if span.sources]
+        return np.unique(np.concatenate([*repaired, np.arange(len(self.ids) - self.probed, len(self.ids) - 1)]))
+
+    @property
+    def behind(self) -> int:
+        """How many tokens are behind the last reused one."""
+        return len(self.ids) - max((tokens.stop for tokens in self.sources), default=self.begin)
+
+    def picking(self, shares: npt.NDArray[np.float32], probed: int) -> PromptRow:
+        """Return the row with the tokens picked that are repaired: of all repaired spans those with the largest shares.
+
+        Args:
+            shares: Of the weights of the last `probed` tokens, for each token of the row.
+        """
+        indices = np.concatenate([np.zeros(0, np.int64), *(np.arange(span.start, span.stop) for span in self.spans if span.repair)])
+        best = np.argsort(-shares[indices], kind="stable")[: sum(span.repair for span in self.spans)]
+        picked = np.sort(indices[best])
+        spans = []
+        for span in self.spans:
+            own = tuple(picked[(picked >= span.start) & (picked < span.stop)].tolist())
+            spans.append(replace(span, repair=len(own), picked=own) if span.repair else span)
+        return replace(self, spans=tuple(spans), probed=probed)
 
     def cut(self, stop: int, reason: str = "") -> PromptRow:
         """Return the row with reuse only before an index."""
@@ -162,6 +204,11 @@ class PromptPlan:
         return list(dict.fromkeys(tokens.key for row in self.rows for tokens in row.sources))
 
     @property
+    def repairs(self) -> bool:
+        """Whether some tokens of a span are recomputed, and others are not."""
+        return any(0 < span.repair < len(span) for row in self.rows for span in row.spans)
+
+    @property
     def repair_depths(self) -> list[int]:
         """The layers at which repaired tokens leave, ascending."""
         return sorted({span.repair_depth for row in self.rows for span in row.spans if span.repair and span.repair_depth is not None})
@@ -176,10 +223,11 @@ class PromptPlan:
         return [row.padding + int(row.computed[0]) if len(row.computed) else self.total - 1 for row in self.rows]
 
     @property
-    def reuses_a_prefix_only(self) -> bool:
-        """Whether all rows reuse the same number of first slots, and nothing else."""
+    def only_prefix(self) -> int | None:
+        """How many first slots all rows reuse, where they reuse nothing else; else None."""
         prefix, *others = set(self.prefixes)
-        return not others and all(len(row.computed) == self.total - 1 - prefix for row in self.rows)
+        alone = not others and all(len(row.computed) == self.total - 1 - prefix for row in self.rows)
+        return prefix if alone else None
 
     def without(self, keys: Collection[str], reason: str) -> PromptPlan:
         """Return the plan without reuse of missing blobs."""

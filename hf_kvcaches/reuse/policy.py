@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import groupby
 from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
@@ -88,7 +89,7 @@ class Admission(NamedTuple):
 
     Args:
         rule: A name for reports.
-        repair: How many of its first tokens are recomputed in the new context.
+        repair: How many of its tokens are recomputed in the new context: of all matches those that the prompt's end attends to most.
         repair_depth: The share of the layers that recompute them, from the lowest on; the others reuse them.
         reason: Why it is rejected, as a sentence.
     """
@@ -111,7 +112,7 @@ class SegmentPolicy(Artifact):
     Args:
         guard: How many tokens directly before must be the same for reuse without repair; None: all.
         similarity: The least Jaccard similarity of the shingles of both surroundings.
-        repair: Share of the tokens that are recomputed in the new context: the first ones.
+        repair: Share of the tokens that are recomputed in the new context: those that the prompt's last tokens attend to most.
         repair_depth: Share of the layers that recompute these tokens: the lowest ones. The others reuse them.
         shortest: The least number of tokens that are reused behind another text.
         bound: The bound on the mean KL divergence that calibration kept, in nats; None without calibration.
@@ -123,7 +124,7 @@ class SegmentPolicy(Artifact):
 
     guard: int | None = None
     similarity: float = 0.9
-    repair: float = 0.15
+    repair: float = 0.25
     repair_depth: float = 1.0
     shortest: int = 16
     bound: float | None = None
@@ -192,16 +193,23 @@ class SegmentPolicy(Artifact):
 
 
 def plan_row(row: PromptRow, prefix: Sequence[Piece], runs: Sequence[Run], admit: Admit | None, layers: int) -> PromptRow:
-    """Plan a row from what is stored: the prefix is reused by the rule that it was stored with, and `admit` decides on the runs behind it.
+    """Plan a row from what is stored: exact tokens of the prefix are reused, and `admit` decides on all others.
 
     Args:
-        prefix: Stored tokens from `row.begin` on, computed behind the same tokens.
+        prefix: Stored tokens from `row.begin` on, behind the same tokens. What is not exact was repaired for another end of the prompt, unless
+            the whole prompt is stored.
         runs: Stored tokens behind the prefix, in order and without overlaps; the last token of the row is in none.
-        admit: None to reuse the prefix alone.
+        admit: None to reuse an exact prefix alone.
         layers: Of the model.
     """
     end = prefix[-1].stop if prefix else row.begin
-    spans = [PlannedSpan(piece.start, piece.stop, piece.record.origin, (piece.source,)) for piece in prefix]
+    spans: list[PlannedSpan] = []
+    whole = end == len(row.ids) - 1
+    for as_stored, pieces in groupby(prefix, lambda piece: whole or piece.record.origin == EXACT):
+        if as_stored:
+            spans += [PlannedSpan(piece.start, piece.stop, piece.record.origin, (piece.source,)) for piece in pieces]
+        elif admit is not None:
+            spans.append(_admitted(Match(Run(tuple(pieces)), row.ids), admit, layers))
     reached = end
     for run in runs if admit is not None else ():
         assert admit is not None

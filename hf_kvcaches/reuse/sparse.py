@@ -1,16 +1,17 @@
 """Passes over tokens that are not consecutive: the tokens between them are in the cache.
 
-The queries of consecutive tokens form a run. A run sees all slots before it, without a mask, and itself, causally: two calls of a fused
-attention whose results are merged by their sums of exponentials. So there is no mask over all slots, and no key is copied for each query
-head.
+The queries of tokens that are near each other form a block. A block sees all slots before it, without a mask, and those from its first
+token on, causally: two calls of attention whose results are merged by their sums of exponentials. So there is no mask over all slots, and
+no key is copied for each query head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -24,12 +25,14 @@ from hf_kvcaches.core.refusal import Refusal
 from hf_kvcaches.core.source import TensorView
 from hf_kvcaches.core.view import previous_implementation, why_not_answering
 from hf_kvcaches.errors import UnsupportedError
-from hf_kvcaches.kernels.parts import AttentionPart, exact_part, merged
+from hf_kvcaches.kernels.parts import AttentionPart, exact_weights, merged, part_of
 from hf_kvcaches.reuse.layer import SplicedLayer
-from hf_kvcaches.reuse.plan import Indices
+from hf_kvcaches.reuse.plan import PROBING, Indices
 
-# Queries whose scores are held at a time where no fused attention computes them, and queries that share a mask behind a window.
+# Queries whose scores are held at a time where no fused attention computes them: of tokens with gaps between them, or behind a window.
 _BLOCK = 256
+# Tokens with more slots between them are in different blocks.
+_GAP = 64
 
 
 def spans_refused(model: PreTrainedModel) -> Refusal | None:
@@ -53,12 +56,18 @@ def _is_plain(attention: str, model: PreTrainedModel) -> bool:
     return "|" not in attention and module.startswith("transformers.integrations.")
 
 
-class Stretch(NamedTuple):
-    """Consecutive tokens of a row that a pass runs: the queries from `first` to before `last`, of the slots from `slot` on."""
+class Block(NamedTuple):
+    """Queries of a row, from `first` to before `last` of those that a pass runs, in the slots from `start` to before `stop`."""
 
     first: int
     last: int
-    slot: int
+    start: int
+    stop: int
+
+    @property
+    def consecutive(self) -> bool:
+        """Whether there is a query for each slot."""
+        return self.stop - self.start == self.last - self.first
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,19 +108,27 @@ class SparsePass:
         return torch.from_numpy(np.where(self.host_slots < self.total, self.host_slots - pads, 0)).to(self.device)
 
     @cached_property
-    def runs(self) -> list[list[Stretch]]:
-        """The runs of each row."""
-        found = []
-        for slots in self.host_slots:
-            edges = np.flatnonzero(np.diff(slots, prepend=-2, append=-2) != 1)
-            pairs = zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)
-            found.append([Stretch(first, last, int(slots[first])) for first, last in pairs if slots[first] < self.total])
-        return found
+    def blocks(self) -> list[list[Block]]:
+        """The blocks of each row, which leave out fillers."""
+        return [list(_blocks(slots, int((slots == self.total).sum()))) for slots in self.host_slots]
 
     def ids(self, call: PrefillCall) -> torch.Tensor:
         """Return the token ids of a prompt that the pass runs; fillers get any."""
         columns = np.minimum(self.host_slots - (self.total - call.input_ids.shape[1]), call.input_ids.shape[1] - 1)
         return call.input_ids.gather(1, torch.from_numpy(columns).to(self.device))
+
+
+def _blocks(slots: Indices, fillers: int) -> Iterator[Block]:
+    """Yield the blocks of a row: consecutive tokens of any number, or `_BLOCK` tokens with small gaps between them."""
+    edges = [fillers, *(fillers + 1 + np.flatnonzero(np.diff(slots[fillers:]) > _GAP)).tolist(), len(slots)]
+    for begin, end in pairwise(edges):
+        whole = _block(slots, begin, end)
+        step = end - begin if whole.consecutive else _BLOCK
+        yield from (_block(slots, first, min(first + step, end)) for first in range(begin, end, step))
+
+
+def _block(slots: Indices, first: int, last: int) -> Block:
+    return Block(first, last, int(slots[first]), int(slots[last - 1]) + 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,7 +144,7 @@ class RunningPass:
         return self.sparse.total
 
     @classmethod
-    def of(cls, sparse: SparsePass, model: PreTrainedModel) -> RunningPass:
+    def of(cls, sparse: SparsePass, model: PreTrainedModel) -> Self:
         """Return the pass for a model."""
         plan = compat.layer_plan(compat.decoder_config(model.config))
         return cls(sparse, [(kind, getattr(layer, "sliding_window", None)) for kind, layer in plan])
@@ -158,52 +175,105 @@ class SparseView(TensorView):
             raise UnsupportedError("Reuse between computed tokens does not support attention with a bias of positions. Use mode='exact'.")
         batch, heads, tokens, _ = query.shape
         output = query.new_zeros(batch, tokens, heads, self.values.shape[-1])  # fillers stay zeros
-        for row, runs in enumerate(self.sparse.runs):
-            keys, values = self.keys[row : row + 1], self.values[row : row + 1]
-            for part, lowest in (pair for run in runs for pair in self._visible(run, self.sparse.padding[row])):
-                states = query[row : row + 1, :, part.first : part.last]
-                output[row, part.first : part.last] = self._attended(states, keys, values, part, lowest, call)[0]
+        for row, blocks in enumerate(self.sparse.blocks):
+            for block, lowest in (pair for each in blocks for pair in self._visible(each, row)):
+                queries = slice(block.first, block.last)
+                output[row, queries] = self._attended(query[row : row + 1, :, queries], row, block, lowest, call)[0]
         return output, None
 
-    def _visible(self, run: Stretch, padding: int) -> list[tuple[Stretch, int]]:
-        """Return the run with the lowest slot that its queries see, cut where that is another one."""
+    def _visible(self, block: Block, row: int) -> list[tuple[Block, int]]:
+        """Return the block with the lowest slot that its queries see, cut where that is another one."""
+        padding = self.sparse.padding[row]
         if self.kind != "chunked_attention" or self.window is None:
-            return [(run, padding)]
-        parts, slot, stop = [], run.slot, run.slot + run.last - run.first
-        while slot < stop:
-            chunk = padding + (slot - padding) // self.window * self.window
-            end = min(stop, chunk + self.window)
-            parts.append((Stretch(run.first + slot - run.slot, run.first + end - run.slot, slot), chunk))
-            slot = end
-        return parts
+            return [(block, padding)]
+        slots = self.sparse.host_slots[row]
+        lowest = padding + (slots[block.first : block.last] - padding) // self.window * self.window
+        edges = [block.first, *(block.first + 1 + np.flatnonzero(np.diff(lowest))).tolist(), block.last]
+        return [(_block(slots, first, last), int(lowest[first - block.first])) for first, last in pairwise(edges)]
 
-    def _attended(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, run: Stretch, lowest: int, call: Call
-    ) -> torch.Tensor:
-        """Return the attention of a run of one row, (1, queries, heads, value_dim)."""
-        tokens, stop = query.shape[2], run.slot + query.shape[2]
-        slides = self.kind == "sliding_attention" and self.window is not None and stop - lowest > self.window
+    def _attended(self, query: torch.Tensor, row: int, block: Block, lowest: int, call: Call) -> torch.Tensor:
+        """Return the attention of a block, (1, queries, heads, value_dim).
+
+        Args:
+            query: (1, heads, queries, head_dim).
+            lowest: The first slot that its queries see.
+        """
+        keys, values = self.keys[row : row + 1], self.values[row : row + 1]
         plain = call.softcap is None and call.sink_logits is None and keys.shape[-1] == values.shape[-1]
         fused = plain and (query.device.type == "cpu" or (query.is_cuda and keys.shape[-1] % 8 == 0))
-        if fused and not slides:
-            own = _fused(query, keys[:, :, run.slot : stop], values[:, :, run.slot : stop], call.scaling, causal=True)
-            if run.slot == lowest:
-                return merged([own])
-            before = slice(lowest, run.slot)
-            return merged([_fused(query, keys[:, :, before], values[:, :, before], call.scaling, causal=False), own])
-        outputs = []
-        for first in range(0, tokens, _BLOCK):
-            last = min(first + _BLOCK, tokens)
-            low = lowest if not slides or self.window is None else max(lowest, run.slot + first - self.window + 1)
-            slots = torch.arange(low, run.slot + last, device=query.device)
-            own_slots = torch.arange(run.slot + first, run.slot + last, device=query.device)[:, None]
-            visible = slots <= own_slots
-            if slides and self.window is not None:
-                visible &= slots > own_slots - self.window
-            seen = slice(low, run.slot + last)
-            part = exact_part(query[:, :, first:last], keys[:, :, seen], values[:, :, seen], call.scaling, visible[None], call.softcap)
-            outputs.append(merged([part, *_sinks(part, call.sink_logits)]))
-        return torch.cat(outputs, 1)
+        if not fused or (self.kind == "sliding_attention" and self.window is not None and block.stop - lowest > self.window):
+            outputs = []
+            for first in range(block.first, block.last, _BLOCK):
+                some = _block(self.sparse.host_slots[row], first, min(first + _BLOCK, block.last))
+                part = self._masked(query[:, :, first - block.first : some.last - block.first], row, some, lowest, call)
+                outputs.append(merged([part, *_sinks(part, call.sink_logits)]))
+            return torch.cat(outputs, 1)
+        own, before = slice(block.start, block.stop), slice(lowest, block.start)
+        if block.consecutive:
+            part = _fused(query, keys[:, :, own], values[:, :, own], call.scaling, causal=True)
+        else:
+            part = self._masked(query, row, block, block.start, call)
+        if block.start == lowest:
+            return merged([part])
+        return merged([_fused(query, keys[:, :, before], values[:, :, before], call.scaling, causal=False), part])
+
+    def _masked(self, query: torch.Tensor, row: int, block: Block, lowest: int, call: Call) -> AttentionPart:
+        """Attention of a block over the slots from `lowest` on."""
+        weights, highest, seen = self._weights(query, row, block, lowest, call)
+        return part_of(weights, highest, self.values[row : row + 1, :, seen])
+
+    def _weights(self, query: torch.Tensor, row: int, block: Block, lowest: int, call: Call) -> tuple[torch.Tensor, torch.Tensor, slice]:
+        """Return what `exact_weights` does for the queries of a block, and the slots from `lowest` on that they are of."""
+        window = self.window if self.kind == "sliding_attention" else None
+        low = lowest if window is None else max(lowest, block.start - window + 1)
+        own = self.sparse.slots[row, block.first : block.last, None].to(query.device)
+        slots = torch.arange(low, block.stop, device=query.device)
+        visible = slots <= own if window is None else (slots <= own) & (slots > own - window)
+        keys = self.keys[row : row + 1, :, low : block.stop]
+        return *exact_weights(query, keys, call.scaling, visible[None], call.softcap), slice(low, block.stop)
+
+
+@dataclass(frozen=True, eq=False)
+class ProbingPass(RunningPass):
+    """A pass over the last tokens of a prompt that measures which tokens they attend to.
+
+    Args:
+        shares: Of each layer in the upper half, the largest share of the weights of the last `PROBING` queries that a slot has in any head,
+            (batch, slots).
+    """
+
+    shares: list[torch.Tensor] = field(default_factory=list)
+
+    def write(self, layer: SplicedLayer, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> SparseView:
+        view = super().write(layer, layer_idx, key_states, value_states)
+        if 2 * layer_idx < len(self.kinds):
+            return view
+        self.shares.append(torch.zeros(len(view.keys), self.total, device=view.keys.device))
+        return ProbingView(view.sparse, view.kind, view.window, view.keys, view.values, shares=self.shares[-1])
+
+
+class ProbingView(SparseView):
+    """A view that measures the weights of its queries.
+
+    Args:
+        shares: Where the largest shares go, (batch, slots), zeros before.
+    """
+
+    def __init__(self, *view: Any, shares: torch.Tensor) -> None:
+        super().__init__(*view)
+        self.shares = shares
+
+    def _attended(self, query: torch.Tensor, row: int, block: Block, lowest: int, call: Call) -> torch.Tensor:
+        first = max(block.first, self.sparse.host_slots.shape[1] - PROBING)
+        if first < block.last:
+            last = _block(self.sparse.host_slots[row], first, block.last)
+            weights, highest, seen = self._weights(query[:, :, first - block.first :], row, last, lowest, call)
+            total = weights.sum(-1, keepdim=True)
+            if call.sink_logits is not None:
+                total += (call.sink_logits.to(total.dtype).view(1, -1, 1, 1) - highest).exp()
+            slots = self.shares[row, seen]
+            torch.maximum(slots, (weights / total).amax((0, 1, 2)).to(slots.dtype), out=slots)
+        return super()._attended(query, row, block, lowest, call)
 
 
 def _sinks(part: AttentionPart, logits: torch.Tensor | None) -> list[AttentionPart]:

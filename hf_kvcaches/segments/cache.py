@@ -21,7 +21,7 @@ from hf_kvcaches.errors import ConfigError, UnsupportedError, require_choice, re
 from hf_kvcaches.reuse.cache import ReuseCache
 from hf_kvcaches.reuse.fill import fill
 from hf_kvcaches.reuse.index import CONTEXT, Chain, Record, Run, TokenIndex
-from hf_kvcaches.reuse.plan import EXACT, PlannedSpan, PromptPlan, PromptRow
+from hf_kvcaches.reuse.plan import EXACT, PROBING, PlannedSpan, PromptPlan, PromptRow
 from hf_kvcaches.reuse.policy import Admit, SegmentPolicy, plan_row
 from hf_kvcaches.reuse.record import PromptStates
 from hf_kvcaches.reuse.store import NewSpan
@@ -148,7 +148,7 @@ class SegmentReuseCache(ReuseCache):
 
     def runs(self, index: TokenIndex, row: PromptRow, start: int) -> list[Run]:
         """Return the stored tokens behind an index of a row, in order and without overlaps."""
-        return index.runs(row.ids[:-1], start, self.policy.shortest)
+        return index.runs(row.ids[:-PROBING], start, self.policy.shortest)
 
     def note(self, plan: PromptPlan, identity: Identity) -> None:
         costs, store = Costs.of(self.model), self.store

@@ -49,10 +49,11 @@ class Costs:
         return self.of_tokens(np.arange(begin, stop))
 
     def of_row(self, row: PromptRow) -> float:
-        """Return the cost of the tokens that a plan does not reuse, and of the last token."""
+        """Return the cost of the tokens that a plan does not reuse, of the last token, and of those that ran once more."""
         repaired = [(span.computed, span.repair_depth) for span in row.spans if span.repair and span.repair_depth is not None]
         saved = sum(self.of_tokens(indices, depth) for indices, depth in repaired)
-        return self.of_tokens(np.append(row.computed, len(row.ids) - 1)) - saved
+        probed = self.of_prompt(len(row.ids) - row.probed, len(row.ids))
+        return self.of_tokens(np.append(row.computed, len(row.ids) - 1)) + probed - saved
 
 
 def _query_size(config: PreTrainedConfig) -> int:

@@ -21,7 +21,7 @@ class WarmStartGate(Artifact):
         tau: The least cosine of an earlier prompt for its tokens to be compared.
         reusable: The least share of a prompt's tokens that can be reused.
         similarity: The least Jaccard similarity of the text before a span, here and there; see `SegmentPolicy`.
-        repair: Share of each span's tokens that are recomputed: the first ones.
+        repair: Share of the spans' tokens that are recomputed: those that the prompt's last tokens attend to most.
         repair_depth: Share of the layers that recompute them: the lowest ones.
         encoder: The name of the encoder that `tau` was measured with, or None.
         bound: The bound on the mean KL divergence that calibration kept, in nats; None without calibration.

@@ -66,7 +66,7 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         caller = sys._getframe(1).f_code
-        if not caller.co_filename.endswith(OF_IDENTITY) and caller.co_name != "version_of":
+        if not caller.co_filename.endswith(OF_IDENTITY) and caller.co_name != "versions_of":
             self.count[0] += 1
             if self.count[0] == self.stop:
                 raise Interrupt

@@ -86,7 +86,7 @@ def test_a_rule_of_ones_own_reuses_segments_in_generate_and_the_default_does_not
     cache = SegmentReuseCache(model, store, admit=admit)
     model.generate(MOVED, past_key_values=cache, max_new_tokens=2, do_sample=False, pad_token_id=0)
     assert cache.mode == mode
-    assert cache.report().tiers[served] >= 90
+    assert cache.report().tiers[served] >= 80
 
 
 @pytest.mark.parametrize("make", [segments, warm])

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_kvcaches import EquipCache, SegmentReuseCache, SegmentStore, WarmStartCache, WarmStartGate
+from hf_kvcaches.reuse.plan import PROBING
 from tests import tiny
 from tests.warmstart.warm import OPEN, library_of
 
@@ -58,14 +59,18 @@ def watched(model: PreTrainedModel, stop: int | None = None) -> Iterator[list[in
 
 
 @pytest.mark.parametrize("make", [segments, warm])
-def test_what_is_not_reused_runs_once(make: Any) -> None:
+@pytest.mark.parametrize("repair", [0.0, 0.2])
+def test_what_is_not_reused_runs_once_behind_a_short_pass_that_picks_what_is_repaired(make: Any, repair: float) -> None:
     model = tiny.llama()
-    cache = make(model)
+    cache = make(model, repair=repair) if make is segments else make(model, gate=WarmStartGate(reusable=0.0, repair=repair))
     with watched(model) as tokens:
         answer(model, MOVED, cache)
     report = cache.report()
     assert report.reused_tokens > 120
-    assert tokens == [MOVED.shape[1] - report.reused_tokens, 1]
+    row = cache.plans[0]
+    assert sum(tokens[:-1]) == MOVED.shape[1] - report.reused_tokens + row.probed
+    assert len(tokens) == (3 if repair else 2)
+    assert (row.probed >= PROBING) == (repair > 0)
 
 
 def test_rows_of_which_different_numbers_of_tokens_are_computed_share_the_pass() -> None:
@@ -77,7 +82,7 @@ def test_rows_of_which_different_numbers_of_tokens_are_computed_share_the_pass()
     cache = segments(model)
     with watched(model) as tokens:
         together = answer(model, ids, cache, mask)
-    assert len(tokens) == 2
+    assert len(tokens) == 3
     assert cache.report().reused_tokens > 240
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
 

@@ -13,7 +13,7 @@ from transformers import DynamicCache, GptOssConfig, PreTrainedModel
 from hf_kvcaches.core.prompt import PrefillCall
 from hf_kvcaches.reuse import sparse
 from hf_kvcaches.reuse.cache import SplicingCache
-from hf_kvcaches.reuse.sparse import RunningPass, SparsePass, Stretch
+from hf_kvcaches.reuse.sparse import Block, ProbingPass, RunningPass, SparsePass
 from tests.tiny import VOCABULARY, build, gemma2, ids, llama
 
 TOKENS = 150
@@ -51,7 +51,7 @@ def ran(model: PreTrainedModel, prompt: torch.Tensor, pads: list[int], passes: l
 
 @pytest.mark.parametrize("make", [llama, gemma2, gpt_oss], ids=["grouped heads", "softcap and windows", "sinks"])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager", "flash_attention_2"])
-@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("parts", [1, 3, "again"])
 @torch.no_grad()
 def test_tokens_that_run_apart_have_the_keys_and_values_of_an_ordinary_pass(make, implementation, parts, block) -> None:
     model = make()
@@ -65,8 +65,12 @@ def test_tokens_that_run_apart_have_the_keys_and_values_of_an_ordinary_pass(make
     model(input_ids=prompt, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp_min(0), past_key_values=expected)
     if implementation == "flash_attention_2":  # is not installed, and not asked: the cache answers
         vars(model.config)["_attn_implementation_internal"] = implementation
-    # Earlier tokens first, as later ones see them: the runs of a pass are those of stored spans.
-    passes = [[np.array_split(np.arange(TOKENS - pad), parts)[part] for pad in pads] for part in range(parts)]
+    # Earlier tokens first, as later ones see them; or all, and some of them again.
+    passes = (
+        [[np.array_split(np.arange(TOKENS - pad), parts)[part] for pad in pads] for part in range(parts)]
+        if parts != "again"
+        else [[np.arange(TOKENS - pad) for pad in pads], [np.array([0, *range(1, 50, 3), *range(70, TOKENS - pad, 2)]) for pad in pads]]
+    )
     cache = ran(model, prompt, pads, passes)
     for ours, theirs in zip(cache.layers, expected.layers, strict=True):
         for name in ("keys", "values"):
@@ -75,12 +79,32 @@ def test_tokens_that_run_apart_have_the_keys_and_values_of_an_ordinary_pass(make
                 torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
-def test_runs_are_consecutive_slots_and_fillers_come_first() -> None:
-    indices = [np.array([1, 4, 5, 9]), np.array([2, 3])]
-    found = SparsePass.of(indices, [0, 1], 20, torch.device("cpu"))
-    assert found.slots.tolist() == [[1, 4, 5, 9], [20, 20, 3, 4]]
-    assert found.positions.tolist() == [[1, 4, 5, 9], [0, 0, 2, 3]]
-    assert found.runs == [[Stretch(0, 1, 1), Stretch(1, 3, 4), Stretch(3, 4, 9)], [Stretch(2, 4, 3)]]
+def test_blocks_are_of_near_slots_and_fillers_come_first() -> None:
+    indices = [np.array([1, 4, 5, 200]), np.array([2, 3])]
+    found = SparsePass.of(indices, [0, 1], 300, torch.device("cpu"))
+    assert found.slots.tolist() == [[1, 4, 5, 200], [300, 300, 3, 4]]
+    assert found.positions.tolist() == [[1, 4, 5, 200], [0, 0, 2, 3]]
+    assert found.blocks == [[Block(0, 3, 1, 6), Block(3, 4, 200, 201)], [Block(2, 4, 3, 5)]]
+    long = SparsePass.of([np.arange(0, 1200, 2)], [0], 1200, torch.device("cpu"))
+    assert [(block.first, block.last) for block in long.blocks[0]] == [(0, 256), (256, 512), (512, 600)]
+
+
+@pytest.mark.parametrize("make", [llama, gemma2], ids=["grouped heads", "softcap and windows"])
+@torch.no_grad()
+def test_a_probing_pass_measures_the_largest_weights_of_the_last_tokens_in_the_upper_layers(make) -> None:
+    model, pads, last = make(), [0, 11], 5
+    prompt = ids(2, TOKENS)
+    model.set_attn_implementation("eager")
+    mask = (torch.arange(TOKENS) >= torch.tensor(pads)[:, None]).long()
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    weights = model(input_ids=prompt, attention_mask=mask, position_ids=positions, output_attentions=True).attentions
+    expected = torch.stack([layer[:, :, -last:].amax((1, 2)) for layer in weights[len(weights) // 2 :]])
+    cache = ran(model, prompt, pads, [[np.arange(TOKENS - pad) for pad in pads]])
+    pass_over = SparsePass.of([np.arange(TOKENS - pad - last, TOKENS - pad) for pad in pads], pads, TOKENS, prompt.device)
+    cache.sparse_pass = probing = ProbingPass.of(pass_over, model)
+    call = PrefillCall(model, prompt, None, None, TOKENS - 1)
+    model(input_ids=pass_over.ids(call), position_ids=pass_over.positions, past_key_values=cache, logits_to_keep=1)
+    torch.testing.assert_close(torch.stack(probing.shares), expected, rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_kvcaches import GrowingCache, RotaryGeometry, SegmentReuseCache, SegmentStore
 from hf_kvcaches.reuse.partial import run_layers
+from hf_kvcaches.reuse.plan import PromptRow
 
 States = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -16,13 +18,12 @@ States = list[tuple[torch.Tensor, torch.Tensor]]
 class Source:
     """An earlier prompt, as the model alone computes it."""
 
-    def __init__(self, model: PreTrainedModel, ids: torch.Tensor, cut: int | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, ids: torch.Tensor) -> None:
         self.model = model
         # Its layers keep all tokens, also those with a window.
         cache = SegmentReuseCache(model, SegmentStore("memory"), mode="exact")
         with torch.no_grad():
-            outputs = model(ids, past_key_values=cache, output_hidden_states=cut is not None)
-            self.hidden = None if cut is None else outputs.hidden_states[cut]
+            model(ids, past_key_values=cache)
         self.layers = [(layer.keys, layer.values) for layer in cache.layers]
 
     def at(self, position: int, place: int) -> States:
@@ -40,20 +41,20 @@ def step_by_step(
     ids: torch.Tensor,
     positions: Mapping[int, int],
     source: Source,
-    depths: Mapping[int, int] | None = None,
     repaired: Mapping[int, tuple[int, int]] | None = None,
-) -> tuple[torch.Tensor, DynamicCache]:
-    """The last token's logits, and the cache.
+    given: Mapping[int, States] | None = None,
+) -> tuple[torch.Tensor, DynamicCache, dict[int, States]]:
+    """The last token's logits, the cache, and the keys and values of the tokens that ran in all layers.
 
     Args:
         model: The model.
         ids: (1, tokens).
         positions: For each place that is reused, where it stood in the source.
         source: The earlier prompt.
-        depths: For some of these places, how many layers are reused; the others run on the source's hidden states.
         repaired: For other places, how many layers run, and where the token stood in the source, whose keys and values the others reuse.
+        given: Keys and values of other places.
     """
-    cache = GrowingCache(model.config)
+    cache, ran = GrowingCache(model.config), dict[int, States]()
     logits = None
     with torch.no_grad():
         for place in range(ids.shape[1]):
@@ -62,25 +63,35 @@ def step_by_step(
                 run_layers(model, 0, depth, ids[:, place : place + 1], cache, torch.tensor([place]))
                 for layer, (key, value) in list(zip(cache.layers, source.at(position, place), strict=True))[depth:]:
                     layer.update(key, value)
-                continue
-            if place not in positions:
+            elif place in positions or place in (given or {}):
+                states = source.at(positions[place], place) if place in positions else given[place]
+                for layer, (key, value) in zip(cache.layers, states, strict=True):
+                    layer.update(key, value)
+            else:
                 logits = model(ids[:, place : place + 1], position_ids=torch.tensor([[place]]), past_key_values=cache).logits
-                continue
-            depth = (depths or {}).get(place, len(cache.layers))
-            for layer, (key, value) in list(zip(cache.layers, source.at(positions[place], place), strict=True))[:depth]:
-                layer.update(key, value)
-            if depth < len(cache.layers):
-                hidden = source.hidden[:, positions[place] : positions[place] + 1]
-                token = ids[:, place : place + 1]
-                run_layers(model, depth, len(cache.layers), token, cache, torch.tensor([place]), hidden=hidden)
-    return logits[:, -1], cache
+                ran[place] = [(layer.keys[:, :, -1:].clone(), layer.values[:, :, -1:].clone()) for layer in cache.layers]
+    return logits[:, -1], cache, ran
 
 
-def reused_positions(cache: SegmentReuseCache, row: int = 0) -> dict[int, int]:
+def as_planned(
+    model: PreTrainedModel, ids: torch.Tensor, row: PromptRow, source: Source, repaired: Mapping[int, tuple[int, int]] | None = None
+) -> tuple[torch.Tensor, DynamicCache]:
+    """The last token's logits and the cache of a planned row: new tokens see what is stored, and the last ones what is repaired."""
+    stored = {place: place - tokens.start + tokens.position for tokens in row.sources for place in range(tokens.start, tokens.stop)}
+    given: dict[int, Any] = {}
+    if row.probed:
+        ran = step_by_step(model, ids, stored, source)[2]
+        given = {place: ran[place] for place in row.new.tolist() if place < ids.shape[1] - row.probed}
+    again = set(row.remaining.tolist())
+    positions = {place: position for place, position in stored.items() if place not in again}
+    return step_by_step(model, ids, positions, source, repaired, given)[:2]
+
+
+def reused_positions(cache: Any, row: int = 0) -> dict[int, int]:
     """For each place that a cache has reused, where it stood when it was stored."""
     positions = {}
     for span in (span for planned in cache.plans if planned.number == row for span in planned.spans):
         for tokens in span.sources:
-            for place in range(max(tokens.start, span.start + span.repair), tokens.stop):
+            for place in set(range(tokens.start, tokens.stop)) - set(span.computed.tolist()):
                 positions[place] = tokens.position + place - tokens.start
     return positions

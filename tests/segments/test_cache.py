@@ -11,7 +11,7 @@ from transformers import DynamicCache, GPTNeoXConfig, LlamaConfig, Qwen2Config
 from hf_kvcaches import ModelFingerprint, SegmentPolicy, SegmentReuseCache, SegmentStore
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedError
 from tests import tiny
-from tests.segments.reference import Source, reused_positions, step_by_step
+from tests.segments.reference import Source, as_planned, reused_positions, step_by_step
 
 MODELS = {
     "llama": tiny.llama,
@@ -95,7 +95,7 @@ def test_moved_segments_give_what_one_token_after_the_other_gives(name, repair):
     got = first_logits(model, prompt, cache)
     positions = reused_positions(cache)
     assert len(positions) >= (29 + 47) * (1 - repair) - 3
-    expected, reference = step_by_step(model, prompt, positions, Source(model, earlier))
+    expected, reference = as_planned(model, prompt, cache.plans[0], Source(model, earlier))
     assert torch.allclose(got, expected, atol=1e-4)
     assert not torch.allclose(got, plain(model, prompt), atol=1e-4)
     for mine, theirs in zip(cache.layers, reference.layers, strict=True):
@@ -137,8 +137,7 @@ def test_tokens_repaired_in_the_lower_layers_are_reused_in_the_others(share):
         where = {place: place - tokens.start + tokens.position for place, tokens in places if tokens.start <= place < tokens.stop}
         repaired = {place: (int(4 * share), position) for place, position in where.items()} if depth < 1 else None
         assert len(where) == cache.report().repaired_tokens == 9 + 15
-        positions = reused_positions(cache)
-        expected, _ = step_by_step(model, prompt, positions, Source(model, earlier), repaired=repaired)
+        expected, _ = as_planned(model, prompt, cache.plans[0], Source(model, earlier), repaired)
         assert torch.allclose(logits, expected, atol=1e-4)
     spared = (1 - share) * len(where) / prompt.shape[1]
     assert saved[share] - saved[1.0] == pytest.approx(spared, rel=0.1)
@@ -149,7 +148,7 @@ def test_what_was_reused_is_found_again_as_the_start_of_the_next_step():
     model = tiny.llama()
     store = stored(model, joined(A, B, C))
     first, second = joined(D, B, D[:, :9]), joined(D, B, D[:, :9], tiny.ids(1, 20, seed=30))
-    one, two = (SegmentReuseCache(model, store, mode="approximate") for _ in range(2))
+    one, two = (SegmentReuseCache(model, store, mode="approximate", repair=0.0) for _ in range(2))
     first_logits(model, first, one)
     spliced = step_by_step(model, second, reused_positions(one), Source(model, joined(A, B, C)))[0]
     assert torch.allclose(first_logits(model, second, two), spliced, atol=1e-4)

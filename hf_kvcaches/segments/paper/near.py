@@ -11,7 +11,7 @@ import numpy as np
 
 from hf_kvcaches.errors import require
 from hf_kvcaches.reuse.index import Piece, Run, TokenIndex
-from hf_kvcaches.reuse.plan import PromptRow
+from hf_kvcaches.reuse.plan import PROBING, PromptRow
 from hf_kvcaches.segments.cache import SegmentReuseCache
 
 # Numbers in a signature; bands, and numbers in each: segments with a Jaccard similarity of 0.5 are a hit more often than not.
@@ -45,7 +45,7 @@ class NearReuseCache(SegmentReuseCache):
     """
 
     def runs(self, index: TokenIndex, row: PromptRow, start: int) -> list[Run]:
-        verbatim, ids = super().runs(index, row, start), row.ids[:-1]
+        verbatim, ids = super().runs(index, row, start), row.ids[:-PROBING]
         lsh: Any = require("datasketch", "retrieval", "Looking for near-identical segments").MinHashLSH(
             num_perm=_PERMUTATIONS, params=(_BANDS, _WIDTH)
         )

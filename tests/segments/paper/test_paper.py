@@ -34,11 +34,11 @@ def test_spans_between_near_changes_are_found(model):
     options = {"mode": "approximate", "spans": [[(40, 104)]]}
     changed = PART.clone()
     changed[0, [15, 31]] = (changed[0, [15, 31]] + 1) % tiny.VOCABULARY
-    reused = []
+    reused, end = [], tiny.ids(1, 9, seed=8)
     for kind in (SegmentReuseCache, NearReuseCache):
         store = SegmentStore("memory")
-        run(model, torch.cat([HEAD, PART], 1), SegmentReuseCache, store, words(), **options)
-        reused.append(run(model, torch.cat([tiny.ids(1, 40, seed=3), changed], 1), kind, store, words(), **options).reused_tokens)
+        run(model, torch.cat([HEAD, PART, end], 1), SegmentReuseCache, store, words(), **options)
+        reused.append(run(model, torch.cat([tiny.ids(1, 40, seed=3), changed, end], 1), kind, store, words(), **options).reused_tokens)
     # Verbatim 31 tokens, less repaired ones; and twice 15, of which no anchor is whole.
     assert reused[1] >= reused[0] + 20 > 40
 

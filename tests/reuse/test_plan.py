@@ -1,0 +1,48 @@
+"""Which tokens of a plan are repaired, and which run when."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_kvcaches.reuse.plan import PlannedSpan, PromptRow, SourceTokens
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> PromptRow:
+    """Rows of computed, exact and repaired spans, with some new tokens at their end."""
+    spans, start = list[PlannedSpan](), 0
+    for kind in draw(st.lists(st.sampled_from(("computed", "exact", "repaired")), min_size=1, max_size=6)):
+        stop = start + draw(st.integers(1, 30))
+        sources = () if kind == "computed" else (SourceTokens(start, stop, "key", 0, 0, {}),)
+        repair = draw(st.integers(0, stop - start)) if kind == "repaired" else 0
+        spans.append(PlannedSpan(start, stop, kind, sources, repair))
+        start = stop
+    end = start + draw(st.integers(0, 12))
+    return PromptRow(0, 0, np.arange(end + 1, dtype=np.uint32), 0, (*spans, PlannedSpan(start, end)))
+
+
+@given(rows(), st.integers(0, 2**32 - 1))
+def test_the_tokens_with_the_largest_shares_are_repaired_as_many_as_before(row: PromptRow, seed: int) -> None:
+    shares = np.random.default_rng(seed).random(len(row.ids), dtype=np.float32)
+    probed = min(8, row.behind)
+    picked = row.picking(shares, probed)
+    candidates = {index for span in row.spans if span.repair for index in range(span.start, span.stop)}
+    repaired = [index for span in picked.spans if span.sources for index in span.computed.tolist()]
+    assert set(repaired) <= candidates
+    assert repaired == sorted(repaired)
+    assert len(repaired) == sum(span.repair for span in row.spans) == sum(span.repair for span in picked.spans)
+    assert max((shares[index] for index in candidates - set(repaired)), default=0) <= min(shares[repaired], default=1)
+    assert picked.reused == row.reused
+
+
+@given(rows())
+def test_new_tokens_run_before_tokens_are_picked_and_these_and_the_last_ones_behind_it(row: PromptRow) -> None:
+    probed = row.behind
+    picked = row.picking(np.ones(len(row.ids), np.float32), probed)
+    last = len(row.ids) - 1
+    first_pass, second_pass = set(row.new.tolist()), set(picked.remaining.tolist())
+    assert first_pass | second_pass | set(range(len(row.ids) - probed, last)) == set(picked.computed.tolist())
+    assert second_pass & first_pass == set(range(len(row.ids) - probed, last)) & first_pass
+    assert row.remaining.tolist() == row.computed.tolist(), "a row that is not probed runs all at once"
