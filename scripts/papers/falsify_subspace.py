@@ -10,7 +10,6 @@ of a `SubspaceCache` with `AdaptiveSubspace`, 4 sinks and no other exact tokens,
 
 from __future__ import annotations
 
-import argparse
 import copy
 import math
 import sys
@@ -26,17 +25,17 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where what the scripts share lies
 
 from papers import _bounds as bounds
+from papers._bounds import residual_norm, residual_rows
 from shared import TESTBED
 from shared.cli import arguments, begin, check_counts, load, run_script
-from shared.results import Row, environment, show, write_csv
 
 from hf_kvcaches import AdaptiveSubspace, SubspaceCache
 from hf_kvcaches.cli.prompts import encode
+from hf_kvcaches.cli.tables import Row, environment, show, write_csv
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.subspace.paper.calibrated import calibrate_bases
 from hf_kvcaches.subspace.paper.sketch import FrequentDirections
-from tests.reference.residuals import residual_norm, residual_rows
 
 # Rounding may lift a measured number above a bound that it reaches.
 SLACK = 1 + 1e-6
@@ -268,22 +267,16 @@ def _rank_correlation(left: torch.Tensor, right: torch.Tensor) -> float:
     return float(torch.corrcoef(ranks)[0, 1])
 
 
-def parse() -> argparse.Namespace:
-    parser = arguments(__doc__, "seed", "device", "threads", "csv", "quick")
+def main() -> None:
+    parser = arguments(__doc__, "device", "threads", "csv", "quick")
     parser.add_argument("--model", nargs="+", default=["base"], help="folders or hub ids; default: a model of this repository")
-    parser.add_argument("--text", type=Path, default=TESTBED / "prose.txt", help="what is read, behind what is calibrated on")
-    parser.add_argument("--calibrate", type=int, default=16384, help="tokens of the text to calibrate on")
-    parser.add_argument("--rows", type=int, default=4, help="how many places of the text are read")
-    parser.add_argument("--tokens", type=int, default=1024, help="how far each row is read")
+    parser.add_argument("--text", type=Path, default=TESTBED / "prose.txt", help="what is read, after what is calibrated on")
+    for name, default in (("calibrate", 16384), ("rows", 4), ("tokens", 1024)):
+        parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
     check_counts(args, "rows tokens calibrate".split())
     if args.quick:
         vars(args).update(rows=1, tokens=128, calibrate=1024)
-    return args
-
-
-def main() -> None:
-    args = parse()
     device, rows = begin(args), []
     for name in args.model:
         model, tokenizer = load(name, device)
