@@ -28,13 +28,13 @@ import torch
 from shared import BENCHMARKS, ROOT, equip_cells, reuse_cells
 from shared.cli import arguments, begin, check_counts, run_script
 from shared.models import Shape, bytes_free
-from shared.results import Results, read_csv
+from shared.results import Results, read_csv, tabulated
 from shared.sides import FULL, SIDES, Bench, Side, ask, feed
 from tqdm import tqdm
 
 from hf_kvcaches import GrowingCache, SegmentReuseCache, SegmentStore
 from hf_kvcaches.cli.bench import SPEED_COLUMNS
-from hf_kvcaches.cli.tables import Row, environment, print_environment, show, write_csv
+from hf_kvcaches.cli.tables import Row, environment, print_environment, write_csv
 from hf_kvcaches.cli.timing import in_turns
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.evaluate.measures import cache_bytes
@@ -44,15 +44,7 @@ QUICK = Shape(64, 2, 4, 2, 16, 96, 256)
 CELLS, QUICK_CELLS = ((1, 2048), (1, 8192), (8, 2048), (8, 8192)), ((1, 400), (2, 400))
 TOLERANCE = {"float32": 1e-3, "bfloat16": 6e-2, "float16": 6e-2}  # of logits of the order of 1
 ROUNDS, STEPS = 5, 4  # of decode steps
-SPEED_SHOWN = {
-    "cache": "{cache}({setting})",
-    "": "{dtype} {batch} x {context}",
-    "prompt s": "{prefill_s:.2f}",
-    "times as fast": "{prefill_ratio:.2f}x",
-    "step ms": "{decode_ms:.1f}",
-    "times as fast ": "{decode_ratio:.2f}x",
-    "MiB": "{mib:.0f}",
-}
+SHOWN = "cache setting dtype batch context prefill_s prefill_ratio decode_ms decode_ratio mib"
 
 
 def check(logits: torch.Tensor, expected: torch.Tensor | None, dtype: str, name: str) -> None:
@@ -139,7 +131,7 @@ def bytes_needed(shape: Shape, dtype: str, batch: int, context: int) -> int:
 
 def speed(args: argparse.Namespace, device: torch.device) -> None:
     shape, fixed = QUICK if args.quick else Shape(), {name: environment(device)[name] for name in ("hardware", "device", "threads")}
-    results, bench = Results(file_of(args, "speed", device), SPEED_COLUMNS, fixed), None
+    results, bench = Results(args.csv and args.csv / f"speed-{device.type}.csv", SPEED_COLUMNS, fixed), None
     for batch, context in args.cells or (QUICK_CELLS if args.quick else CELLS):
         if bytes_needed(shape, args.dtype, batch, context) > bytes_free(device):
             print(f"{args.dtype} {batch} x {context}: not enough memory, not measured")
@@ -152,14 +144,16 @@ def speed(args: argparse.Namespace, device: torch.device) -> None:
                     prove(bench := Bench(shape, args.dtype, device))
                 for row in speed_rows(bench, side, batch, context, args.runs or (3 if batch * context <= 4096 else 1)):
                     results.add([row], cache=row["cache"], setting=row["setting"], **cell)
-    print(show(results.rows, SPEED_SHOWN))
+    print(tabulated(results.rows, SHOWN))
     if args.csv == BENCHMARKS and not args.quick:
         write_csv(PACKAGED, [row for path in sorted(args.csv.glob("speed-*.csv")) for row in read_csv(path)], columns=SPEED_COLUMNS)
 
 
 def reuse(args: argparse.Namespace, device: torch.device) -> None:
     shape, tokens, hits = (QUICK, 400, 2) if args.quick else (Shape(), 2048, 3)
-    results = Results(file_of(args, "reuse-speed", device), [*environment(device), *reuse_cells.COLUMNS], environment(device))
+    results = Results(
+        args.csv and args.csv / f"reuse-speed-{device.type}.csv", [*environment(device), *reuse_cells.COLUMNS], environment(device)
+    )
     point = {"model": f"{shape.layers} x {shape.hidden}", "dtype": args.dtype, "tokens": tokens}
     missing = [section for section in reuse_cells.SECTIONS if not results.has(section=section, **point)]
     if missing:
@@ -170,7 +164,7 @@ def reuse(args: argparse.Namespace, device: torch.device) -> None:
             for row in run.rows(section):
                 named = {name: row.pop(name, "") for name in ("side", "stored")}
                 results.add([row], section=section, **named, **point)
-    print(show(results.rows, reuse_cells.SHOWN))
+    print(tabulated(results.rows, reuse_cells.SHOWN))
 
 
 @torch.no_grad()
@@ -179,15 +173,11 @@ def equip(args: argparse.Namespace, device: torch.device) -> None:
     grid = replace(grid, cells=tuple(args.cells or grid.cells))
     sizes = {"hidden": grid.shape.hidden, "layers": grid.shape.layers, "heads": grid.shape.heads, "rounds": grid.rounds}
     fixed = {**environment(device), **sizes}
-    results = Results(file_of(args, "equip", device), [*environment(device), *equip_cells.COLUMNS], fixed)
+    results = Results(args.csv and args.csv / f"equip-{device.type}.csv", [*environment(device), *equip_cells.COLUMNS], fixed)
     todo = [(point, work) for point, work in equip_cells.jobs(grid, args.dtype, device) if not results.has(**point)]
     for point, work in tqdm(todo, unit="cell"):
         results.add([{"steps": grid.steps, **row} for row in work()], **point)
-    print(show(results.rows, equip_cells.SHOWN))
-
-
-def file_of(args: argparse.Namespace, name: str, device: torch.device) -> Path | None:
-    return args.csv and args.csv / f"{name}-{device.type}.csv"
+    print(tabulated(results.rows, equip_cells.SHOWN))
 
 
 def cell(text: str) -> tuple[int, int]:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from shared import TESTBED, testbed
 from shared.cli import arguments, begin, check_counts, load, run_script
+from shared.results import tabulated
 from tqdm import tqdm
 from transformers import BatchEncoding, Cache, DynamicCache
 from transformers.generation import BaseStreamer
@@ -27,10 +28,10 @@ from transformers.generation import BaseStreamer
 import hf_kvcaches as kv
 from hf_kvcaches import MissingDependencyError, UnsupportedError
 from hf_kvcaches.cli.prompts import encode
-from hf_kvcaches.cli.tables import show, table
+from hf_kvcaches.cli.tables import table
 from hf_kvcaches.compat import GENERATE_CACHE
 
-FULL_CACHE = "DynamicCache"
+FULL_CACHE, NO_YES = "DynamicCache", ("no", "yes")
 CALIBRATION = 40_000  # characters of the book, from its end
 
 
@@ -109,13 +110,13 @@ def show_caches(writer: Writer, inputs: BatchEncoding, questions: Sequence[testb
         except UnsupportedError as error:
             refused.append(f"{name} refuses this model: {error}")
     rows = []
-    if reports:
-        first = next(iter(reports.values()))
-        rows = [row_of(FULL_CACHE, "yes", "-", first.reference_bytes, first.reference_seconds)]
     for name, report in reports.items():
-        rows.append(row_of(name, yes(texts[name] == full), f"{report.mean_kl:.2e}", report.bytes, report.seconds))
-    columns = {"cache": "{name}", "same text": "{same}", "mean KL to full": "{kl}", "KV bytes": "{bytes:,}"}
-    print(show(rows, columns | {"prefill s": "{prefill:.3f}", "decode s": "{decode:.3f}"}), *refused, sep="\n")
+        if not rows:
+            seconds = report.reference_seconds
+            rows.append({"cache": FULL_CACHE, "same_text": "yes", "kl": "-", "bytes": report.reference_bytes, **vars(seconds)})
+        same = {"same_text": NO_YES[texts[name] == full], "kl": f"{report.mean_kl:.2e}"}
+        rows.append({"cache": name, **same, "bytes": report.bytes, **vars(report.seconds)})
+    print(tabulated(rows, "cache same_text kl bytes prefill decode"), *refused, sep="\n")
     for name, written in texts.items():
         print(f"\n{name}")
         for number, text in enumerate(written):
@@ -124,14 +125,6 @@ def show_caches(writer: Writer, inputs: BatchEncoding, questions: Sequence[testb
                 print(f"  {questions[number].question} ... {said!r}, {'right' if said == answer else f'the notes say {answer!r}'}")
             else:
                 print(f"  {text!r}")
-
-
-def row_of(name: str, same: str, kl: str, size: int, seconds: Any) -> dict[str, Any]:
-    return {"name": name, "same": same, "kl": kl, "bytes": size, "prefill": seconds.prefill, "decode": seconds.decode}
-
-
-def yes(flag: bool) -> str:
-    return "yes" if flag else "no"
 
 
 def pages_in_two_orders(document: testbed.Document, seed: int) -> list[str]:
@@ -155,7 +148,7 @@ def show_reuse(writer: Writer, texts: list[str]) -> None:
             del past  # what it computed goes to the store
             store.flush()
             counts = [str((report.tiers or {}).get(tier, 0)) for tier in tiers]
-            rows.append([name, *counts, f"{report.flops_saved:.0%}", yes(written == full), f"{seconds:.3f}", f"{without:.3f}"])
+            rows.append([name, *counts, f"{report.flops_saved:.0%}", NO_YES[written == full], f"{seconds:.3f}", f"{without:.3f}"])
     header = ["the same pages", *tiers, "FLOPs saved", "same text", "first token s", "without reuse s"]
     print(f"\nSegmentReuseCache, tokens of two prompts by where they come from\n{table(header, rows)}")
 
@@ -168,7 +161,7 @@ def show_warm_start(writer: Writer, texts: list[str]) -> None:
     past, written, seconds = writer.write_again(inputs, lambda: kv.WarmStartCache(writer.model, library))
     report = past.report()
     rows = [["no warm start", "", str(inputs["input_ids"].shape[1]), f"{alone:.3f}", "yes"]]
-    rows.append(["warm start", report.strategies[0], str(report.computed_tokens), f"{seconds:.3f}", yes(written == full)])
+    rows.append(["warm start", report.strategies[0], str(report.computed_tokens), f"{seconds:.3f}", NO_YES[written == full]])
     header = ["the second prompt", "served by", "tokens computed", "first token s", "same text"]
     print(f"\nWarmStartCache, a prompt that resembles an earlier one\n{table(header, rows)}")
 
@@ -186,7 +179,7 @@ def show_translation(writer: Writer, prompt: str, answer: str) -> None:
     _, full, alone = tuned.write_again(inputs, tuned.full_cache)
     past, written, seconds = tuned.write_again(inputs, lambda: kv.TranslatedCache(tuned.model, translator, codes))
     report, said = past.report(), [texts[0].strip().split("\n")[0] for texts in (full, written)]
-    codes_row = [str(length - report.translated), f"{report.payload_share:.1%}", f"{seconds:.3f}", yes(written == full), said[1]]
+    codes_row = [str(length - report.translated), f"{report.payload_share:.1%}", f"{seconds:.3f}", NO_YES[written == full], said[1]]
     rows = [["its own prefill", str(length), "", f"{alone:.3f}", "yes", said[0]], ["codes of this model", *codes_row]]
     header = ["the tuned model starts from", "tokens computed", "bytes of bf16 K/V", "first token s", "same text", "answer"]
     print(f"\nTranslatedCache, base -> tuned; the answer is {answer.strip()!r}\n{table(header, rows)}")

@@ -130,13 +130,11 @@ def shared_context() -> str:
 
 def warm_starts() -> str:
     """What warm starts save and cost, by what changed."""
-    kinds = {"words": "four words", "paragraph": "one page of six", "pages": "three pages of six"}
-
-    def line(kind: str) -> tuple[str, ...]:
+    lines = []
+    for kind, name in {"words": "four words", "paragraph": "one page of six", "pages": "three pages of six"}.items():
         row = reused("warm start auto", task=kind)
-        return kinds[kind], percent(row["saved"]), nats(row["kl"]), nats(row["worst"]), percent(row["agreement"])
-
-    return table(("What changed", "tokens not computed", "mean KL (nats)", "worst prompt", "same next token"), map(line, kinds))
+        lines.append((name, percent(row["saved"]), nats(row["kl"]), nats(row["worst"]), percent(row["agreement"])))
+    return table(("What changed", "tokens not computed", "mean KL (nats)", "worst prompt", "same next token"), lines)
 
 
 def fine_tuned_families() -> str:

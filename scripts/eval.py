@@ -29,8 +29,9 @@ from typing import Any
 import torch
 from shared import ROOT, TESTBED, pruning, quality, translation
 from shared.cli import OPTIONS, add_options, arguments, begin, check_counts, run_script
+from shared.results import tabulated
 
-from hf_kvcaches.cli.tables import Row, environment, show, write_csv
+from hf_kvcaches.cli.tables import Row, environment, write_csv
 
 MODELS = [str(ROOT / ".models" / name) for name in ("smollm2", "gemma3")]
 QUICK: dict[str, dict[str, Any]] = {
@@ -44,7 +45,7 @@ def real(args: argparse.Namespace, device: torch.device) -> None:
     for name in args.model:
         measured = quality.Quality(args, name, device)
         rows, fixed = measured.rows(), {"dtype": args.dtype, "calibrated_tokens": args.calibrate}
-        print(show(rows, {"": "{model}", **quality.SHOWN}))
+        print(tabulated(rows, f"model {quality.SHOWN}"))
         save(args, f"real-{measured.name}", rows, environment(device) | fixed, quality.COLUMNS)
 
 
@@ -52,7 +53,7 @@ def prune(args: argparse.Namespace, device: torch.device) -> None:
     for name in args.model:
         measured = pruning.Pruning(args, name, device)
         rows, fixed = measured.rows(), {"text": args.text.name, "tokens": measured.tokens, "seed": args.seed}
-        print(show(rows, {measured.name: "{task}", **pruning.SHOWN}))
+        print(tabulated(rows, pruning.SHOWN))
         save(args, f"pruning-{measured.name}", rows, environment(device) | {"model": measured.name} | fixed, pruning.COLUMNS)
 
 
@@ -62,7 +63,7 @@ def translate(args: argparse.Namespace, device: torch.device) -> None:
     rows: list[Row] = []
     for pair in dict.fromkeys(args.pairs):
         measured = translation.measure(args, pair, device)
-        print(f"{show(measured, translation.SHOWN)}\n")
+        print(f"{tabulated(measured, translation.SHOWN)}\n")
         rows += measured
     save(
         args,

@@ -54,15 +54,10 @@ Outcome = dict[str, str]  # family, cache, scenario, verdict, detail
 
 @dataclass(frozen=True)
 class Answer:
-    """What a cache does for a family.
+    """What a cache does for a family."""
 
-    Args:
-        verdict: "yes", "no", "-" for nothing to ask, or "**fails**".
-        refusals: Each reason, and the uses that are refused for it.
-    """
-
-    verdict: str
-    refusals: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    verdict: str  # "yes", "no", "-" for nothing to ask, or "**fails**"
+    refusals: tuple[tuple[str, tuple[str, ...]], ...] = ()  # each reason, and the uses that are refused for it
 
     def text(self, cite: Callable[[str], str]) -> str:
         """A cell of a table; `cite` says how a reason is written."""

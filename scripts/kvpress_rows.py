@@ -2,9 +2,8 @@
 
     FOLDER/bin/python scripts/kvpress_rows.py PROMPTS.json ROWS.jsonl
 
-It runs in an environment of its own, as kvpress wants another transformers, and imports nothing of this repository. A context is read
-under a press; then each question is asked of what is left, at the positions after the whole context. Rows that the second file has are
-not measured again.
+It runs in an environment of its own, as kvpress wants another transformers, and imports nothing of this repository. A context is read under
+a press; then each question is asked of what is left, at the positions after the whole context. Rows of the second file are not repeated.
 """
 
 from __future__ import annotations

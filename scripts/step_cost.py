@@ -26,11 +26,12 @@ import torch
 import transformers
 from shared.cli import arguments, run_script
 from shared.models import word_tokenizer
+from shared.results import tabulated
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import hf_kvcaches as kv
-from hf_kvcaches.cli.tables import Row, show, write_csv
+from hf_kvcaches.cli.tables import Row, write_csv
 from hf_kvcaches.compat import cache_kwargs
 from hf_kvcaches.errors import ConfigError
 
@@ -38,15 +39,7 @@ LAYERS, TOKENS, BUDGET = 4, 300, 128
 PADDING = (0, 40, 9)  # of the rows of the batch
 POLICIES = ("streaming", "h2o", "tova", "snapkv", "compactor", "keydiff", "expected_attention", "future")
 FULL_CACHE = "DynamicCache"
-COLUMNS = {
-    "cache": "{cache}",
-    "batch": "{batch}",
-    "of": "{phase}",
-    "launches a layer": "{launches:+g}",
-    "syncs": "{syncs:+d}",
-    "calls a layer": "{calls:g}",
-    "files": "{files}",
-}
+COLUMNS = "cache batch phase launches syncs calls files"
 _PACKAGE = str(Path(kv.__file__).parent)
 # Operations that launch nothing, though their schemas name no alias; and those whose result the host waits for.
 _NO_LAUNCH = ("_unsafe_view", "empty", "new_empty", "lift_fresh")
@@ -218,11 +211,7 @@ def costs(make: Callable[[Prompt], Cache], prompt: Prompt) -> dict[str, Count]:
 
 
 def measure(names: Sequence[str] = ()) -> list[Row]:
-    """Count the prompts and steps of caches.
-
-    Args:
-        names: Of the caches; none for all.
-    """
+    """Count the prompts and steps of the named caches; of all where none is named."""
     caches = Caches()
     makers, rows = caches.makers(), []
     if unknown := sorted(set(names) - makers.keys()):
@@ -243,7 +232,7 @@ def main() -> None:
     parser.add_argument("--cache", action="append", default=[], metavar="NAME", help="of the first column; more than once for several")
     args = parser.parse_args()
     rows = measure(args.cache)
-    print(show(rows, COLUMNS))
+    print(tabulated(rows, COLUMNS))
     if args.csv:
         write_csv(args.csv, rows, {"torch": torch.__version__, "transformers": transformers.__version__})
 

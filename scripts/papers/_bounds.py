@@ -29,15 +29,10 @@ Number = float | torch.Tensor
 
 @dataclass(frozen=True, eq=False)
 class AttentionBounds:
-    """How far one query's attention can be off.
+    """How far one query's attention can be off."""
 
-    Args:
-        logits: Absolute error of the logit that is off most.
-        output: Euclidean norm of the error of the output.
-    """
-
-    logits: torch.Tensor
-    output: torch.Tensor
+    logits: torch.Tensor  # absolute error of the logit that is off most
+    output: torch.Tensor  # Euclidean norm of the error of the output
 
 
 def logit_error_bound(residual: Number, query_norm: Number, scaling: Number) -> torch.Tensor:
@@ -77,10 +72,7 @@ def output_error_bound(logit_error: Number, value_radius: Number, value_residual
 def value_radius(values: torch.Tensor) -> torch.Tensor:
     """The largest distance of the values from 0 or from their mean, whichever is smaller, (...).
 
-    For a model with a learned sink in its softmax, whose value is 0, append a row of zeros.
-
-    Args:
-        values: (..., tokens, d), at least one token.
+    For a model with a learned sink in its softmax, whose value is 0, append a row of zeros to the values, (..., tokens, d).
     """
     values = values.double()
     centres = (values, values - values.mean(-2, keepdim=True))

@@ -46,24 +46,18 @@ SINKS = 4
 def read_rows(ids: torch.Tensor, rows: int, tokens: int) -> torch.Tensor:
     """Rows that begin at equal distances, so that they are different text, (rows, tokens)."""
     if len(ids) < rows * 16:
-        hint = "Name a longer file, or lower --rows or --calibrate."
-        raise ConfigError.of("--texts", f"at least {rows * 16} tokens behind those for calibration", len(ids), hint)
+        raise ConfigError.of("--text", f"at least {rows * 16} tokens after those for calibration", len(ids), "Name a longer file.")
     length = min(tokens, len(ids) // rows)
     return torch.stack([ids[row * (len(ids) // rows) :][:length] for row in range(rows)])
 
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
-    """What one layer's attention was given, in float64: (rows, heads, tokens, d), and the last queries, (rows, kv_heads, queries, d).
-
-    Args:
-        keys: As they are cached.
-        plain: Keys before their rotation.
-    """
+    """What one layer's attention was given, in float64: (rows, heads, tokens, d), and the last queries, (rows, kv_heads, queries, d)."""
 
     queries: torch.Tensor
-    keys: torch.Tensor
-    plain: torch.Tensor
+    keys: torch.Tensor  # as they are cached
+    plain: torch.Tensor  # keys before their rotation
     values: torch.Tensor
     scaling: float
 

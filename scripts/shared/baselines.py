@@ -23,11 +23,7 @@ States = tuple[torch.Tensor, torch.Tensor]
 
 
 class Rotation:
-    """Rotations of a Llama's keys at the first positions, shared by all layers.
-
-    Args:
-        fused: Rotate in the fewest passes over memory, and not by the formula of the published implementations.
-    """
+    """Rotations of a Llama's keys at the first positions, shared by all layers; `fused`: in the fewest passes over memory."""
 
     def __init__(self, model: Any, positions: int, fused: bool = True) -> None:
         ids = torch.arange(positions, device=model.device)[None]
@@ -35,12 +31,7 @@ class Rotation:
         self.fused = fused
 
     def rotate(self, keys: torch.Tensor, start: int, direction: int = 1) -> torch.Tensor:
-        """Rotate keys at consecutive positions, or undo that with a direction of -1.
-
-        Args:
-            keys: (batch, kv_heads, tokens, head_dim).
-            start: The position of the first.
-        """
+        """Rotate keys, (batch, kv_heads, tokens, head_dim), at the positions from `start` on, or undo that with a direction of -1."""
         cos, sin = (table[start : start + keys.shape[2]] for table in (self.cos, self.sin))
         half = keys.shape[-1] // 2
         if not self.fused:

@@ -31,15 +31,7 @@ COLUMNS = (
     "hidden layers heads kv_heads head_dim measure policy positions dtype kv batch budget side tokens rounds steps round_ms round_q1_ms "
     "round_q3_ms step_ms step_q1_ms step_q3_ms ratio ratio_q1 ratio_q3 error"
 ).split()
-SHOWN = {
-    "": "{measure} {policy} {positions} {dtype} {kv} {batch} x {budget}",
-    "side": "{side}",
-    "tokens": "{tokens}",
-    "ms a round": "{round_ms:.3f}",
-    "EquipCache's ratio": "{ratio:.2f}x",
-    "quartiles": "{ratio_q1:.2f}-{ratio_q3:.2f}",
-    "logit error": "{error:.1e}",
-}
+SHOWN = "measure policy positions dtype kv batch budget side tokens round_ms ratio ratio_q1 ratio_q3 error"
 
 
 @dataclass(frozen=True)
@@ -79,11 +71,7 @@ class Cell:
 
 
 def competitors(cell: Cell, models: Models, positions: int) -> dict[str, tuple[PreTrainedModel, Cache]]:
-    """Each side's model and empty cache.
-
-    Args:
-        positions: That baselines rotate keys to.
-    """
+    """Each side's model and empty cache; `positions` are those that baselines may rotate keys to."""
     plain, of = models.plain, baselines.cache_of
     settings = (cell.budget, SINKS)
     sides: dict[str, tuple[PreTrainedModel, Cache]] = {FULL: (plain, DynamicCache(config=plain.config))}

@@ -15,10 +15,10 @@ SCORES_SPREAD = 3.0  # standard deviation of attention scores
 
 @dataclass(frozen=True)
 class Models:
-    """The same weights several times: with the model's attention as it is, and with others."""
+    """The same weights with the model's attention as it is, and as caches of this package switch it."""
 
     plain: PreTrainedModel
-    switched: PreTrainedModel  # as caches of this package switch it
+    switched: PreTrainedModel
 
     @property
     def device(self) -> torch.device:

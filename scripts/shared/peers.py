@@ -69,11 +69,7 @@ class KiviLayer(DynamicLayer):
 
 
 class KiviCache(Cache):
-    """All layers.
-
-    Args:
-        sinks: First tokens that stay exact.
-    """
+    """All layers; the sinks are first tokens that stay exact."""
 
     def __init__(self, config: PreTrainedConfig, bits: int, sinks: int = 4) -> None:
         super().__init__(layers=[KiviLayer(bits, sinks) for _ in range(config.num_hidden_layers)])

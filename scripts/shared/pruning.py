@@ -31,16 +31,7 @@ from shared.quality import kept
 from shared.results import synchronize
 
 COLUMNS = "task cache peer ratio budget samples needles of_needles facts of_facts loss bytes seconds".split()
-SHOWN = {
-    "cache": "{cache}",
-    "ratio": "{ratio:g}",
-    "budget": "{budget}",
-    "needles": "{needles} of {of_needles}",
-    "facts": "{facts} of {of_facts}",
-    "loss": "{loss:+.3f}",
-    "bytes": "{bytes:,.0f}",
-    "seconds": "{seconds:.2f}",
-}
+SHOWN = "task cache ratio budget needles of_needles facts of_facts loss bytes seconds"
 TASKS = {"needle": ("digits", 1), "facts": ("words", 3)}  # kinds of needles, and how many a context has
 BUDGET, CHAT_TOKENS = 512, 3000
 SECTION, REPLY = 130, 20  # tokens that a user shows and that an assistant answers in a turn of a chat
@@ -153,11 +144,7 @@ class Pruning:
                 yield Item(task, name, number, lambda sample=sample, measure=measure: [measure(sample)])  # type: ignore[misc]
 
     def _asked(self, sample: Sample, make: Callable[[], Cache], packed: float = 0.0) -> Row:
-        """Read a context and ask.
-
-        Args:
-            packed: The share of the bytes of packed codes that then take the place of keys and values; 0 for none.
-        """
+        """Read a context and ask; with `packed`, of codes with that share of the bytes in the place of keys and values."""
         cache, size = make(), 0  # artifacts are not part of the seconds
         start = time.perf_counter()
         suite.read_context(self.model, cache, sample.context)

@@ -31,20 +31,7 @@ from shared.peers import KiviCache, KiviCoding, RotatedCoding, share
 
 TASKS = ("codes", "quantized", "requests", "pairs")
 COLUMNS = "model section task cache share recent peer samples tokens kl perplexity change worst agreement saved note".split()
-SHOWN = {
-    "": "{section}",
-    "text": "{task}",
-    "cache": "{cache}",
-    "bytes": "{share:.4g}",
-    "recent": "{recent}",
-    "KL": "{kl:.4g}",
-    "worst": "{worst:.2g}",
-    "perplexity": "{perplexity:.2f}",
-    "more": "{change:+.1%}",
-    "agreement": "{agreement:.1%}",
-    "saved": "{saved:.1%}",
-    "note": "{note}",
-}
+SHOWN = "section task cache share recent kl worst perplexity change agreement saved note"
 SHARES, WINDOWS, SINKS = (0.125, 0.1875, 0.25), (0, 64), 4
 # Packed, for each window. Of text that was not calibrated on, some 5% more bytes are written.
 PACKED = {0: (0.066, 0.122), 64: (0.0325, 0.0515)}
@@ -55,29 +42,19 @@ A = TypeVar("A", bound=Artifact)
 
 @dataclass(frozen=True)
 class Side:
-    """One cache in the tables.
-
-    Args:
-        share: Of the bytes of keys and values in 16 bits.
-        recent: Newest tokens that stay exact.
-        peer: Whether it is another project's.
-    """
+    """One cache in the tables."""
 
     cache: str
-    share: float
-    recent: int = 0
-    peer: bool = False
+    share: float  # of the bytes of keys and values in 16 bits
+    recent: int = 0  # newest tokens that stay exact
+    peer: bool = False  # whether it is another project's
 
     def __str__(self) -> str:
         return f"{self.cache} {self.share:g}{f', {self.recent} recent' if self.recent else ''}"
 
 
 def codings(model: Any, codecs: Mapping[int, KVCodec], head_dim: int) -> dict[Side, PastCoding]:
-    """Codes of the past by their bytes, with and without a window.
-
-    Args:
-        codecs: For each window the one that is calibrated for it.
-    """
+    """Codes of the past by their bytes, with and without a window; each window has a codec that is calibrated for it."""
     sides: dict[Side, PastCoding] = {}
     for recent in WINDOWS:
         window = {"sinks": SINKS, "recent": recent}

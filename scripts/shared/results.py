@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hf_kvcaches.cli.tables import Row, write_csv
+from hf_kvcaches.cli.tables import Row, show, write_csv
 from hf_kvcaches.errors import ConfigError
 
 MACHINE = ("hardware", "device", "threads")
@@ -21,18 +21,22 @@ def read_csv(path: Path) -> list[Row]:
         return [{name: _number(text) for name, text in row.items() if text} for row in csv.DictReader(file)]
 
 
+def tabulated(rows: Iterable[Row], names: str) -> str:
+    """A table of some columns, which are named with spaces between them."""
+    as_text = lambda value: f"{value:.4g}" if isinstance(value, float) else str(value)  # noqa: E731
+    filled = [{name: as_text(value) for name, value in row.items() if value is not None} for row in rows]
+    return show(filled, {name: f"{{{name}}}" for name in names.split()})
+
+
 def rows_where(rows: Iterable[Row], **values: Any) -> list[Row]:
     """The rows with these values in these columns; an empty value matches a row that lacks the column."""
     return [row for row in rows if all(row.get(name, "") == value for name, value in values.items())]
 
 
 class Results:
-    """The rows of a benchmark's file. Rows of other machines stay, those of the same point of this machine are replaced.
+    """The rows of a benchmark's file, or of none. Rows of other machines stay, those of the same point of this machine are replaced.
 
-    Args:
-        path: The file; None keeps rows in memory only.
-        columns: Its columns.
-        fixed: The columns that all rows of this run share; `hardware`, `device` and `threads` are the machine.
+    `fixed` are the columns that all rows of a run share; of these `hardware`, `device` and `threads` are the machine.
     """
 
     def __init__(self, path: Path | None, columns: Sequence[str], fixed: Mapping[str, Any]) -> None:

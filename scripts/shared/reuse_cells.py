@@ -24,18 +24,7 @@ COLUMNS = (
     "section side stored model dtype tokens count cold_ms time_ms time_q1_ms time_q3_ms ratio ratio_q1 ratio_q3 saved possible "
     "efficiency extra"
 ).split()
-SHOWN = {
-    "": "{section}",
-    "side": "{side}",
-    "stored": "{stored}",
-    "ms": "{time_ms:.0f}",
-    "cold ms": "{cold_ms:.0f}",
-    "speed-up": "{ratio:.2f}x",
-    "quartiles": "{ratio_q1:.2f}-{ratio_q3:.2f}",
-    "possible": "{possible:.2f}x",
-    "efficiency": "{efficiency:.2f}",
-    "extra": "{extra:.2f}x",
-}
+SHOWN = "section side stored cold_ms time_ms ratio ratio_q1 ratio_q3 saved possible efficiency extra"
 
 
 class Locations:
@@ -107,13 +96,7 @@ class Hit(NamedTuple):
 
 
 class Reuse:
-    """Measures sections on one model.
-
-    Args:
-        tokens: Of a prompt.
-        hits: Requests that count, after one that does not.
-        redis: The address of a server; None for memory and disk alone.
-    """
+    """Measures sections on one model: prompts of so many tokens, and so many hits after one that does not count."""
 
     def __init__(self, bench: Bench, tokens: int, hits: int, redis: str | None) -> None:
         self.bench, self.tokens, self.hits, self.locations = bench, tokens, hits, Locations(redis)

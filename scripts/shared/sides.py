@@ -24,16 +24,11 @@ STORED: dict[str, Any] = {BIT_EQUAL: None, INT8: "int8"}
 
 
 class Answer(NamedTuple):
-    """A prompt that was answered.
+    """A prompt that was answered."""
 
-    Args:
-        seconds: Of the processor, or on a GPU of the clock, with the making of the cache.
-        logits: After the prompt, (batch, vocabulary).
-    """
-
-    seconds: float
+    seconds: float  # of the processor, or on a GPU of the clock, with the making of the cache
     cache: Any
-    logits: torch.Tensor
+    logits: torch.Tensor  # after the prompt, (batch, vocabulary)
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:
@@ -109,21 +104,13 @@ class Bench:
 
 @dataclass(frozen=True)
 class Way:
-    """A way to answer prompts.
+    """A way to answer prompts."""
 
-    Args:
-        model: That answers.
-        cache: Makes a cache for the next prompt.
-        exact: Whether a prompt has the logits of a `DynamicCache`.
-        saved: The share of a prompt's FLOPs that a cache did not need; None where nothing is reused.
-        settle: Waits for what is stored after a prompt.
-    """
-
-    model: Any
-    cache: Callable[[], Any]
-    exact: bool = True
-    saved: Callable[[Any, int], float] | None = None
-    settle: Callable[[], object] = lambda: None
+    model: Any  # that answers
+    cache: Callable[[], Any]  # makes a cache for the next prompt
+    exact: bool = True  # whether a prompt has the logits of a `DynamicCache`
+    saved: Callable[[Any, int], float] | None = None  # the share of a prompt's FLOPs that was saved; None where nothing is reused
+    settle: Callable[[], object] = lambda: None  # waits for what is stored after a prompt
     close: Callable[[], object] = lambda: None
 
 
@@ -142,11 +129,7 @@ def copied(bench: Bench, prefix: torch.Tensor) -> Way:
 
 
 def segments(bench: Bench, location: str, stored: str, mode: Any, spans: list[tuple[int, int]] | None = None) -> Way:
-    """From a `SegmentStore`.
-
-    Args:
-        spans: Where segments of a prompt begin and end; None where the cache finds out.
-    """
+    """From a `SegmentStore`; the cache finds segments where there are no `spans`."""
     store, model = kv.SegmentStore(location, quantization=STORED[stored], timeout=TIMEOUT), bench.models.switched
     make = lambda: kv.SegmentReuseCache(model, store, mode=mode, spans=None if spans is None else [spans])  # noqa: E731
     exact = mode == "exact" and stored == BIT_EQUAL
@@ -215,27 +198,19 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class Side:
-    """A row of the speed table: the cache's class, its arguments as a user types them, and what opens its source.
-
-    Args:
-        single: Whether it is for one row alone.
-    """
+    """A row of the speed table: the cache's class, its arguments as a user types them, and what opens its source."""
 
     cache: str
     setting: str
     source: Callable[[Bench, torch.Tensor, int], Source]
-    single: bool = False
+    single: bool = False  # whether it is for one row alone
 
     def __str__(self) -> str:
         return f"{self.cache}({self.setting})"
 
 
 def fresh(make: Callable[..., Any], *artifacts: str, **options: Any) -> Callable[..., Source]:
-    """Prompts of which nothing is known: the cache starts empty.
-
-    Args:
-        *artifacts: Attributes of the bench, which are calibrated before times are taken.
-    """
+    """Prompts of which nothing is known. Artifacts are attributes of the bench, and calibrated before times are taken."""
 
     def source(bench: Bench, first: torch.Tensor, count: int) -> Source:
         values, model = [getattr(bench, name) for name in artifacts], bench.models.switched

@@ -68,11 +68,7 @@ class Document:
 
 
 def documents(split: str) -> list[Document]:
-    """The documents of a split.
-
-    Args:
-        split: `calibration`, with paragraphs of the first halves of the held-out texts, or `evaluation`, with those of the second halves.
-    """
+    """The documents for `calibration`, of the first halves of the held-out texts, or for `evaluation`, of the second halves."""
     lines = (TESTBED / "documents.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [row for row in map(json.loads, lines) if row["split"] == split]
     return [

@@ -26,45 +26,26 @@ CALIBRATION_SEED = 10**6  # and more, of calibration texts
 ASKED, SHORTEST = 32, 200  # tokens after a prefix that divergences are taken of; tokens of a prefix
 # Parts of the held-out texts for calibration and evaluation. Fine-tunes of other models than the testbed's have read the first half.
 TESTBED_PARTS, OTHER_PARTS = ((0.0, 0.5), (0.5, 1.0)), ((0.5, 0.8), (0.8, 1.0))
-SHOWN = {
-    "": "{pair}",
-    "side": "{side}",
-    "text": "{workload}",
-    "share": "{share:.4f}",
-    "KL": "{kl:.4f}",
-    "loss": "{loss:+.4f}",
-    "recall": "{recall:.1f}%",
-}
+SHOWN = "pair side workload share kl loss recall recall_alone"
 
 
 @dataclass(frozen=True)
 class Text:
-    """A prefix, and what truly follows.
-
-    Args:
-        prompt: Token ids; all but the last are translated.
-        continuation: Token ids, fed in as they are.
-        answers: Spans of the continuation that a question asks for.
-    """
+    """A prefix, and what truly follows."""
 
     workload: str
-    prompt: list[int]
-    continuation: list[int]
-    answers: tuple[tuple[int, int], ...] = ()
+    prompt: list[int]  # token ids; all but the last are translated
+    continuation: list[int]  # token ids, fed in as they are
+    answers: tuple[tuple[int, int], ...] = ()  # spans of the continuation that a question asks for
 
 
 @dataclass(frozen=True)
 class Side:
-    """One way to fill the consumer's cache.
-
-    Args:
-        payload: Of a translator; None for the producer's keys and values in bfloat16, -1 for the consumer's own prefill.
-        layers: That the consumer runs.
-    """
+    """One way to fill the consumer's cache."""
 
     name: str
-    payload: float | None
-    layers: int = 0
+    payload: float | None  # of a translator; None for the producer's keys and values in bfloat16, -1 for the consumer's own prefill
+    layers: int = 0  # that the consumer runs
 
 
 OWN, RAW = Side("own prefill", -1), Side("raw K/V", None)
