@@ -92,12 +92,12 @@ def speed_rows(bench: Bench, side: Side, batch: int, context: int, runs: int) ->
         check(logits, full.logits if way.exact else None, bench.dtype, str(side))
     way.close()
     steps, sizes = decode(bench, cache, first[:, :1], context)
-    shape, fast = {**bench.shape.labels(), "dtype": bench.dtype, "batch": batch, "context": context}, statistics.median
+    shape, median = {**bench.shape.labels(), "dtype": bench.dtype, "batch": batch, "context": context}, statistics.median
     rows = []
     for name, setting, prompt in ((FULL, "", base), (side.cache, side.setting, ours)):
-        row = {"cache": name, "setting": setting, "prefill_s": fast(prompt), "decode_ms": 1e3 * fast(steps[name])}
-        row["prefill_ratio"] = fast(a / b for a, b in zip(base, prompt, strict=True))
-        row["decode_ratio"] = fast(a / b for a, b in zip(steps[FULL], steps[name], strict=True))
+        row = {"cache": name, "setting": setting, "prefill_s": median(prompt), "decode_ms": 1e3 * median(steps[name])}
+        row["prefill_ratio"] = median(a / b for a, b in zip(base, prompt, strict=True))
+        row["decode_ratio"] = median(a / b for a, b in zip(steps[FULL], steps[name], strict=True))
         row = {column: round(value, 4) if isinstance(value, float) else value for column, value in row.items()}
         rows.append({**shape, **row, "mib": round(sizes[name] / 2**20, 1)})
     return rows
@@ -194,7 +194,7 @@ WHAT = {"speed": speed, "reuse": reuse, "equip": equip}
 
 def main() -> None:
     parser = arguments(__doc__, "threads", "device", "quick")
-    parser.add_argument("what", nargs="*", choices=[*WHAT, []], default=list(WHAT), help="default: all")
+    parser.add_argument("what", nargs="*", choices=[*WHAT, "all"], default="all")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--cells", nargs="+", metavar="BATCHxTOKENS", help="of speed, or batch x budget of equip")
     parser.add_argument("--caches", nargs="+", choices=sorted({side.cache for side in SIDES}), help="only these rows of speed")
@@ -205,7 +205,7 @@ def main() -> None:
     args.cells = [cell(text) for text in args.cells or ()]
     check_counts(args, ["threads", "runs"])
     device = begin(args)
-    for name in args.what:
+    for name in WHAT if "all" in args.what else args.what:
         if device.type == "cpu" and args.threads is None:
             torch.set_num_threads(2 if name == "equip" else 1)
         print_environment(device)

@@ -33,6 +33,7 @@ from shared.results import tabulated
 
 from hf_kvcaches.cli.tables import Row, environment, write_csv
 
+PAIRS = ["base:tuned", "tuned:base", "base:lora"]
 MODELS = [str(ROOT / ".models" / name) for name in ("smollm2", "gemma3")]
 QUICK: dict[str, dict[str, Any]] = {
     "real": {"rows": 1, "row_tokens": 64, "calibrate": 1024, "page": 40, "requests_count": 1, "pairs_count": 1, "quantized": (32, 4)},
@@ -65,12 +66,9 @@ def translate(args: argparse.Namespace, device: torch.device) -> None:
         measured = translation.measure(args, pair, device)
         print(f"{tabulated(measured, translation.SHOWN)}\n")
         rows += measured
-    save(
-        args,
-        "translation-quality",
-        rows,
-        environment(device) | {"seed": args.seed, "calibration": args.calibration, "longest": args.longest},
-    )
+    name = "quality" if args.pairs == PAIRS else "-".join(Path(part).name for part in args.pairs[0].split(":"))
+    fixed = {"seed": args.seed, "calibration": args.calibration, "longest": args.longest}
+    save(args, f"translation-{name}", rows, environment(device) | fixed)
 
 
 def save(args: argparse.Namespace, name: str, rows: Sequence[Row], fixed: Row, columns: Sequence[str] | None = None) -> None:
@@ -128,8 +126,7 @@ def add_pruning(parser: argparse.ArgumentParser) -> None:
 
 
 def add_translation(parser: argparse.ArgumentParser) -> None:
-    pairs = ["base:tuned", "tuned:base", "base:lora"]
-    parser.add_argument("--pairs", nargs="+", default=pairs, metavar="PRODUCER:CONSUMER", help="models of the testbed, or folders")
+    parser.add_argument("--pairs", nargs="+", default=PAIRS, metavar="PRODUCER:CONSUMER", help="models of the testbed, or folders")
     parser.add_argument("--payloads", nargs="+", default=[], metavar="PAYLOAD[:LAYERS]", help="and the layers that the consumer runs")
     parser.add_argument("--texts", type=int, default=24, help="of each workload")
     parser.add_argument("--calibration", type=int, default=64, help="prefixes that translators are fitted to")

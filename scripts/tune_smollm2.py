@@ -20,8 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_kvcaches.errors import ArtifactError
 
-NAME = "smollm2-verse"
-TOKENS, WARM_UP = 512, 8
+NAME, TOKENS, WARM_UP = "smollm2-verse", 512, 8
 ADAPTER: dict[str, Any] = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear", "lora_dropout": 0.0}
 
 

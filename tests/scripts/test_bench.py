@@ -81,7 +81,7 @@ def test_logits_that_differ_end_a_benchmark() -> None:
 
 
 def test_a_cell_that_is_none_is_named() -> None:
-    done = run_script("bench", "speed", "--cells", "8by2048")
+    done = run_script("bench", "--cells", "8by2048")
     assert done.returncode == 1
     assert "--cells: expected a batch and a number of tokens such as 8x2048, got '8by2048'" in done.stderr
 

@@ -136,7 +136,7 @@ def test_a_note_stays_only_where_nothing_was_measured() -> None:
 def test_each_side_of_a_translation_has_a_row_for_each_workload(tmp_path: Path) -> None:
     done = evaluate("translation", tmp_path, "--pairs", "base:tuned")
     assert done.returncode == 0, done.stderr
-    rows = {(row["side"], row["workload"]): row for row in rows_of(tmp_path / "translation-quality.csv")}
+    rows = {(row["side"], row["workload"]): row for row in rows_of(tmp_path / "translation-base-tuned.csv")}
     assert list(rows) == [(side.name, workload) for side in translation.SIDES for workload in translation.WORKLOADS]
     for workload in translation.WORKLOADS:
         assert float(rows["own prefill", workload]["kl"]) == 0

@@ -55,12 +55,6 @@ def test_bounds_that_hold_are_said_to_hold_and_the_papers_counterexample_is_refu
         assert any(sure in claim for claim in found)
 
 
-@pytest.mark.parametrize(("order", "expected"), [([1.0, 2.0, 30.0], 1.0), ([3.0, 2.0, 1.0], -1.0)])
-def test_ranks_are_correlated_and_not_sizes(order, expected):
-    found = SCRIPT._rank_correlation(torch.tensor([1.0, 2.0, 3.0]), torch.tensor(order))
-    assert found == pytest.approx(expected)
-
-
 def tail_energies(gram: torch.Tensor) -> torch.Tensor:
     """What the best subspace of each rank misses, from rank 0 on."""
     energies = torch.linalg.eigvalsh(gram.double()).clamp_min(0)

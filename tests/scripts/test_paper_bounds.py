@@ -227,8 +227,3 @@ def test_the_output_reaches_its_bound_with_two_opposite_values() -> None:
     torch.testing.assert_close(bounds.output_error_bound(error, bounds.value_radius(values), 0.0), found)
     residual = torch.tensor(0.25).double()
     torch.testing.assert_close(bounds.output_error_bound(0.0, 1.0, residual), residual)
-
-
-def test_values_around_0_are_measured_from_0() -> None:
-    values = torch.tensor([[3.0], [-1.0], [-1.0], [-1.0], [-1.0], [-1.0], [-1.0]])
-    assert float(bounds.value_radius(values)) == 3.0
