@@ -10,8 +10,8 @@
 #   MODEL        of the demo: a folder, a hub id, or smollm2 or gemma3 after `make models`; default: a small model of this repository
 #   DEMO_ARGS    more arguments for scripts/demo.py
 #   DEVICE       what `make bench` measures: cpu or cuda
-#   EVAL_ARGS    arguments for scripts/eval_real.py
-#   PRUNING_ARGS arguments for scripts/eval_pruning.py, such as --chats
+#   EVAL_ARGS    arguments for `scripts/eval.py real`
+#   PRUNING_ARGS arguments for `scripts/eval.py pruning`, such as --chats
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -58,7 +58,7 @@ help:
 	@echo 'make test-engines run the tests of the plug-ins for them there: processes of vLLM and a Redis server, a few minutes'
 	@echo 'make wheel-check  build the wheel, install it in a clean environment, import it, run its command, check its types'
 	@echo 'make bench        run the benchmarks and write docs/benchmarks (DEVICE=cuda for a GPU)'
-	@echo 'make eval         measure quality on the real models in .models and write docs/benchmarks (an hour or more; goes on where it was cut off)'
+	@echo 'make eval         measure quality on the testbed and on the models in .models, and write docs/benchmarks (goes on where it was cut off)'
 	@echo 'make clean        remove the environments and what tools left behind'
 
 demo: $(VENV)/.installed
@@ -117,21 +117,21 @@ test-engines: engines
 
 bench: $(VENV)/.installed
 	$(VENV)/bin/python scripts/step_cost.py --csv docs/benchmarks/step-cost.csv
-	$(VENV)/bin/python scripts/bench_equip.py --device $(DEVICE) \
-		--csv docs/benchmarks/equip-$(DEVICE).csv --plot docs/benchmarks/equip-$(DEVICE).png
-	$(VENV)/bin/python scripts/bench_reuse.py --device $(DEVICE) --csv docs/benchmarks/reuse-speed-$(DEVICE).csv
-	for dtype in float32 bfloat16; do $(VENV)/bin/python scripts/bench_speed_table.py --device $(DEVICE) --dtype $$dtype || exit 1; done
+	$(VENV)/bin/python scripts/bench.py --device $(DEVICE) --csv docs/benchmarks
+	$(VENV)/bin/python scripts/bench.py speed equip --device $(DEVICE) --dtype bfloat16 --csv docs/benchmarks
+	$(VENV)/bin/python scripts/docs_tables.py
 
 eval: $(VENV)/.installed
-	$(VENV)/bin/python scripts/eval_real.py --csv docs/benchmarks --plot docs/benchmarks/real.png $(EVAL_ARGS)
-	for model in smollm2 gemma3; do $(VENV)/bin/python scripts/eval_pruning.py --model .models/$$model $(PRUNING_ARGS) || exit 1; done
+	$(VENV)/bin/python scripts/eval.py real --csv docs/benchmarks $(EVAL_ARGS)
+	$(VENV)/bin/python scripts/eval.py pruning --csv docs/benchmarks $(PRUNING_ARGS)
+	$(VENV)/bin/python scripts/eval.py translation --csv docs/benchmarks
 	$(VENV)/bin/python scripts/docs_tables.py
 
 # What a user gets from `pip install`: no extras, no source tree on the path.
 define IMPORT_CHECK
 import sys
 import hf_kvcaches
-optional = {"triton", "faiss", "sentence_transformers", "peft", "redis", "accelerate", "matplotlib"}
+optional = {"triton", "faiss", "sentence_transformers", "peft", "redis", "accelerate"}
 found = sorted(optional & set(sys.modules))
 assert not found, f"importing hf_kvcaches imported {found}"
 assert "site-packages" in hf_kvcaches.__file__, hf_kvcaches.__file__

@@ -1,8 +1,7 @@
 """Pages of the documentation site whose source lies outside of docs/: a hook of mkdocs, named in mkdocs.yml.
 
-README.md is the site's first page; the changelog, the guide for contributors and the licence are further ones. Links are written for a
-checkout (`docs/equip.md` in README.md, `../README.md` in docs/equip.md) and are rewritten here to the site's own addresses; links to other
-files of the repository become plain text.
+Links are written for a checkout (`docs/equip.md` in README.md, `../README.md` in docs/equip.md) and are rewritten here to the site's own
+addresses; links to other files of the repository become plain text.
 """
 
 from __future__ import annotations
@@ -17,13 +16,8 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
 # File of the repository -> page of the site.
-PAGES = {
-    "README.md": "index.md",
-    "CHANGELOG.md": "changelog.md",
-    "CONTRIBUTING.md": "contributing.md",
-    "SECURITY.md": "security.md",
-    "LICENSE": "license.md",
-}
+PAGES = {"README.md": "index.md", "LICENSE": "license.md"}
+PAGES |= {f"{name}.md": f"{name.lower()}.md" for name in ("CHANGELOG", "CONTRIBUTING", "SECURITY")}
 _LINK = re.compile(r"\[([^\]\n]*)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
 
 
@@ -42,13 +36,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def rewritten(markdown: str, page: str) -> str:
-    """A page's text with links to files of the repository as links within the site, or as plain text where the site has no page for them.
-
-    Args:
-        page: The page's address in the site's sources, such as `guides/serving.md`.
-    """
-    sources = {site_page: source for source, site_page in PAGES.items()}
-    source = sources.get(page, f"docs/{page}")
+    """The text of a page, such as `guides/serving.md`, with the links of the site."""
+    source = {site_page: name for name, site_page in PAGES.items()}.get(page, f"docs/{page}")
 
     def link(match: re.Match[str]) -> str:
         text, target, anchor = match.groups(default="")

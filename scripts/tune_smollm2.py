@@ -8,29 +8,20 @@ A LoRA adapter is trained on the first half of the repository's verse, in some t
 
 from __future__ import annotations
 
-import argparse
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
-from shared import ROOT, TESTBED
-from shared.cli import run_script
+from shared import ROOT, testbed
+from shared.cli import arguments, run_script
 from tqdm import trange
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_kvcaches.errors import ArtifactError
 
-NAME = "smollm2-verse"
-TOKENS, WARM_UP = 512, 8
+NAME, TOKENS, WARM_UP = "smollm2-verse", 512, 8
 ADAPTER: dict[str, Any] = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear", "lora_dropout": 0.0}
-
-
-def training_ids(tokenizer: Any) -> torch.Tensor:
-    """Token ids of the first half of the verse."""
-    verse = (TESTBED / "verse.txt").read_text(encoding="utf-8")
-    return torch.tensor(tokenizer(verse[: len(verse) // 2], verbose=False)["input_ids"])
 
 
 def tune(model: Any, ids: torch.Tensor, steps: int, rate: float) -> Any:
@@ -54,7 +45,7 @@ def tune(model: Any, ids: torch.Tensor, steps: int, rate: float) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--steps", type=int, default=60, help=f"of {TOKENS} tokens")
     parser.add_argument("--rate", type=float, default=5e-4, help="learning rate")
     parser.add_argument("--folder", type=Path, default=ROOT / ".models")
@@ -68,9 +59,9 @@ def main() -> None:
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(source)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    began = time.process_time()
-    tuned = tune(model, training_ids(tokenizer), args.steps, args.rate)
-    print(f"{args.steps} steps in {time.process_time() - began:.0f} s of processor time")
+    verse = testbed.held_out("verse")
+    ids = torch.tensor(tokenizer(verse[: len(verse) // 2], verbose=False)["input_ids"])
+    tuned = tune(model, ids, args.steps, args.rate)
     tuned.to(torch.bfloat16).save_pretrained(target)
     tokenizer.save_pretrained(target)
 

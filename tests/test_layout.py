@@ -18,7 +18,7 @@ import hf_kvcaches
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "hf_kvcaches"
 
-OPTIONAL = {"triton", "faiss", "sentence_transformers", "peft", "redis", "datasketch", "accelerate", "matplotlib", "fastapi", "uvicorn"}
+OPTIONAL = {"triton", "faiss", "sentence_transformers", "peft", "redis", "datasketch", "accelerate", "fastapi", "uvicorn"}
 TOP_LEVEL = {
     ".ci",
     ".github",
@@ -230,7 +230,7 @@ def test_optional_dependencies_checked_are_those_of_the_extras() -> None:
         "from faiss import IndexFlatIP",
         "try:\n    import peft\nexcept ImportError:\n    peft = None",
         "try:\n    import torch\nexcept ImportError:\n    import redis",
-        "class C:\n    import matplotlib.pyplot as plt",
+        "class C:\n    import fastapi",
         "if TYPE_CHECKING:\n    pass\nelse:\n    import accelerate",
     ],
 )

@@ -24,7 +24,6 @@ HEAVY = {
     "peft",
     "redis",
     "accelerate",
-    "matplotlib",
 }
 
 

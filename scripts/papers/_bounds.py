@@ -6,13 +6,12 @@ any two matrices. All is computed in float64, batched over leading dimensions.
 
 The manuscript "Online Subspace Projection for KV Caches" (section 8) gives these bounds. **Departs from the paper:**
 
-- Its bound on the logits, `gamma / sqrt(d) * ||K (I - P)|| * ||q||`, holds for gamma = 1 only: keys inside the subspace have no residual,
-  and yet their logits are off by the factor gamma. Here the residual is that of `k - gamma P k`, whatever gamma is.
+- Its bound on the logits holds for gamma = 1 only: keys inside the subspace have no residual, and yet their logits are off by the factor
+  gamma. Here the residual is that of `k - gamma P k`.
 - It measures keys and values by the operator norm of all residuals together. No single logit or output can be off by more than the largest
   residual *row*, which is never above the operator norm and up to sqrt(T) below it. Each bound takes either.
 - It bounds what a sketch's basis misses by `sqrt(eps) + 2 eps / gap` (`paper_sketch_bound`). That is false: with the energies 100, 1, 0,
-  rank 1 and a sketch of 101 rows it gives 0.1, and the second direction alone misses 1. It also adds numbers of different units, and speaks
-  of the vectors that the sketch has seen, where a basis serves those that come later. `sketched_residual_bound` holds in its place.
+  rank 1 and a sketch of 101 rows it gives 0.1, and the second direction alone misses 1. `sketched_residual_bound` holds in its place.
 
 Its bounds on softmax (tight) and on the output are right as they stand. `falsify_subspace.py` checks all of them with a model's keys and
 values.
@@ -21,6 +20,7 @@ values.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -29,23 +29,14 @@ Number = float | torch.Tensor
 
 @dataclass(frozen=True, eq=False)
 class AttentionBounds:
-    """How far one query's attention can be off.
+    """How far one query's attention can be off."""
 
-    Args:
-        logits: Absolute error of the logit that is off most.
-        output: Euclidean norm of the error of the output.
-    """
-
-    logits: torch.Tensor
-    output: torch.Tensor
+    logits: torch.Tensor  # absolute error of the logit that is off most
+    output: torch.Tensor  # Euclidean norm of the error of the output
 
 
 def logit_error_bound(residual: Number, query_norm: Number, scaling: Number) -> torch.Tensor:
-    """How far any logit can be off.
-
-    A logit is `scaling * q.k` and its estimate `scaling * gamma * q.Pk`, so their difference is `scaling * q.(k - gamma Pk)`, and by
-    Cauchy-Schwarz at most `|scaling| ||q|| ||k - gamma Pk||`. A query along the largest residual reaches it. What comes after keeps it: a
-    mask or bias adds the same to both, and a soft cap has no slope above 1.
+    """How far any logit can be off: by Cauchy-Schwarz at most `|scaling| ||q|| ||k - gamma Pk||`, which a query along k - gamma Pk reaches.
 
     Args:
         residual: The largest norm of a row `k - gamma P k`, or the operator norm of all of them, with the gamma of the logits.
@@ -58,10 +49,9 @@ def logit_error_bound(residual: Number, query_norm: Number, scaling: Number) -> 
 def weight_error_bound(logit_error: Number) -> torch.Tensor:
     """How far softmax can be off, as the sum of absolute differences: `2 tanh(e / 2)`.
 
-    No smaller bound holds. Half of the sum is what some set of tokens gains. If its true weight is p, it gains most when its logits rise by
-    e and all others fall by e: then its odds grow by exp(2e). The gain is largest for p = 1 / (1 + exp(e)), and there tanh(e / 2).
-
-    Softmax ignores what is added to all logits, so half the difference between the largest and the smallest error may be given, too.
+    Half of the sum is what some set of tokens gains. If its true weight is p, it gains most when its logits rise by e and all others fall
+    by e: then its odds grow by exp(2e). The gain is largest for p = 1 / (1 + exp(e)), and there tanh(e / 2). Softmax ignores what is added
+    to all logits, so half the difference between the largest and the smallest error may be given, too.
     """
     return 2 * torch.tanh(_double(logit_error) / 2)
 
@@ -82,10 +72,7 @@ def output_error_bound(logit_error: Number, value_radius: Number, value_residual
 def value_radius(values: torch.Tensor) -> torch.Tensor:
     """The largest distance of the values from 0 or from their mean, whichever is smaller, (...).
 
-    For a model with a learned sink in its softmax, whose value is 0, append a row of zeros.
-
-    Args:
-        values: (..., tokens, d), at least one token.
+    For a model with a learned sink in its softmax, whose value is 0, append a row of zeros to the values, (..., tokens, d).
     """
     values = values.double()
     centres = (values, values - values.mean(-2, keepdim=True))
@@ -98,8 +85,7 @@ def attention_error_bound(
 ) -> AttentionBounds:
     """Both bounds over chunks that have bases of their own.
 
-    One softmax runs over all chunks, so the worst of them counts, and not their sum; the output's second term is an average over chunks.
-    Tokens that are kept exactly have residuals of 0 and need not be listed.
+    One softmax runs over all chunks, so the worst of them counts; the output's second term is an average. Exact tokens need not be listed.
 
     Args:
         key_residuals: (..., chunks): the largest row or the operator norm of each chunk, with the gamma of the logits. The rows of all
@@ -139,14 +125,30 @@ def sketched_residual_bound(next_singular_value: torch.Tensor, covariance_error:
     """What a basis taken from a sketch can miss of the tokens that the sketch has seen: `||X (I - P)|| <= sqrt(s ** 2 + error)`.
 
     With P onto the first r right singular vectors of S, `||X (I - P)|| ** 2` is at most `||S (I - P)|| ** 2 + ||X'X - S'S||`, and the
-    first term is the square of the sketch's singular value r + 1. A Frequent Directions sketch is never longer than X in any direction,
-    so the singular value of X does as well. No gap between singular values is needed: where they are close, a wrong direction costs little.
+    first term is the square of the sketch's singular value r + 1. No gap between singular values is needed.
 
     Args:
         next_singular_value: Number r + 1 of the sketch or of the tokens.
         covariance_error: `||X'X - S'S||` or a bound on it.
     """
     return (next_singular_value.square() + covariance_error).sqrt()
+
+
+def residuals(vectors: torch.Tensor, encode: torch.Tensor, decode: torch.Tensor | None = None, gamma: float = 1.0) -> torch.Tensor:
+    """What each token loses, `x - gamma decode encode x`, in float64; `decode` is the transpose of `encode` if None."""
+    decode = encode.mT if decode is None else decode
+    return vectors.double() - gamma * (vectors.double() @ encode.double().mT @ decode.double().mT)
+
+
+def residual_rows(*maps: Any, **options: Any) -> torch.Tensor:
+    """The norm of what each token loses, (..., tokens)."""
+    return torch.linalg.vector_norm(residuals(*maps, **options), dim=-1)
+
+
+def residual_norm(*maps: Any, **options: Any) -> torch.Tensor:
+    """The operator norm of what all tokens lose together, (...)."""
+    lost = residuals(*maps, **options)
+    return torch.linalg.matrix_norm(lost, ord=2) if lost.numel() else lost.new_zeros(lost.shape[:-2])
 
 
 def _double(value: Number) -> torch.Tensor:

@@ -10,7 +10,6 @@ of a `SubspaceCache` with `AdaptiveSubspace`, 4 sinks and no other exact tokens,
 
 from __future__ import annotations
 
-import argparse
 import copy
 import math
 import sys
@@ -26,17 +25,17 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where what the scripts share lies
 
 from papers import _bounds as bounds
+from papers._bounds import residual_norm, residual_rows
 from shared import TESTBED
 from shared.cli import arguments, begin, check_counts, load, run_script
-from shared.results import Row, environment, show, write_csv
 
 from hf_kvcaches import AdaptiveSubspace, SubspaceCache
 from hf_kvcaches.cli.prompts import encode
+from hf_kvcaches.cli.tables import Row, environment, show, write_csv
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.subspace.paper.calibrated import calibrate_bases
 from hf_kvcaches.subspace.paper.sketch import FrequentDirections
-from tests.reference.residuals import residual_norm, residual_rows
 
 # Rounding may lift a measured number above a bound that it reaches.
 SLACK = 1 + 1e-6
@@ -47,24 +46,18 @@ SINKS = 4
 def read_rows(ids: torch.Tensor, rows: int, tokens: int) -> torch.Tensor:
     """Rows that begin at equal distances, so that they are different text, (rows, tokens)."""
     if len(ids) < rows * 16:
-        hint = "Name a longer file, or lower --rows or --calibrate."
-        raise ConfigError.of("--texts", f"at least {rows * 16} tokens behind those for calibration", len(ids), hint)
+        raise ConfigError.of("--text", f"at least {rows * 16} tokens after those for calibration", len(ids), "Name a longer file.")
     length = min(tokens, len(ids) // rows)
     return torch.stack([ids[row * (len(ids) // rows) :][:length] for row in range(rows)])
 
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
-    """What one layer's attention was given, in float64: (rows, heads, tokens, d), and the last queries, (rows, kv_heads, queries, d).
-
-    Args:
-        keys: As they are cached.
-        plain: Keys before their rotation.
-    """
+    """What one layer's attention was given, in float64: (rows, heads, tokens, d), and the last queries, (rows, kv_heads, queries, d)."""
 
     queries: torch.Tensor
-    keys: torch.Tensor
-    plain: torch.Tensor
+    keys: torch.Tensor  # as they are cached
+    plain: torch.Tensor  # keys before their rotation
     values: torch.Tensor
     scaling: float
 
@@ -268,22 +261,16 @@ def _rank_correlation(left: torch.Tensor, right: torch.Tensor) -> float:
     return float(torch.corrcoef(ranks)[0, 1])
 
 
-def parse() -> argparse.Namespace:
-    parser = arguments(__doc__, "seed", "device", "threads", "csv", "quick")
+def main() -> None:
+    parser = arguments(__doc__, "device", "threads", "csv", "quick")
     parser.add_argument("--model", nargs="+", default=["base"], help="folders or hub ids; default: a model of this repository")
-    parser.add_argument("--text", type=Path, default=TESTBED / "prose.txt", help="what is read, behind what is calibrated on")
-    parser.add_argument("--calibrate", type=int, default=16384, help="tokens of the text to calibrate on")
-    parser.add_argument("--rows", type=int, default=4, help="how many places of the text are read")
-    parser.add_argument("--tokens", type=int, default=1024, help="how far each row is read")
+    parser.add_argument("--text", type=Path, default=TESTBED / "prose.txt", help="what is read, after what is calibrated on")
+    for name, default in (("calibrate", 16384), ("rows", 4), ("tokens", 1024)):
+        parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
     check_counts(args, "rows tokens calibrate".split())
     if args.quick:
         vars(args).update(rows=1, tokens=128, calibrate=1024)
-    return args
-
-
-def main() -> None:
-    args = parse()
     device, rows = begin(args), []
     for name in args.model:
         model, tokenizer = load(name, device)

@@ -1,4 +1,4 @@
-"""Models with random weights, for times, and their memory."""
+"""Models with random weights, for times."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ SCORES_SPREAD = 3.0  # standard deviation of attention scores
 
 
 @dataclass(frozen=True)
-class Pair:
-    """The same weights twice: with the model's attention as it is, and as caches of this package switch it."""
+class Models:
+    """The same weights with the model's attention as it is, and as caches of this package switch it."""
 
     plain: PreTrainedModel
     switched: PreTrainedModel
@@ -24,10 +24,22 @@ class Pair:
     def device(self) -> torch.device:
         return self.plain.device
 
+    def with_attention(self, name: str) -> PreTrainedModel:
+        """A model with a registered attention function."""
+        model = share_weights(self.plain)
+        model.set_attn_implementation(name)
+        return model
+
+
+def share_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of a model with the same tensors."""
+    weights = {id(tensor): tensor for tensor in itertools.chain(model.parameters(), model.buffers())}
+    return copy.deepcopy(model, weights)
+
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama as large as Qwen3-0.6B, with few words so that the head costs nothing."""
+    """A Llama as large as Qwen3-0.6B, with a small vocabulary so that the head costs nothing."""
 
     hidden: int = 1024
     layers: int = 28
@@ -37,10 +49,13 @@ class Shape:
     intermediate: int = 3072
     vocabulary: int = 2048
 
-    def random(self, device: torch.device, dtype: str = "float32", *, sharp: bool = False) -> Pair:
+    def labels(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in ("hidden", "layers", "heads", "kv_heads", "head_dim")}
+
+    def random(self, device: torch.device, dtype: str = "float32", *, sharp: bool = False) -> Models:
         """Random weights, the same in each process; `sharp`: whose attention differs from token to token, as in a trained model."""
         torch.manual_seed(0)
-        tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0, "max_position_embeddings": 65536}
+        tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0, "max_position_embeddings": 131072}
         heads = {"num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads, "head_dim": self.head_dim}
         sizes = {"vocab_size": self.vocabulary, "hidden_size": self.hidden, "intermediate_size": self.intermediate}
         with device:
@@ -49,8 +64,7 @@ class Shape:
             for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
                 torch.nn.init.normal_(projection.weight, std=(SCORES_SPREAD / self.hidden) ** 0.5)
         model = model.to(device, getattr(torch, dtype)).eval()
-        weights = {id(tensor): tensor for tensor in itertools.chain(model.parameters(), model.buffers())}
-        return Pair(model, copy.deepcopy(model, weights))
+        return Models(model, share_weights(model))
 
 
 def random_ids(vocabulary: int, *shape: int, seed: int) -> torch.Tensor:
@@ -62,9 +76,9 @@ def word_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
     """For a model with random weights: each token is a word."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    made = Tokenizer(models.WordLevel({f"w{number}": number for number in range(vocabulary)}, unk_token="w0"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="w0")
+    tokenizer = Tokenizer(models.WordLevel({f"w{number}": number for number in range(vocabulary)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0")
 
 
 def bytes_free(device: torch.device) -> int:

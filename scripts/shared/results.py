@@ -1,29 +1,18 @@
-"""Rows of results: as an aligned table, and in a CSV file with the computer that they were measured on."""
+"""Results of scripts: rows in files, and waiting for a device."""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hf_kvcaches.cli.tables import Row, environment, filled, print_environment, show, table, write_csv
+from hf_kvcaches.cli.tables import Row, show, write_csv
 from hf_kvcaches.errors import ConfigError
 
-__all__ = [
-    "Results",
-    "Row",
-    "environment",
-    "filled",
-    "print_environment",
-    "read_csv",
-    "rows_where",
-    "show",
-    "table",
-    "write_csv",
-]
+MACHINE = ("hardware", "device", "threads")
 
 
 def read_csv(path: Path) -> list[Row]:
@@ -32,43 +21,46 @@ def read_csv(path: Path) -> list[Row]:
         return [{name: _number(text) for name, text in row.items() if text} for row in csv.DictReader(file)]
 
 
+def tabulated(rows: Iterable[Row], names: str) -> str:
+    """A table of some columns, which are named with spaces between them."""
+    as_text = lambda value: f"{value:.4g}" if isinstance(value, float) else str(value)  # noqa: E731
+    filled = [{name: as_text(value) for name, value in row.items() if value is not None} for row in rows]
+    return show(filled, {name: f"{{{name}}}" for name in names.split()})
+
+
 def rows_where(rows: Iterable[Row], **values: Any) -> list[Row]:
-    """The rows with these values in these columns."""
-    return [row for row in rows if all(row.get(name) == value for name, value in values.items())]
+    """The rows with these values in these columns; an empty value matches a row that lacks the column."""
+    return [row for row in rows if all(row.get(name, "") == value for name, value in values.items())]
 
 
 class Results:
-    """The rows of a benchmark, beside those of earlier runs in its file that have the same `fixed` columns."""
+    """The rows of a benchmark's file, or of none. Rows of other machines stay, those of the same point of this machine are replaced.
 
-    def __init__(self, path: Path | None, columns: Sequence[str], device: torch.device, **fixed: Any) -> None:
-        self.path, self.fixed = path, {**environment(device), **fixed}
-        self.names = list(dict.fromkeys([*environment(device), *columns]))
+    `fixed` are the columns that all rows of a run share; of these `hardware`, `device` and `threads` are the machine.
+    """
+
+    def __init__(self, path: Path | None, columns: Sequence[str], fixed: Mapping[str, Any]) -> None:
+        self.path, self.fixed, self.columns = path, dict(fixed), list(columns)
         self.rows: list[Row] = []
-        self.others: list[Row] = []  # of other computers, versions or settings
-        if path is None or not path.exists():
-            return
-        with path.open(newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
-            if reader.fieldnames != self.names:
-                raise ConfigError.of("--csv", "a file that this script wrote", str(path), "Name another file, or delete it.")
-            for row in reader:
-                same = all(row[name] == str(value) for name, value in self.fixed.items())
-                kept = {name: _number(text) for name, text in row.items() if text and name not in self.fixed}
-                (self.rows if same else self.others).append(kept if same else row)
+        if path is not None and path.exists():
+            with path.open(newline="", encoding="utf-8") as file:
+                if next(csv.reader(file), None) != self.columns:
+                    raise ConfigError.of("--csv", "a file that this script wrote", str(path), "Name another file, or delete it.")
+            self.rows = read_csv(path)
 
     def has(self, **point: Any) -> bool:
-        """Whether a row with these values is there."""
-        return bool(rows_where(self.rows, **point))
+        """Whether this machine measured a point, with the same versions of everything."""
+        return bool(rows_where(self.rows, **self.fixed, **point))
 
-    def drop(self, sections: Sequence[str]) -> None:
-        """Forget the rows of sections that are measured anew."""
-        self.rows = [row for row in self.rows if row["section"] not in sections]
-
-    def add(self, rows: Iterable[Row]) -> None:
-        """Keep rows, in the file too: what is measured survives an interrupt."""
-        self.rows += rows
+    def add(self, rows: Iterable[Row], **point: Any) -> list[Row]:
+        """Keep the rows of a point, in the file too: what is measured survives an interrupt."""
+        machine = {name: self.fixed[name] for name in MACHINE}
+        old = rows_where(self.rows, **machine, **point)
+        added = [{**self.fixed, **point, **row} for row in rows]
+        self.rows = [*(row for row in self.rows if row not in old), *added]
         if self.path is not None:
-            write_csv(self.path, [*self.others, *({**self.fixed, **row} for row in self.rows)], columns=self.names)
+            write_csv(self.path, self.rows, columns=self.columns)
+        return added
 
 
 def _number(text: str) -> str | int | float:
@@ -78,3 +70,9 @@ def _number(text: str) -> str | int | float:
         except ValueError:
             pass
     return text
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device is done."""
+    if device.type in ("cuda", "mps"):
+        getattr(torch, device.type).synchronize()

@@ -62,7 +62,7 @@ def test_layers_with_windows_and_capped_scores_are_read_as_well() -> None:
 @pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize("prompt", [1, 4, 40])
 def test_groups_that_grow_are_read_as_kivi_reads_them_token_by_token(bits: int, prompt: int) -> None:
-    from _kivi import KiviCache, KiviCoding
+    from shared.peers import KiviCache, KiviCoding
 
     model, ids = tiny.llama().double(), tiny.ids(2, 83)
     expected = one_by_one(model, KiviCache(model.config, bits), ids, prompt)

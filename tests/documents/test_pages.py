@@ -46,11 +46,11 @@ def test_a_changed_number_is_noticed() -> None:
 
 def test_a_row_that_was_not_measured_is_named() -> None:
     with pytest.raises(LookupError, match=r"speed-cpu\.csv has no row"):
-        import_script("_docs_numbers").where("speed-cpu", batch="3")
+        import_script("shared.measured").where("speed-cpu", batch="3")
 
 
 def test_speeds_come_from_the_table_of_all_caches(monkeypatch: pytest.MonkeyPatch) -> None:
-    cases = import_script("_docs_cases")
+    cases = import_script("shared.measured")
     sizes = {"hardware": "Abacus", "batch": "1", "threads": "1", "hidden": "1024", "layers": "28", "dtype": "float32"}
     rows = [
         {**sizes, "cache": "GrowingCache", "setting": "", "context": context, "decode_ratio": ratio}
@@ -90,7 +90,7 @@ def commands() -> Iterator[tuple[str, str]]:
 
 def options_of(script: Path) -> set[str]:
     """The options and subcommands that a script's parser and the shared ones name."""
-    sources = [script, *(ROOT / "scripts").glob("_*.py"), *(ROOT / "scripts" / "shared").glob("*.py")]
+    sources = [script, *(ROOT / "scripts" / "shared").glob("*.py")]
     texts = {
         node.value for path in sources for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Constant)
     }

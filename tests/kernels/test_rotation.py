@@ -7,7 +7,7 @@ import torch
 
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.kernels.checks import check_layout
-from hf_kvcaches.kernels.rotation import Layout, rotate_
+from hf_kvcaches.kernels.rotation import Layout, rotate_, rotated_back
 
 
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
@@ -26,6 +26,17 @@ def test_pairs_rotate_as_complex_numbers_wherever_they_lie(layout: Layout, dim: 
     assert rotate_(x, angles.cos(), angles.sin(), layout) is x
     torch.testing.assert_close(x, expected)
     assert torch.equal(x[..., 6:], expected[..., 6:])
+
+
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+@pytest.mark.parametrize("dim", [8, 9])
+def test_a_rotation_back_undoes_a_rotation(layout: Layout, dim: int) -> None:
+    x, angles = torch.randn(2, 5, dim, dtype=torch.float64), torch.randn(5, 3, dtype=torch.float64)
+    tables = angles.cos(), angles.sin()
+    rotated = rotate_(x.clone(), *tables, layout)
+    assert not torch.allclose(rotated[..., :6], x[..., :6])
+    torch.testing.assert_close(rotate_(rotated.clone(), *tables, layout, back=True), x)
+    torch.testing.assert_close(rotated_back(rotated, *tables, layout), x)
 
 
 @pytest.mark.parametrize("layout", ["half", "interleaved"])

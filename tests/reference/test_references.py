@@ -13,7 +13,6 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hf_kvcaches.errors import ConfigError
 from tests import tiny
-from tests.reference.baselines import FrozenKV, GatherAppendH2O, RerotateAllStreaming, ShiftAppendStreaming
 from tests.reference.oracles import ReferenceCache
 from tests.reference.policies import (
     EQUIP,
@@ -285,51 +284,6 @@ def test_scores_of_a_text_fed_in_steps_are_those_of_the_text_fed_at_once(kind: t
     for one, other in zip(apart.layers, whole.layers, strict=True):
         for head, expected in zip(one.rows[0].heads, other.rows[0].heads, strict=True):
             torch.testing.assert_close(head.scores, expected.scores, atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("baseline", "oracle", "positions"),
-    [
-        (ShiftAppendStreaming, StreamingReference, "original"),
-        (RerotateAllStreaming, StreamingReference, "compact"),
-        (GatherAppendH2O, H2OReference, "compact"),
-        (GatherAppendH2O, H2OReference, "original"),
-    ],
-)
-@pytest.mark.parametrize(("kv_heads", "prompt"), [(1, 30), (2, 5), (4, 30)])
-def test_baselines_equal_their_oracles(baseline: Any, oracle: Any, positions: str, kv_heads: int, prompt: int) -> None:
-    model, ids = tiny.llama(num_hidden_layers=2, num_key_value_heads=kv_heads), texts(2, LENGTH)
-    expected = feed(model, build(oracle, model, positions=positions), ids, steps(prompt))
-    ways: list[dict[str, Any]] = [{}]
-    if baseline is GatherAppendH2O:
-        ways = [{"positions": positions, "select": select} for select in ("mask", "gather")]
-    elif baseline is RerotateAllStreaming:
-        ways = [{"fused": fused} for fused in (True, False)]
-    for settings in ways:
-        cache = baseline(model, budget=BUDGET, sinks=SINKS, **settings)
-        torch.testing.assert_close(feed(model, cache, ids, steps(prompt)), expected, atol=1e-4, rtol=1e-4)
-        assert (cache.seen, cache.report().kept) == (LENGTH, (BUDGET,) * 2)
-
-
-def test_streaming_baselines_leave_the_attention_of_a_config_alone() -> None:
-    model, ids = tiny.llama(), texts(2, LENGTH)
-    logits = feed(model, RerotateAllStreaming(model.config, budget=BUDGET, sinks=SINKS), ids, steps())
-    assert model.config._attn_implementation == "sdpa"
-    torch.testing.assert_close(logits, feed(model, build(StreamingReference, model), ids, steps()), atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("dense", [False, True])
-@pytest.mark.parametrize("prompt", [6, 20])
-def test_frozen_buffers_stay_the_same_tensors(dense: bool, prompt: int) -> None:
-    model, ids = tiny.llama(), texts(2, 32)
-    cache = FrozenKV(model, slots=BUDGET, dense=dense)
-    feed(model, cache, ids[:, :prompt], [prompt])
-    before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in cache.owned_tensors().items()}
-    for t in range(prompt, prompt + 4):
-        assert model(ids[:, t : t + 1], past_key_values=cache).logits.isfinite().all()
-    assert cache.seen == prompt + 4
-    assert all(t.data_ptr() == before[n][0] and torch.equal(t, before[n][1]) for n, t in cache.owned_tensors().items())
-    assert cache.report().kept == (BUDGET,) * 4
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import testbed
-from tests.reference import residuals
 from tests.scripts.running import import_script, rows_of, run_script
 from tests.scripts.test_paper_bounds import covers, tokens
 
@@ -54,12 +53,6 @@ def test_bounds_that_hold_are_said_to_hold_and_the_papers_counterexample_is_refu
     for sure in ("with gamma = 1", "the largest row", "on softmax", "on outputs:", "||A'A - S'S|| <=", "sqrt(s_(r+1)^2"):
         assert not [claim for claim in refuted if claim.startswith("bound ") and sure in claim]
         assert any(sure in claim for claim in found)
-
-
-@pytest.mark.parametrize(("order", "expected"), [([1.0, 2.0, 30.0], 1.0), ([3.0, 2.0, 1.0], -1.0)])
-def test_ranks_are_correlated_and_not_sizes(order, expected):
-    found = SCRIPT._rank_correlation(torch.tensor([1.0, 2.0, 3.0]), torch.tensor(order))
-    assert found == pytest.approx(expected)
 
 
 def tail_energies(gram: torch.Tensor) -> torch.Tensor:
@@ -114,23 +107,13 @@ def test_sketches_stay_within_their_bounds_and_so_do_bases_taken_from_them(data:
                 assert covers(BOUNDS.sketched_residual_bound(following, bound) ** 2, missed**2, energy)
 
 
-def test_the_bound_on_a_sketch_is_nearly_reached() -> None:
-    # Equal directions in turn: each shrinking frees all rows at once, and almost everything is lost.
-    size, width = 4, 5
-    x = torch.eye(width, dtype=torch.float64).repeat(60, 1)
-    sketch, _ = sketched(x, size, size)
-    error = torch.linalg.matrix_norm(x.T @ x - sketch.T @ sketch, ord=2)
-    bound = frequent_directions_bound(tail_energies(x.T @ x), size)
-    assert 0.7 * bound < error <= bound
-
-
 def test_a_basis_from_a_sketch_misses_what_the_papers_bound_has_no_room_for() -> None:
     x = torch.diag(torch.tensor([100.0, 1.0, 0.0]).double().sqrt())
     size, rank, gap = 101, 1, 99.0
     sketch, _ = sketched(x, size, 2 * size)
     basis = torch.linalg.svd(sketch).Vh[:rank]
     epsilon = float(tail_energies(x.T @ x)[rank]) / (size - rank)
-    missed = float(residuals.residual_norm(x, basis))
+    missed = float(BOUNDS.residual_norm(x, basis))
     assert missed == pytest.approx(1.0)
     paper = float(BOUNDS.paper_sketch_bound(x.T @ x, rank, size))
     assert paper == pytest.approx(epsilon**0.5 + 2 * epsilon / gap)

@@ -6,7 +6,9 @@ import copy
 
 import pytest
 import torch
-from transformers import DynamicCache, GPTNeoXConfig, LlamaConfig, Qwen2Config
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import DynamicCache, GPTNeoXConfig, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
 
 from hf_kvcaches import ModelFingerprint, SegmentPolicy, SegmentReuseCache, SegmentStore
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedError
@@ -366,6 +368,21 @@ def test_a_saved_cache_goes_on_with_its_policy_and_mode(mode, tmp_path):
     assert (loaded.mode, loaded.policy, loaded.policy.fingerprint) == (mode, cache.policy, policy.fingerprint)
     more = joined(A, B, C)
     assert torch.equal(first_logits(model, more, loaded), first_logits(model, more, cache))
+
+
+def word_tokenizer(prefix: str) -> PreTrainedTokenizerFast:
+    words = {f"{prefix}{number}": number for number in range(tiny.VOCABULARY)}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token=f"{prefix}0")), unk_token=f"{prefix}0")
+
+
+def test_segments_that_were_stored_with_another_tokenizer_are_not_reused():
+    model, store, prompt = tiny.llama(), SegmentStore("memory", quantization=None), joined(A, B)
+    for tokenizer, reused in (("a", False), ("b", False), ("a", True)):
+        cache = SegmentReuseCache(model, store, word_tokenizer(tokenizer), mode="exact")
+        assert (first_logits(model, prompt, cache) - plain(model, prompt)).abs().max() < 1e-4
+        assert bool(cache.report().reused_tokens) == reused, tokenizer
+        del cache
+        store.flush()
 
 
 def test_a_prefix_of_less_than_a_fiftieth_of_a_prompt_is_computed_and_says_why():

@@ -98,7 +98,7 @@ class TrainedAdapters(Artifact):
         """Return the adapters if they were made for such summaries of a model, which has no PEFT wrapper."""
         settings, expected = (self.slots, self.layout, self.tail), (slots, layout, tail)
         if settings != expected:
-            raise ConfigError.of("adapters", f"those for slots, layout and tail {expected}", settings, "Train others: train_compressor.py.")
+            raise ConfigError.of("adapters", f"those for slots, layout and tail {expected}", settings, "Train others.")
         if self.fingerprint is not None:
             self.fingerprint.require_model(fingerprint_of(model), "The adapters")
         return self.adapters

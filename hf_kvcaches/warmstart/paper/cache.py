@@ -74,7 +74,7 @@ class SummaryLibrary:
         encoder: See `WarmStartLibrary`.
         layout: `"salient"` or `"paper"`; see `SlotCompressor`.
         tail: How many tokens at the end of a prompt no slot stands for; they are computed behind the slots.
-        adapters: Maps for pooled slots, from `scripts/papers/train_compressor.py`, or None.
+        adapters: Maps for pooled slots that were trained for it, or None.
         correct_positions: Experimental, for models with learned positions (GPT-2), whose keys can't be rotated.
     """
 

@@ -1,13 +1,14 @@
 """Trains the small models that the tests and the demo run on: a base model, a tuned one and a LoRA adapter, and a deeper model.
 
-    python scripts/train_testbed.py --books FOLDER [--out tests/testbed] tokenizer base tuned lora deep report
+    python -m tests.testbed.train --books FOLDER [--out tests/testbed] tokenizer base tuned lora deep report documents
 
 The books are plain-text files; those named in `VERSE` train the tuned model and the adapter, the others the base model, and the last
-twentieth of every book is held out.
+twentieth of every book is held out. `documents` writes the documents that the scripts read, with paragraphs of the held-out texts.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import random
@@ -16,13 +17,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from shared import ROOT
-from shared.cli import arguments, pick_device
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 
+from hf_kvcaches.cli.options import pick_device
+from tests.testbed import FOLDER, recall
 from tests.testbed import documents as docs
-from tests.testbed import recall
 from tests.testbed.circuits import plant_recall_heads
 
 VERSE = ("milton", "shakespeare", "whitman")
@@ -278,22 +278,54 @@ def report(books: dict[str, tuple[str, str]], out: Path, device: str, per_cell: 
     return table
 
 
+# Splits of `documents.jsonl`: which half of the held-out texts paragraphs are from, and the seeds of its documents.
+SPLITS = {
+    "calibration": (0, [number for number in range(10**6, 10**6 + 64) if number % 4 < 2]),
+    "evaluation": (1, [f"documents {number}" for number in range(24)]),
+}
+
+
+def write_documents(out: Path) -> None:
+    """Documents of 200 to 900 tokens with 4 to 8 facts, prose and verse in turn."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(out / "base")
+    count = lambda text: len(tokenizer.encode(text, add_special_tokens=False))  # noqa: E731
+    lines = []
+    for split, (half, seeds) in SPLITS.items():
+        texts = [(out / f"{domain}.txt").read_text(encoding="utf-8") for domain in ("prose", "verse")]
+        fillers = [docs.Filler(text[len(text) // 2 :] if half else text[: len(text) // 2]) for text in texts]
+        for number, seed in enumerate(seeds):
+            rng = random.Random(seed)
+            document = docs.fit_document(rng, fillers[number % 2], count, rng.randint(200, 900), facts=rng.randint(4, 8))
+            *paragraphs, last = [*document.paragraphs, ""][: len(document.facts) + 1]
+            pages = [
+                (paragraph, "".join(fact.note), fact.question, fact.answer)
+                for paragraph, fact in zip(paragraphs, document.facts, strict=True)
+            ]
+            closing = f"{last}\nQuestions:\n" if last else "Questions:\n"
+            row = {"split": split, "head": document.head(), "pages": pages, "closing": closing, "asked": document.asked}
+            lines.append(json.dumps(row | {"tokens": count(document.text())}) + "\n")
+    (out / "documents.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
 def main() -> None:
-    parser = arguments(__doc__, "device", "threads")
-    parser.add_argument("stages", nargs="+", choices=["tokenizer", *STAGES, "report"])
-    parser.add_argument("--books", type=Path, required=True, help="folder of plain-text books")
-    parser.add_argument("--out", type=Path, default=ROOT / "tests" / "testbed")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stages", nargs="+", choices=["tokenizer", *STAGES, "report", "documents"])
+    parser.add_argument("--books", type=Path, help="folder of plain-text books, which all stages but documents need")
+    parser.add_argument("--out", type=Path, default=FOLDER)
+    parser.add_argument("--device", default="auto")
     args = parser.parse_args()
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    if args.books is None and args.stages != ["documents"]:
+        parser.error("--books: expected the folder of the books")
     device = str(pick_device(args.device))
-    books = read_books(args.books)
+    books = read_books(args.books) if args.books else {}
     for stage in args.stages:
         if stage == "tokenizer":
             shutil.rmtree(args.out / "base", ignore_errors=True)
             train_tokenizer(books, args.out / "base")
             for domain, (_, held) in books.items():
                 (args.out / f"{domain}.txt").write_text(held, encoding="utf-8")
+        elif stage == "documents":
+            write_documents(args.out)
         elif stage == "report":
             table = report(books, args.out, device)
             (args.out / "report.json").write_text(json.dumps(table, indent=2) + "\n")
