@@ -1,7 +1,5 @@
 """Caches that answer queries, in calls that ask for more than attention: other precisions, attention weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

@@ -1,9 +1,5 @@
 """Every byte of every kind of tensor counts, wherever it lies, and writes are noticed."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload
@@ -96,60 +92,7 @@ def test_state_that_cannot_be_read_is_refused_by_name(value):
         digest_of(value, "some.place")
 
 
-@given(st.binary(min_size=1, max_size=300), st.data())
-def test_every_single_byte_counts(content, data):
-    place = data.draw(st.integers(0, len(content) - 1))
-    bit = data.draw(st.integers(0, 7))
-    tensor = torch.tensor(list(content), dtype=torch.uint8)
-    before = digest_of(tensor)
-    tensor[place] ^= 1 << bit
-    assert digest_of(tensor) != before
-
-
 # Remembered digests
-
-
-def write_through_data(parameter: torch.nn.Parameter) -> None:
-    parameter.data.add_(1)
-
-
-def write_through_numpy(parameter: torch.nn.Parameter) -> None:
-    parameter.detach().numpy()[:] += 1
-
-
-def replace_data(parameter: torch.nn.Parameter) -> None:
-    parameter.data = parameter.data * 2
-
-
-def optimizer_step(kind: type[torch.optim.Optimizer], **options: bool) -> Callable[[torch.nn.Parameter], None]:
-    def step(parameter: torch.nn.Parameter) -> None:
-        parameter.grad = torch.ones_like(parameter)
-        kind([parameter], lr=0.1, **options).step()
-
-    return step
-
-
-@pytest.mark.parametrize(
-    "write",
-    [
-        write_through_data,
-        lambda parameter: parameter.data.view(-1)[7].add_(1e-3),
-        lambda parameter: parameter.data.view(torch.int32).view(-1)[11].bitwise_xor_(1),
-        write_through_numpy,
-        lambda parameter: parameter.detach().numpy().reshape(-1).__setitem__(3, 0.25),
-        replace_data,
-        optimizer_step(torch.optim.SGD),
-        optimizer_step(torch.optim.AdamW, foreach=True),
-        optimizer_step(torch.optim.AdamW, fused=True),
-    ],
-    ids=["data", "one element", "one bit", "numpy", "one element by numpy", "replaced data", "sgd", "adamw foreach", "adamw fused"],
-)
-@pytest.mark.parametrize("name", ["model.layers.0.mlp.up_proj.weight", "model.norm.weight"])
-def test_writes_are_noticed(write, name):
-    model = llama()
-    before = ModelFingerprint.of(model)
-    write(model.get_parameter(name))
-    assert changed(before, ModelFingerprint.of(model)) == {"weights"}
 
 
 def test_replaced_parameters_and_other_dtypes_are_noticed():
@@ -164,18 +107,6 @@ def test_weights_of_inference_mode_can_be_read():
     with torch.inference_mode():
         model = llama()
         assert ModelFingerprint.of(model) == ModelFingerprint.of(llama())
-
-
-def test_a_model_is_forgotten_with_its_last_reference():
-    import gc
-    import weakref
-
-    model = llama()
-    ModelFingerprint.of(model)
-    gone = weakref.ref(model)
-    del model
-    gc.collect()
-    assert gone() is None
 
 
 # Checksums
@@ -256,31 +187,3 @@ def test_rearranged_numbers_and_other_signs_count(dtype, shape, change) -> None:
         "reversed": numbers.flip(0),
     }[change]
     assert digest_of(changed) != digest_of(numbers)
-
-
-def signs_of_two(flat: torch.Tensor) -> None:
-    flat[[1, 7]] *= -1
-
-
-def signs_of_two_doubles(flat: torch.Tensor) -> None:
-    flat.view(torch.float64)[[2, 900]] *= -1
-
-
-def exchange(flat: torch.Tensor) -> None:
-    flat[[3, 40_000]] = flat[[40_000, 3]]
-
-
-def exchange_halves(flat: torch.Tensor) -> None:
-    flat.view(2, -1).copy_(flat.view(2, -1).flip(0))
-
-
-def one_more_one_less(flat: torch.Tensor) -> None:
-    flat.view(torch.int32)[[5, 7]] += torch.tensor([1, -1], dtype=torch.int32)
-
-
-@pytest.mark.parametrize("change", [signs_of_two, signs_of_two_doubles, exchange, exchange_halves, one_more_one_less, torch.Tensor.neg_])
-def test_changes_that_a_plain_sum_or_high_bits_alone_would_hide_are_seen(change) -> None:
-    flat = torch.randn(1 << 17, generator=torch.Generator().manual_seed(0))
-    before = digest_of(flat)
-    change(flat)
-    assert digest_of(flat) != before

@@ -1,7 +1,5 @@
 """What was made for a model serves it in any precision, and no other model."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable
@@ -13,21 +11,9 @@ import torch
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, PreTrainedModel
 
-from hf_kvcaches import (
-    CacheTranslator,
-    GrowingCache,
-    KVCodec,
-    SegmentPolicy,
-    SegmentReuseCache,
-    SegmentStore,
-    SubspaceCache,
-    TrainedAdapters,
-    TranslatedCache,
-    WarmStartLibrary,
-)
+from hf_kvcaches import CacheTranslator, GrowingCache, KVCodec, SubspaceCache, TranslatedCache, WarmStartLibrary
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.errors import FingerprintMismatch
-from hf_kvcaches.warmstart.paper.adapters import Adapters
 from tests import tiny
 from tests.core.fingerprint_helpers import TINY, llama, lora, two_adapters
 from tests.warmstart.warm import library_of, words
@@ -65,19 +51,8 @@ def test_a_model_is_known_in_every_precision_loaded_or_cast(name: str, there: to
                 ModelFingerprint.of(model).require_same(expected, "it")
 
 
-def scaled_layer(model: PreTrainedModel) -> None:
-    for parameter in model.model.layers[1].parameters():
-        parameter.data.mul_(1.01)
-
-
 def scaled_matrix(model: PreTrainedModel) -> None:
     model.model.layers[1].mlp.up_proj.weight.data.mul_(1.01)
-
-
-def noisy_layer(model: PreTrainedModel) -> None:
-    torch.manual_seed(5)
-    for parameter in model.model.layers[1].parameters():
-        parameter.data.mul_(1 + 0.01 * torch.randn_like(parameter))
 
 
 def exchanged(model: PreTrainedModel) -> None:
@@ -85,17 +60,10 @@ def exchanged(model: PreTrainedModel) -> None:
     weight.data.copy_(weight.data.roll(1, 0))
 
 
-def slower(model: PreTrainedModel) -> None:
-    model.model.rotary_emb.inv_freq.mul_(1.05)
-
-
 CHANGES: dict[str, tuple[Callable[[PreTrainedModel], object], str]] = {
     "another seed": (lambda model: model.load_state_dict(llama(seed=1).state_dict()), "weights differ"),
-    "one layer scaled": (scaled_layer, "weights differ"),
     "one matrix scaled": (scaled_matrix, "weights differ"),
-    "one layer with noise": (noisy_layer, "weights differ"),
     "rows exchanged": (exchanged, "weights differ"),
-    "frequencies": (slower, "weights differ"),
     "a setting": (lambda model: setattr(model.model.layers[0].self_attn, "scaling", 1.0), "settings differ"),
 }
 
@@ -133,14 +101,6 @@ def test_a_merged_adapter_is_refused_in_every_precision(dtype: torch.dtype) -> N
     merged = get_peft_model(llama(), lora()).merge_and_unload()
     with pytest.raises(FingerprintMismatch, match="weights differ"):
         fingerprint(llama()).require_model(cast(merged, dtype), "it")
-
-
-def test_a_small_change_without_a_cast_is_refused() -> None:
-    model = llama()
-    expected = fingerprint(model)
-    model.model.norm.weight.data[3] += 1e-6
-    with pytest.raises(FingerprintMismatch, match="weights differ"):
-        expected.require_model(model, "it")
 
 
 # Artifacts in use
@@ -181,22 +141,6 @@ def test_translators_serve_their_models_in_every_precision(dtype: torch.dtype, t
         translator.check_consumer(tiny.llama())
     with pytest.raises(FingerprintMismatch, match="weights differ"):
         translator.check_consumer(tiny.llama(seed=3).to(dtype))
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-def test_policies_and_trained_adapters_serve_their_model_in_every_precision(dtype: torch.dtype, tmp_path: Path) -> None:
-    policy = SegmentPolicy(bound=0.1)
-    adapters = TrainedAdapters(Adapters(*((torch.eye(4).repeat(2, 1, 1),) * 4,) * 2), 4, "salient", 1, ())
-    for artifact in (policy, adapters):
-        object.__setattr__(artifact, "fingerprint", fingerprint(tiny.llama()))
-    policy.save_pretrained(tmp_path)
-    model = tiny.llama().to(dtype)
-    loaded = SegmentPolicy.from_pretrained(tmp_path, model=model)
-    with SegmentStore("memory") as store:
-        SegmentReuseCache(model, store, policy=loaded)
-        with pytest.raises(FingerprintMismatch, match="weights differ"):
-            SegmentReuseCache(tiny.llama(seed=1).to(dtype), store, policy=loaded)
-    adapters.checked(model, 4, "salient", 1)
 
 
 def test_stored_keys_and_values_stay_with_their_precision(tmp_path: Path) -> None:

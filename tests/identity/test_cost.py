@@ -1,7 +1,5 @@
 """What identity costs: once the weights are read, a request reads none of them."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Iterator
@@ -17,8 +15,7 @@ from hf_kvcaches.core.identity import identity_of
 from hf_kvcaches.kernels import checksum
 from tests import tiny
 from tests.costs import seconds
-from tests.identity.changes import PROMPT, Setup, two_adapters
-from tests.identity.test_requests import ask
+from tests.identity.changes import PROMPT, Setup, ask, two_adapters
 
 
 class Readings:

@@ -1,7 +1,5 @@
 """What only moves weights, looks, compiles or is in the way of gradients makes no other model, and keeps a cache sharing."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any

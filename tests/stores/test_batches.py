@@ -1,14 +1,12 @@
 """Several blobs at once: one exchange with a server, reads side by side, and the same answers as one by one."""
 
-from __future__ import annotations
-
 import threading
 
 import torch
 
 from hf_kvcaches.stores.blobs import NewBlob
 from hf_kvcaches.stores.location import open_blobs
-from tests.stores.blob_helpers import blob, key_of
+from tests.helpers.stores import blob, key_of
 
 KEYS = [key_of(number) for number in range(12)]
 

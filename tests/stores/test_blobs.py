@@ -1,12 +1,11 @@
 """A store of blobs does as a dict does, wherever the blobs lie and whoever looks."""
 
-from __future__ import annotations
-
+import contextlib
 import itertools
 import sys
 import tempfile
 import threading
-import zlib
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from hypothesis import strategies as st
 
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.stores.location import open_blobs
-from tests.stores.blob_helpers import DTYPES, HEAD, PROCESSES, Follower, blob, key_of, put_some, same
+from tests.helpers.stores import DTYPES, HEAD, PROCESSES, Follower, blob, key_of, put_on_and_on, put_some, same
 
 KEY = key_of(7)
 _numbers = itertools.count()
@@ -244,35 +243,6 @@ def test_of_threads_that_read_a_damaged_blob_at_once_one_complains(kind, tmp_pat
     assert len(store.complaints) == 1
 
 
-@pytest.mark.parametrize("kind", ["disk", "redis"])
-def test_tensors_are_verified_once_for_each_object_and_version_of_a_blob(kind, tmp_path, request, monkeypatch):
-    location = f"disk:{tmp_path}" if kind == "disk" else request.getfixturevalue("redis_location")
-    verified, crc32 = [], zlib.crc32
-    monkeypatch.setattr(zlib, "crc32", lambda *arguments: verified.append(1) or crc32(*arguments))
-    store = open_blobs(location)
-    for content in range(2):
-        store.put(KEY, HEAD, blob(content))
-        verified.clear()
-        for _ in range(3):
-            assert same(store.tensors(KEY), blob(content))
-        assert len(verified) == 1
-        store.delete(KEY)
-    store.put(KEY, HEAD, blob())
-    verified.clear()
-    for _ in range(2):
-        assert same(open_blobs(location).tensors(KEY), blob())
-    assert len(verified) == 2
-
-
-def test_a_file_that_is_damaged_after_it_was_verified_is_found_because_it_is_another_version(tmp_path):
-    store = open_blobs(f"disk:{tmp_path}")
-    store.put(KEY, HEAD, blob())
-    assert same(store.tensors(KEY), blob())
-    damage(f"disk:{tmp_path}", KEY)
-    assert store.tensors(KEY) is None
-    assert len(store.complaints) == 1
-
-
 def test_what_a_server_damaged_after_it_was_verified_is_found_by_the_next_object(redis_location):
     store = open_blobs(redis_location)
     tensors = {"x": torch.zeros(300_000)}
@@ -346,6 +316,39 @@ def test_processes_that_put_the_same_blobs_at_once_all_see_each_once(kind, tmp_p
     assert here.known == {key_of(number): {"number": number} for number in range(40)}
     assert all(same(here.store.tensors(key_of(number)), blob(number)) for number in range(40))
     assert here.store.complaints == []
+
+
+@pytest.mark.parametrize("kind", ["disk", "redis"])
+def test_a_writer_killed_at_any_moment_leaves_all_that_it_had_put_and_no_damage(kind, tmp_path, request):
+    place, count = f"disk:{tmp_path}/" if kind == "disk" else request.getfixturevalue("redis_location"), 0
+    for trial, delay in enumerate([0.0, 0.001, 0.003, 0.006, 0.01, 0.017, 0.03, 0.05, 0.08, 0.12]):
+        location = f"{place}{trial}"
+        told, out = PROCESSES.Pipe(duplex=False)
+        writer = PROCESSES.Process(target=put_on_and_on, args=(location, out, 200_000))
+        writer.start()
+        out.close()
+        assert told.recv() == -1
+        follower = Follower(open_blobs(location))
+        follower.follow()
+        time.sleep(delay)
+        writer.kill()
+        writer.join()
+        returned = []
+        with contextlib.suppress(EOFError):
+            while told.poll():
+                returned.append(told.recv())
+        fresh = Follower(open_blobs(location))
+        for each in (follower, fresh):
+            each.follow()
+            assert each.store.complaints == []
+        assert {key_of(number) for number in returned} <= set(fresh.known)
+        assert len(fresh.known) <= len(returned) + 1
+        assert follower.known == fresh.known
+        for key, head in fresh.known.items():
+            assert bool((fresh.store.tensors(key)["x"] == head["number"]).all())
+        fresh.store.clear()
+        count += len(returned)
+    assert count > 0
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,7 @@
 """A catalog of blobs: what is in step with the place, what is evicted, and what is a miss."""
 
-from __future__ import annotations
-
 import os
 import warnings
-from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -12,43 +9,8 @@ import pytest
 import torch
 
 from hf_kvcaches.errors import ArtifactError, ConfigError
-from hf_kvcaches.stores.blobs import BlobHead, BlobStore, MemoryBlobs, NewBlob, StoreUnavailable
-from hf_kvcaches.stores.catalog import Catalog
-from tests.stores.blob_helpers import PROCESSES
-
-
-class Known:
-    """Contents that take blobs with a number of tokens in their head."""
-
-    def __init__(self) -> None:
-        self.keys: set[str] = set()
-
-    def add(self, blobs: Sequence[BlobHead]) -> dict[str, int]:
-        tokens = {blob.key: blob.head["tokens"] for blob in blobs if "tokens" in blob.head}
-        self.keys |= tokens.keys()
-        return tokens
-
-    def remove(self, keys: Sequence[str]) -> None:
-        self.keys -= set(keys)
-
-
-def catalog(location: str | BlobStore = "memory", max_bytes: int | str | None = None, **options: Any) -> Catalog:
-    return Catalog(location, Known(), "thing", max_bytes=max_bytes, **options)
-
-
-def put(made: Catalog, *keys: str, tokens: int = 10) -> None:
-    for key in keys:
-        assert made.put([NewBlob(key, {"tokens": tokens}, {"x": torch.zeros(100)})])
-    made.refresh()
-
-
-def fine(key: str, tensors: object) -> None:
-    pass
-
-
-def read(made: Catalog, key: str, check: Any) -> Any:
-    """The tensors of one blob, or None."""
-    return made.read([key], check).get(key)
+from hf_kvcaches.stores.blobs import MemoryBlobs, NewBlob, StoreUnavailable
+from tests.helpers.stores import PROCESSES, catalog, fine, put, read
 
 
 def test_two_catalogs_of_one_place_are_in_step_after_a_refresh(tmp_path):

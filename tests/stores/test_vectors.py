@@ -1,7 +1,5 @@
 """The nearest vectors by cosine: what brute force finds, and nothing that was removed comes back."""
 
-from __future__ import annotations
-
 import sys
 import threading
 
@@ -26,10 +24,6 @@ def clustered(count: int, dim: int = 32, seed: int = 0, topics: int = 20) -> np.
     centres = np.random.default_rng(99).standard_normal((topics, dim))
     made = np.random.default_rng(seed)
     return unit(centres[made.integers(0, topics, count)] + 0.7 * made.standard_normal((count, dim)))
-
-
-def names(count: int, start: int = 0) -> list[str]:
-    return [f"p{number}" for number in range(start, start + count)]
 
 
 class BruteForce:
@@ -77,14 +71,6 @@ def test_any_sequence_of_changes_and_searches_gives_what_brute_force_gives(steps
             for query in vectors[numbers]:
                 same(index.search(query, extra), oracle.search(query, extra), dict(oracle.search(query, 10**6)))
         assert len(index) == len(oracle.vectors)
-
-
-def test_adding_a_name_again_moves_it():
-    index = VectorIndex(2)
-    index.add(["a", "b"], [[1, 0], [0, 1]])
-    index.add(["a"], [[0.6, 0.8]])
-    assert len(index) == 2
-    assert index.search([1, 0], 5) == [("a", pytest.approx(0.6)), ("b", pytest.approx(0, abs=1e-6))]
 
 
 def test_an_empty_index_finds_nothing():
