@@ -1,8 +1,6 @@
 """The registered attention: invisible for plain tensors, a door for views, and easy to take back."""
 
-import copy
 import json
-import pickle
 import threading
 
 import pytest
@@ -51,15 +49,6 @@ def test_disable_restores_what_was_there_and_enabling_twice_changes_nothing():
         assert type(model.config._attn_implementation) is str
         attention.disable(model)
         assert model.config._attn_implementation == implementation
-
-
-def test_a_copied_or_pickled_config_still_knows_what_to_restore():
-    model = tiny.llama()
-    model.set_attn_implementation("eager")
-    attention.enable(model)
-    for twin in (copy.deepcopy(model.config), pickle.loads(pickle.dumps(model.config))):
-        assert attention.is_enabled(twin)
-        assert attention.previous_implementation(twin) == "eager"
 
 
 def test_a_saved_model_does_not_carry_the_attention_along(tmp_path):

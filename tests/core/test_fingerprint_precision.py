@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from peft import get_peft_model
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, PreTrainedModel
 
-from hf_kvcaches import CacheTranslator, GrowingCache, KVCodec, SubspaceCache, TranslatedCache, WarmStartLibrary
+from hf_kvcaches import GrowingCache, KVCodec, SubspaceCache, WarmStartLibrary
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.errors import FingerprintMismatch
 from tests import tiny
-from tests.core.fingerprint_helpers import TINY, llama, lora, two_adapters
+from tests.core.fingerprint_helpers import TINY, llama, two_adapters
 from tests.warmstart.warm import library_of, words
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -95,14 +94,6 @@ def test_adapters_are_known_in_every_precision_and_merged_or_other_ones_are_refu
         expected.require_model(cast(model, dtype), "it")
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-def test_a_merged_adapter_is_refused_in_every_precision(dtype: torch.dtype) -> None:
-    torch.manual_seed(1)
-    merged = get_peft_model(llama(), lora()).merge_and_unload()
-    with pytest.raises(FingerprintMismatch, match="weights differ"):
-        fingerprint(llama()).require_model(cast(merged, dtype), "it")
-
-
 # Artifacts in use
 
 PROMPT = tiny.ids(1, 60, seed=3)
@@ -125,22 +116,6 @@ def test_codecs_serve_their_model_in_every_precision(dtype: torch.dtype, tmp_pat
     torch.testing.assert_close(logits, answer(model, None).logits[0], atol=tolerance, rtol=0.01)
     with pytest.raises(FingerprintMismatch, match="weights differ"):
         SubspaceCache(tiny.llama(seed=1).to(dtype), codec)
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-def test_translators_serve_their_models_in_every_precision(dtype: torch.dtype, tmp_path: Path) -> None:
-    pair = [tiny.llama(), tiny.llama(seed=2)]
-    texts = [tiny.ids(40, seed=seed).tolist() for seed in range(4)]
-    CacheTranslator.fit(*pair, None, texts, payload=0.5, progress=False).save_pretrained(tmp_path)
-    producer, consumer = (model.to(dtype) for model in pair)
-    translator = CacheTranslator.from_pretrained(tmp_path, producer=producer, consumer=consumer)
-    cache = TranslatedCache(consumer, translator, translator.encode(producer, PROMPT))
-    answer(consumer, cache)
-    assert cache.seen == PROMPT.shape[1] + 2
-    with pytest.raises(FingerprintMismatch, match="It is the producer"):
-        translator.check_consumer(tiny.llama())
-    with pytest.raises(FingerprintMismatch, match="weights differ"):
-        translator.check_consumer(tiny.llama(seed=3).to(dtype))
 
 
 def test_stored_keys_and_values_stay_with_their_precision(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from hf_kvcaches.core.layers import GrowingLayer, KVLayer, TensorLayer, append
+from hf_kvcaches.core.layers import GrowingLayer, KVLayer, TensorLayer
 from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError
 
 
@@ -203,13 +203,3 @@ def test_keys_and_values_show_what_counts_and_can_not_be_assigned():
     for name in ("keys", "values"):
         with pytest.raises(TypeError, match=name):
             setattr(layer, name, torch.zeros(1, 2, 1, 3))
-
-
-@torch.no_grad()
-def test_append_does_not_touch_what_it_is_given():
-    buffer = append(None, torch.ones(1, 1, 4, 2), 0)
-    new = torch.zeros(1, 1, 2, 2)
-    again = append(buffer, new, 4)
-    assert again is buffer
-    new += 5
-    assert buffer[0, 0, :6, 0].tolist() == [1, 1, 1, 1, 0, 0]

@@ -32,7 +32,7 @@ from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch, 
 from hf_kvcaches.translate.translator import CacheTranslator
 from hf_kvcaches.warmstart.paper.adapters import Adapters, TrainedAdapters
 from tests import tiny
-from tests.core.artifact_helpers import Basis, basis, forge, rewrite
+from tests.core.artifact_helpers import basis, forge, rewrite
 from tests.translate.pairs import fitted
 from tests.warmstart.warm import library_of, words
 
@@ -170,14 +170,6 @@ def test_values_that_are_not_finite_are_refused(saved, tmp_path, value):
 
 
 # What any artifact's files may be
-
-
-def test_an_artifact_behind_links_is_loaded_as_from_a_hub_cache(tmp_path):
-    basis(3.0).save_pretrained(tmp_path / "blobs")
-    (tmp_path / "snapshot").mkdir()
-    for path in (tmp_path / "blobs").iterdir():
-        (tmp_path / "snapshot" / path.name).symlink_to(Path("..") / "blobs" / path.name)
-    assert torch.equal(Basis.from_pretrained(tmp_path / "snapshot").content["basis"], torch.full((3, 4), 3.0))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -215,15 +215,6 @@ def test_threads_share_it(model):
         assert all(map(torch.equal, threads.map(answer, prompts * 2), expected * 2))
 
 
-def test_a_checked_cache_is_told_of_the_call(model):
-    """A cache from an output goes on, or is refused, as one passed by hand."""
-    output = generate(model, custom_generate=growing(), return_dict_in_generate=True)
-    with pytest.raises(ConfigError, match=r"another token at .*per_call\(GrowingCache"):
-        generate(model, inputs=tiny.ids(1, 60, seed=5), past_key_values=output.past_key_values)
-    longer = torch.cat([output.sequences, PROMPT], dim=1)
-    assert generate(model, inputs=longer, past_key_values=output.past_key_values).shape[1] == longer.shape[1] + 8
-
-
 def test_an_encoder_decoder_gets_it_for_its_decoder():
     shape = dict.fromkeys(["encoder_layers", "decoder_layers"], 2) | dict.fromkeys(
         ["encoder_attention_heads", "decoder_attention_heads"], 4

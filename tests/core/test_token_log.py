@@ -89,21 +89,6 @@ def test_it_follows_whatever_is_done_to_the_cache(data: st.DataObject, padded: b
         check(log, plain, padding)
 
 
-def test_after_an_untold_pass_it_does_not_describe_the_prompt_until_that_is_cropped_away_or_the_cache_is_empty() -> None:
-    log, ids = TokenLog(), tiny.ids(1, 6)
-    observe(log, ids, None, None, 0)
-    assert log.padding(6) == [0]
-    assert isinstance(log.padding(9), Refusal)  # three untold
-    log.crop(6)
-    assert log.padding(6) == [0]
-    observe(log, ids[:, :2], None, None, 9)
-    assert isinstance(log.padding(11), Refusal)
-    log.crop(6)
-    assert log.padding(6) == [0]
-    observe(log, ids, None, None, 0)
-    assert log.padding(6) == [0]
-
-
 def test_a_pass_that_failed_is_forgotten_when_the_next_begins_with_an_empty_cache() -> None:
     log = TokenLog()
     observe(log, tiny.ids(2, 6), None, None, 0)

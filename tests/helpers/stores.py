@@ -295,3 +295,11 @@ def proxy(server: Server) -> Iterator[Proxy]:
 def redis_location(shared_server: Server) -> str:
     """An empty place in the shared server."""
     return f"{shared_server.location}?prefix=test{next(_numbers)}"
+
+
+@pytest.fixture(params=["memory", "disk", "redis"])
+def location(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """An empty place of each kind."""
+    if request.param == "redis":
+        return str(request.getfixturevalue("redis_location"))
+    return f"disk:{tmp_path / 'blobs'}" if request.param == "disk" else "memory"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel, get_peft_model
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from transformers import DynamicCache, PreTrainedModel
@@ -17,6 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from hf_kvcaches import compat
 from hf_kvcaches.core.identity import identity_of
 from tests import tiny
+from tests.core.fingerprint_helpers import lora
 
 PROMPT = tiny.ids(1, 130, seed=1)
 INVOCATION = [5, 9, 7]
@@ -68,10 +69,6 @@ class Change:
 
 def plain() -> Any:
     return tiny.llama(max_position_embeddings=1024)
-
-
-def lora(**changes: Any) -> LoraConfig:
-    return LoraConfig(**{"target_modules": ["q_proj", "v_proj"], "r": 4, "lora_alpha": 8, "init_lora_weights": False, **changes})
 
 
 def two_adapters() -> PeftModel:

@@ -68,18 +68,6 @@ def test_later_turns_and_other_caches_of_a_process_read_no_weights(readings: Rea
     assert readings.since() == 0
 
 
-def test_later_chunks_of_a_prompt_read_no_weights(readings: Readings) -> None:
-    model = tiny.llama(max_position_embeddings=1024)
-    with SegmentStore("memory", quantization=None) as store:
-        cache = SegmentReuseCache(model, store, mode="exact")
-        with torch.no_grad():
-            model(PROMPT[:, :64], past_key_values=cache)
-            readings.since()
-            model(PROMPT[:, 64:], past_key_values=cache)
-        store.flush()
-    assert readings.since() == 0
-
-
 @pytest.mark.parametrize("make", [GrowingCache, lambda model: EquipCache(model, "h2o", 16)], ids=["growing", "equip"])
 def test_caches_that_share_nothing_read_no_weights_before_they_are_saved(make: Any, readings: Readings, tmp_path: Path) -> None:
     setup = Setup(two_adapters())

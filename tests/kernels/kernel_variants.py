@@ -74,14 +74,9 @@ def rans() -> Wanted:
 
 def rebuild_variants():
     flat = ("i64", "i64")
-    for dtype, given, turned, pairs in (
-        ("bf16", "bf16", True, 64),
-        ("fp32", "fp32", True, 256),
-        ("fp16", "fp32", False, 32),
-        ("bf16", "fp32", True, 16),
-        ("fp16", "fp16", True, 128),
-        ("bf16", None, False, 64),
-    ):
+    some = [("bf16", "bf16", True, 64), ("fp32", "fp32", True, 256), ("fp16", "fp32", False, 32)]
+    some += [("bf16", "fp32", True, 16), ("fp16", "fp16", True, 128), ("bf16", None, False, 64)]
+    for dtype, given, turned, pairs in some:
         weights, out = (f"*{given or 'bf16'}", *flat), (f"*{dtype}", *STRIDES)
         tensors = {"codes": ("*bf16", *flat), "code_weights": weights, "key_out": out, "value_out": out, "slots": ("*i64", "*i64")}
         tensors |= {"side": (f"*{given}", *flat) if given else None, "side_weights": weights if given else None}
@@ -129,24 +124,14 @@ def slots() -> Wanted:
 
 def splice_variants():
     stored = {8: ("i8", "bf16", "fp16"), 4: ("u8", "fp32", "fp32"), 0: ("bf16", None, None)}
-    for bits, dtype, turned in (
-        (8, "bf16", True),
-        (8, "fp16", False),
-        (4, "fp32", True),
-        (4, "bf16", False),
-        (0, "bf16", False),
-        (0, "fp32", True),
-    ):
+    some = ((8, "bf16", True), (8, "fp16", False), (4, "fp32", True), (4, "bf16", False), (0, "bf16", False), (0, "fp32", True))
+    for bits, dtype, turned in some:
         data, scale, zero = ((f"*{kind}", *STRIDES) if kind else None for kind in stored[bits])
         tables = ("*fp64", "*fp64") if bits == 4 and turned else ("*fp32", "*fp32") if turned else None
         tensors = {"data": data, "scale": scale, "zero": zero, "out": (f"*{dtype}", *STRIDES), "slots": ("*i64", "i64"), "tables": tables}
         sizes = dict.fromkeys(("layer", "tokens", "capacity"), "i32") | {"DIM": 120, "PAIRS": 64, "BITS": bits}
-        sizes |= {
-            "GROUP": 120 if bits == 8 else 32,
-            "HALF": 30 if turned else 0,
-            "INTERLEAVED": bits == 4,
-            "ALIGNED": 1 if bits == 4 else 2,
-        }
+        sizes |= {"GROUP": 120 if bits == 8 else 32, "HALF": 30 if turned else 0}
+        sizes |= {"INTERLEAVED": bits == 4, "ALIGNED": 1 if bits == 4 else 2}
         yield tensors | sizes | {"BLOCK": 8}
 
 

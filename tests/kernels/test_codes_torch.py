@@ -31,15 +31,6 @@ def test_several_blocks_of_rows_and_tokens_equal_the_reference(block: int, token
     assert_equals_the_reference(Case(batch=3, groups=1, tokens=tokens, widths=(4, 2, 3, 8, 1, 16), pairs=pairs, mask=mask))
 
 
-@pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
-@pytest.mark.parametrize("mask", ["rows", "queries"])
-def test_angles_of_hidden_tiles_need_not_be_numbers_in_any_block(block: int, mask: str, monkeypatch) -> None:
-    monkeypatch.setattr(kernels, "_BLOCK", block)
-    case = Case(queries=2, pairs=4, mask=mask)
-    case.hide_tiles()
-    assert_equals_the_reference(case)
-
-
 def test_a_query_that_sees_nothing_gets_zeros_and_the_least_number() -> None:
     case = Case(queries=2, mask="queries")
     part = code_part(*case.arguments, **case.options)

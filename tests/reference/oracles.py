@@ -29,25 +29,15 @@ UNLIMITED = 1 << 40
 
 @dataclass
 class Head:
-    """What one key head of one row keeps, in order of position.
+    """What one key head of one row keeps, in order of position; each tensor has as many elements as there are tokens."""
 
-    Args:
-        positions: (n,), index of each token among those fed in, padding included.
-        ranks: (n,), its index among the row's real tokens: where the model rotated its key.
-        keys: (n, head_dim), as attention uses them: without rotation for compact positions.
-        given: (n, head_dim), as they came from the model.
-        values: (n, value_dim).
-        scores: (n,), float32, higher stays; infinite while a policy has not scored the token.
-        received: (n,), float32, attention that a policy is still collecting.
-    """
-
-    positions: torch.Tensor
-    ranks: torch.Tensor
-    keys: torch.Tensor
-    given: torch.Tensor
+    positions: torch.Tensor  # index of each token among those fed in, padding included
+    ranks: torch.Tensor  # its index among the row's real tokens: where the model rotated its key
+    keys: torch.Tensor  # as attention uses them: without rotation for compact positions
+    given: torch.Tensor  # as they came from the model
     values: torch.Tensor
-    scores: torch.Tensor
-    received: torch.Tensor
+    scores: torch.Tensor  # float32, higher stays; infinite while a policy has not scored the token
+    received: torch.Tensor  # float32, attention that a policy is still collecting
 
     def __len__(self) -> int:
         return self.positions.numel()

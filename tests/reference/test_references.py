@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from tests import tiny
 from tests.reference.oracles import ReferenceCache
@@ -65,19 +65,6 @@ def full_attention(ids: torch.Tensor, **changes: Any) -> tuple[torch.Tensor, ...
     model = tiny.llama(**changes)
     model.set_attn_implementation("eager")
     return model(ids, output_attentions=True).attentions
-
-
-@every_reference
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_a_budget_for_the_whole_text_equals_the_full_cache(kind: type[ReferenceCache], kv_heads: int) -> None:
-    model, ids = tiny.llama(num_hidden_layers=2, num_key_value_heads=kv_heads).double(), texts(2, 32)
-    expected = feed(model, DynamicCache(config=model.config), ids, [32])
-    for positions in ("original", "compact"):
-        cache = build(kind, model, budget=32, positions=positions)
-        logits = feed(model, cache, ids, [16, 7, *[1] * 9])
-        torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
-        assert cache.seen == 32
-        assert torch.equal(cache.kept_positions(1), torch.arange(32).expand(2, kv_heads, 32))
 
 
 @every_reference

@@ -317,14 +317,6 @@ def test_passwords_are_in_no_message(server):
     assert "secret" not in str(unavailable.value)
 
 
-def test_databases_of_one_server_are_apart(shared_server):
-    first, second = open_blobs(f"{shared_server.location}?prefix=db"), open_blobs(f"redis://127.0.0.1:{shared_server.port}/5?prefix=db")
-    first.put(KEY, HEAD, blob())
-    assert second.changes() == ([], [])
-    first.close()
-    second.close()
-
-
 def test_without_redis_the_message_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "redis", None)
     with pytest.raises(MissingDependencyError, match=r"hf-kvcaches\[distributed\]"):

@@ -37,15 +37,6 @@ def test_the_least_worth_goes_first_then_others_in_place_of_pinned_ones():
     assert made.summary(made.contents.keys)["pinned"] == 1
 
 
-def test_what_is_too_large_goes_before_what_is_worth_less():
-    made = catalog()
-    put(made, "b")
-    made.put([NewBlob("c", {"tokens": 10**6}, {"x": torch.zeros(10_000)})])
-    made.max_bytes = 5000
-    made.refresh()
-    assert made.contents.keys == {"b"}
-
-
 def test_tensors_that_are_not_those_of_the_head_are_a_miss_and_are_deleted_with_one_warning():
     made = catalog()
     put(made, "a", "b")
@@ -103,19 +94,6 @@ def test_blobs_of_another_kind_are_left_alone_and_are_not_counted():
 def test_what_is_no_size_is_refused(given):
     with pytest.raises(ConfigError, match="max_bytes: expected a number of bytes, at least 1, or None"):
         catalog(max_bytes=given)
-
-
-def test_tensors_are_checked_once_for_each_blob(tmp_path):
-    made, checks = catalog(f"disk:{tmp_path}", hot_bytes="1 MB"), []
-    put(made, "a", "b")
-    for key in "aab":
-        made.read([key], lambda key, tensors: checks.append(key))
-    assert checks == ["a", "b"]
-    # Another blob under the key.
-    made.delete("a")
-    put(made, "a")
-    made.read(["a"], lambda key, tensors: checks.append("new"))
-    assert checks[2:] == ["new"]
 
 
 # Time to live

@@ -52,14 +52,6 @@ def test_a_blob_that_is_larger_than_the_tier_is_not_kept_and_drives_nothing_out(
     assert (made.counts["loads"], made.counts["hot_hits"]) == (2, 1)
 
 
-def test_without_a_tier_nothing_is_kept():
-    made = catalog()
-    put(made, "a")
-    read(made, "a", fine)
-    read(made, "a", fine)
-    assert (made.counts["loads"], made.summary([])["hot_bytes"]) == (2, 0)
-
-
 @SHARED
 def test_what_another_process_deleted_or_replaced_is_not_served_after_a_refresh(shared):
     made, other = catalog(shared, hot_bytes="1 MB"), open_blobs(shared)

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from hf_kvcaches.stores.blobs import BlobStore
 from tests.helpers.stores import HEAD, Follower, blob, catalog, fine, key_of, put, read, same
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "writing-a-store.md").read_text(encoding="utf-8")
@@ -61,12 +60,3 @@ def test_a_flipped_bit_is_a_miss_that_is_said_once(own):
         assert read(made, "a", fine) is read(made, "b", fine) is None
     assert len(said) == 1
     assert made.contents.keys == set()
-
-
-def test_a_store_that_lacks_a_method_can_not_be_made():
-    class Half(BlobStore):
-        def put(self, key: str, head: Any, tensors: Any) -> int:
-            return 0
-
-    with pytest.raises(TypeError, match="abstract"):
-        Half("half")

@@ -130,22 +130,6 @@ def test_a_file_behind_links_is_read(tmp_path):
 @settings(max_examples=60, deadline=None)
 @given(
     shapes=st.lists(st.tuples(st.sampled_from(list(DTYPES.values())), st.lists(st.integers(0, 4), max_size=4)), max_size=5),
-    metadata=st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=2),
-)
-def test_what_safetensors_wrote_is_read(tmp_path_factory, shapes, metadata):
-    path = tmp_path_factory.mktemp("written") / "x"
-    tensors = {f"größe {n}": torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype) for n, (dtype, shape) in enumerate(shapes)}
-    if not tensors:
-        tensors = {"none": torch.zeros(1)}
-    save_file(tensors, path, metadata or None)
-    found, told = read(path)
-    assert same({name: found[name] for name in tensors}, tensors)
-    assert told == metadata
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    shapes=st.lists(st.tuples(st.sampled_from(list(DTYPES.values())), st.lists(st.integers(0, 4), max_size=4)), max_size=5),
     metadata=st.dictionaries(st.text(max_size=5), st.text(max_size=5), min_size=1, max_size=2),
 )
 def test_what_is_written_here_is_read_here_and_by_safetensors(shapes, metadata):

@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 from hf_kvcaches import KVCodec, SubspaceCache
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedError
-from tests import testbed, tiny
+from tests import tiny
 from tests.reference.subspace import SubspaceOracle
 from tests.subspace.running import BITS, calibrated, padded_anywhere, pair, run
 
@@ -100,21 +100,6 @@ def test_a_codec_of_float32_is_no_further_from_it_in_bfloat16_than_a_dynamic_cac
     assert given.layers[0].exact_keys.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("recent", [0, 6])
-def test_recorded_tokens_are_taken_back_exactly(recent: int) -> None:
-    model, codec = pair()
-    text = tiny.ids(2, 90)
-    given = SubspaceCache(model, codec, sinks=2, recent=recent)
-    run(model, given, text[:, :45], [40, 5])
-    twin = copy.deepcopy(given)
-    given.activate_past_recording()
-    run(model, given, text[:, 45:65], [3, 17])
-    given.crop(-18)
-    run(model, twin, text[:, 45:47], [1, 1])
-    expected = run(model, twin, text[:, 70:80], [1] * 10)
-    torch.testing.assert_close(run(model, given, text[:, 70:80], [1] * 10), expected, **ROUNDING)
-
-
 def test_recorded_tokens_of_padded_rows_are_taken_back_exactly() -> None:
     model, codec = pair()
     text, mask = tiny.ids(2, 90), torch.ones(2, 90, dtype=torch.long)
@@ -191,23 +176,6 @@ def test_bytes_are_those_of_codes_and_ends() -> None:
     assert codes == 240 * codec.bytes_per_token
     ends = 10 * 4 * 4 * 2 * 2 * 8  # tokens, layers, bytes, keys and values, heads, head_dim
     assert codes + ends <= given.report().bytes <= codes + ends + 64 * codec.bytes_per_token
-
-
-def test_long_texts_take_little_more_than_the_share_of_their_codes() -> None:
-    model, tokenizer = testbed.load()
-    ids = torch.tensor(tokenizer(testbed.held_out()[:60_000], verbose=False)["input_ids"])[None]
-    codec = KVCodec.calibrate(model, None, [ids[0, :512].tolist()], 0.1, metric="plain", progress=False)
-    model = model.bfloat16()
-    given = SubspaceCache(model, codec, sinks=4, recent=0)
-    run(model, given, ids[:, : 8 * 1024].view(16, 512), [512])
-    given = SubspaceCache(model, codec, sinks=4, recent=0)
-    shape = codec.in_place.layers[0].shape
-    keys = torch.zeros(1, shape.heads, 8192, shape.key_dim, dtype=torch.bfloat16)
-    positions = torch.arange(8192)[None]
-    for index in range(codec.layer_count):
-        given.adopt_layer(index, keys, keys, positions)
-    full = 8192 * 2 * codec.in_place.elements
-    assert given.report().bytes <= 1.03 * codec.bytes_ratio * full
 
 
 # What it goes through
