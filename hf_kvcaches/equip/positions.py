@@ -7,16 +7,11 @@ from typing import Any
 import torch
 
 from hf_kvcaches.core.call import Call
-from hf_kvcaches.core.step import Pass, TokenMask
-from hf_kvcaches.equip.rotation import Shifted, Turn, Unrotated
+from hf_kvcaches.core.step import Pass
+from hf_kvcaches.equip.rotation import Shifted, Unrotated
 from hf_kvcaches.equip.slot_layer import SlotLayer
-from hf_kvcaches.equip.storage import Flat
-from hf_kvcaches.equip.streamed import Streamed
+from hf_kvcaches.equip.storage import Flat, Streamed
 from hf_kvcaches.errors import UnsupportedError
-
-# What a step's mask says: which tokens of the text the query may see, (batch or 1, tokens), or None for all; and which rows have a new
-# token, (batch or 1, 1, 1), or None for all.
-StepMask = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 class PositionedLayer(SlotLayer):
@@ -28,7 +23,7 @@ class PositionedLayer(SlotLayer):
         before = table.seen if table.counts is None else table.counts.view(-1, 1).long()
         running = self.passes.enter(call, table.seen, tokens, device, before)
         if running.allowed is not None:
-            _require_one(running.allowed)
+            require_one(running.allowed)
         self.choose_angles(running.positions, bool(table.seen))
         return running
 
@@ -49,56 +44,6 @@ class PositionedLayer(SlotLayer):
         now = self.geometry.at(positions(), rotation.geometry if begun else None)
         if not now.rotates_like(rotation.geometry):
             self.rotation = rotation.by(now)
-
-    def read_step(self, mask: Any) -> StepMask:
-        """What the mask of a decode step says."""
-        if mask is None:
-            return None, None
-        seen = self.table.seen
-        if not isinstance(mask, torch.Tensor):  # flex attention's
-            read = TokenMask.read(mask, seen, 1)
-            mask = torch.ones(1, 1, device=self.device, dtype=torch.bool) if read.shown is None else read.shown
-        if mask.ndim == 4:
-            _require_one(mask)
-            mask = mask[:, 0, -1]
-        allowed = mask > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else mask.bool()
-        if allowed.shape[1] not in (1, seen + 1):
-            raise UnsupportedError(
-                f"attention_mask: this cache can't follow a mask over {allowed.shape[1]} tokens behind {seen} others. "
-                "Pass a padding mask, (batch, tokens)."
-            )
-        return allowed if allowed.shape[1] > 1 else None, allowed[:, -1:, None]
-
-    def places(self, positions: torch.Tensor | None) -> torch.Tensor:
-        """The model's position of the newest token, (batch or 1, 1); counted where it does not tell."""
-        if positions is not None:  # the axes of an image agree for text
-            return positions[0, ..., -1:] if positions.ndim == 3 else positions[..., -1:]
-        count = self.table.count
-        if isinstance(count, int):
-            return torch.full((1, 1), count - 1, device=self.device)
-        return count.reshape(-1, 1).long() - 1
-
-    def undo_turn(self, positions: torch.Tensor | None) -> Turn:
-        """From the model's position of the newest token to none."""
-        rotation = self.rotation
-        assert isinstance(rotation, Unrotated)
-        if torch.compiler.is_compiling():  # a graph would be compiled anew for each cache's `id`
-            return rotation.undo(self.places(positions))
-        turn: Turn = self.passes.memo(("undo", id(rotation)), positions, lambda: rotation.undo(self.places(positions)))
-        return turn
-
-    def follow(self, newest: torch.Tensor | None) -> None:
-        storage, rotation, table = self.storage, self.rotation, self.table
-        if not isinstance(storage, Streamed) or not isinstance(rotation, Shifted) or storage.sink_keys is None:
-            return None
-        if torch.compiler.is_compiling():
-            assert isinstance(table.count, torch.Tensor)
-            return storage.follow(rotation.follow(self.places(newest), table.count.clamp(max=self.slots)))
-        if table.seen == table.filled:
-            return storage.follow(None) if storage.moved else None
-        kept: Any = table.filled
-        name = ("follow", id(rotation.otherwise), kept)
-        return storage.follow(self.passes.memo(name, newest, lambda: rotation.follow(self.places(newest), kept)))
 
     def regularise(self, like: torch.Tensor, padded: bool, bias: torch.Tensor | None) -> None:
         """Give up what only holds for a stream without padding.
@@ -126,18 +71,20 @@ class PositionedLayer(SlotLayer):
         if rotation is None:
             return
         self.record(None, 0)
+        if isinstance(storage, Streamed):
+            self.own()
+            storage.follow(None)
         held = None if table.positions is None else storage.read(table.used)
         if isinstance(storage, Streamed):
-            held = None if held is None else (storage.as_rotated()[:, :, : table.used], held[1])
             self.replace_storage(Flat(self.settings.backend))
-        if held is not None and table.positions is not None:
+        if held is not None:
             (keys, values), positions = held, table.positions[..., : table.used]
             keys = rotation.undo(positions.clamp(min=0) + ahead)(keys)
             self.storage.prepare(keys, positions >= 0, torch.ones(keys.shape[0], 1, 1, 1, dtype=torch.bool, device=keys.device))
             with self.storage.rewriting():
                 self.storage.hold(self.storage.encode(keys, values), self.slots)
                 self.storage.reserve(table.positions.shape[-1], self.slots)
-            table.find_distances()
+            table.find_distances(True)
             table.reserve(self.storage.capacity)
         self.rotation = rotation
 
@@ -160,7 +107,6 @@ class PositionedLayer(SlotLayer):
         table = self.table
         if not self.rotation.unrotated:
             return table.text_index().clamp(min=0)
-        assert table.distances is not None
         return (bias.shape[-1] - tokens - 1 - table.distances[..., : table.used]).clamp(min=0)
 
     def require_pruned(self) -> None:
@@ -172,7 +118,7 @@ class PositionedLayer(SlotLayer):
             )
 
 
-def _require_one(mask: torch.Tensor) -> None:
+def require_one(mask: torch.Tensor) -> None:
     """Refuse a mask, (batch or 1, heads, tokens, tokens of the text), that differs by head."""
     if mask.shape[1] != 1:
         raise UnsupportedError("attention_mask: EquipCache can't follow a mask that differs by head. Give one for all heads.")

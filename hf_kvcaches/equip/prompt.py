@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, Protocol
 
 import torch
 
@@ -12,22 +11,16 @@ from hf_kvcaches.core.call import Call
 from hf_kvcaches.core.holder import LastQueries
 from hf_kvcaches.core.step import Pass
 from hf_kvcaches.equip import block
-from hf_kvcaches.equip.block import Incoming, Questions
+from hf_kvcaches.equip.block import Asked, Incoming, Questions, StepMask
 from hf_kvcaches.equip.budgets import Limit
-from hf_kvcaches.equip.positions import StepMask
 from hf_kvcaches.equip.pruning import PruningLayer
 from hf_kvcaches.equip.rotation import Shifted
 from hf_kvcaches.equip.settings import QUESTION_ADOPTED
-from hf_kvcaches.equip.slot_layer import Asked
 from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.kernels.blocks import Visibility
 
-
-class Detour(Protocol):
-    """What new tokens do in place of being appended, for the passes of one operation."""
-
-    def attend(self, layer: Any, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: Pass) -> torch.Tensor:
-        """The attention of the new tokens, (batch, tokens, heads, head_dim); arguments as in `EquipLayer.attend`."""
+# What new tokens do in place of being appended: of (layer, query, keys, values, call, pass), as in `EquipLayer.attend`, their attention.
+Detour = Callable[..., torch.Tensor]
 
 
 class PromptLayer(PruningLayer):
@@ -39,9 +32,9 @@ class PromptLayer(PruningLayer):
 
     detour: Detour | None
 
-    @abstractmethod
     def step(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, mask: StepMask, asked: Asked) -> torch.Tensor:
-        """Take one token a row and attend."""
+        """Take one token a row and attend; see `EquipLayer`."""
+        raise NotImplementedError
 
     def take(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, asked: Asked) -> torch.Tensor:
         """Take new tokens, a block together and drafts one by one; the attention of all, (batch, tokens, heads, head_dim)."""
@@ -50,7 +43,7 @@ class PromptLayer(PruningLayer):
             call.options.setdefault("position_ids", asked.positions)
         running = self.enter(call, tokens, keys.device)
         if self.detour is not None:
-            return self.detour.attend(self, query, keys, values, call, running)
+            return self.detour(self, query, keys, values, call, running)
         length = self.passes.block_length(tokens, begun=bool(table.seen), recording=self.journal is not None)
         outputs = []
         with self.storage.space_for(rows, tokens, running.valid, length, running.shared):
@@ -71,52 +64,75 @@ class PromptLayer(PruningLayer):
                 outputs.append(self.step(query[:, :, span], keys[:, :, span], values[:, :, span], call, (allowed, real), told))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
-    def _spans(self, running: Pass, length: int) -> list[tuple[int, int, Limit]]:
-        """The blocks of new tokens with what each is pruned to: a first prompt's question is one of its own."""
+    def _spans(self, running: Pass, length: int) -> list[tuple[int, int, Limit | None]]:
+        """The blocks of new tokens, and what each is pruned to, None for what there is: a first prompt's question is a block of its own."""
         if not length:
             return []
         if self.table.seen or self.waiting:
-            return [(0, length, self.limit)]
+            return [(0, length, None)]
         ends = sorted({0, self.settings.question_in(length), length})
-        first = self.resolve(ends[1] if running.valid is None else int(running.valid[:, : ends[1]].sum(-1).max()))
-        return [(start, stop, self.limit if start else first) for start, stop in pairwise(ends)]
+        prompt = ends[1] if running.valid is None else int(running.valid[:, : ends[1]].sum(-1).max())
+        first = self.settings.limit_of(prompt)
+        self.take_limits(first, prompt)
+        return [(start, stop, None if start else first) for start, stop in pairwise(ends)]
 
     def _block(
-        self, questions: Questions, keys: torch.Tensor, values: torch.Tensor, call: Call, running: Pass, limit: Limit
+        self, questions: Questions, keys: torch.Tensor, values: torch.Tensor, call: Call, running: Pass, limit: Limit | None
     ) -> torch.Tensor:
         """Attend with a block of new tokens, then prune: (batch, tokens, heads, head_dim)."""
-        table, used, observed, output, bias = self.table, self.table.used, None, None, call.bias
-        new = self._incoming(keys, values, running, call)
-        index = new.index[:, 0]
+        new = self._appended(keys, values, running, call.bias)
+        table, observed, output, bias, allowed = self.table, None, None, call.bias, running.allowed
         assert questions.states is not None
-        query = self.rotation.to_frame(questions.states, running.positions(), index, table)
+        query = self.rotation.to_frame(questions.states, running.positions(), new.index[:, 0], table)
         if not table.seen and running.whole and bias is None:
             output = call.dense(query, new.frame, values).to(values.dtype)
         if output is None or self.policy.observes != 0:
-            all_keys, all_values, allowed = new.frame, values, running.allowed
-            if used:
-                all_keys = torch.cat([self.rotation.frame(self.storage.read(used)[0], table), new.frame], 2)
-                all_values = torch.cat([self.storage.read(used)[1], values], 2)
-            if table.seen:
-                allowed = None if allowed is None else block.with_new(block.mask_of_slots(allowed, table.text_index()), allowed)
-                if bias is not None:
-                    bias = block.with_new(block.bias_of_slots(bias, self.columns(bias, running.tokens), keys.shape[1]), bias)
-            visible = Visibility(self.holding(), used, running.valid, allowed)
-            if output is None:
-                output = block.attend(query, all_keys, all_values, call, visible, bias)
-            if self.policy.observes != 0:
-                observed = block.observe(query, all_keys, call, visible, self.policy.observes, bias)
+            if table.seen and allowed is not None:
+                allowed = block.with_new(block.mask_of_slots(allowed, table.text_index()), allowed)
+            if table.seen and bias is not None:
+                bias = block.with_new(block.bias_of_slots(bias, self.columns(bias, running.tokens), keys.shape[1]), bias)
+            visible = Visibility(self.holding(), table.used, running.valid, allowed)
+            output, observed = self.attend_with(query, self.held(), new.frame, values, call, visible, bias, output)
         self._count(new, running)
-        self.arrive(new, limit, Questions(query, index, questions.module, questions.inputs), observed)
+        self.arrive(new, limit, Questions(query, new.index[:, 0], questions.module, questions.inputs), observed)
         return output
 
-    def _incoming(self, keys: torch.Tensor, values: torch.Tensor, running: Pass, call: Call | None) -> Incoming:
-        """New tokens, with their places in their rows and in the frame."""
-        self.regularise(keys, running.valid is not None, None if call is None else call.bias)
+    def held(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Keys in the frame and values of slots in use; None where there are none."""
+        if not self.table.used:
+            return None
+        keys, values = self.storage.read(self.table.used)
+        return self.rotation.frame(keys, self.table), values
+
+    def attend_with(
+        self,
+        query: torch.Tensor,
+        held: tuple[torch.Tensor, torch.Tensor] | None,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        call: Call,
+        visible: Visibility,
+        bias: torch.Tensor | None = None,
+        output: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attention of new tokens over what is held and themselves, and what all got from the queries that the policy observes, or None.
+
+        Args:
+            output: The attention, where it is known already.
+        """
+        if held is not None:
+            keys, values = (torch.cat([old[:, :, : visible.kept], new], 2) for old, new in zip(held, (keys, values), strict=True))
+        output = block.attend(query, keys, values, call, visible, bias) if output is None else output
+        window = self.policy.observes
+        return output, None if window == 0 else block.observe(query, keys, call, visible, window, bias)
+
+    def _appended(self, keys: torch.Tensor, values: torch.Tensor, running: Pass, bias: torch.Tensor | None) -> Incoming:
+        """New tokens behind all others, with their places in their rows and in the frame."""
+        self.regularise(keys, running.valid is not None, bias)
         if isinstance(self.rotation, Shifted) and not self.table.seen and running.start != 0:
             self.unshift()  # a stream counts positions from 0 where it puts the sinks
-        table, tokens, batch, device = self.table, running.tokens, keys.shape[0], keys.device
-        steps = torch.arange(tokens, device=device)
+        table, tokens, batch = self.table, running.tokens, keys.shape[0]
+        steps = torch.arange(tokens, device=keys.device)
         positions, text = (steps + table.seen).expand(batch, 1, -1), None
         if table.counts is not None:
             text = positions
@@ -125,11 +141,22 @@ class PromptLayer(PruningLayer):
         if running.valid is not None:
             positions = torch.where(running.valid[:, None], positions, -1)
             text = torch.where(running.valid[:, None], text, -1)  # type: ignore[arg-type]
-        places = running.positions()
         if table.seen + tokens > self.rotation.window:
-            self.unrotate(torch.where(positions < 0, 0, places[:, None] - positions).amax(-1, keepdim=True))
-        index = self.rotation.index_of_new(table, positions)
-        frame = self.rotation.to_frame(keys, places, index[:, 0], table)
+            self.unrotate(torch.where(positions < 0, 0, running.positions()[:, None] - positions).amax(-1, keepdim=True))
+        return self.incoming(keys, values, running, positions, text, self.rotation.index_of_new(table, positions))
+
+    def incoming(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        running: Pass,
+        positions: torch.Tensor,
+        text: torch.Tensor | None,
+        index: torch.Tensor,
+    ) -> Incoming:
+        """New tokens at some positions in their rows, as the layer keeps them; arguments as in `Incoming`."""
+        places = running.positions()
+        frame = self.rotation.to_frame(keys, places, index[:, 0], self.table)
         return Incoming(self.rotation.stored(keys, places), frame, values, positions.to(torch.int32), index, text, places[:, -1:])
 
     def _count(self, new: Incoming, running: Pass) -> None:
@@ -164,7 +191,7 @@ class PromptLayer(PruningLayer):
         with self.storage.space_for(keys.shape[0], tokens, running.valid, tokens, running.shared):
             for start, stop, limit in spans:
                 part = running.part(start, stop)
-                new = self._incoming(keys[:, :, start:stop], values[:, :, start:stop], part, None)
+                new = self._appended(keys[:, :, start:stop], values[:, :, start:stop], part, None)
                 self._count(new, part)
                 if needed != 0 and queries is not None:
                     self.scaling = queries.scaling

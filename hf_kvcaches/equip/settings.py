@@ -77,49 +77,38 @@ class EquipSettings:
             if refused:
                 raise UnsupportedError(message)
         self._check_heads()
-        for needed, what, instead in (
-            (
-                self.policy.mixes_heads,
-                f"The policy {self.policy.name!r}",
-                "Use a policy that scores each head by itself: 'h2o' or 'snapkv'.",
-            ),
-            (latents, "Pruning latents, which are common to all heads,", "Use DynamicCache."),
-        ):
-            if needed:
-                require_all_heads(model, what, instead, any_plan=latents)
+        if self.policy.mixes_heads:
+            require_all_heads(model, f"The policy {self.policy.name!r}", "Use a policy that scores each head by itself: 'h2o' or 'snapkv'.")
+        if latents:
+            require_all_heads(model, "Pruning latents, which are common to all heads,", "Use DynamicCache.", any_plan=True)
 
     def _refusals(self, latents: bool, offloading: bool) -> tuple[tuple[Any, str], ...]:
         """What does not go together, each with whether that is asked for."""
         policy, paged, shared = self.policy, self.page_size is not None, self.head_budgets is not None
-        two_limits = policy.deferred or self.decode_budget is not None or self.question_start is not None
-        in_few_bits = self.codec or self.storage
+        late = self.decode_budget is not None or self.question_start is not None
+        unaware = self.codec is not None and self.codec.settings.rotation != "aware"
         return (
             (paged and shared, "head_budgets: a page belongs to all heads of a layer. Leave page_size and pool out, or pass None."),
-            (paged and two_limits, "page_size, pool: pages are for one budget. Leave out decode_budget, question_start and 'kvzip'."),
+            (
+                paged and (policy.deferred or late),
+                "page_size, pool: pages are for one budget. Leave out decode_budget, question_start and 'kvzip'.",
+            ),
             (paged and latents, "page_size, pool: this model keeps latents, which are not kept on pages. Leave page_size and pool out."),
             (paged and self.storage, "storage: pages hold the model's dtype, or codes. Leave storage out, or page_size and pool."),
             (paged and offloading, "offloading: pages stay on their pool's device. Leave offloading out, or page_size and pool."),
             (self.codec and self.storage, "storage, codec: slots are kept in one way. Leave one of them out."),
             (self.codec and self.positions == "original", "codec: codes are of keys before rotation. Leave positions='original' out."),
-            (
-                self.codec and self.codec.settings.rotation != "aware",
-                "codec: slots change their positions. Calibrate with rotation='aware'.",
-            ),
+            (unaware, "codec: slots change their positions. Calibrate with rotation='aware'."),
             (shared and self.storage, "head_budgets: such heads are held in the model's dtype, or as codes. Leave storage out."),
             (shared and latents, "head_budgets: latents are common to all heads. Pass None."),
-            (
-                latents and in_few_bits,
-                "storage, codec: this model keeps latents, which are held in its dtype. Leave storage and codec out.",
-            ),
+            (latents and self.storage, "storage: this model keeps latents, which are held in its dtype. Leave storage out."),
+            (latents and self.codec, "codec: this model keeps latents, which are held in its dtype. Leave codec out."),
             (self.refit and latents, "refit: latents are keys and values at once. Leave refit out."),
             (
                 self.refit and policy.order_only,
                 f"refit: {policy.name!r} reads no queries, and keeps recent values as they are. Leave it out.",
             ),
-            (
-                latents and policy.reads_inputs,
-                "policy: it reads the inputs of heads, and this model keeps latents. Use 'keydiff' or 'snapkv'.",
-            ),
+            (latents and policy.reads_inputs, "policy: it reads inputs of heads, and this model keeps latents. Use 'keydiff' or 'snapkv'."),
             (
                 self.head_budgets == "global" and offloading,
                 "head_budgets: 'global' prunes all layers at once, and with offloading one alone is at hand. Pass head_budgets='layer'.",
@@ -137,9 +126,7 @@ class EquipSettings:
         if self.head_budgets is not None and alike:
             raise scores_alike(policy)
         if self.head_budgets == "global" and not policy.comparable:
-            what = (
-                "'layer', None, or a policy whose scores mean the same in all layers, as probabilities of attention do ('future', 'kvzip')"
-            )
+            what = "'layer', None, or a policy whose scores mean the same in all layers, as probabilities do ('future', 'kvzip')"
             raise ConfigError.of("head_budgets", what, f"'global' with {name!r}")
 
     def question_in(self, tokens: int) -> int:

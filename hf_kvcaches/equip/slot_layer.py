@@ -2,46 +2,47 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
 
 import torch
-from torch import nn
 
 from hf_kvcaches.core.call import AnsweringLayer
+from hf_kvcaches.core.files import part_of
 from hf_kvcaches.core.parallel import require_heads
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.core.step import Pass, Passes
 from hf_kvcaches.equip import graphs
-from hf_kvcaches.equip.allocation import Assembly
-from hf_kvcaches.equip.budgets import Limit, slots_for
+from hf_kvcaches.equip.block import Asked
+from hf_kvcaches.equip.budgets import Assembly
 from hf_kvcaches.equip.coded import ragged_like
-from hf_kvcaches.equip.rollback import Journal, Undo
-from hf_kvcaches.equip.rotation import Given
+from hf_kvcaches.equip.rotation import Given, Shifted
 from hf_kvcaches.equip.settings import EquipSettings
 from hf_kvcaches.equip.slots import SlotTable
-from hf_kvcaches.equip.storage import Flat, Slots
-from hf_kvcaches.equip.streamed import Streamed
+from hf_kvcaches.equip.storage import Flat, Slots, Streamed
 from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError
 
 # What a file has of a layer beside its table.
 _LIMITS = {"slots": int, "recent": int, "waiting": bool, "unrotated": bool}
 
 
-class Asked(NamedTuple):
-    """What the model's attention module is called with.
+@dataclass(frozen=True)
+class Undo:
+    """What a layer was before a change.
 
     Args:
-        mask: The mask that it will attend with; False where it has another name.
-        positions: The model's positions of the new tokens, (batch or 1, tokens), or None.
-        inputs: All arguments, for policies that read them, or None.
+        tokens: How many new ones it took.
+        slots: Those that a step overwrote, (batch, 1 or kv_heads, 1), with what was in them; None for all.
     """
 
-    module: nn.Module
-    mask: Any
-    positions: torch.Tensor | None
-    inputs: Mapping[str, Any] | None
+    tokens: int
+    slots: Slots | None
+    content: Any
+    table: SlotTable
+    storage: Flat
+    rotation: Given
 
 
 class SlotLayer(AnsweringLayer):
@@ -56,7 +57,7 @@ class SlotLayer(AnsweringLayer):
         slots: How many slots there may be in each head, in the mean; 0 before the prompt.
         recent: How many of the newest tokens are protected while decoding.
         waiting: Whether nothing is pruned yet, because the policy waits for `EquipCache.compress`.
-        journal: What can be taken back, while that is asked for.
+        journal: What new tokens changed since the last crop, the newest last; None where nothing is recorded.
         asked: What the attention module of the running pass is called with, where a hook tells it.
         assembly: The layers that share their slots.
         shard: Which heads the layer has, under tensor parallelism; None for all.
@@ -84,7 +85,7 @@ class SlotLayer(AnsweringLayer):
         self.policy, self.frozen = settings.policy, False
         self.assembly, self.shard, self.heads = assembly, assembly.shard, heads
         self._first = (rotation, storage)
-        self.journal: Journal | None = None
+        self.journal: list[Undo] | None = None
         self._clear()
 
     def _clear(self) -> None:
@@ -109,16 +110,15 @@ class SlotLayer(AnsweringLayer):
             return 0
         return round(float(self.table.kept().float().mean(1).max()))
 
-    @property
-    def limit(self) -> Limit:
-        """How many tokens stay of all that came."""
-        return Limit(self.slots, self.recent)
-
     def kept_positions(self) -> torch.Tensor:
         """For each slot the index of its token in the text, padding included, (batch, kv_heads, slots); -1: empty."""
-        self.table.catch_up()
-        slots = self.slots if self.table.rooms is None else int(self.table.rooms.max())
-        return self.table.text_positions(self.storage.shape[1], slots)
+        table = self.table
+        table.catch_up()
+        if table.positions is None:
+            return torch.empty(0, 0, 0, dtype=torch.long)
+        slots = self.slots if table.rooms is None else int(table.rooms.max())
+        index = (table.positions.long() if table.text is None else table.text)[..., :slots]
+        return torch.nn.functional.pad(index, (0, slots - index.shape[-1]), value=-1).expand(-1, self.storage.shape[1], -1)
 
     def get_seq_length(self) -> int:
         table = self.table
@@ -138,7 +138,7 @@ class SlotLayer(AnsweringLayer):
         settings, late = self.settings, self.settings.decode_budget is not None or self.settings.question_start is not None
         if late or self.journal is not None or not self.policy.in_graphs or not self.storage.in_graphs:
             return False
-        if self.geometry.changes_at is not None and type(self.rotation) is not Given:
+        if self.geometry.changes_at is not None and self.rotation.moves:
             return False
         if isinstance(self.storage, Streamed) and self.storage.sink_keys is None and settings.sinks and self.table.seen:
             return False
@@ -158,38 +158,28 @@ class SlotLayer(AnsweringLayer):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
-    def resolve(self, prompt: int) -> Limit:
-        """Decide on the number of slots when the first tokens are there; return what these are pruned to.
+    def places(self, positions: torch.Tensor | None) -> torch.Tensor:
+        """The model's position of the newest token, (batch or 1, 1); counted where it does not tell."""
+        if positions is not None:  # the axes of an image agree for text
+            return positions[0, ..., -1:] if positions.ndim == 3 else positions[..., -1:]
+        count = self.table.count
+        if isinstance(count, int):
+            return torch.full((1, 1), count - 1, device=self.device)
+        return count.reshape(-1, 1).long() - 1
 
-        Args:
-            prompt: The tokens of the longest row.
-        """
-        limit = self.settings.limit_of(prompt)
-        self.take_limits(limit, prompt)
-        return limit
-
-    def limit_of_context(self, behind: int) -> tuple[Limit, int]:
-        """What a context that is held is pruned to, and the tokens of its longest row.
-
-        Args:
-            behind: How many of the newest tokens are not context.
-        """
-        counts = self.table.counts
-        context = (self.table.seen if counts is None else int(counts.max())) - behind
-        return self.settings.limit_of(context, behind), context
-
-    def take_limits(self, limit: Limit, prompt: int) -> None:
-        """Set how many slots there are from now on.
-
-        Args:
-            limit: What the prompt is pruned to.
-            prompt: Its tokens, in the longest row.
-        """
-        decode = self.settings.decode_budget
-        slots = limit.slots if decode is None else slots_for(decode, prompt, limit.slots)
-        if slots < limit.slots:
-            raise ConfigError.of("decode_budget", f"at least the budget, {limit.slots} tokens", slots)
-        self.slots, self.recent, self.waiting = slots, self.settings.recent_of(slots), False
+    def follow(self, newest: torch.Tensor | None) -> None:
+        """Have the sinks of a stream follow its newest token, at the model's position (batch or 1, 1); None: counted."""
+        storage, rotation, table = self.storage, self.rotation, self.table
+        if not isinstance(storage, Streamed) or not isinstance(rotation, Shifted) or storage.sink_keys is None:
+            return None
+        if torch.compiler.is_compiling():
+            assert isinstance(table.count, torch.Tensor)
+            return storage.follow(rotation.follow(self.places(newest), table.count.clamp(max=self.slots)))
+        if table.seen == table.filled:
+            return storage.follow(None) if storage.moved else None
+        kept: Any = table.filled
+        name = ("follow", id(rotation.otherwise), kept)
+        return storage.follow(self.passes.memo(name, newest, lambda: rotation.follow(self.places(newest), kept)))
 
     def own(self, *new: torch.Tensor) -> None:
         """Make sure that tensors may be written in place: not where an autograd graph or inference mode holds on to them.
@@ -200,8 +190,10 @@ class SlotLayer(AnsweringLayer):
         inside = torch.is_inference_mode_enabled()
         needs_graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in new)
         if needs_graph or (self.frozen and not inside):
-            self.storage.own(needs_graph)
-            self.table.map(torch.clone)
+            if needs_graph and self.storage.no_gradients:
+                raise UnsupportedError(self.storage.no_gradients)
+            for part in (self.storage, self.table):
+                part.map(torch.clone)
             self.frozen = False
         self.frozen |= inside
 
@@ -225,7 +217,7 @@ class SlotLayer(AnsweringLayer):
     @record_past.setter
     def record_past(self, value: bool) -> None:
         self.table.catch_up()
-        self.journal = (self.journal or Journal()) if value else None
+        self.journal = (self.journal or []) if value else None
         graphs.prepare(self)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -234,61 +226,63 @@ class SlotLayer(AnsweringLayer):
         Args:
             tokens_to_remove: Minus the number of tokens, as in transformers. 0 only makes final what came.
         """
-        tokens, table = -int(tokens_to_remove), self.table
+        tokens, table, journal = -int(tokens_to_remove), self.table, self.journal or []
         if not 0 <= tokens <= self.seen:
             raise ConfigError.of("tokens_to_remove", f"a number from -{self.seen} to 0", -tokens, "crop(-n) removes the last n tokens.")
         table.catch_up()
         whole = self.policy.order_only and table.filled == table.seen and table.counts is None
-        if self.journal is not None and (self.journal.covers(tokens) or not whole):
+        recorded = [0, *accumulate(undo.tokens for undo in reversed(journal))]  # steps, and blocks with all of their tokens
+        if tokens in recorded:
             with self.storage.rewriting():
-                for undo in self.journal.last(tokens):
-                    self._undo(undo)
-        elif tokens and not whole:
-            raise UnsupportedError(
-                "crop: tokens were pruned or scored, so EquipCache can take back only what it has recorded. "
-                "Call activate_past_recording() before the tokens that may be taken back, or build the cache anew from the shorter text."
-            )
-        elif tokens:
+                for undo in reversed(journal[len(journal) - recorded.index(tokens) :]):
+                    self.undo(undo)
+        elif whole:
             self._forget_last(tokens)
+        else:
+            why = "tokens were pruned or scored, so EquipCache can take back only what it has recorded"
+            if self.journal is not None:
+                why = f"{tokens} tokens are to be taken back, and EquipCache remembers {recorded[-1]}: those since the last crop"
+            raise UnsupportedError(
+                f"crop: {why}. Call activate_past_recording() before the tokens that may be taken back, or build the cache anew from the "
+                "shorter text."
+            )
         if isinstance(self.storage, Streamed) and tokens:
-            self.follow(None)
+            self.storage.follow(None)
             self.storage.sink_keys = self.storage.sink_keys if self.seen >= self.settings.sinks else None
+            self.follow(None)
         self.make_final()
 
-    @abstractmethod
-    def follow(self, newest: torch.Tensor | None) -> None:
-        """Have the sinks of a stream follow its newest token, at the model's position (batch or 1, 1); None: counted."""
+    def record(self, slots: Slots | None, tokens: int) -> None:
+        """Note what new tokens are going to change, while that is asked for.
 
-    def _undo(self, undo: Undo) -> None:
-        if undo.slot is None:
-            self.storage, self.rotation = undo.storage, undo.rotation
-            self.storage.take(undo.raw, undo.table.kept(), self.slots)
+        Args:
+            slots: The slots that steps overwrite, or None for all.
+        """
+        if self.journal is not None:
+            self.journal.append(self.undo_of(slots, tokens))
+
+    def undo_of(self, slots: Slots | None = None, tokens: int = 0) -> Undo:
+        """The layer as it is; arguments as in `record`."""
+        content = self.storage.snapshot() if slots is None else self.storage.gather(slots)
+        return Undo(tokens, slots, content, self.table.clone(), self.storage, self.rotation)
+
+    def undo(self, undo: Undo) -> None:
+        """Make the layer what it was. Of several changes the newest is undone first."""
+        self.table, self.storage, self.rotation = undo.table, undo.storage, undo.rotation
+        if undo.slots is None:
+            self.storage.take(undo.content, self.table.kept(), self.slots)
         else:
-            self.storage.write(undo.slot, undo.raw)
-        self.table = undo.table
+            self.storage.write(undo.slots, undo.content)
         self.table.reserve(self.storage.capacity)
 
     def _forget_last(self, tokens: int) -> None:
         """Empty the slots of the last tokens of a layer that still holds every token, in order."""
         table = self.table
-        assert table.positions is not None
-        assert table.scores is not None
-        assert table.filled is not None
-        table.filled -= tokens
+        table.filled = table.seen - tokens
         table.positions[..., table.filled :] = -1
         table.scores[..., table.filled :] = -torch.inf
-        table.set_order(table.kept(), self.rotation.unrotated)
+        table.find_distances(self.rotation.unrotated)
         table.advance(-tokens)
-
-    def record(self, slot: Slots | None, tokens: int) -> None:
-        """Note what new tokens are going to change, while that is asked for.
-
-        Args:
-            slot: The slots that steps overwrite, or None for all.
-        """
-        if self.journal is not None:
-            raw = self.storage.snapshot() if slot is None else self.storage.gather(slot)
-            self.journal.add(Undo(tokens, self.table.clone(), slot, raw, self.storage, self.rotation))
 
     def make_final(self) -> None:
         """End a change that came from outside of a forward pass: what came before can't be taken back any more."""
@@ -330,14 +324,13 @@ class SlotLayer(AnsweringLayer):
 
     def import_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
         self.reset()
-        stored = {name.removeprefix("slots."): tensor for name, tensor in tensors.items() if name.startswith("slots.")}
-        table = {name: tensor for name, tensor in tensors.items() if not name.startswith("slots.")}
-        limits = {name: values.get(name) for name in _LIMITS}
+        stored, counters = part_of(tensors, "slots"), dict(values)
+        limits = {name: counters.pop(name, None) for name in _LIMITS}
         if any(type(limits[name]) is not kind for name, kind in _LIMITS.items()):
             raise ArtifactError(f"The stored state of an EquipLayer doesn't fit: {limits}. Save the cache again.")
-        self.slots, self.recent, self.waiting = values["slots"], values["recent"], values["waiting"]
-        self.table = SlotTable.imported(table, {name: value for name, value in values.items() if name not in limits})
-        if self.rotation.otherwise is not None and values["unrotated"]:
+        self.slots, self.recent, self.waiting, unrotated = limits.values()
+        self.table = SlotTable.imported({name: tensors[name] for name in tensors if not name.startswith("slots.")}, counters)
+        if self.rotation.otherwise is not None and unrotated:
             self.rotation = self.rotation.otherwise
             self.storage = Flat(self.settings.backend) if isinstance(self.storage, Streamed) else self.storage
         if "rooms" in stored:

@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_kvcaches import EquipCache, HeadBudgets
-from hf_kvcaches.equip.allocation import Candidates, compared, protected
+from hf_kvcaches.equip.budgets import Candidates, compared, protected
 from hf_kvcaches.equip.pages import PagePool
 from hf_kvcaches.equip.policies import Policy
 from hf_kvcaches.equip.policies.tokens import Tokens
