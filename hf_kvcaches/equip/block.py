@@ -172,3 +172,9 @@ def _part(value: Any, start: int, stop: int) -> Any:
     if isinstance(value, tuple):
         return tuple(_part(entry, start, stop) for entry in value)
     return value[:, start:stop] if isinstance(value, torch.Tensor) else value
+
+
+def require_one(mask: torch.Tensor) -> None:
+    """Refuse a mask, (batch or 1, heads, tokens, tokens of the text), that differs by head."""
+    if mask.shape[1] != 1:
+        raise UnsupportedError("attention_mask: EquipCache can't follow a mask that differs by head. Give one for all heads.")

@@ -120,7 +120,8 @@ class EquipCache(AnsweringCache):
         if codec is not None:
             codec.require_model(model)
         self.refuses_images = any(layer.geometry.axes and layer.rotation.moves for layer in self._pruned)
-        self._watch_model()
+        if base is not None and self._pruned:
+            TELLING.add(base, self)
         # For caches that can be compiled `generate` makes masks ahead, which some models do in another way than their forward.
         self._masks_differ = self._model is not None and hasattr(self.model, "create_masks_for_generate")
 
@@ -128,11 +129,6 @@ class EquipCache(AnsweringCache):
     def policy(self) -> Policy:
         """Which tokens stay."""
         return self._settings.policy
-
-    def _watch_model(self) -> None:
-        """Have the model's modules tell this cache what its layers can't see, for as long as it lives."""
-        if (model := self.living_model) is not None and self._pruned:
-            TELLING.add(model, self)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         module = latent_modules(self.model).get(layer_idx) if self._latents else None
@@ -270,7 +266,7 @@ class EquipCache(AnsweringCache):
             received = reconstruct(self, base, layers, ids, self.policy.deferred)
         with layers[0].storage.rewriting():
             for layer, (limit, context) in zip(layers, limits, strict=True):
-                layer.take_limits(limit, context)
+                layer.set_limits(limit, context)
             for layer, (limit, _), reconstruction in zip(layers, limits, received, strict=True):
                 with self.at_hand(layer):
                     layer.compress(limit, seen - end, reconstruction)
@@ -313,11 +309,6 @@ class EquipCache(AnsweringCache):
             raise ConfigError.of("new_ids", "token ids, (tokens,) or (rows, tokens)", tuple(ids.shape))
         editing.edit(self, model, self._pruned, start, stop, ids[None] if ids.ndim == 1 else ids)
         self.log.crop(start)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        copied = super().__deepcopy__(memo)
-        copied._watch_model()
-        return copied
 
     @property
     def is_compileable(self) -> bool:

@@ -148,8 +148,8 @@ class Coded(Flat):
     def export(self) -> dict[str, torch.Tensor]:
         return self.codes.export() | {name: tensor.contiguous() for name, tensor in Flat.tensors(self).items()}
 
-    def take(self, tensors: dict[str, torch.Tensor], kept: torch.Tensor, most: int) -> None:
-        self.codes.take({name: tensors[name] for name in self.codes.exported if name in tensors}, kept, most)
+    def restore(self, tensors: dict[str, torch.Tensor], kept: torch.Tensor, most: int) -> None:
+        self.codes.restore({name: tensors[name] for name in self.codes.exported if name in tensors}, kept, most)
         for name in Flat.names:
             setattr(self, name, tensors.get(name))
 
@@ -159,7 +159,7 @@ class Coded(Flat):
 
 
 def ragged_like(storage: Flat, rooms: torch.Tensor | None = None) -> Flat:
-    """An empty store for slots of the same kind, of which each head has as many as `rooms` says, (batch, kv_heads, 1), or `take`."""
+    """An empty store for slots of the same kind, of which each head has as many as `rooms` says, (batch, kv_heads, 1), or `restore`."""
     ragged = RaggedCodes(storage.backend) if isinstance(storage, Coded) else Ragged(storage.backend)
     if rooms is not None:
         ragged.lay_out(rooms)

@@ -19,6 +19,7 @@ from hf_kvcaches.core.step import Pass
 from hf_kvcaches.equip.block import Questions
 from hf_kvcaches.equip.prompt import PromptLayer
 from hf_kvcaches.equip.reading import detours
+from hf_kvcaches.equip.rollback import Undo
 from hf_kvcaches.equip.slots import SlotTable
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.kernels.blocks import Visibility
@@ -52,7 +53,7 @@ def edit(cache: Any, model: Any, layers: list[Any], start: int, stop: int, new_i
     """Put other tokens, (rows, tokens), in the place of some; none at all only deletes."""
     _check(cache, layers, start, stop, new_ids)
     with layers[0].storage.rewriting():
-        before = [layer.undo_of() for layer in layers]
+        before = [Undo.of(layer) for layer in layers]
         try:
             for layer in layers:
                 layer.table.catch_up()
@@ -61,7 +62,7 @@ def edit(cache: Any, model: Any, layers: list[Any], start: int, stop: int, new_i
             by = _insert(cache, model, layers, start, new_ids) if new_ids.shape[1] else Provenance()
         except BaseException:
             for layer, undo in zip(layers, before, strict=True):
-                layer.undo(undo)
+                undo.restore(layer)
             raise
         for layer in layers:
             layer.make_final()

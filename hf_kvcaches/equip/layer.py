@@ -12,7 +12,6 @@ from hf_kvcaches.core.step import TokenMask
 from hf_kvcaches.core.view import previous_attention
 from hf_kvcaches.equip import block, graphs
 from hf_kvcaches.equip.block import Asked, Questions, StepMask
-from hf_kvcaches.equip.positions import require_one
 from hf_kvcaches.equip.prompt import PromptLayer
 from hf_kvcaches.equip.rotation import Shifted, Turn, Unrotated
 from hf_kvcaches.equip.storage import Flat, Slots, Streamed
@@ -55,7 +54,7 @@ class EquipLayer(PromptLayer):
         assert asked is not None
         assert table.filled is not None
         slot, at = self._next_slot(None)
-        table.take(slot, None, self.settings.sinks, self.policy.first_score)
+        table.insert(slot, None, self.settings.sinks, self.policy.first_score)
         storage.write(at, (keys, values))
         if isinstance(storage, Streamed):
             self.follow(asked.positions)
@@ -103,7 +102,7 @@ class EquipLayer(PromptLayer):
         if not torch.compiler.is_compiling() and table.seen >= self.rotation.window:
             self.unrotate(0 if asked.positions is None else self.places(asked.positions)[..., None] - table.count)
         slot, at = self._next_slot(real)
-        table.take(slot, real, self.settings.sinks, self.policy.first_score)
+        table.insert(slot, real, self.settings.sinks, self.policy.first_score)
         if self.rotation.unrotated:
             # One operation for both: a rotation of so few numbers costs what its launches do.
             query, keys = self.undo_turn(asked.positions)(torch.cat([query, keys], 1)).split([query.shape[1], keys.shape[1]], 1)
@@ -125,7 +124,7 @@ class EquipLayer(PromptLayer):
             read = TokenMask.read(mask, seen, 1)
             mask = torch.ones(1, 1, device=self.device, dtype=torch.bool) if read.shown is None else read.shown
         if mask.ndim == 4:
-            require_one(mask)
+            block.require_one(mask)
             mask = mask[:, 0, -1]
         allowed = mask > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else mask.bool()
         if allowed.shape[1] not in (1, seen + 1):

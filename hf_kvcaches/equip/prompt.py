@@ -36,6 +36,16 @@ class PromptLayer(PruningLayer):
         """Take one token a row and attend; see `EquipLayer`."""
         raise NotImplementedError
 
+    def enter(self, call: Call, tokens: int, device: torch.device) -> Pass:
+        """The pass that a block of new tokens belongs to."""
+        table = self.table
+        before = table.seen if table.counts is None else table.counts.view(-1, 1).long()
+        running = self.passes.enter(call, table.seen, tokens, device, before)
+        if running.allowed is not None:
+            block.require_one(running.allowed)
+        self.choose_angles(running.positions, bool(table.seen))
+        return running
+
     def take(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, asked: Asked) -> torch.Tensor:
         """Take new tokens, a block together and drafts one by one; the attention of all, (batch, tokens, heads, head_dim)."""
         table, tokens, rows = self.table, keys.shape[2], keys.shape[0]
@@ -52,8 +62,11 @@ class PromptLayer(PruningLayer):
                 questions = Questions(query[:, :, span], None, call.module, block.inputs_of(asked.inputs, start, stop))
                 self.record(None, stop - start)
                 outputs.append(self._block(questions, keys[:, :, span], values[:, :, span], call, running.part(start, stop), limit))
-            if length < tokens:
-                self.require_pruned()
+            if length < tokens and self.waiting and table.seen:
+                raise UnsupportedError(
+                    f"policy: {self.policy.name!r} prunes in cache.compress(model), which has to be called after the context and before "
+                    "the first token that follows. A context may come in several calls of more than one token each."
+                )
             for index in range(length, tokens):
                 span, part = slice(index, index + 1), running.part(index, index + 1)
                 allowed = None if part.allowed is None else part.allowed[:, 0, 0].expand(rows, -1)
@@ -73,7 +86,7 @@ class PromptLayer(PruningLayer):
         ends = sorted({0, self.settings.question_in(length), length})
         prompt = ends[1] if running.valid is None else int(running.valid[:, : ends[1]].sum(-1).max())
         first = self.settings.limit_of(prompt)
-        self.take_limits(first, prompt)
+        self.set_limits(first, prompt)
         return [(start, stop, None if start else first) for start, stop in pairwise(ends)]
 
     def _block(
@@ -91,7 +104,8 @@ class PromptLayer(PruningLayer):
                 allowed = block.with_new(block.mask_of_slots(allowed, table.text_index()), allowed)
             if table.seen and bias is not None:
                 bias = block.with_new(block.bias_of_slots(bias, self.columns(bias, running.tokens), keys.shape[1]), bias)
-            visible = Visibility(self.holding(), table.used, running.valid, allowed)
+            slots = None if table.filled is not None or not table.used else table.positions >= 0
+            visible = Visibility(slots, table.used, running.valid, allowed)
             output, observed = self.attend_with(query, self.held(), new.frame, values, call, visible, bias, output)
         self._count(new, running)
         self.arrive(new, limit, Questions(query, new.index[:, 0], questions.module, questions.inputs), observed)
@@ -158,6 +172,17 @@ class PromptLayer(PruningLayer):
         places = running.positions()
         frame = self.rotation.to_frame(keys, places, index[:, 0], self.table)
         return Incoming(self.rotation.stored(keys, places), frame, values, positions.to(torch.int32), index, text, places[:, -1:])
+
+    def columns(self, bias: torch.Tensor, tokens: int) -> torch.Tensor:
+        """The columns of a bias by position that belong to slots in use, (batch, 1 or kv_heads, slots in use).
+
+        Args:
+            tokens: How many of the last ones belong to tokens that are in no slot.
+        """
+        table = self.table
+        if not self.rotation.unrotated:
+            return table.text_index().clamp(min=0)
+        return (bias.shape[-1] - tokens - 1 - table.distances[..., : table.used]).clamp(min=0)
 
     def _count(self, new: Incoming, running: Pass) -> None:
         """Count new tokens as seen."""

@@ -11,15 +11,15 @@ from hf_kvcaches.equip.block import Arrival, Incoming, Questions
 from hf_kvcaches.equip.budgets import Candidates, Limit, best, by_position, compared, indices_of, protected, rooms_of, slots_for, with_rooms
 from hf_kvcaches.equip.coded import ragged_like
 from hf_kvcaches.equip.policies.tokens import UNSCORED, Tokens, unscored
-from hf_kvcaches.equip.positions import PositionedLayer
 from hf_kvcaches.equip.ragged import Ragged
 from hf_kvcaches.equip.refit import context_queries, refitted
 from hf_kvcaches.equip.settings import scores_alike
+from hf_kvcaches.equip.slot_layer import SlotLayer
 from hf_kvcaches.equip.storage import Slots, Streamed, pick
 from hf_kvcaches.errors import ConfigError
 
 
-class PruningLayer(PositionedLayer):
+class PruningLayer(SlotLayer):
     """Keeps the tokens that are worth most.
 
     Attributes:
@@ -29,22 +29,13 @@ class PruningLayer(PositionedLayer):
     arrival: Arrival
 
     def limit_of_context(self, behind: int) -> tuple[Limit, int]:
-        """What a context that is held is pruned to, and the tokens of its longest row.
-
-        Args:
-            behind: How many of the newest tokens are not context.
-        """
+        """What a context that is held, all but the newest tokens, is pruned to, and the tokens of its longest row."""
         counts = self.table.counts
         context = (self.table.seen if counts is None else int(counts.max())) - behind
         return self.settings.limit_of(context, behind), context
 
-    def take_limits(self, limit: Limit, prompt: int) -> None:
-        """Set how many slots there are from now on.
-
-        Args:
-            limit: What the prompt is pruned to.
-            prompt: Its tokens, in the longest row.
-        """
+    def set_limits(self, limit: Limit, prompt: int) -> None:
+        """Set how many slots there are from now on, for a prompt of so many tokens in its longest row, which is pruned to `limit`."""
         decode = self.settings.decode_budget
         slots = limit.slots if decode is None else slots_for(decode, prompt, limit.slots)
         if slots < limit.slots:
@@ -271,11 +262,7 @@ class PruningLayer(PositionedLayer):
         return torch.tensor(shares, device=device)
 
     def drop(self, gone: torch.Tensor) -> None:
-        """Empty slots.
-
-        Args:
-            gone: True for these, (batch or 1, 1 or kv_heads, slots in use).
-        """
+        """Empty slots, where `gone` is True, (batch or 1, 1 or kv_heads, slots in use)."""
         self.unshift()
         table, used = self.table, self.table.used
         heads = max(gone.shape[1], table.positions.shape[1])

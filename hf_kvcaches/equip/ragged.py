@@ -118,8 +118,8 @@ class Ragged(Flat):
             self.lay_out(rooms)
             self.hold(raw, self.capacity)
 
-    def take(self, tensors: dict[str, torch.Tensor], kept: torch.Tensor, most: int) -> None:
-        super().take(tensors, kept, most)
+    def restore(self, tensors: dict[str, torch.Tensor], kept: torch.Tensor, most: int) -> None:
+        super().restore(tensors, kept, most)
         if tensors:
             self.lay_out(self.rooms)
 

@@ -17,11 +17,11 @@ _QUERIES, _SPREAD = 256, 96
 
 
 def context_queries(tokens: Tokens, earlier: torch.Tensor | None, most: int = _QUERIES, spread: int = _SPREAD) -> torch.Tensor:
-    """Some queries of a context, evenly spaced, where its newest token has the position -1, (batch, heads, n, head_dim).
+    """Some queries of a context, evenly spaced, where its newest token has the position 0, (batch, heads, n, head_dim).
 
     Args:
         earlier: Those of the tokens before.
-        spread: To how many positions, from 0 on, they are rotated in turn.
+        spread: To how many positions, from 1 on, they are rotated in turn.
     """
     index = tokens.query_index
     assert index is not None
@@ -31,7 +31,7 @@ def context_queries(tokens: Tokens, earlier: torch.Tensor | None, most: int = _Q
     picks = index.argsort(dim=-1, stable=True).gather(-1, picks)
     index, queries = index.gather(-1, picks), pick(tokens.asked.detach(), picks[:, None])
     turn = ((index >= 0).cumsum(-1) - 1).clamp(min=0) % spread
-    queries = _moved(tokens, queries, turn - index)
+    queries = _moved(tokens, queries, turn + 1 - index)
     queries = torch.where((index >= 0)[:, None, :, None], queries, queries[:, :, -1:])  # padding asks what the last query asks
     if earlier is None:
         return queries
@@ -53,9 +53,9 @@ def refitted(
     """
     afterwards = None
     if unrotated:  # what is gone no longer lies between queries and keys
-        distances = stays.sum(-1, keepdim=True) - torch.arange(stays.shape[-1], device=stays.device)
-        afterwards = queries, _moved(tokens, kept_keys, -distances.clamp(min=1).expand(*kept_keys.shape[:3]))
-    queries, index = _moved(tokens, queries, tokens.end), index.expand(-1, tokens.values.shape[1], -1)
+        distances = stays.sum(-1, keepdim=True) - 1 - torch.arange(stays.shape[-1], device=stays.device)
+        afterwards = queries, _moved(tokens, kept_keys, -distances.clamp(min=0).expand(*kept_keys.shape[:3]))
+    queries, index = _moved(tokens, queries, tokens.end - 1), index.expand(-1, tokens.values.shape[1], -1)
     return refit(queries, tokens.keys, tokens.values, tokens.real, index, stays, tokens.scaling, afterwards=afterwards)
 
 

@@ -66,13 +66,7 @@ class EquipSettings:
             object.__setattr__(self, name, value)
 
     def check(self, model: Any, *, latents: bool, offloading: bool) -> None:
-        """Refuse what does not go together.
-
-        Args:
-            model: The model, or its config.
-            latents: Whether the model keeps latents.
-            offloading: Whether layers wait in CPU memory.
-        """
+        """Refuse what does not go together with the model, or its config; `latents` is whether it keeps these."""
         for refused, message in self._refusals(latents, offloading):
             if refused:
                 raise UnsupportedError(message)
@@ -171,12 +165,7 @@ class EquipSettings:
         return slots_for(self.budget, prompt, self.least)
 
     def limit_of(self, prompt: int, beside: int = 0) -> Limit:
-        """What a prompt is pruned to.
-
-        Args:
-            prompt: Its tokens, in the longest row.
-            beside: Tokens that stay besides, on top of a fraction.
-        """
+        """What a prompt, of so many tokens in its longest row, is pruned to; `beside` more tokens stay on top of a fraction."""
         slots = self.slots_of(prompt) + (beside if isinstance(self.budget, float) else 0)
         recent = whole_number("recent", self.recent_of(slots), 0)
         check_budget(slots, self.sinks, max(recent, beside))
@@ -206,8 +195,7 @@ def resolve_head_budgets(head_budgets: Any, policy: Policy, possible: bool, alon
     """As plain values: "global", "layer", None, or the shares of a `HeadBudgets`.
 
     Args:
-        possible: Whether heads may keep different numbers of tokens with the other settings, for "auto".
-        alone: Whether layers can't wait for each other.
+        possible: Whether "auto" may let heads keep different numbers of tokens; `alone`: only within a layer.
     """
     if isinstance(head_budgets, str):
         require_choice("head_budgets", head_budgets, ("auto", "global", "layer"), also=", HeadBudgets, or None")

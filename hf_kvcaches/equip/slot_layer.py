@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,42 +16,23 @@ from hf_kvcaches.equip import graphs
 from hf_kvcaches.equip.block import Asked
 from hf_kvcaches.equip.budgets import Assembly
 from hf_kvcaches.equip.coded import ragged_like
-from hf_kvcaches.equip.rotation import Given, Shifted
+from hf_kvcaches.equip.rollback import Undo, take_back
+from hf_kvcaches.equip.rotation import Given, Shifted, Unrotated
 from hf_kvcaches.equip.settings import EquipSettings
 from hf_kvcaches.equip.slots import SlotTable
 from hf_kvcaches.equip.storage import Flat, Slots, Streamed
-from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError
+from hf_kvcaches.errors import ArtifactError, UnsupportedError
 
 # What a file has of a layer beside its table.
 _LIMITS = {"slots": int, "recent": int, "waiting": bool, "unrotated": bool}
-
-
-@dataclass(frozen=True)
-class Undo:
-    """What a layer was before a change.
-
-    Args:
-        tokens: How many new ones it took.
-        slots: Those that a step overwrote, (batch, 1 or kv_heads, 1), with what was in them; None for all.
-    """
-
-    tokens: int
-    slots: Slots | None
-    content: Any
-    table: SlotTable
-    storage: Flat
-    rotation: Given
 
 
 class SlotLayer(AnsweringLayer):
     """Slots for at most a budget of tokens.
 
     Attributes:
-        policy: Which tokens stay.
-        geometry: How the model rotates the layer's keys.
-        rotation: How they are kept.
-        storage: Keys and values of the slots.
-        table: Which token each slot holds.
+        geometry: How the model rotates the layer's keys; `rotation` is how they are kept.
+        storage: Keys and values of the slots; `table` says which token each holds.
         slots: How many slots there may be in each head, in the mean; 0 before the prompt.
         recent: How many of the newest tokens are protected while decoding.
         waiting: Whether nothing is pruned yet, because the policy waits for `EquipCache.compress`.
@@ -182,11 +161,7 @@ class SlotLayer(AnsweringLayer):
         return storage.follow(self.passes.memo(name, newest, lambda: rotation.follow(self.places(newest), kept)))
 
     def own(self, *new: torch.Tensor) -> None:
-        """Make sure that tensors may be written in place: not where an autograd graph or inference mode holds on to them.
-
-        Args:
-            *new: What is about to be written.
-        """
+        """Make sure that tensors may be written in place, with what is `new`: no autograd graph or inference mode holds on to them."""
         inside = torch.is_inference_mode_enabled()
         needs_graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in new)
         if needs_graph or (self.frozen and not inside):
@@ -196,6 +171,66 @@ class SlotLayer(AnsweringLayer):
                 part.map(torch.clone)
             self.frozen = False
         self.frozen |= inside
+
+    # How keys are rotated.
+
+    def choose_angles(self, positions: Any, begun: bool) -> None:
+        """Follow a model whose angles depend on how far a text reaches; refuse a text that passes from the ones to the others.
+
+        Args:
+            positions: Makes the model's positions of the new tokens, or the largest one.
+            begun: Whether there are keys that are rotated already.
+        """
+        rotation = self.rotation
+        if self.geometry.changes_at is None or not isinstance(rotation, Unrotated | Shifted):
+            return
+        now = self.geometry.at(positions(), rotation.geometry if begun else None)
+        if not now.rotates_like(rotation.geometry):
+            self.rotation = rotation.by(now)
+
+    def regularise(self, like: torch.Tensor, padded: bool, bias: torch.Tensor | None) -> None:
+        """Give up what only holds for a stream without padding; `like` has the rows and the device of the layer."""
+        if padded:
+            self.table.pad(like.shape[0], like.device)
+        if padded or self.table.counts is not None or bias is not None:
+            self.unshift()
+
+    def unshift(self) -> None:
+        """Of a stream, rotate keys on the way from now on: what is evicted next need not be the oldest token, or rows differ."""
+        if isinstance(self.rotation, Shifted):
+            self.unrotate(0)
+
+    def unrotate(self, ahead: int | torch.Tensor) -> None:
+        """Rotate keys on the way from now on, and count positions within the cache.
+
+        Args:
+            ahead: How far the model's positions are ahead of the row's own count of tokens, a number or (batch or 1, 1, 1).
+        """
+        table, storage, rotation = self.table, self.storage, self.rotation.otherwise
+        if rotation is None:
+            return
+        self.record(None, 0)
+        if isinstance(storage, Streamed):
+            self.own()
+            storage.follow(None)
+        held = None if table.positions is None else storage.read(table.used)
+        if isinstance(storage, Streamed):
+            self.replace_storage(Flat(self.settings.backend))
+        if held is not None:
+            (keys, values), positions = held, table.positions[..., : table.used]
+            keys = rotation.undo(positions.clamp(min=0) + ahead)(keys)
+            self.storage.prepare(keys, positions >= 0, torch.ones(keys.shape[0], 1, 1, 1, dtype=torch.bool, device=keys.device))
+            with self.storage.rewriting():
+                self.storage.hold(self.storage.encode(keys, values), self.slots)
+                self.storage.reserve(table.positions.shape[-1], self.slots)
+            table.find_distances(True)
+            table.reserve(self.storage.capacity)
+        self.rotation = rotation
+
+    def replace_storage(self, storage: Flat) -> None:
+        """Have keys and values lie elsewhere; the storage until now gives its memory back."""
+        self.storage.clear()
+        self.storage = storage
 
     # What is taken back.
 
@@ -226,27 +261,8 @@ class SlotLayer(AnsweringLayer):
         Args:
             tokens_to_remove: Minus the number of tokens, as in transformers. 0 only makes final what came.
         """
-        tokens, table, journal = -int(tokens_to_remove), self.table, self.journal or []
-        if not 0 <= tokens <= self.seen:
-            raise ConfigError.of("tokens_to_remove", f"a number from -{self.seen} to 0", -tokens, "crop(-n) removes the last n tokens.")
-        table.catch_up()
-        whole = self.policy.order_only and table.filled == table.seen and table.counts is None
-        recorded = [0, *accumulate(undo.tokens for undo in reversed(journal))]  # steps, and blocks with all of their tokens
-        if tokens in recorded:
-            with self.storage.rewriting():
-                for undo in reversed(journal[len(journal) - recorded.index(tokens) :]):
-                    self.undo(undo)
-        elif whole:
-            self._forget_last(tokens)
-        else:
-            why = "tokens were pruned or scored, so EquipCache can take back only what it has recorded"
-            if self.journal is not None:
-                why = f"{tokens} tokens are to be taken back, and EquipCache remembers {recorded[-1]}: those since the last crop"
-            raise UnsupportedError(
-                f"crop: {why}. Call activate_past_recording() before the tokens that may be taken back, or build the cache anew from the "
-                "shorter text."
-            )
-        if isinstance(self.storage, Streamed) and tokens:
+        take_back(self, -int(tokens_to_remove))
+        if isinstance(self.storage, Streamed) and tokens_to_remove:
             self.storage.follow(None)
             self.storage.sink_keys = self.storage.sink_keys if self.seen >= self.settings.sinks else None
             self.follow(None)
@@ -259,30 +275,7 @@ class SlotLayer(AnsweringLayer):
             slots: The slots that steps overwrite, or None for all.
         """
         if self.journal is not None:
-            self.journal.append(self.undo_of(slots, tokens))
-
-    def undo_of(self, slots: Slots | None = None, tokens: int = 0) -> Undo:
-        """The layer as it is; arguments as in `record`."""
-        content = self.storage.snapshot() if slots is None else self.storage.gather(slots)
-        return Undo(tokens, slots, content, self.table.clone(), self.storage, self.rotation)
-
-    def undo(self, undo: Undo) -> None:
-        """Make the layer what it was. Of several changes the newest is undone first."""
-        self.table, self.storage, self.rotation = undo.table, undo.storage, undo.rotation
-        if undo.slots is None:
-            self.storage.take(undo.content, self.table.kept(), self.slots)
-        else:
-            self.storage.write(undo.slots, undo.content)
-        self.table.reserve(self.storage.capacity)
-
-    def _forget_last(self, tokens: int) -> None:
-        """Empty the slots of the last tokens of a layer that still holds every token, in order."""
-        table = self.table
-        table.filled = table.seen - tokens
-        table.positions[..., table.filled :] = -1
-        table.scores[..., table.filled :] = -torch.inf
-        table.find_distances(self.rotation.unrotated)
-        table.advance(-tokens)
+            self.journal.append(Undo.of(self, slots, tokens))
 
     def make_final(self) -> None:
         """End a change that came from outside of a forward pass: what came before can't be taken back any more."""
@@ -338,6 +331,7 @@ class SlotLayer(AnsweringLayer):
         if stored:
             if missing := set(self.storage.exported) - set(stored):
                 raise ArtifactError(f"A layer's slots are stored without {sorted(missing)}. Save the cache again.")
-            self.storage.take(stored, self.table.kept(), self.slots)
+            self.storage.restore(stored, self.table.kept(), self.slots)
             self.lazy_initialization(*self.storage.read(1))
+        self.choose_angles(lambda: self.table.seen - 1, False)
         graphs.prepare(self)

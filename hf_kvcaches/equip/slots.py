@@ -81,7 +81,7 @@ class SlotTable:
             return torch.zeros(0, 1, 1, dtype=torch.long)
         return (self.positions >= 0).sum(-1, keepdim=True)
 
-    def take(self, slot: Slots, real: torch.Tensor | None, sinks: int, first: float | None) -> None:
+    def insert(self, slot: Slots, real: torch.Tensor | None, sinks: int, first: float | None) -> None:
         """Say that the new token of each row is in a slot, and count it.
 
         Args:

@@ -28,6 +28,9 @@ Raw = tuple[torch.Tensor, ...]
 class Flat:
     """Keys and values, (batch, kv_heads, slots, head_dim) each; what is empty is zeros. None before the first token.
 
+    In all methods `used` is how many slots may hold a token, from the first on; `most` how many there may ever be; and `kept` how many of
+    each row do hold one, (batch, 1 or kv_heads, 1).
+
     Attributes:
         names: The tensors of slots, in the order of what `encode` gives.
         exported: The tensors of rows in a file.
@@ -73,7 +76,6 @@ class Flat:
         """Look at the keys of a block before they are encoded.
 
         Args:
-            keys: (batch, kv_heads, tokens, head_dim).
             real: True for tokens, (batch, 1 or kv_heads, tokens).
             empty: True for rows that keep no token, (batch, 1, 1, 1).
         """
@@ -116,11 +118,7 @@ class Flat:
         return tuple(pick(tensor, slots) for tensor in self.raw(self.capacity))
 
     def hold(self, raw: Raw, most: int) -> None:
-        """Make these the first slots, and all others empty.
-
-        Args:
-            most: How many slots there may ever be.
-        """
+        """Make these the first slots, and all others empty."""
         # A budget may be far more than is ever needed; half as many again each time copies a token three times at most.
         slots = raw[0].shape[2]
         slots = max(slots, min(most, max(64, slots + slots // 2)))
@@ -152,8 +150,6 @@ class Flat:
         Args:
             index: Of each slot to come, among the slots in use and the new tokens behind them; None: all.
             new: New tokens, as `encode` gave them.
-            used: Slots in use.
-            most: How many slots there may ever be.
         """
         raw = self.raw(used) if used else ()
         if new is not None:
@@ -161,7 +157,7 @@ class Flat:
         self.hold(raw if index is None else tuple(pick(tensor, index) for tensor in raw), most)
 
     def reserve(self, slots: int, most: int) -> None:
-        """Make room for a number of slots, of at most `most`."""
+        """Make room for a number of slots."""
         if slots > self.capacity:
             for name, tensor in zip(self.names, self._slots(), strict=True):
                 setattr(self, name, extended(tensor, max(slots, min(most, slots + slots // 2))))
@@ -195,27 +191,18 @@ class Flat:
         self._bases = None
 
     def trim(self, kept: torch.Tensor) -> None:
-        """Give memory back after tokens were dropped; one buffer a row has none to give.
-
-        Args:
-            kept: How many slots of each row are in use, (batch, 1 or kv_heads, 1).
-        """
+        """Give memory back after tokens were dropped; one buffer a row has none to give."""
 
     def snapshot(self) -> dict[str, torch.Tensor]:
-        """What `export` gives, as it is now; `take` may be given it once."""
+        """What `export` gives, as it is now; `restore` may be given it once."""
         return {name: tensor.clone() for name, tensor in self.export().items()}
 
     def export(self) -> dict[str, torch.Tensor]:
         """What a file holds: `exported`, or nothing."""
         return {name: tensor.contiguous() for name in self.exported if (tensor := getattr(self, name)) is not None}
 
-    def take(self, tensors: dict[str, torch.Tensor], kept: torch.Tensor, most: int) -> None:
-        """Take over what `export` gave, in place of all.
-
-        Args:
-            kept: How many slots of each row are in use, (batch, 1 or kv_heads, 1).
-            most: How many slots there may ever be.
-        """
+    def restore(self, tensors: dict[str, torch.Tensor], kept: torch.Tensor, most: int) -> None:
+        """Take over what `export` gave, in place of all."""
         self.clear()
         for name, tensor in tensors.items():
             setattr(self, name, tensor)
