@@ -232,12 +232,6 @@ def test_refuses_what_does_not_go_together(model, options, error):
 
 
 @each_storage
-def test_refuses_gradients(model, storage):
-    with torch.enable_grad(), pytest.raises(UnsupportedError, match="no_grad"):
-        model(input_ids=text(30), past_key_values=in_few_bits(model, "streaming", 24, storage=storage))
-
-
-@each_storage
 def test_refitted_values_are_kept_in_few_bits(model, storage):
     ids = text(90)
     alike = {"head_budgets": None, "positions": "compact"}
