@@ -24,7 +24,7 @@ _BY_TOKEN = ("hidden_states", "position_embeddings")
 StepMask = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
-class Asked(NamedTuple):
+class ModuleCall(NamedTuple):
     """What the model's attention module is called with.
 
     Args:

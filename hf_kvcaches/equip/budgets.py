@@ -128,13 +128,14 @@ def protected(scores: torch.Tensor, positions: torch.Tensor, count: int | torch.
 def best(worth: torch.Tensor, positions: torch.Tensor, count: int) -> Slots:
     """The tokens with the highest worth, in order of position, those that are none last, (batch, 1 or kv_heads, count)."""
     index = worth.topk(min(count, worth.shape[-1]), -1, sorted=False).indices
-    order = by_position(positions.expand(index.shape[0], max(index.shape[1], positions.shape[1]), -1).take_along_dim(index, -1))
+    chosen = positions.expand(index.shape[0], max(index.shape[1], positions.shape[1]), -1).take_along_dim(index, -1)
+    order = by_position(chosen, chosen >= 0)
     return index.expand_as(order).gather(-1, order)
 
 
-def by_position(positions: torch.Tensor) -> Slots:
-    """Indices of tokens in order of position, those that are none last."""
-    return torch.where(positions < 0, torch.iinfo(positions.dtype).max, positions).argsort(dim=-1, stable=True)
+def by_position(positions: torch.Tensor, first: torch.Tensor) -> Slots:
+    """Indices of tokens in order of position, those where `first` is False last."""
+    return torch.where(first, positions, torch.iinfo(positions.dtype).max).argsort(dim=-1, stable=True)
 
 
 def compared(layers: Sequence[Candidates], shard: HeadShard | None = None) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -177,7 +178,7 @@ def rooms_of(shares: torch.Tensor, slots: int, least: int) -> torch.Tensor:
 def indices_of(kept: torch.Tensor, positions: torch.Tensor) -> tuple[Slots, torch.Tensor]:
     """A mask of tokens as indices in order of position, (batch, kv_heads, most in a head), and how many of them count."""
     lengths = kept.sum(-1, keepdim=True)
-    return by_position(torch.where(kept, positions, -1))[..., : max(1, int(lengths.max()))], lengths
+    return by_position(positions, kept)[..., : max(1, int(lengths.max()))], lengths
 
 
 def _with_floor(worth: torch.Tensor, budget: int) -> torch.Tensor:

@@ -143,7 +143,8 @@ def _insert_in(
         index = _make_room(table, earlier, tokens)
     new = layer.incoming(keys, values, running, positions, None if table.text is None else text, index)
     query = rotation.to_frame(query, running.positions(), index[:, 0], table)
-    output, observed = layer.attend_with(query, layer.held(), new.frame, values, call, Visibility(earlier, used, None))
+    kept = layer.kept_states() if used else None
+    output, observed = layer.attend_with(query, kept, new.frame, values, call, Visibility(earlier, used, None))
     layer.arrive(new, None, Questions(query, index[:, 0], call.module), observed)
     return output
 

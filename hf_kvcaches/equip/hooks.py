@@ -11,7 +11,7 @@ from transformers import Cache, PreTrainedModel
 from hf_kvcaches import compat
 from hf_kvcaches.core.attachments import Attachment
 from hf_kvcaches.core.decoder import attention_module, decoder_layers
-from hf_kvcaches.equip.block import Asked
+from hf_kvcaches.equip.block import ModuleCall
 from hf_kvcaches.equip.slot_layer import SlotLayer
 from hf_kvcaches.errors import UnsupportedError
 
@@ -36,7 +36,7 @@ def _begin(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def _tell(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Tell a layer what its module is asked before the module does."""
+    """Tell a layer what its module is module_call before the module does."""
     cache = compat.cache_of(kwargs)
     layers = getattr(cache, "layers", ())
     layer = layers[module.layer_idx] if module.layer_idx < len(layers) else None
@@ -46,7 +46,7 @@ def _tell(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             inputs = {name: value for name, value in kwargs.items() if not isinstance(value, Cache)}
             inputs["hidden_states"] = args[0] if args else kwargs["hidden_states"]
         mask = None if getattr(cache, "unmasked", False) else kwargs.get("attention_mask", False)
-        layer.asked = Asked(module, mask, kwargs.get("position_ids"), inputs)
+        layer.module_call = ModuleCall(module, mask, kwargs.get("position_ids"), inputs)
 
 
 _begin.only_observes = _tell.only_observes = True  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ from hf_kvcaches.core.call import Call
 from hf_kvcaches.core.step import TokenMask
 from hf_kvcaches.core.view import previous_attention
 from hf_kvcaches.equip import block, graphs
-from hf_kvcaches.equip.block import Asked, Questions, StepMask
+from hf_kvcaches.equip.block import ModuleCall, Questions, StepMask
 from hf_kvcaches.equip.prompt import PromptLayer
 from hf_kvcaches.equip.rotation import Shifted, Turn, Unrotated
 from hf_kvcaches.equip.storage import Flat, Slots, Streamed
@@ -29,11 +29,11 @@ class EquipLayer(PromptLayer):
         return super().update(key_states, value_states, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "asked": None}  # an interrupted pass leaves it, and copies are without the model
+        return {**vars(self), "module_call": None}  # an interrupted pass leaves it, and copies are without the model
 
     def _hands_out(self, keys: torch.Tensor) -> bool:
         """Whether the model's own attention may have the slots as they are: all in use hold a token, and no mask hides one."""
-        if torch.compiler.is_compiling() or self.asked is None or self.asked.mask is not None or not self.table.filled:
+        if torch.compiler.is_compiling() or self.module_call is None or self.module_call.mask is not None or not self.table.filled:
             return False
         policy, rotation = self.policy, self.rotation
         watched = policy.observes != 0 or (policy.reads_queries and policy.interval is not None)
@@ -45,21 +45,21 @@ class EquipLayer(PromptLayer):
 
     def _plain_step(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Take one token a row; return keys and values of all slots in use."""
-        table, storage, asked = self.table, self.storage, self.asked
-        self.asked = None
+        table, storage, module_call = self.table, self.storage, self.module_call
+        self.module_call = None
         if keys.shape[0] != storage.keys.shape[0] or keys.dtype != storage.keys.dtype:
             self.check_new_tokens(keys, values)
         if self.frozen != torch.is_inference_mode_enabled() or torch.is_grad_enabled():
             self.own(keys, values)
-        assert asked is not None
+        assert module_call is not None
         assert table.filled is not None
         slot, at = self._next_slot(None)
         table.insert(slot, None, self.settings.sinks, self.policy.first_score)
         storage.write(at, (keys, values))
         if isinstance(storage, Streamed):
-            self.follow(asked.positions)
+            self.follow(module_call.positions)
         if not self.policy.order_only:
-            self._learn(None, slot, None, None, asked)
+            self._learn(None, slot, None, None, module_call)
         return storage.read(table.filled)
 
     def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call) -> torch.Tensor:
@@ -70,11 +70,11 @@ class EquipLayer(PromptLayer):
             keys: (batch, kv_heads, tokens, head_dim), as the model rotated them.
         """
         call.check("EquipCache", sinks=True)
-        asked, self.asked = self.asked, None
-        asked = asked or Asked(call.module, call.mask, call.options.get("position_ids"), None)
+        module_call, self.module_call = self.module_call, None
+        module_call = module_call or ModuleCall(call.module, call.mask, call.options.get("position_ids"), None)
         if torch.compiler.is_compiling():
             graphs.require_compileable(self, call, keys.shape[2])
-            return self.step(query, keys, values, call, (None, None), asked)
+            return self.step(query, keys, values, call, (None, None), module_call)
         if self.table.stale:
             self.table.catch_up()
         self.scaling = call.scaling
@@ -82,12 +82,14 @@ class EquipLayer(PromptLayer):
             self.own(query, keys, values)
         alone = keys.shape[2] == 1 and self.table.seen and not (self.storage.pooled or self.waiting)
         if not alone or self.journal is not None or self.detour is not None:
-            return self.take(query, keys, values, call, asked)
-        mask = call.mask if asked.mask is False else asked.mask
+            return self.take(query, keys, values, call, module_call)
+        mask = call.mask if module_call.mask is False else module_call.mask
         read: StepMask = (None, None) if mask is None else self.passes.memo("mask", mask, lambda: self.read_step(mask))
-        return self.step(query, keys, values, call, read, asked)
+        return self.step(query, keys, values, call, read, module_call)
 
-    def step(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, mask: StepMask, asked: Asked) -> torch.Tensor:
+    def step(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, mask: StepMask, module_call: ModuleCall
+    ) -> torch.Tensor:
         """Take one token a row and attend: (batch, 1, heads, head_dim).
 
         Args:
@@ -100,21 +102,21 @@ class EquipLayer(PromptLayer):
         if real is not None or isinstance(self.rotation, Shifted):
             self.regularise(keys, real is not None, call.bias)
         if not torch.compiler.is_compiling() and table.seen >= self.rotation.window:
-            self.unrotate(0 if asked.positions is None else self.places(asked.positions)[..., None] - table.count)
+            self.unrotate(0 if module_call.positions is None else self.places(module_call.positions)[..., None] - table.count)
         slot, at = self._next_slot(real)
         table.insert(slot, real, self.settings.sinks, self.policy.first_score)
         if self.rotation.unrotated:
             # One operation for both: a rotation of so few numbers costs what its launches do.
-            query, keys = self.undo_turn(asked.positions)(torch.cat([query, keys], 1)).split([query.shape[1], keys.shape[1]], 1)
+            query, keys = self.undo_turn(module_call.positions)(torch.cat([query, keys], 1)).split([query.shape[1], keys.shape[1]], 1)
         raw = self.storage.encode(keys, values)
         if real is not None:
             raw = tuple(torch.where(real[..., None], new, old) for new, old in zip(raw, self.storage.gather(at), strict=True))
         self.storage.write(at, raw)
         if isinstance(self.storage, Streamed):
-            self.follow(asked.positions)
+            self.follow(module_call.positions)
         output, weights = self._answer(query, call, allowed)
         if not self.policy.order_only:
-            self._learn(weights, slot, shown, real, asked)
+            self._learn(weights, slot, shown, real, module_call)
         return output
 
     def read_step(self, mask: Any) -> StepMask:
@@ -185,7 +187,6 @@ class EquipLayer(PromptLayer):
         if bias is not None:
             bias = block.bias_of_slots(bias[:, :, -1:], self.columns(bias, 0), self.storage.shape[1])
         if isinstance(self.rotation, Unrotated):
-            assert table.distances is not None
             distances = table.distances[..., :used]
             tables = self.rotation.on_read(distances if valid is None else distances.clamp(max=used - 1), self.storage.capacity + 1)
         elif valid is None and not watched and bias is None and type(self.storage) in (Flat, Streamed):
@@ -202,7 +203,7 @@ class EquipLayer(PromptLayer):
             want_weights=watched,
         )
 
-    def _learn(self, weights: Any, slot: Slots, query: torch.Tensor | None, real: torch.Tensor | None, asked: Asked) -> None:
+    def _learn(self, weights: Any, slot: Slots, query: torch.Tensor | None, real: torch.Tensor | None, module_call: ModuleCall) -> None:
         """Score the new token, or all, as far as the policy does so now.
 
         Args:
@@ -217,7 +218,7 @@ class EquipLayer(PromptLayer):
                 weights = self.shard.gather(weights)
             if weights is not None:
                 policy.watch(table.scores[..., : weights.shape[-1]], weights.detach(), slot)
-            elif asked.inputs is not None and (score := policy.score_new(dict(asked.inputs), asked.module)) is not None:
+            elif module_call.inputs is not None and (score := policy.score_new(dict(module_call.inputs), module_call.module)) is not None:
                 score = score if self.shard is None else score[:, self.shard.span(score.shape[1])]
                 sink: Any = table.count <= self.settings.sinks
                 if sink is not True:
@@ -233,17 +234,17 @@ class EquipLayer(PromptLayer):
             table.queries[:, :, table.since : table.since + 1] = query.detach()
         table.since += 1
         if table.since == policy.interval:
-            self._score_again(asked)
+            self._score_again(module_call)
 
-    def _score_again(self, asked: Asked) -> None:
+    def _score_again(self, module_call: ModuleCall) -> None:
         """Score all tokens by what came since the last scoring."""
         table = self.table
-        questions, attention = Questions(module=asked.module), None if table.gathering is None else table.gathering[..., : table.used]
+        questions, attention = Questions(module=module_call.module), None if table.gathering is None else table.gathering[..., : table.used]
         if table.queries is not None:
             steps = torch.arange(1 - table.queries.shape[2], 1, device=table.queries.device)
             index = self.rotation.index_of_new(table, steps + self.places(None))
-            states = self.rotation.to_frame(table.queries, steps + self.places(asked.positions), index, table)
-            questions = Questions(states, index, asked.module)
+            states = self.rotation.to_frame(table.queries, steps + self.places(module_call.positions), index, table)
+            questions = Questions(states, index, module_call.module)
         scores = self.policy.checked_score(self.shown(None, questions, attention, self.slots))
         current = table.scores[..., : table.used]
         current.copy_(torch.where(current.isinf(), current, scores))

@@ -11,9 +11,9 @@ from hf_kvcaches.core.call import Call
 from hf_kvcaches.core.holder import LastQueries
 from hf_kvcaches.core.step import Pass
 from hf_kvcaches.equip import block
-from hf_kvcaches.equip.block import Asked, Incoming, Questions, StepMask
+from hf_kvcaches.equip.block import Incoming, ModuleCall, Questions, StepMask
 from hf_kvcaches.equip.budgets import Limit
-from hf_kvcaches.equip.pruning import PruningLayer
+from hf_kvcaches.equip.pruning import KeysAndValues, PruningLayer, joined
 from hf_kvcaches.equip.rotation import Shifted
 from hf_kvcaches.equip.settings import QUESTION_ADOPTED
 from hf_kvcaches.errors import UnsupportedError
@@ -32,7 +32,9 @@ class PromptLayer(PruningLayer):
 
     detour: Detour | None
 
-    def step(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, mask: StepMask, asked: Asked) -> torch.Tensor:
+    def step(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, mask: StepMask, module_call: ModuleCall
+    ) -> torch.Tensor:
         """Take one token a row and attend; see `EquipLayer`."""
         raise NotImplementedError
 
@@ -46,11 +48,11 @@ class PromptLayer(PruningLayer):
         self.choose_angles(running.positions, bool(table.seen))
         return running
 
-    def take(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, asked: Asked) -> torch.Tensor:
+    def take(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, module_call: ModuleCall) -> torch.Tensor:
         """Take new tokens, a block together and drafts one by one; the attention of all, (batch, tokens, heads, head_dim)."""
         table, tokens, rows = self.table, keys.shape[2], keys.shape[0]
-        if asked.positions is not None and asked.positions.ndim == 2:  # some models tell them to the module alone
-            call.options.setdefault("position_ids", asked.positions)
+        if module_call.positions is not None and module_call.positions.ndim == 2:  # some models tell them to the module alone
+            call.options.setdefault("position_ids", module_call.positions)
         running = self.enter(call, tokens, keys.device)
         if self.detour is not None:
             return self.detour(self, query, keys, values, call, running)
@@ -59,7 +61,7 @@ class PromptLayer(PruningLayer):
         with self.storage.space_for(rows, tokens, running.valid, length, running.shared):
             for start, stop, limit in self._spans(running, length):
                 span = slice(start, stop)
-                questions = Questions(query[:, :, span], None, call.module, block.inputs_of(asked.inputs, start, stop))
+                questions = Questions(query[:, :, span], None, call.module, block.inputs_of(module_call.inputs, start, stop))
                 self.record(None, stop - start)
                 outputs.append(self._block(questions, keys[:, :, span], values[:, :, span], call, running.part(start, stop), limit))
             if length < tokens and self.waiting and table.seen:
@@ -73,8 +75,8 @@ class PromptLayer(PruningLayer):
                 real = None if part.valid is None else part.valid[:, None]
                 if allowed is not None and real is None:
                     real = torch.ones(rows, 1, 1, dtype=torch.bool, device=keys.device)
-                told = Asked(call.module, None, part.position_ids, block.inputs_of(asked.inputs, index, index + 1))
-                outputs.append(self.step(query[:, :, span], keys[:, :, span], values[:, :, span], call, (allowed, real), told))
+                step_call = ModuleCall(call.module, None, part.position_ids, block.inputs_of(module_call.inputs, index, index + 1))
+                outputs.append(self.step(query[:, :, span], keys[:, :, span], values[:, :, span], call, (allowed, real), step_call))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
     def _spans(self, running: Pass, length: int) -> list[tuple[int, int, Limit | None]]:
@@ -94,7 +96,7 @@ class PromptLayer(PruningLayer):
     ) -> torch.Tensor:
         """Attend with a block of new tokens, then prune: (batch, tokens, heads, head_dim)."""
         new = self._appended(keys, values, running, call.bias)
-        table, observed, output, bias, allowed = self.table, None, None, call.bias, running.allowed
+        table, used, observed, output, bias, allowed = self.table, self.table.used, None, None, call.bias, running.allowed
         assert questions.states is not None
         query = self.rotation.to_frame(questions.states, running.positions(), new.index[:, 0], table)
         if not table.seen and running.whole and bias is None:
@@ -104,24 +106,17 @@ class PromptLayer(PruningLayer):
                 allowed = block.with_new(block.mask_of_slots(allowed, table.text_index()), allowed)
             if table.seen and bias is not None:
                 bias = block.with_new(block.bias_of_slots(bias, self.columns(bias, running.tokens), keys.shape[1]), bias)
-            slots = None if table.filled is not None or not table.used else table.positions >= 0
-            visible = Visibility(slots, table.used, running.valid, allowed)
-            output, observed = self.attend_with(query, self.held(), new.frame, values, call, visible, bias, output)
+            slots = None if table.filled is not None or not used else table.positions >= 0
+            visible, kept = Visibility(slots, used, running.valid, allowed), self.kept_states() if used else None
+            output, observed = self.attend_with(query, kept, new.frame, values, call, visible, bias, output)
         self._count(new, running)
         self.arrive(new, limit, Questions(query, new.index[:, 0], questions.module, questions.inputs), observed)
         return output
 
-    def held(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Keys in the frame and values of slots in use; None where there are none."""
-        if not self.table.used:
-            return None
-        keys, values = self.storage.read(self.table.used)
-        return self.rotation.frame(keys, self.table), values
-
     def attend_with(
         self,
         query: torch.Tensor,
-        held: tuple[torch.Tensor, torch.Tensor] | None,
+        kept: KeysAndValues | None,
         keys: torch.Tensor,
         values: torch.Tensor,
         call: Call,
@@ -129,13 +124,13 @@ class PromptLayer(PruningLayer):
         bias: torch.Tensor | None = None,
         output: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attention of new tokens over what is held and themselves, and what all got from the queries that the policy observes, or None.
+        """Attention of new tokens over what is kept and themselves, and what all got from the queries that the policy observes, or None.
 
         Args:
             output: The attention, where it is known already.
         """
-        if held is not None:
-            keys, values = (torch.cat([old[:, :, : visible.kept], new], 2) for old, new in zip(held, (keys, values), strict=True))
+        if kept is not None:
+            keys, values = joined((kept[0][:, :, : visible.kept], kept[1][:, :, : visible.kept]), (keys, values))
         output = block.attend(query, keys, values, call, visible, bias) if output is None else output
         window = self.policy.observes
         return output, None if window == 0 else block.observe(query, keys, call, visible, window, bias)

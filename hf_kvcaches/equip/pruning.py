@@ -18,6 +18,8 @@ from hf_kvcaches.equip.slot_layer import SlotLayer
 from hf_kvcaches.equip.storage import Slots, Streamed, pick
 from hf_kvcaches.errors import ConfigError
 
+KeysAndValues = tuple[torch.Tensor, torch.Tensor]
+
 
 class PruningLayer(SlotLayer):
     """Keeps the tokens that are worth most.
@@ -61,20 +63,17 @@ class PruningLayer(SlotLayer):
         """
         table, used, scores = self.table, self.table.used, None
         positions, count = self._positions(new), table.count - behind
-        keys, values, index = (None, None, None) if new is None else (new.frame, new.values, new.index)
+        states, index = (None, None) if new is None else ((new.frame, new.values), new.index)
         if used:
-            held_keys, held_values = self.storage.read(used)
-            keys, values = _behind(self.rotation.frame(held_keys, table), keys), _behind(held_values, values)
-            index = _side_by_side(self.rotation.index_of_slots(table), index)
+            states, index = joined(self.kept_states(), states), side_by_side(self.rotation.index_of_slots(table), index)
             scores = table.scores[..., :used]
             scores = torch.where(scores >= UNSCORED, -math.inf, scores)
             scores = torch.nn.functional.pad(scores, (0, positions.shape[-1] - used), value=-math.inf)
-        assert keys is not None
-        assert values is not None
+        assert states is not None
         assert index is not None
         return Tokens(
-            keys=keys,
-            values=values,
+            keys=states[0],
+            values=states[1],
             positions=torch.where(positions >= count, -1, positions) if behind else positions,
             count=count,
             sinks=self.settings.sinks,
@@ -91,10 +90,15 @@ class PruningLayer(SlotLayer):
             shard=self.shard,
         )
 
+    def kept_states(self) -> KeysAndValues:
+        """Keys in the frame and values of slots in use."""
+        keys, values = self.storage.read(self.table.used)
+        return self.rotation.frame(keys, self.table), values
+
     def _positions(self, new: Incoming | None) -> torch.Tensor:
         """Of slots in use and new tokens, (batch, 1 or kv_heads, slots in use + tokens)."""
-        held = self.table.positions[..., : self.table.used] if self.table.used else None
-        return _side_by_side(held, None if new is None else new.positions)
+        used, positions = self.table.used, None if new is None else new.positions
+        return side_by_side(self.table.positions[..., :used], positions) if used or positions is None else positions
 
     def arrive(
         self, new: Incoming | None, limit: Limit | None, questions: Questions, attention: torch.Tensor | None, behind: int = 0
@@ -119,8 +123,8 @@ class PruningLayer(SlotLayer):
             if self.settings.refit and tokens.queries is not None:
                 table.asked = context_queries(tokens, table.asked)
         heads = max(scores.shape[1], positions.shape[1])
-        positions, text = positions.expand(-1, heads, -1), None if table.text is None else table.text[..., : table.used]
-        text = text if new is None or new.text is None else _side_by_side(text, new.text)
+        positions, text = positions.expand(-1, heads, -1), None if new is None else new.text
+        text = text if table.text is None else side_by_side(table.text[..., : table.used], text)
         self.arrival = Arrival(new, positions, None if text is None else text.expand(-1, heads, -1), self._with_sinks(scores, positions))
         self._allocate(limit)
 
@@ -166,7 +170,7 @@ class PruningLayer(SlotLayer):
         """
         positions = self.arrival.positions
         if kept is None or rooms is None:
-            return self._install(None if self._dense() else by_position(positions), None, None)
+            return self._install(None if self._dense() else by_position(positions, positions >= 0), None, None)
         index, lengths = indices_of(kept, positions)
         return self._install(index, lengths, rooms.expand(positions.shape[0], -1, -1).contiguous())
 
@@ -214,33 +218,23 @@ class PruningLayer(SlotLayer):
         storage, used, new = self.storage, self.table.used, arrival.new
         states = None if new is None else (new.keys, new.values)
         if new is not None:
-            self._prepare(new.keys, new.positions >= 0)
+            storage.prepare(new.keys, new.positions >= 0, self.table.kept() if used else None)
         refits = self.settings.refit and index is not None and self.table.asked is not None
         if rooms is None and not refits:
             return storage.rebuild(index, None if states is None else storage.encode(*states), used, self.slots)
-        if used:
-            held_keys, held_values = storage.read(used)
-            states = _behind(held_keys, states and states[0]), _behind(held_values, states and states[1])
         assert index is not None
+        states = joined(storage.read(used), states) if used else states
         assert states is not None
         keys, values = (pick(tensor, index) for tensor in states)
         if refits and self.table.asked is not None:
-            asked, self.table.asked = self.table.asked, None
-            values = refitted(self.shown(new, Questions(), None, None), asked, keys, index, positions >= 0, self.rotation.unrotated)
+            queries, self.table.asked = self.table.asked, None
+            values = refitted(self.shown(new, Questions(), None, None), queries, keys, index, positions >= 0, self.rotation.unrotated)
         if rooms is not None:
             self.replace_storage(ragged_like(storage, rooms))
         self.storage.rebuild(None, self.storage.encode(keys, values), 0, self.slots)
         if isinstance(self.storage, Ragged):
             self.storage.find_full((positions >= 0).sum(-1, keepdim=True))
         return None
-
-    def _prepare(self, keys: torch.Tensor, real: torch.Tensor) -> None:
-        """Have the storage look at new keys before they are encoded."""
-        if self.storage.shape[0] == 0 or self.table.positions is None or not self.table.used:
-            empty = torch.ones(keys.shape[0], 1, 1, 1, dtype=torch.bool, device=keys.device)
-        else:
-            empty = (self.table.kept() == 0).all(1, keepdim=True)[..., None]
-        self.storage.prepare(keys, real, empty)
 
     def _by_head(self, worth: torch.Tensor) -> torch.Tensor:
         """Worth of each head's tokens, (batch, kv_heads, tokens)."""
@@ -271,19 +265,19 @@ class PruningLayer(SlotLayer):
         scores = self._with_sinks(torch.where(scores.isinf(), unscored(positions), scores), positions)  # an edit may have moved the sinks
         text = None if table.text is None else torch.where(gone, -1, table.text[..., :used].expand(-1, heads, -1))
         self.arrival = Arrival(None, positions, text, scores)
-        index = by_position(positions)[..., : int((positions >= 0).sum(-1).max())]
+        index = by_position(positions, positions >= 0)[..., : int((positions >= 0).sum(-1).max())]
         table.filled = None
         self._install(index, None, table.rooms)
 
 
-def _behind(held: torch.Tensor, new: torch.Tensor | None) -> torch.Tensor:
-    """Keys or values of slots in use and of new tokens, (batch, kv_heads, slots in use + tokens, width)."""
-    return held if new is None else torch.cat([held, new], 2)
+def joined(kept: KeysAndValues, new: KeysAndValues | None) -> KeysAndValues:
+    """Keys and values of slots in use and of new tokens, (batch, kv_heads, slots in use + tokens, width) each."""
+    return kept if new is None else (torch.cat([kept[0], new[0]], 2), torch.cat([kept[1], new[1]], 2))
 
 
-def _side_by_side(held: torch.Tensor | None, new: torch.Tensor | None) -> torch.Tensor:
+def side_by_side(kept: torch.Tensor, new: torch.Tensor | None) -> torch.Tensor:
     """What is known of slots in use and of new tokens, (batch, 1 or kv_heads, slots in use + tokens)."""
-    parts = [part for part in (held, new) if part is not None]
-    heads = max(part.shape[1] for part in parts)
-    rows = max(part.shape[0] for part in parts)
-    return parts[0] if len(parts) == 1 else torch.cat([part.expand(rows, heads, -1) for part in parts], -1)
+    if new is None:
+        return kept
+    shape = (max(kept.shape[0], new.shape[0]), max(kept.shape[1], new.shape[1]), -1)
+    return torch.cat([kept.expand(*shape), new.expand(*shape)], -1)

@@ -58,7 +58,7 @@ class QuantizedSlots(Flat):
         if self.bits == 4 and (keys.shape[3] | values.shape[3]) % 2:
             raise UnsupportedError("storage: 'int4' holds two numbers in a byte, and this model's heads are of an odd size. Use 'int8'.")
 
-    def prepare(self, keys: torch.Tensor, real: torch.Tensor, empty: torch.Tensor) -> None:
+    def prepare(self, keys: torch.Tensor, real: torch.Tensor, kept: torch.Tensor | None) -> None:
         """Choose what channels of keys are centered and scaled by, for rows that keep no token from before."""
         mask, count = real[..., None], real.sum(-1)[..., None, None]
         states = torch.where(mask, keys, 0).float()
@@ -67,14 +67,14 @@ class QuantizedSlots(Flat):
         squares = torch.where(mask, states - center, 0).square().sum(2, keepdim=True)
         spread = ((squares + _PRIOR * size) / (count + _PRIOR)).sqrt().to(keys.dtype)
         spread = torch.where(count > 0, spread.clamp(min=torch.finfo(keys.dtype).tiny), 1)
-        if self.center is not None:
+        if self.center is not None and kept is not None:
+            empty = (kept == 0).all(1, keepdim=True)[..., None]
             center, spread = torch.where(empty, center, self.center), torch.where(empty, spread, self.spread)
         self.center, self.spread = center, spread
 
     def encode(self, keys: torch.Tensor, values: torch.Tensor) -> Raw:
         if self.center is None:
-            everywhere = torch.ones(keys.shape[0], 1, keys.shape[2], dtype=torch.bool, device=keys.device)
-            self.prepare(keys, everywhere, everywhere[:, :, :1, None])
+            self.prepare(keys, torch.ones(keys.shape[0], 1, keys.shape[2], dtype=torch.bool, device=keys.device), None)
         # Of about the size 1, which float16 holds well; its scale and zero take four bytes for any dtype of the model.
         limit = torch.finfo(torch.float16).max
         normal = ((keys.float() - self.center) / self.spread).clamp(-limit, limit).to(torch.float16)

@@ -39,7 +39,7 @@ class Ragged(Flat):
     def find_full(self, kept: torch.Tensor) -> None:
         """Find out whether every slot that a head has holds a token, of which it keeps so many, (batch, kv_heads, 1)."""
         if bool((kept == self.rooms).all()):
-            missing = torch.arange(self.capacity, device=kept.device) >= self.rooms
+            missing = torch.arange(self.index.shape[2], device=kept.device) >= self.rooms
             lowest = torch.finfo(self.keys.dtype).min
             self.hiding, self.full = self.keys.new_zeros(missing.shape).masked_fill_(missing, lowest).flatten(0, 1)[:, None], True
 
@@ -59,7 +59,7 @@ class Ragged(Flat):
 
     def hold(self, raw: Raw, most: int) -> None:
         """Make these the first slots of padded heads, (batch, kv_heads, slots, width), and all others empty."""
-        self.full, width = False, max(self.capacity, raw[0].shape[2])
+        self.full, width = False, max(self.index.shape[2], raw[0].shape[2])
         head = torch.arange(self.rooms.numel(), device=self.rooms.device).repeat_interleave(self.rooms.flatten(), output_size=self.total)
         source = head * width + torch.arange(self.total, device=head.device) - self.starts.flatten()[head]
         for name, tensor in zip(self.names, raw, strict=True):

@@ -57,19 +57,18 @@ class Reconstruction:
         count = table.count if isinstance(table.count, int) else table.count.view(-1, 1)
         index = rotation.index_of_new(table, steps.clamp(min=0) + count)
         query, keys = (rotation.to_frame(x, running.positions(), index, table) for x in (query, keys))
-        held = layer.held()
-        assert held is not None
+        kept_states = layer.kept_states()
         text = table.text_index()[:, :1]  # nothing is pruned yet: all heads hold the same tokens
         inside = (text >= self.span[0]) & (text < self.span[1])
         columns = inside.any(0).any(0).nonzero()[:, 0]
         real = None
         if running.valid is not None:
             real = torch.cat([inside[..., columns], running.valid[:, None]], -1)
-        received = most_received(query * call.scaling, held[0][:, :, columns], keys, call.softcap, real)
+        received = most_received(query * call.scaling, kept_states[0][:, :, columns], keys, call.softcap, real)
         self.received[..., columns] = torch.maximum(self.received[..., columns], received)
         kept = int(columns[-1]) + 1 if columns.numel() else 0
         visible = Visibility((text[..., :kept] >= 0) & (text[..., :kept] < self.span[1]), kept, running.valid)
-        return layer.attend_with(query, held, keys, values, call, visible, call.bias)[0]
+        return layer.attend_with(query, kept_states, keys, values, call, visible, call.bias)[0]
 
 
 def reconstruct(cache: Any, model: Any, layers: list[Any], ids: torch.Tensor, chunk: int) -> list[torch.Tensor]:

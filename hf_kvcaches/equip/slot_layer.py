@@ -13,7 +13,7 @@ from hf_kvcaches.core.parallel import require_heads
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.core.step import Pass, Passes
 from hf_kvcaches.equip import graphs
-from hf_kvcaches.equip.block import Asked
+from hf_kvcaches.equip.block import ModuleCall
 from hf_kvcaches.equip.budgets import Assembly
 from hf_kvcaches.equip.coded import ragged_like
 from hf_kvcaches.equip.rollback import Undo, take_back
@@ -37,7 +37,7 @@ class SlotLayer(AnsweringLayer):
         recent: How many of the newest tokens are protected while decoding.
         waiting: Whether nothing is pruned yet, because the policy waits for `EquipCache.compress`.
         journal: What new tokens changed since the last crop, the newest last; None where nothing is recorded.
-        asked: What the attention module of the running pass is called with, where a hook tells it.
+        module_call: What the attention module of the running pass is called with, where a hook tells it.
         assembly: The layers that share their slots.
         shard: Which heads the layer has, under tensor parallelism; None for all.
         heads: KV heads of the model's layer in all processes together; None where nothing looks at several heads.
@@ -73,7 +73,7 @@ class SlotLayer(AnsweringLayer):
         self.table = SlotTable()
         self.slots = self.recent = 0
         self.waiting, self.scaling = self.policy.deferred > 0, 1.0
-        self.asked: Asked | None = None
+        self.module_call: ModuleCall | None = None
         self.arrival: Any = None
         self.detour: Any = None
 
@@ -219,7 +219,7 @@ class SlotLayer(AnsweringLayer):
         if held is not None:
             (keys, values), positions = held, table.positions[..., : table.used]
             keys = rotation.undo(positions.clamp(min=0) + ahead)(keys)
-            self.storage.prepare(keys, positions >= 0, torch.ones(keys.shape[0], 1, 1, 1, dtype=torch.bool, device=keys.device))
+            self.storage.prepare(keys, positions >= 0, None)
             with self.storage.rewriting():
                 self.storage.hold(self.storage.encode(keys, values), self.slots)
                 self.storage.reserve(table.positions.shape[-1], self.slots)
@@ -269,7 +269,7 @@ class SlotLayer(AnsweringLayer):
         self.make_final()
 
     def record(self, slots: Slots | None, tokens: int) -> None:
-        """Note what new tokens are going to change, while that is asked for.
+        """Note what new tokens are going to change, while that is module_call for.
 
         Args:
             slots: The slots that steps overwrite, or None for all.

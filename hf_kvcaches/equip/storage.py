@@ -72,13 +72,8 @@ class Flat:
         if rows not in (0, keys.shape[0]) or (rows and not dtype == keys.dtype == values.dtype):
             raise other_rows(rows, dtype, keys)
 
-    def prepare(self, keys: torch.Tensor, real: torch.Tensor, empty: torch.Tensor) -> None:
-        """Look at the keys of a block before they are encoded.
-
-        Args:
-            real: True for tokens, (batch, 1 or kv_heads, tokens).
-            empty: True for rows that keep no token, (batch, 1, 1, 1).
-        """
+    def prepare(self, keys: torch.Tensor, real: torch.Tensor, kept: torch.Tensor | None) -> None:
+        """Look at the keys of a block before they are encoded; `real` is True for tokens, (batch, 1 or kv_heads, tokens)."""
 
     def space_for(
         self, rows: int, tokens: int, valid: torch.Tensor | None, block: int, shared: Callable[..., Any]
