@@ -66,7 +66,7 @@ class PagePool:
         if content != self.content:
             raise ConfigError.of("pool", f"pages of {content}", f"one with pages of {self.content}", "Make a pool for each.")
 
-    def allocate(self, count: int) -> list[int]:
+    def take(self, count: int) -> list[int]:
         """Pages of zeros, for a holder to come; all of them or none."""
         with _lock:
             self._settle()
@@ -201,6 +201,6 @@ def provide(tables: Sequence[BlockTable], used: Sequence[Sequence[int]], written
         copies = copies if written is None else [*map(min, copies, written)]
         rows = [*table.rows, *([] for _ in slots[len(table.rows) :])]
         wanted.append([(row, table.blocks(n) + more - len(row)) for row, n, more in zip(rows, slots, copies, strict=True)])
-    pages = tables[0].pool.allocate(sum(max(0, count) for lacking in wanted for _, count in lacking))
+    pages = tables[0].pool.take(sum(max(0, count) for lacking in wanted for _, count in lacking))
     for table, lacking in zip(tables, wanted, strict=True):
         table.hold([[*row, *(pages.pop() for _ in range(count))] for row, count in lacking])

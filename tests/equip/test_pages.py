@@ -176,7 +176,7 @@ def test_threads_take_and_give_back_pages_at_once() -> None:
 
     def work(me: int) -> None:
         for turn in range(200):
-            pages = pool.allocate(1 + (turn + me) % 8)
+            pages = pool.take(1 + (turn + me) % 8)
             clashes.extend(page for page in pages if owners[page] is not None)
             for page in pages:
                 owners[page] = me
@@ -195,14 +195,14 @@ def test_threads_take_and_give_back_pages_at_once() -> None:
 
 def test_a_page_that_another_stream_gave_back_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     pool, (one, other, third) = PagePool(model(), pages=2), (Mock() for _ in range(3))
-    first, shared = pool.allocate(2)
+    first, shared = pool.take(2)
     pool.count([first, shared, shared])
     pool.count((), [first], stream=one)
     pool.count((), [shared], stream=other)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: third)
     assert pool.shared([shared]) == set()  # so that its holder may write to it
     assert {call.args for call in third.wait_event.mock_calls} == {(one.record_event(),), (other.record_event(),)}
-    assert pool.allocate(1) == [first]
+    assert pool.take(1) == [first]
 
 
 # What rows take
