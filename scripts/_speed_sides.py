@@ -96,8 +96,8 @@ def shared_layers(width: int, layers: int) -> list[tuple[int, ...]]:
 
 
 @lru_cache
-def random_coding(width: int, layers: int) -> Coding:
-    """The default bytes, for coefficients that fall off as those of trained models do."""
+def random_coding(width: int, layers: int) -> tuple[Coding, float, list[torch.Tensor]]:
+    """The default bytes, for coefficients that fall off as those of trained models do; with its step and its directions."""
     random = torch.Generator().manual_seed(6)
     samples = [torch.randn(256, width * len(used), generator=random) * spectrum(width * len(used)) for used in shared_layers(width, layers)]
     return Coding.fit(samples, 16.0 * PAYLOAD * layers * width)
@@ -114,10 +114,10 @@ def random_translator(producer: Any, consumer: Any) -> CacheTranslator:
     heads, dim, layers = config.num_key_value_heads, config.head_dim, config.num_hidden_layers
     width, random = 2 * heads * dim, torch.Generator().manual_seed(7)
     matrix = lambda rows, columns: torch.randn(rows, columns, generator=random) / rows**0.5  # noqa: E731
-    coding, encoders, decoders = random_coding(width, layers), [], []
+    (coding, step, chosen), encoders, decoders = random_coding(width, layers), [], []
     for code, used in enumerate(shared_layers(width, layers)):
-        directions = coding.directions(code)
-        states = matrix(width * len(used), len(directions)) * spectrum(width * len(used))[directions] / coding.step
+        directions = chosen[code]
+        states = matrix(width * len(used), len(directions)) * spectrum(width * len(used))[directions] / step
         encoders.append(
             CodeEncoder(f"layers.{used[0]}", used, states, torch.zeros(config.hidden_size, len(directions)), torch.zeros(len(directions)))
         )

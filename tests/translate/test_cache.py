@@ -190,7 +190,7 @@ def test_several_questions_behind_one_document() -> None:
 def test_a_batch_in_which_a_row_begins_behind_all_codes_is_refused() -> None:
     ids, mask = left_padded(joined(PROMPT, OTHER, MORE), OTHER)
     cache = cache_of(PROMPT, OTHER)
-    with pytest.raises(ConfigError, match="one row start at or behind the slot"):
+    with pytest.raises(ConfigError, match="one row start at or after the slot"):
         answer(models()[1], ids, cache, attention_mask=mask)
     assert (cache.seen, cache.report().translated) == (0, 0)
 
@@ -362,7 +362,7 @@ def test_in_chunks_the_first_comes_of_codes_and_the_others_are_run() -> None:
     expected = answer(consumer, ids, beginning(44), 4)
     close(torch.stack(got.logits, 1), torch.stack(expected.logits, 1))
     assert cache.report().translated == 44
-    with pytest.raises(ConfigError, match="in chunks"):
+    with pytest.raises(ConfigError, match="nor its first chunk may be shorter"):
         answer(consumer, PROMPT, cache_of(PROMPT), 4, prefill_chunk_size=20)
 
 
