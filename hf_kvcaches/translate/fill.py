@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from hf_kvcaches import compat
 from hf_kvcaches.core.decoder import decoder_layers
 from hf_kvcaches.kernels.arguments import RowSpan
-from hf_kvcaches.kernels.rebuild import rebuild
+from hf_kvcaches.kernels.rebuild import product_type, rebuild
 from hf_kvcaches.reuse.cache import SplicingCache
 from hf_kvcaches.reuse.partial import PassEnded, StoppingPass, run_module, with_layers
 from hf_kvcaches.translate.codes import ArrivingCodes, CodesHead, SemanticCodes
@@ -92,10 +92,11 @@ def fill(
         prompt: Which codes are used.
         tokens: Those in the cache afterwards, also those in it before.
     """
-    maps, side = translator.maps, _run_lowest(cache, translator, prompt, tokens)
+    maps, side, modules = translator.maps, _run_lowest(cache, translator, prompt, tokens), decoder_layers(cache.model)[2]
+    devices, like = [compat.layer_device(module) for module in modules], cache.layers[0].key_buffer
     for decoder in maps.decoders:
         heads, *dims = decoder.shape
-        empty = (cache.layers[0].key_buffer.new_empty(1, heads, 0, dim, device=_device(cache, decoder)) for dim in dims)
+        empty = [like.new_empty(1, heads, 0, dim, device=devices[decoder.layer]) for dim in dims]
         cache.layers[decoder.layer].open(len(tokens.ids), prompt.slots, *empty, max(prompt.padding))
     if prompt.run:
         _run_first(cache, translator, prompt, tokens)
@@ -103,21 +104,17 @@ def fill(
         rows, tables = _Side(side, prompt, tokens, distinct=not translator.settings.recompute_layers), _Rotations(cache, prompt, tokens)
         for code, coefficients in _coefficients(translator, codes, prompt, side.device):
             for decoder in (own for own in maps.decoders if own.code == code):
-                layer, device = cache.layers[decoder.layer], _device(cache, decoder)
-                weights = translator.weights_on(decoder, device, cache.model.dtype)
-                numbers, options = (
-                    None if coefficients is None else coefficients.to(device),
-                    tables.of(decoder, device) | rows.index_on(device),
-                )
-                rebuild(rows.on(device), numbers, weights, layer.key_buffer, layer.value_buffer, prompt.spans, **options)
+                layer, device = cache.layers[decoder.layer], devices[decoder.layer]
+                # Rounding of products is far below that of entropy-coded coefficients, but not of exact ones.
+                dtype = cache.model.dtype
+                precision = torch.promote_types(dtype, torch.float32) if maps.coding is None else product_type(dtype, device)
+                factors = None if coefficients is None else coefficients.to(device), translator.weights_on(decoder, device, precision)
+                options = tables.of(decoder, device) | rows.index_on(device)
+                rebuild(rows.on(device), *factors, layer.key_buffer, layer.value_buffer, prompt.spans, product=precision, **options)
     for row, source in prompt.copies.items():
         for layer in (cache.layers[decoder.layer] for decoder in maps.decoders):
             for buffer in (layer.key_buffer, layer.value_buffer):
                 buffer[row, :, prompt.seen : prompt.slots] = buffer[source, :, prompt.seen : prompt.slots]
-
-
-def _device(cache: SplicingCache, decoder: LayerDecoder) -> torch.device:
-    return compat.layer_device(decoder_layers(cache.model)[2][decoder.layer])
 
 
 def _run_lowest(cache: SplicingCache, translator: CacheTranslator, prompt: CodedPrompt, tokens: PromptTokens) -> torch.Tensor:

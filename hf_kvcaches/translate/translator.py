@@ -134,8 +134,7 @@ class CacheTranslator(Artifact):
 
     def weights_on(self, decoder: LayerDecoder, device: torch.device, dtype: torch.dtype) -> Decoder:
         """Return a decoder's weights on a device; they are kept for later prompts."""
-        # A CPU multiplies in float32 anyway, and would convert at each call. Half precision can't hold what small gradients weigh.
-        key = decoder.layer, device, torch.float32 if device.type == "cpu" or dtype == torch.float16 else dtype
+        key = decoder.layer, device, dtype
         weights: dict[Any, Decoder] = self.__dict__.setdefault("_weights", {})
         if key not in weights:
             weights[key] = Decoder(*(None if part is None else part.to(*key[1:]) for part in decoder.weights))
