@@ -196,8 +196,8 @@ def plan_row(row: PromptRow, prefix: Sequence[Piece], runs: Sequence[Run], admit
     """Plan a row from what is stored: exact tokens of the prefix are reused, and `admit` decides on all others.
 
     Args:
-        prefix: Stored tokens from `row.begin` on, behind the same tokens. What is not exact was repaired for another end of the prompt, unless
-            the whole prompt is stored.
+        prefix: Stored tokens from `row.begin` on, behind the same tokens. What is not exact was repaired for another end of the prompt,
+            unless the whole prompt is stored.
         runs: Stored tokens behind the prefix, in order and without overlaps; the last token of the row is in none.
         admit: None to reuse an exact prefix alone.
         layers: Of the model.
