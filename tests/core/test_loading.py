@@ -32,7 +32,7 @@ from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch, 
 from hf_kvcaches.translate.translator import CacheTranslator
 from hf_kvcaches.warmstart.paper.adapters import Adapters, TrainedAdapters
 from tests import tiny
-from tests.core.artifact_helpers import basis, forge, rewrite
+from tests.core.artifact_helpers import Basis, basis, forge, rewrite
 from tests.translate.pairs import fitted
 from tests.warmstart.warm import library_of, words
 
@@ -246,3 +246,11 @@ def test_a_folder_without_a_cache_and_a_name_of_none_are_refused(tmp_path):
         GrowingCache.from_pretrained("nobody/nothing", model(), cache_dir=tmp_path, local_files_only=True)
     with pytest.raises(ArtifactError, match="Check the path"):
         GrowingCache.from_pretrained(tmp_path / "elsewhere" / "folder", model())
+
+
+def test_an_artifact_behind_links_is_loaded_as_from_a_hub_cache(tmp_path):
+    basis(3.0).save_pretrained(tmp_path / "blobs")
+    (tmp_path / "snapshot").mkdir()
+    for path in (tmp_path / "blobs").iterdir():
+        (tmp_path / "snapshot" / path.name).symlink_to(Path("..") / "blobs" / path.name)
+    assert torch.equal(Basis.from_pretrained(tmp_path / "snapshot").content["basis"], torch.full((3, 4), 3.0))

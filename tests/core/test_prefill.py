@@ -1,8 +1,8 @@
 """Running pieces of a prompt: taken over inside generate, span by span, or from a layer up."""
 
 import gc
-import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -84,18 +84,6 @@ def test_a_wrong_count_from_a_cache_is_caught():
     model = tiny.llama()
     with pytest.raises(RuntimeError, match="take_prefill"):
         model.generate(tiny.ids(1, 10), max_new_tokens=2, past_key_values=Liar(model))
-
-
-@torch.no_grad()
-def test_spans_run_one_after_the_other_equal_the_whole(model):
-    text = tiny.ids(1, 14)
-    whole, cache = GrowingCache(model), GrowingCache(model)
-    model(text, past_key_values=whole)
-    for start, stop in ((0, 5), (5, 6), (6, 14)):
-        passes.run_span(model, cache, text[:, start:stop], torch.arange(start, stop))
-    for mine, theirs in zip(cache.layers, whole.layers, strict=True):
-        torch.testing.assert_close(mine.keys[:, :, -6:], theirs.keys[:, :, -6:], atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(mine.values[:, :, -6:], theirs.values[:, :, -6:], atol=1e-4, rtol=1e-4)
 
 
 def hidden_states(model, **inputs):
@@ -234,17 +222,9 @@ def test_prompts_whose_hidden_states_are_wanted_are_left_to_the_model():
 
 @torch.no_grad()
 def test_a_model_that_feeds_its_embeddings_to_later_layers_gets_those_of_its_tokens():
-    config = ZambaConfig(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        layers_block_type=["mamba", "hybrid", "mamba", "hybrid"],
-        n_mamba_heads=1,
-        pad_token_id=0,
-    )
+    heads = dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 4)
+    kinds = {"layers_block_type": ["mamba", "hybrid"] * 2, "n_mamba_heads": 1}
+    config = ZambaConfig(vocab_size=96, hidden_size=32, intermediate_size=48, pad_token_id=0, **heads, **kinds)
     model, text = tiny.build(config), tiny.ids(1, 6)
     hidden = hidden_states(model, input_ids=text)
     left = passes.run_layers(model, 2, 4, text, GrowingCache(model), torch.arange(6), hidden=hidden[2])
@@ -267,11 +247,8 @@ def test_two_threads_take_over_prompts_of_one_model_at_a_time():
             if not torch.equal(written, expected[index]) or identity_of(model).digest != digest:
                 faults.append(index)
 
-    threads = [threading.Thread(target=ask, args=(offset,)) for offset in (0, 5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(ask, (0, 5)))
     assert not faults
 
 
@@ -279,17 +256,14 @@ def test_two_threads_take_over_prompts_of_one_model_at_a_time():
 def test_threads_that_make_and_free_caches_of_one_model_all_take_over():
     model, failed = tiny.llama(), []
 
-    def work():
+    def work(_):
         for _ in range(30):
             cache = HalfwayCache(model)
             model(input_ids=tiny.ids(1, 4), past_key_values=cache, logits_to_keep=1)
             failed.extend([] if cache.calls == [2] else [cache.calls])
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, range(4)))
     assert not failed
     gc.collect()
     assert not model._forward_pre_hooks

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -186,33 +187,26 @@ def threads_that_take_turns_often() -> Iterator[None]:
 
 def test_threads_that_put_read_and_delete_see_whole_blobs_and_each_change_once(location):
     store = open_blobs(location)
-    follower, failures = Follower(store), []
+    follower = Follower(store)
     telling = threading.Lock()
 
     def work(mine: int) -> None:
-        try:
-            for step in range(12):
-                shared, own = step % 4, 100 + mine * 100 + step
-                store.put(key_of(shared), {"n": shared}, blob(shared))
-                store.put(key_of(own), {"n": own}, blob(own))
-                assert same(store.tensors(key_of(own)), blob(own))
-                read = store.tensors(key_of(shared))
-                assert read is None or same(read, blob(shared))
-                store.pin(key_of(own), step % 2 == 0)
-                with telling:
-                    follower.follow()
-                if step % 3 == 0:
-                    store.delete(key_of(shared))
-                    assert store.delete(key_of(own))
-        except BaseException as error:
-            failures.append(error)
+        for step in range(12):
+            shared, own = step % 4, 100 + mine * 100 + step
+            store.put(key_of(shared), {"n": shared}, blob(shared))
+            store.put(key_of(own), {"n": own}, blob(own))
+            assert same(store.tensors(key_of(own)), blob(own))
+            read = store.tensors(key_of(shared))
+            assert read is None or same(read, blob(shared))
+            store.pin(key_of(own), step % 2 == 0)
+            with telling:
+                follower.follow()
+            if step % 3 == 0:
+                store.delete(key_of(shared))
+                assert store.delete(key_of(own))
 
-    threads = [threading.Thread(target=work, args=(mine,)) for mine in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(work, range(8)))
     follower.follow()
     assert store.complaints == []
     fresh = {stored.key for stored in open_blobs(location).changes().added} if location != "memory" else set(follower.known)
@@ -228,18 +222,9 @@ def test_of_threads_that_read_a_damaged_blob_at_once_one_complains(kind, tmp_pat
     store = open_blobs(location)
     store.put(KEY, HEAD, {"x": torch.zeros(300_000)})
     damage(location, KEY)
-    together, read = threading.Barrier(8), []
-
-    def work() -> None:
-        together.wait()
-        read.append(store.tensors(KEY))
-
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert read == [None] * 8
+    together = threading.Barrier(8)
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(lambda _: (together.wait(), store.tensors(KEY))[1], range(8))) == [None] * 8
     assert len(store.complaints) == 1
 
 
@@ -269,28 +254,23 @@ def damage(location: str, key: str) -> None:
 
 def test_what_threads_that_ask_for_changes_at_once_are_told_adds_up_to_what_there_is(location, threads_that_take_turns_often):
     store = open_blobs(location)
-    told, failures, rounds = [], [], 1000 if location == "memory" else 100
+    told, rounds = [], 1000 if location == "memory" else 100
     done = threading.Event()
 
     def ask() -> None:
-        try:
-            while not done.is_set():
-                told.append(store.changes())
-        except BaseException as error:
-            failures.append(error)
+        while not done.is_set():
+            told.append(store.changes())
 
-    threads = [threading.Thread(target=ask) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for number in range(rounds):
-        store.put(key_of(number), {}, {})
-        if number % 2:
-            store.delete(key_of(number))
-    done.set()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        asking = [threads.submit(ask) for _ in range(4)]
+        for number in range(rounds):
+            store.put(key_of(number), {}, {})
+            if number % 2:
+                store.delete(key_of(number))
+        done.set()
+        for each in asking:
+            each.result()
     told.append(store.changes())
-    assert failures == []
     balance = Counter(stored.key for news in told for stored in news.added)
     balance.subtract(key for news in told for key in news.removed)
     assert +balance == {key_of(number): 1 for number in range(0, rounds, 2)}

@@ -132,3 +132,11 @@ def test_with_cuda_a_blob_in_memory_is_pinned_when_it_is_written_and_not_when_it
     assert pinned_sizes[0] >= sum(tensor.nbytes for tensor in blob().values())
     assert same(store.tensors(key_of(1)), blob())
     assert len(pinned_sizes) == 1
+
+
+def test_where_no_more_memory_can_be_pinned_it_stays_pageable(pinned_sizes, monkeypatch):
+    def fails(tensor):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", fails)
+    assert same(slab(blob()), blob())

@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 from hf_kvcaches import KVCodec, SubspaceCache
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedError
-from tests import tiny
+from tests import testbed, tiny
 from tests.reference.subspace import SubspaceOracle
 from tests.subspace.running import BITS, calibrated, padded_anywhere, pair, run
 
@@ -272,3 +272,20 @@ def test_a_mask_that_differs_by_head_is_refused() -> None:
     run(model, given, tiny.ids(1, 4), [4])
     with torch.no_grad(), pytest.raises(UnsupportedError, match="differs by head"):
         model(tiny.ids(1, 1), past_key_values=given, attention_mask=mask)
+
+
+def test_long_texts_take_little_more_than_the_share_of_their_codes() -> None:
+    model, tokenizer = testbed.load()
+    ids = torch.tensor(tokenizer(testbed.held_out()[:60_000], verbose=False)["input_ids"])[None]
+    codec = KVCodec.calibrate(model, None, [ids[0, :512].tolist()], 0.1, metric="plain", progress=False)
+    model = model.bfloat16()
+    given = SubspaceCache(model, codec, sinks=4, recent=0)
+    run(model, given, ids[:, : 8 * 1024].view(16, 512), [512])
+    given = SubspaceCache(model, codec, sinks=4, recent=0)
+    shape = codec.in_place.layers[0].shape
+    keys = torch.zeros(1, shape.heads, 8192, shape.key_dim, dtype=torch.bfloat16)
+    positions = torch.arange(8192)[None]
+    for index in range(codec.layer_count):
+        given.adopt_layer(index, keys, keys, positions)
+    full = 8192 * 2 * codec.in_place.elements
+    assert given.report().bytes <= 1.03 * codec.bytes_ratio * full
