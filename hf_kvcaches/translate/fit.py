@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
+from tqdm import tqdm
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.fingerprint import ModelFingerprint
@@ -166,7 +167,7 @@ class Fitting:
         """Solve for the maps of some groups of layers above the lowest."""
         tokens, least = float(products.tokens), LEAST_RIDGE[products.dtype]
         known = Known(products, lowest, self.config.ridge or least)
-        for group in groups:
+        for group in tqdm(groups, unit=" groups of layers", desc="Solving", disable=not self.options.progress):
             layers = tuple(layer for layer in group.layers if layer > lowest)
             if not layers:
                 continue
