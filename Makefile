@@ -132,11 +132,13 @@ eval: $(VENV)/.installed
 # What a user gets from `pip install`: no extras, no source tree on the path.
 define IMPORT_CHECK
 import sys
+from pathlib import Path
 import hf_kvcaches
 optional = {"triton", "faiss", "sentence_transformers", "peft", "redis", "accelerate"}
 found = sorted(optional & set(sys.modules))
 assert not found, f"importing hf_kvcaches imported {found}"
 assert "site-packages" in hf_kvcaches.__file__, hf_kvcaches.__file__
+assert Path(hf_kvcaches.__file__).with_name("py.typed").is_file()
 for name in hf_kvcaches.__all__:
     getattr(hf_kvcaches, name)
 print(f"hf_kvcaches {hf_kvcaches.__version__} from its wheel: {len(hf_kvcaches.__all__)} public names import")
