@@ -31,6 +31,14 @@ def row_picker(indices: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda tensor: tensor[picked.to(tensor.device)]
 
 
+def other_rows(rows: int, dtype: torch.dtype | None, new: torch.Tensor) -> ConfigError:
+    """The error for new tokens of another batch or dtype than those in the cache."""
+    return ConfigError(
+        f"The cache holds {rows} rows of {dtype}, and the model came with {new.shape[0]} rows of {new.dtype}. "
+        "Use a new cache, or reset() this one; batch_repeat_interleave and batch_select_indices change its rows."
+    )
+
+
 class KVLayer(CacheLayerMixin):
     """One layer of a `KVCache`.
 
@@ -174,10 +182,7 @@ class TensorLayer(KVLayer):
         for name, new in zip(self.row_tensors, (key_states, value_states), strict=False):
             old = getattr(self, name, None)
             if old is not None and (old.size(0) != new.size(0) or old.dtype != new.dtype):
-                raise ConfigError(
-                    f"The cache holds {old.shape[0]} rows of {old.dtype}, and the model came with {new.shape[0]} rows of {new.dtype}. "
-                    "Use a new cache, or reset() this one; batch_repeat_interleave and batch_select_indices change its rows."
-                )
+                raise other_rows(old.shape[0], old.dtype, new)
 
     def _declared_tensors(self) -> dict[str, torch.Tensor]:
         """`owned_tensors`, where no others would be left behind."""

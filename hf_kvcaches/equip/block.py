@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,14 +19,33 @@ from hf_kvcaches.kernels.blocks import Visibility, block_attention, observers
 _BY_TOKEN = ("hidden_states", "position_embeddings")
 
 
+# What a step's mask says: which tokens of the text the query may see, (batch or 1, tokens), or None for all; and which rows have a new
+# token, (batch or 1, 1, 1), or None for all.
+StepMask = tuple[torch.Tensor | None, torch.Tensor | None]
+
+
+class ModuleCall(NamedTuple):
+    """What the model's attention module is called with.
+
+    Args:
+        mask: The mask that it will attend with; False where it has another name.
+        positions: The model's positions of the new tokens, (batch or 1, tokens), or None.
+        inputs: All arguments, for policies that read them, or None.
+    """
+
+    module: nn.Module
+    mask: Any
+    positions: torch.Tensor | None
+    inputs: Mapping[str, Any] | None
+
+
 @dataclass(frozen=True)
 class Incoming:
     """The new tokens of a block.
 
     Args:
-        keys: As they will be kept, (batch, kv_heads, tokens, head_dim).
+        keys: As they will be kept.
         frame: The same keys, rotated as their queries are.
-        values: (batch, kv_heads, tokens, value_dim).
         positions: How many real tokens came before each in its row, (batch, 1, tokens), int32; -1: padding.
         index: To which position `frame` is rotated, as `positions`.
         text: Their indices in the text, (batch, 1, tokens), or None where no row was ever padded.
@@ -47,10 +66,9 @@ class Arrival:
     """Kept and new tokens side by side, the kept ones first, before some of them are pruned.
 
     Args:
-        new: The new tokens, or None.
         positions: Of all tokens, (batch, 1 or kv_heads, slots in use + tokens), int32; -1: none.
         text: Their indices in the text, or None.
-        scores: What the policy says of all, +inf for sinks, -inf where there is no token, as `positions`.
+        scores: What the policy says of them, +inf for sinks, -inf where there is no token.
     """
 
     new: Incoming | None
@@ -77,13 +95,7 @@ class Questions:
 
 
 def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, visible: Visibility, bias: Any) -> torch.Tensor:
-    """Attention of new tokens over slots and themselves, (batch, tokens, heads, head_dim).
-
-    Args:
-        query: (batch, heads, tokens, head_dim), rotated as the keys.
-        keys: (batch, kv_heads, slots + tokens, head_dim).
-        bias: Added to the scores, or None.
-    """
+    """Attention of new tokens over slots and themselves, (batch, tokens, heads, head_dim); arguments as in `block_attention`."""
     if call.softcap is None and bias is None and call.sink_logits is None:
         mask = visible.rows(0, query.shape[2], keys.device)
         groups = query.shape[1] // keys.shape[1]
@@ -98,11 +110,7 @@ def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: 
 def observe(
     query: torch.Tensor, keys: torch.Tensor, call: Call | LastQueries, visible: Visibility, window: int | None, bias: Any = None
 ) -> torch.Tensor:
-    """What slots and new tokens got from the last queries of each row, (batch, kv_heads, slots + tokens), float32.
-
-    Args:
-        window: How many queries are observed; None for all.
-    """
+    """What slots and new tokens got from the last `window` queries of each row, or all, (batch, kv_heads, slots + tokens), float32."""
     tokens = query.shape[2]
     _, observed = block_attention(
         query,
@@ -120,12 +128,7 @@ def observe(
 
 
 def observe_adopted(queries: LastQueries | None, keys: torch.Tensor, valid: torch.Tensor | None, window: int | None) -> torch.Tensor:
-    """What an adopted prompt's keys got from its last queries, (batch, kv_heads, tokens).
-
-    Args:
-        keys: (batch, kv_heads, tokens, head_dim), as the model rotated them.
-        valid: True where a token is real, (batch, tokens), or None for all.
-    """
+    """What an adopted prompt's keys, as the model rotated them, got from its last queries, (batch, kv_heads, tokens)."""
     tokens = keys.shape[2]
     count = tokens if window is None else min(window, tokens)
     available = 0 if queries is None else queries.states.shape[2]
@@ -141,19 +144,14 @@ def mask_of_slots(allowed: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
 
     Args:
         allowed: (batch or 1, 1, tokens, tokens of the text).
-        text: The index of each slot's token in the text, (batch, 1 or kv_heads, slots); -1: empty.
+        text: As `SlotTable.text_index` gives it.
     """
     index = text.clamp(min=0)[:, :, None].expand(-1, -1, allowed.shape[2], -1)
     return allowed.expand(*text.shape[:2], -1, -1).gather(-1, index)
 
 
 def bias_of_slots(bias: torch.Tensor, columns: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """The columns of a bias by position that belong to slots, (batch, heads, tokens, slots).
-
-    Args:
-        bias: (batch or 1, heads or 1, tokens, columns).
-        columns: (batch, 1 or kv_heads, slots).
-    """
+    """The columns, (batch, 1 or kv_heads, slots), of a bias by position that belong to slots, (batch, heads, tokens, slots)."""
     heads = max(bias.shape[1], kv_heads)
     columns = columns.long().expand(-1, kv_heads, -1).repeat_interleave(heads // kv_heads, 1)
     bias = bias.expand(columns.shape[0], heads, -1, -1)
@@ -167,12 +165,16 @@ def with_new(of_slots: torch.Tensor, of_text: torch.Tensor) -> torch.Tensor:
 
 def inputs_of(inputs: Mapping[str, Any] | None, start: int, stop: int) -> Mapping[str, Any] | None:
     """What the model's attention is called with, for some of the new tokens."""
-    if inputs is None:
-        return None
-    return {name: _part(value, start, stop) if name in _BY_TOKEN else value for name, value in inputs.items()}
+    return inputs and {name: _part(value, start, stop) if name in _BY_TOKEN else value for name, value in inputs.items()}
 
 
 def _part(value: Any, start: int, stop: int) -> Any:
     if isinstance(value, tuple):
         return tuple(_part(entry, start, stop) for entry in value)
     return value[:, start:stop] if isinstance(value, torch.Tensor) else value
+
+
+def require_one(mask: torch.Tensor) -> None:
+    """Refuse a mask, (batch or 1, heads, tokens, tokens of the text), that differs by head."""
+    if mask.shape[1] != 1:
+        raise UnsupportedError("attention_mask: EquipCache can't follow a mask that differs by head. Give one for all heads.")

@@ -15,12 +15,11 @@ from hf_kvcaches.core.parallel import shard_of
 from hf_kvcaches.core.refusal import Refusal
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.equip import editing
-from hf_kvcaches.equip.allocation import Assembly
-from hf_kvcaches.equip.budgets import resolve_budgets
+from hf_kvcaches.equip.budgets import Assembly, resolve_budgets
 from hf_kvcaches.equip.calibrated.head_budgets import HeadBudgets
 from hf_kvcaches.equip.calibrated.keep_probe import KeepProbe
 from hf_kvcaches.equip.coded import Coded, FlatCodes, PagedCodes
-from hf_kvcaches.equip.hooks import TELLING, refuse_images
+from hf_kvcaches.equip.hooks import TELLING
 from hf_kvcaches.equip.latent import Latent, hand_out_uncompiled, keeps_latents, latent_modules, require_absorbable
 from hf_kvcaches.equip.layer import EquipLayer
 from hf_kvcaches.equip.paged import Paged
@@ -29,10 +28,9 @@ from hf_kvcaches.equip.policies import Policy, PressPolicy, resolve_policy
 from hf_kvcaches.equip.quantized import QuantizedSlots
 from hf_kvcaches.equip.reading import reconstruct
 from hf_kvcaches.equip.report import EquipReport
-from hf_kvcaches.equip.rotation import Given, Shifted, Unrotated, Within
+from hf_kvcaches.equip.rotation import Given, Shifted, Unrotated
 from hf_kvcaches.equip.settings import EquipSettings, resolve_head_budgets, resolve_pool
-from hf_kvcaches.equip.storage import Flat
-from hf_kvcaches.equip.streamed import Streamed
+from hf_kvcaches.equip.storage import Flat, Streamed
 from hf_kvcaches.errors import ConfigError, UnsupportedError, whole_number
 
 
@@ -79,6 +77,8 @@ class EquipCache(AnsweringCache):
     codec_class = KVCodec
     unmasked = False
     """Whether the running pass came without a mask, whatever the model makes of that for its attention."""
+    refuses_images = False
+    """Whether tokens with a position for each axis are refused."""
 
     def __init__(
         self,
@@ -119,7 +119,9 @@ class EquipCache(AnsweringCache):
         self._assembly.expected = len(self._pruned)
         if codec is not None:
             codec.require_model(model)
-        self._watch_model()
+        self.refuses_images = any(layer.geometry.axes and layer.rotation.moves for layer in self._pruned)
+        if base is not None and self._pruned:
+            TELLING.add(base, self)
         # For caches that can be compiled `generate` makes masks ahead, which some models do in another way than their forward.
         self._masks_differ = self._model is not None and hasattr(self.model, "create_masks_for_generate")
 
@@ -127,14 +129,6 @@ class EquipCache(AnsweringCache):
     def policy(self) -> Policy:
         """Which tokens stay."""
         return self._settings.policy
-
-    def _watch_model(self) -> None:
-        """Have the model's modules tell this cache what its layers can't see, for as long as it lives."""
-        if (model := self.living_model) is None or not self._pruned:
-            return
-        TELLING.add(model, self)
-        if any(layer.geometry.axes and type(layer.rotation) is not Given for layer in self._pruned):
-            refuse_images(model, self, "Pass positions='original'.")
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         module = latent_modules(self.model).get(layer_idx) if self._latents else None
@@ -193,7 +187,7 @@ class EquipCache(AnsweringCache):
             self._rotations.append(rotation := Unrotated(geometry))
         streams = settings.policy.order_only and settings.head_budgets is None and self._in_one_buffer
         if auto and window is not None:
-            return Within(rotation, window)
+            return Given(rotation, window)
         return Shifted(rotation) if streams else rotation
 
     @property
@@ -272,7 +266,7 @@ class EquipCache(AnsweringCache):
             received = reconstruct(self, base, layers, ids, self.policy.deferred)
         with layers[0].storage.rewriting():
             for layer, (limit, context) in zip(layers, limits, strict=True):
-                layer.take_limits(limit, context)
+                layer.set_limits(limit, context)
             for layer, (limit, _), reconstruction in zip(layers, limits, received, strict=True):
                 with self.at_hand(layer):
                     layer.compress(limit, seen - end, reconstruction)
@@ -315,11 +309,6 @@ class EquipCache(AnsweringCache):
             raise ConfigError.of("new_ids", "token ids, (tokens,) or (rows, tokens)", tuple(ids.shape))
         editing.edit(self, model, self._pruned, start, stop, ids[None] if ids.ndim == 1 else ids)
         self.log.crop(start)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        copied = super().__deepcopy__(memo)
-        copied._watch_model()
-        return copied
 
     @property
     def is_compileable(self) -> bool:

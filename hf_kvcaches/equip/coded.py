@@ -69,10 +69,6 @@ class Coded(Flat):
         super().__init__(backend)
         self.codec, self.layer_idx, self.sinks, self.codes, self.pooled = codec, layer_idx, sinks, codes, codes.pooled
 
-    def apart(self, codes: RaggedCodes) -> Coded:
-        """An empty one whose heads have different numbers of slots."""
-        return Coded(self.backend, self.codec, self.layer_idx, self.sinks, codes)
-
     @property
     def capacity(self) -> int:
         return self.codes.capacity
@@ -142,10 +138,6 @@ class Coded(Flat):
         super().check(keys, values)
         self.codes.check(keys, values)
 
-    def own(self, needs_graph: bool) -> None:
-        super().own(needs_graph)
-        self.codes.own(needs_graph)
-
     def clear(self) -> None:
         self.codes.clear()
         super().clear()
@@ -156,15 +148,21 @@ class Coded(Flat):
     def export(self) -> dict[str, torch.Tensor]:
         return self.codes.export() | {name: tensor.contiguous() for name, tensor in Flat.tensors(self).items()}
 
-    def take(self, tensors: dict[str, torch.Tensor], kept: torch.Tensor, most: int) -> None:
-        self.codes.take({name: tensors[name] for name in self.codes.exported if name in tensors}, kept, most)
-        self.keys, self.values = tensors.get("keys"), tensors.get("values")
+    def restore(self, tensors: dict[str, torch.Tensor], kept: torch.Tensor, most: int) -> None:
+        self.codes.restore({name: tensors[name] for name in self.codes.exported if name in tensors}, kept, most)
+        for name in Flat.names:
+            setattr(self, name, tensors.get(name))
 
     def _coder(self, like: torch.Tensor) -> LayerCoder:
         """The layer's coder for a tensor's dtype and device."""
         return self.codec.slots.coder(self.layer_idx, like.dtype, like.device)
 
 
-def ragged_like(storage: Flat) -> Flat:
-    """An empty storage for the same kind of slots, of which heads have different numbers."""
-    return storage.apart(RaggedCodes(storage.backend)) if isinstance(storage, Coded) else Ragged(storage.backend)
+def ragged_like(storage: Flat, rooms: torch.Tensor | None = None) -> Flat:
+    """An empty store for slots of the same kind, of which each head has as many as `rooms` says, (batch, kv_heads, 1), or `restore`."""
+    ragged = RaggedCodes(storage.backend) if isinstance(storage, Coded) else Ragged(storage.backend)
+    if rooms is not None:
+        ragged.lay_out(rooms)
+    if isinstance(storage, Coded) and isinstance(ragged, RaggedCodes):
+        return Coded(storage.backend, storage.codec, storage.layer_idx, storage.sinks, ragged)
+    return ragged

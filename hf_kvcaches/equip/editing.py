@@ -6,7 +6,7 @@ What follows a change keeps the keys and values that it had, computed with the o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +16,10 @@ from hf_kvcaches import compat
 from hf_kvcaches.core.call import Call
 from hf_kvcaches.core.provenance import Provenance
 from hf_kvcaches.core.step import Pass
-from hf_kvcaches.equip import block
-from hf_kvcaches.equip.block import Incoming, Questions
+from hf_kvcaches.equip.block import Questions
+from hf_kvcaches.equip.prompt import PromptLayer
 from hf_kvcaches.equip.reading import detours
+from hf_kvcaches.equip.rollback import Undo
 from hf_kvcaches.equip.slots import SlotTable
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.kernels.blocks import Visibility
@@ -52,7 +53,7 @@ def edit(cache: Any, model: Any, layers: list[Any], start: int, stop: int, new_i
     """Put other tokens, (rows, tokens), in the place of some; none at all only deletes."""
     _check(cache, layers, start, stop, new_ids)
     with layers[0].storage.rewriting():
-        before = [(layer.table.clone(), layer.storage, layer.storage.snapshot(), layer.rotation) for layer in layers]
+        before = [Undo.of(layer) for layer in layers]
         try:
             for layer in layers:
                 layer.table.catch_up()
@@ -60,9 +61,8 @@ def edit(cache: Any, model: Any, layers: list[Any], start: int, stop: int, new_i
                     _open(layer, start, stop, new_ids.shape[1])
             by = _insert(cache, model, layers, start, new_ids) if new_ids.shape[1] else Provenance()
         except BaseException:
-            for layer, (table, storage, content, rotation) in zip(layers, before, strict=True):
-                layer.table, layer.storage, layer.rotation = table, storage, rotation
-                layer.storage.take(content, table.kept(), layer.slots)
+            for layer, undo in zip(layers, before, strict=True):
+                undo.restore(layer)
             raise
         for layer in layers:
             layer.make_final()
@@ -124,40 +124,29 @@ def _insert(cache: Any, model: Any, layers: list[Any], start: int, new_ids: torc
     position_ids = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
     if table.counts is not None:
         position_ids = position_ids - (table.seen - table.counts).view(-1, 1).to(ids.device)
-    with detours(cache, layers, [Insertion(start)] * len(layers)) as by:
+    with detours(cache, layers, [partial(_insert_in, start)] * len(layers)) as by:
         model(input_ids=ids, position_ids=position_ids, **compat.cache_kwargs(model, cache))
     return by
 
 
-@dataclass(frozen=True)
-class Insertion:
-    """Puts new tokens into the middle of the text, from the index `start` on; what follows has moved already."""
-
-    start: int
-
-    def attend(self, layer: Any, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: Pass) -> torch.Tensor:
-        """Attention over what is before them and themselves, then they take their slots: (batch, tokens, heads, head_dim)."""
-        if call.bias is not None:
-            raise UnsupportedError("edit: this model adds a bias by position to its scores, which can't be opened in the middle.")
-        table, rotation, used, batch, tokens = layer.table, layer.rotation, layer.table.used, *keys.shape[::2]
-        padding = 0 if table.counts is None else (table.seen - table.counts)
-        text = torch.arange(self.start, self.start + tokens, device=keys.device).expand(batch, 1, -1)
-        index = positions = text - padding
-        earlier = (table.text_index() >= 0) & (table.text_index() < self.start)
-        if rotation.unrotated and used:
-            index = _make_room(table, earlier, tokens)
-        places = running.positions()
-        frame, query = (rotation.to_frame(x, places, index[:, 0], table) for x in (keys, query))
-        past_keys, past_values = layer.storage.read(used) if used else (keys[:, :, :0], values[:, :, :0])
-        all_keys = torch.cat([rotation.frame(past_keys, table) if used else past_keys, frame], 2)
-        visible, observed = Visibility(earlier, used, None), None
-        output = block.attend(query, all_keys, torch.cat([past_values, values], 2), call, visible, None)
-        if layer.policy.observes != 0:
-            observed = block.observe(query, all_keys, call, visible, layer.policy.observes)
-        told = None if table.text is None else text
-        new = Incoming(rotation.stored(keys, places), frame, values, positions.to(torch.int32), index, told, places[:, -1:])
-        layer.arrive(new, layer.limit, Questions(query, index[:, 0], call.module), observed)
-        return output
+def _insert_in(
+    start: int, layer: PromptLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: Pass
+) -> torch.Tensor:
+    """Put new tokens into the middle of the text, where what follows has moved already: they see what is before `start` and themselves."""
+    if call.bias is not None:
+        raise UnsupportedError("edit: this model adds a bias by position to its scores, which can't be opened in the middle.")
+    table, rotation, used, batch, tokens = layer.table, layer.rotation, layer.table.used, *keys.shape[::2]
+    text = torch.arange(start, start + tokens, device=keys.device).expand(batch, 1, -1)
+    index = positions = text if table.counts is None else text - (table.seen - table.counts)
+    earlier = (table.text_index() >= 0) & (table.text_index() < start)
+    if rotation.unrotated and used:
+        index = _make_room(table, earlier, tokens)
+    new = layer.incoming(keys, values, running, positions, None if table.text is None else text, index)
+    query = rotation.to_frame(query, running.positions(), index[:, 0], table)
+    kept = layer.kept_states() if used else None
+    output, observed = layer.attend_with(query, kept, new.frame, values, call, Visibility(earlier, used, None))
+    layer.arrive(new, None, Questions(query, index[:, 0], call.module), observed)
+    return output
 
 
 def _make_room(table: SlotTable, earlier: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -166,7 +155,6 @@ def _make_room(table: SlotTable, earlier: torch.Tensor, tokens: int) -> torch.Te
     Args:
         earlier: True for what is before them, (batch, 1 or kv_heads, slots in use).
     """
-    assert table.distances is not None
     used, first = table.used, earlier.sum(-1).max()
     later = (table.text_index() >= 0) & ~earlier
     table.distances[..., :used] += (used - first - later.sum(-1, keepdim=True) - tokens * later).to(torch.int32)

@@ -13,7 +13,7 @@ import torch
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.call import Call
-from hf_kvcaches.equip.rotation import Unrotated, Within
+from hf_kvcaches.equip.rotation import Given, Unrotated
 from hf_kvcaches.errors import UnsupportedError
 
 
@@ -57,7 +57,7 @@ def require_compileable(layer: Any, call: Call, tokens: int) -> None:
         raise UnsupportedError(
             "torch.compile: EquipCache can't compile steps with a position bias or a mask over more than the new tokens."
         )
-    if isinstance(layer.rotation, Within):
+    if type(layer.rotation) is Given and layer.rotation.moves:
         compat.assert_in_graph(
             layer.table.clock < layer.rotation.window,
             "EquipCache: the text outgrows the model's window in a compiled step. Ask cache.get_seq_length() before each step, as "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from contextlib import suppress
 from typing import Any
 
@@ -12,19 +11,32 @@ from transformers import Cache, PreTrainedModel
 from hf_kvcaches import compat
 from hf_kvcaches.core.attachments import Attachment
 from hf_kvcaches.core.decoder import attention_module, decoder_layers
-from hf_kvcaches.equip.slot_layer import Asked, SlotLayer
+from hf_kvcaches.equip.block import ModuleCall
+from hf_kvcaches.equip.slot_layer import SlotLayer
 from hf_kvcaches.errors import UnsupportedError
 
 
 def _begin(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Tell a cache before a pass whether that came without a mask."""
+    """Tell a cache before a pass whether that came without a mask, and refuse images where the cache moves tokens by one position.
+
+    Models that read images give an image's tokens a position on each axis, and text the same one on all. Attention is called without
+    them, so a cache layer can't tell the two apart.
+    """
     cache = compat.cache_of(kwargs)
-    if hasattr(cache, "unmasked"):
-        cache.unmasked = len(args) < 2 and kwargs.get("attention_mask") is None
+    if not hasattr(cache, "unmasked"):
+        return
+    cache.unmasked = len(args) < 2 and kwargs.get("attention_mask") is None
+    ids = kwargs.get("position_ids") if cache.refuses_images and not torch.compiler.is_compiling() else None
+    if ids is not None and ids.ndim == 3:
+        axes = ids[-3:]  # before the three there may be the index in the text
+        if not bool((axes == axes[:1]).all()):
+            raise UnsupportedError(
+                "position_ids: image tokens have a position for each axis, and this cache moves tokens by one. Pass positions='original'."
+            )
 
 
 def _tell(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Tell a layer what its module is asked before the module does."""
+    """Tell a layer what its module is module_call before the module does."""
     cache = compat.cache_of(kwargs)
     layers = getattr(cache, "layers", ())
     layer = layers[module.layer_idx] if module.layer_idx < len(layers) else None
@@ -34,7 +46,7 @@ def _tell(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             inputs = {name: value for name, value in kwargs.items() if not isinstance(value, Cache)}
             inputs["hidden_states"] = args[0] if args else kwargs["hidden_states"]
         mask = None if getattr(cache, "unmasked", False) else kwargs.get("attention_mask", False)
-        layer.asked = Asked(module, mask, kwargs.get("position_ids"), inputs)
+        layer.module_call = ModuleCall(module, mask, kwargs.get("position_ids"), inputs)
 
 
 _begin.only_observes = _tell.only_observes = True  # type: ignore[attr-defined]
@@ -55,41 +67,12 @@ class _Telling(Attachment):
 
 def _told(model: PreTrainedModel) -> list[tuple[Any, Any]]:
     """The modules that have a hook, with it: those that are found where a decoder usually has them."""
-    told: list[tuple[Any, Any]] = []
+    told: list[tuple[Any, Any]] = [(model.get_decoder(), _begin)]
     with suppress(UnsupportedError):
-        layers = decoder_layers(model)[2]
-        told.append((model.get_decoder(), _begin))
-        for layer in layers:
+        for layer in decoder_layers(model)[2]:
             with suppress(UnsupportedError):  # another mixer
                 told.append((attention_module(layer), _tell))
     return told
 
 
 TELLING = _Telling()
-
-
-def refuse_images(model: PreTrainedModel, cache: Cache, instead: str) -> None:
-    """Refuse forward passes with this cache whose tokens have different positions on different axes, before they compute anything.
-
-    Models that read images give an image's tokens a position on each axis, and text the same one on all. Attention is called without
-    them, so a cache layer can't tell the two apart.
-
-    Args:
-        model: A model whose `RotaryGeometry` has `axes`.
-        instead: What the user may do.
-    """
-    reference = weakref.ref(cache)
-
-    def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        ids, given = kwargs.get("position_ids"), compat.cache_of(kwargs)
-        if given is None or given is not reference() or ids is None or ids.ndim != 3 or torch.compiler.is_compiling():
-            return
-        axes = ids[-3:]  # before the three there may be the index in the text
-        if not bool((axes == axes[:1]).all()):
-            raise UnsupportedError(
-                f"position_ids: image tokens have a position for each axis, and this cache moves tokens by one. {instead}"
-            )
-
-    before.only_observes = True  # type: ignore[attr-defined]
-    handle = model.get_decoder().register_forward_pre_hook(before, with_kwargs=True)
-    weakref.finalize(cache, handle.remove)

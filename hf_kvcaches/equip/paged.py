@@ -119,7 +119,7 @@ class Paged(Flat):
     def export(self) -> dict[str, torch.Tensor]:
         return dict(zip(self.names, map(torch.Tensor.contiguous, self.raw(self.capacity)), strict=True)) if self.table.used else {}
 
-    def take(self, tensors: dict[str, torch.Tensor], kept: torch.Tensor, most: int) -> None:
+    def restore(self, tensors: dict[str, torch.Tensor], kept: torch.Tensor, most: int) -> None:
         if not tensors:
             return self.clear()
         self._open(*(raw := tuple(tensors[name] for name in self.names)))

@@ -7,32 +7,42 @@ import math
 import torch
 
 from hf_kvcaches.equip import graphs
-from hf_kvcaches.equip.allocation import Candidates, best, compared, in_order, indices_of, protected, rooms_of, with_rooms
 from hf_kvcaches.equip.block import Arrival, Incoming, Questions
-from hf_kvcaches.equip.budgets import Limit
-from hf_kvcaches.equip.coded import Coded
-from hf_kvcaches.equip.policies.future import future_queries
-from hf_kvcaches.equip.policies.tokens import Tokens, unscored
-from hf_kvcaches.equip.positions import PositionedLayer
-from hf_kvcaches.equip.ragged import Ragged, RaggedCodes
-from hf_kvcaches.equip.refit import refit
+from hf_kvcaches.equip.budgets import Candidates, Limit, best, by_position, compared, indices_of, protected, rooms_of, slots_for, with_rooms
+from hf_kvcaches.equip.coded import ragged_like
+from hf_kvcaches.equip.policies.tokens import UNSCORED, Tokens, unscored
+from hf_kvcaches.equip.ragged import Ragged
+from hf_kvcaches.equip.refit import context_queries, refitted
 from hf_kvcaches.equip.settings import scores_alike
-from hf_kvcaches.equip.storage import Slots, pick
-from hf_kvcaches.equip.streamed import Streamed
+from hf_kvcaches.equip.slot_layer import SlotLayer
+from hf_kvcaches.equip.storage import Slots, Streamed, pick
 from hf_kvcaches.errors import ConfigError
 
-# Queries of a context that a refit looks at, and to how many positions behind its end they are rotated in turn.
-_REFITTED, _AHEAD = 256, 96
+KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 
 
-class PruningLayer(PositionedLayer):
+class PruningLayer(SlotLayer):
     """Keeps the tokens that are worth most.
 
     Attributes:
         arrival: The tokens of a block until it is known which of them stay.
     """
 
-    arrival: Arrival | None
+    arrival: Arrival
+
+    def limit_of_context(self, behind: int) -> tuple[Limit, int]:
+        """What a context that is held, all but the newest tokens, is pruned to, and the tokens of its longest row."""
+        counts = self.table.counts
+        context = (self.table.seen if counts is None else int(counts.max())) - behind
+        return self.settings.limit_of(context, behind), context
+
+    def set_limits(self, limit: Limit, prompt: int) -> None:
+        """Set how many slots there are from now on, for a prompt of so many tokens in its longest row, which is pruned to `limit`."""
+        decode = self.settings.decode_budget
+        slots = limit.slots if decode is None else slots_for(decode, prompt, limit.slots)
+        if slots < limit.slots:
+            raise ConfigError.of("decode_budget", f"at least the budget, {limit.slots} tokens", slots)
+        self.slots, self.recent, self.waiting = slots, self.settings.recent_of(slots), False
 
     def compress(self, limit: Limit, behind: int, received: torch.Tensor | None) -> None:
         """Prune what the layer holds.
@@ -51,23 +61,23 @@ class PruningLayer(PositionedLayer):
         Args:
             behind: How many of the newest tokens it is not shown.
         """
-        table, used = self.table, self.table.used
-        keys, values, index = [], [], []
+        table, used, scores = self.table, self.table.used, None
+        positions, count = self._positions(new), table.count - behind
+        states, index = (None, None) if new is None else ((new.frame, new.values), new.index)
         if used:
-            held_keys, held_values = self.storage.read(used)
-            keys, values, index = [self.rotation.frame(held_keys, table)], [held_values], [self.rotation.index_of_slots(table)]
-        if new is not None:
-            keys, values, index = [*keys, new.frame], [*values, new.values], [*index, new.index]
-        positions = self._positions(new)
-        count = table.count - behind
-        scores = torch.nn.functional.pad(table.known_scores(), (0, positions.shape[-1] - used), value=-math.inf) if used else None
+            states, index = joined(self.kept_states(), states), side_by_side(self.rotation.index_of_slots(table), index)
+            scores = table.scores[..., :used]
+            scores = torch.where(scores >= UNSCORED, -math.inf, scores)
+            scores = torch.nn.functional.pad(scores, (0, positions.shape[-1] - used), value=-math.inf)
+        assert states is not None
+        assert index is not None
         return Tokens(
-            keys=torch.cat(keys, 2) if len(keys) > 1 else keys[0],
-            values=torch.cat(values, 2) if len(values) > 1 else values[0],
+            keys=states[0],
+            values=states[1],
             positions=torch.where(positions >= count, -1, positions) if behind else positions,
             count=count,
             sinks=self.settings.sinks,
-            index=torch.cat([part.expand(*positions.shape[:2], -1) for part in index], -1),
+            index=index.expand(*positions.shape[:2], -1),
             attention=attention,
             queries=questions.states,
             query_index=questions.index,
@@ -80,67 +90,51 @@ class PruningLayer(PositionedLayer):
             shard=self.shard,
         )
 
+    def kept_states(self) -> KeysAndValues:
+        """Keys in the frame and values of slots in use."""
+        keys, values = self.storage.read(self.table.used)
+        return self.rotation.frame(keys, self.table), values
+
     def _positions(self, new: Incoming | None) -> torch.Tensor:
         """Of slots in use and new tokens, (batch, 1 or kv_heads, slots in use + tokens)."""
-        table = self.table
-        held = [] if table.positions is None or not table.used else [table.positions[..., : table.used]]
-        parts = held if new is None else [*held, new.positions]
-        heads = max(part.shape[1] for part in parts)
-        return torch.cat([part.expand(-1, heads, -1) for part in parts], -1)
+        used, positions = self.table.used, None if new is None else new.positions
+        return side_by_side(self.table.positions[..., :used], positions) if used or positions is None else positions
 
-    def arrive(self, new: Incoming | None, limit: Limit, questions: Questions, attention: torch.Tensor | None, behind: int = 0) -> None:
+    def arrive(
+        self, new: Incoming | None, limit: Limit | None, questions: Questions, attention: torch.Tensor | None, behind: int = 0
+    ) -> None:
         """Score slots in use and new tokens, and prune, now or when all layers have scored.
 
         Args:
+            limit: What is pruned to; None: what the layer has slots for.
             attention: What all got from the observed queries, (batch, kv_heads, slots in use + tokens), or None.
         """
-        table, policy, positions = self.table, self.policy, self._positions(new)
+        table, policy, positions, limit = self.table, self.policy, self._positions(new), limit or Limit(self.slots, self.recent)
         if attention is not None and policy.observes is None and table.used:  # the sum over all queries so far
-            assert table.scores is not None
             attention = attention + torch.nn.functional.pad(table.scores[..., : table.used], (0, attention.shape[-1] - table.used))
         again = new is None and attention is None and (policy.observes != 0 or policy.reads_queries or policy.reads_inputs)
         if policy.order_only:
             scores = unscored(positions)
         elif again:  # nothing new is known
-            assert table.scores is not None
             scores = table.scores[..., : table.used]
         else:
             tokens = self.shown(new, questions, attention, limit.slots, behind)
             scores = torch.where(tokens.real, policy.checked_score(tokens), unscored(positions))  # also what it was not shown
-            self._remember(tokens)
+            if self.settings.refit and tokens.queries is not None:
+                table.asked = context_queries(tokens, table.asked)
         heads = max(scores.shape[1], positions.shape[1])
-        positions = positions.expand(-1, heads, -1)
-        text = None
-        if table.text is not None or (new is not None and new.text is not None):
-            parts = [] if table.text is None else [table.text[..., : table.used]]
-            parts = parts if new is None or new.text is None else [*parts, new.text]
-            text = torch.cat([part.expand(-1, heads, -1) for part in parts], -1)
-        sinks = positions < self.settings.sinks
-        scores = torch.where(positions < 0, -math.inf, torch.where(sinks, math.inf, scores))
-        self.arrival = Arrival(new, positions, text, scores)
+        positions, text = positions.expand(-1, heads, -1), None if new is None else new.text
+        text = text if table.text is None else side_by_side(table.text[..., : table.used], text)
+        self.arrival = Arrival(new, positions, None if text is None else text.expand(-1, heads, -1), self._with_sinks(scores, positions))
         self._allocate(limit)
 
-    def _remember(self, tokens: Tokens) -> None:
-        """Keep queries of the context for a refit."""
-        table = self.table
-        if self.settings.refit and tokens.queries is not None:
-            asked, real = future_queries(tokens, _REFITTED, 0, _AHEAD)
-            asked = torch.where(real[:, None, :, None], asked, asked[:, :, -1:])  # padding asks what the last query asks
-            asked = self._moved(asked, 1 - tokens.end)
-            if table.asked is not None:
-                asked = torch.cat([table.asked, asked], 2)
-                asked = asked[:, :, torch.arange(_REFITTED, device=asked.device) * asked.shape[2] // _REFITTED]
-            table.asked = asked
-
-    def _moved(self, x: torch.Tensor, by: int | torch.Tensor) -> torch.Tensor:
-        """Queries or keys, rotated further by a number of positions, where their angles are known."""
-        geometry = self.rotation.geometry or self.geometry
-        return geometry.shift(x, by) if geometry.kind == "rope" and geometry.refusal is None else x
+    def _with_sinks(self, scores: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Scores with +inf for sinks, and -inf where there is no token."""
+        return torch.where(positions < 0, -math.inf, torch.where(positions < self.settings.sinks, math.inf, scores))
 
     def _allocate(self, limit: Limit) -> None:
         """Choose which tokens stay, as far as this layer can choose alone."""
         arrival, shared = self.arrival, self.settings.head_budgets
-        assert arrival is not None
         worth = protected(arrival.scores, arrival.positions, self.table.count, self.settings.sinks, limit.recent)
         # Under tensor parallelism buffers differ, and processes decide as one.
         most = worth.shape[-1] if shared is None or self.shard is None else self.shard.most(worth.shape[-1], worth.device)
@@ -174,11 +168,9 @@ class PruningLayer(PositionedLayer):
             kept: True for these, (batch, kv_heads, slots in use + tokens); None for all.
             rooms: How many slots each head has from now on, (batch or 1, kv_heads, 1); None where all have as many.
         """
-        assert self.arrival is not None
         positions = self.arrival.positions
         if kept is None or rooms is None:
-            everything = torch.arange(positions.shape[-1], device=positions.device).expand_as(positions)
-            return self._install(None if self._dense() else in_order(everything, positions), None, None)
+            return self._install(None if self._dense() else by_position(positions, positions >= 0), None, None)
         index, lengths = indices_of(kept, positions)
         return self._install(index, lengths, rooms.expand(positions.shape[0], -1, -1).contiguous())
 
@@ -190,9 +182,7 @@ class PruningLayer(PositionedLayer):
             lengths: How many of these count, where heads differ, (batch, kv_heads, 1).
             rooms: As in `settle`.
         """
-        arrival, table = self.arrival, self.table
-        assert arrival is not None
-        self.arrival = None
+        arrival, table, self.arrival = self.arrival, self.table, None  # type: ignore[assignment]
         positions, scores, text = arrival.positions, arrival.scores, arrival.text
         if index is not None:
             wide = (positions.shape[0], max(index.shape[1], positions.shape[1]), -1)
@@ -208,7 +198,7 @@ class PruningLayer(PositionedLayer):
         table.filled = positions.shape[-1] if rooms is None and table.counts is None and table.filled is not None else None
         if rooms is None and table.filled is None:
             table.find_filled()
-        table.set_order(table.kept(), self.rotation.unrotated)
+        table.find_distances(self.rotation.unrotated)
         table.since = 0
         watches = self.policy.interval is not None and self.policy.observes != 0
         table.gathering = torch.zeros(*self.storage.shape, positions.shape[-1], device=positions.device) if watches else None
@@ -225,96 +215,69 @@ class PruningLayer(PositionedLayer):
 
     def _store(self, arrival: Arrival, index: Slots | None, positions: torch.Tensor, rooms: torch.Tensor | None) -> None:
         """Keep the keys and values of tokens at some indices; arguments as in `_install`."""
-        storage, used, states = self.storage, self.table.used, None
-        if arrival.new is not None:
-            states = arrival.new.keys, arrival.new.values
-            self._prepare(states[0], arrival.new.positions >= 0)
+        storage, used, new = self.storage, self.table.used, arrival.new
+        states = None if new is None else (new.keys, new.values)
+        if new is not None:
+            storage.prepare(new.keys, new.positions >= 0, self.table.kept() if used else None)
         refits = self.settings.refit and index is not None and self.table.asked is not None
         if rooms is None and not refits:
             return storage.rebuild(index, None if states is None else storage.encode(*states), used, self.slots)
-        if used:
-            held = storage.read(used)
-            states = held if states is None else (torch.cat([held[0], states[0]], 2), torch.cat([held[1], states[1]], 2))
         assert index is not None
+        states = joined(storage.read(used), states) if used else states
         assert states is not None
         keys, values = (pick(tensor, index) for tensor in states)
-        if refits:
-            values = self._refitted(arrival, keys, states[1], index, positions)
-        if rooms is None:
-            return storage.rebuild(None, storage.encode(keys, values), 0, self.slots)
-        if isinstance(storage, Coded):
-            apart = storage.apart(RaggedCodes.with_rooms(rooms, storage.backend))
-            self.replace_storage(apart)
-            return apart.rebuild(None, apart.encode(keys, values), 0, self.slots)
-        self.replace_storage(Ragged.of((keys, values), rooms, storage.backend, (positions >= 0).sum(-1, keepdim=True)))
+        if refits and self.table.asked is not None:
+            queries, self.table.asked = self.table.asked, None
+            values = refitted(self.shown(new, Questions(), None, None), queries, keys, index, positions >= 0, self.rotation.unrotated)
+        if rooms is not None:
+            self.replace_storage(ragged_like(storage, rooms))
+        self.storage.rebuild(None, self.storage.encode(keys, values), 0, self.slots)
+        if isinstance(self.storage, Ragged):
+            self.storage.find_full((positions >= 0).sum(-1, keepdim=True))
         return None
-
-    def _refitted(
-        self, arrival: Arrival, kept_keys: torch.Tensor, values: torch.Tensor, index: Slots, positions: torch.Tensor
-    ) -> torch.Tensor:
-        """The values of kept tokens, refitted to what queries of the context get of all.
-
-        Args:
-            kept_keys: Of these tokens, as they are kept.
-            values: Of all tokens.
-            index: Which tokens are kept, at these `positions`.
-        """
-        table, tokens, stays = self.table, self.shown(arrival.new, Questions(), None, None), positions >= 0
-        assert table.asked is not None
-        asked, table.asked, afterwards = table.asked, None, None
-        if self.rotation.unrotated:  # what is gone no longer lies between queries and keys
-            distances = stays.sum(-1, keepdim=True) - 1 - torch.arange(stays.shape[-1], device=asked.device)
-            afterwards = asked, self._moved(kept_keys, -distances.clamp(min=0).expand(*kept_keys.shape[:3]))
-        every = torch.ones(1, asked.shape[2], dtype=torch.bool, device=asked.device)
-        index = index.expand(-1, values.shape[1], -1)
-        asked = self._moved(asked, tokens.end - 1)
-        return refit(asked, every, tokens.keys, values, tokens.real, index, stays, self.scaling, afterwards=afterwards)
-
-    def _prepare(self, keys: torch.Tensor, real: torch.Tensor) -> None:
-        """Have the storage look at new keys before they are encoded."""
-        if self.storage.shape[0] == 0 or self.table.positions is None or not self.table.used:
-            empty = torch.ones(keys.shape[0], 1, 1, 1, dtype=torch.bool, device=keys.device)
-        else:
-            empty = (self.table.kept() == 0).all(1, keepdim=True)[..., None]
-        self.storage.prepare(keys, real, empty)
 
     def _by_head(self, worth: torch.Tensor) -> torch.Tensor:
         """Worth of each head's tokens, (batch, kv_heads, tokens)."""
-        heads = self.arrival.new.keys.shape[1] if self.arrival is not None and self.arrival.new is not None else self.storage.shape[1]
+        heads = self._heads()
         if worth.shape[1] != heads and not self.policy.order_only:
             raise scores_alike(self.policy)
         return worth.expand(-1, heads, -1)
 
+    def _heads(self) -> int:
+        """How many KV heads the tokens that have arrived have here."""
+        return self.storage.shape[1] if self.arrival.new is None else self.arrival.new.keys.shape[1]
+
     def _shares(self, device: torch.device) -> torch.Tensor:
         """The shares of slots of this layer's heads, (kv_heads,)."""
-        assert self.arrival is not None
         shares = self.settings.head_budgets.get(str(self.layer_idx), [])
         shares = shares if self.shard is None else self.shard.own(tuple(shares))
-        heads = self.arrival.new.keys.shape[1] if self.arrival.new is not None else self.storage.shape[1]
-        if len(shares) != heads:
+        if len(shares) != self._heads():
             raise ConfigError.of("head_budgets", "HeadBudgets of this model", shares, "Calibrate them with this model.")
         return torch.tensor(shares, device=device)
 
     def drop(self, gone: torch.Tensor) -> None:
-        """Empty slots.
-
-        Args:
-            gone: True for these, (batch or 1, 1 or kv_heads, slots in use).
-        """
+        """Empty slots, where `gone` is True, (batch or 1, 1 or kv_heads, slots in use)."""
         self.unshift()
-        table, used, sinks = self.table, self.table.used, self.settings.sinks
-        assert table.positions is not None
-        assert table.scores is not None
+        table, used = self.table, self.table.used
         heads = max(gone.shape[1], table.positions.shape[1])
-        positions, scores = (
-            tensor[..., :used].expand(-1, heads, -1) for tensor in (table.positions, table.scores.expand(-1, table.positions.shape[1], -1))
-        )
-        positions = torch.where(gone, -1, positions)
-        scores = torch.where(scores.isinf(), unscored(positions), scores)  # an edit may have moved the sinks
-        scores = torch.where(positions < 0, -math.inf, torch.where(positions < sinks, math.inf, scores))
+        positions = torch.where(gone, -1, table.positions[..., :used].expand(-1, heads, -1))
+        scores = table.scores[..., :used].expand(-1, heads, -1)
+        scores = self._with_sinks(torch.where(scores.isinf(), unscored(positions), scores), positions)  # an edit may have moved the sinks
         text = None if table.text is None else torch.where(gone, -1, table.text[..., :used].expand(-1, heads, -1))
         self.arrival = Arrival(None, positions, text, scores)
-        every = torch.arange(used, device=positions.device).expand_as(positions)
-        index = in_order(every, positions)[..., : int((positions >= 0).sum(-1).max())]
+        index = by_position(positions, positions >= 0)[..., : int((positions >= 0).sum(-1).max())]
         table.filled = None
         self._install(index, None, table.rooms)
+
+
+def joined(kept: KeysAndValues, new: KeysAndValues | None) -> KeysAndValues:
+    """Keys and values of slots in use and of new tokens, (batch, kv_heads, slots in use + tokens, width) each."""
+    return kept if new is None else (torch.cat([kept[0], new[0]], 2), torch.cat([kept[1], new[1]], 2))
+
+
+def side_by_side(kept: torch.Tensor, new: torch.Tensor | None) -> torch.Tensor:
+    """What is known of slots in use and of new tokens, (batch, 1 or kv_heads, slots in use + tokens)."""
+    if new is None:
+        return kept
+    shape = (max(kept.shape[0], new.shape[0]), max(kept.shape[1], new.shape[1]), -1)
+    return torch.cat([kept.expand(*shape), new.expand(*shape)], -1)

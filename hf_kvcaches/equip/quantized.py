@@ -11,7 +11,8 @@ from typing import Literal
 
 import torch
 
-from hf_kvcaches.equip.storage import Flat, Raw, read_decoded, wrong_rows
+from hf_kvcaches.core.layers import other_rows
+from hf_kvcaches.equip.storage import Flat, Raw, read_decoded
 from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.kernels.launch import Backend
 from hf_kvcaches.kernels.quantization import dequantize, quantize
@@ -43,24 +44,21 @@ class QuantizedSlots(Flat):
     no_gradients = "storage: integers have no gradients. Run the model under torch.no_grad(), or leave storage out."
 
     read = read_decoded
+    key_scale = key_zero = value_scale = value_zero = None
+    center: torch.Tensor = None  # type: ignore[assignment]  # (batch, kv_heads, 1, head_dim), in the model's dtype
+    spread: torch.Tensor = None  # type: ignore[assignment]
 
     def __init__(self, backend: Backend, storage: Storage) -> None:
         super().__init__(backend)
         self.bits = BITS[storage]
-        self.key_scale: torch.Tensor | None = None
-        self.key_zero: torch.Tensor | None = None
-        self.value_scale: torch.Tensor | None = None
-        self.value_zero: torch.Tensor | None = None
-        self.center: torch.Tensor | None = None  # (batch, kv_heads, 1, head_dim), in the model's dtype
-        self.spread: torch.Tensor | None = None
 
     def check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         if self.center is not None and (self.center.shape[0] != keys.shape[0] or self.center.dtype != keys.dtype):
-            raise wrong_rows(self.center.shape[0], self.center.dtype, keys)
+            raise other_rows(self.center.shape[0], self.center.dtype, keys)
         if self.bits == 4 and (keys.shape[3] | values.shape[3]) % 2:
             raise UnsupportedError("storage: 'int4' holds two numbers in a byte, and this model's heads are of an odd size. Use 'int8'.")
 
-    def prepare(self, keys: torch.Tensor, real: torch.Tensor, empty: torch.Tensor) -> None:
+    def prepare(self, keys: torch.Tensor, real: torch.Tensor, kept: torch.Tensor | None) -> None:
         """Choose what channels of keys are centered and scaled by, for rows that keep no token from before."""
         mask, count = real[..., None], real.sum(-1)[..., None, None]
         states = torch.where(mask, keys, 0).float()
@@ -69,26 +67,22 @@ class QuantizedSlots(Flat):
         squares = torch.where(mask, states - center, 0).square().sum(2, keepdim=True)
         spread = ((squares + _PRIOR * size) / (count + _PRIOR)).sqrt().to(keys.dtype)
         spread = torch.where(count > 0, spread.clamp(min=torch.finfo(keys.dtype).tiny), 1)
-        if self.center is not None and self.spread is not None:
+        if self.center is not None and kept is not None:
+            empty = (kept == 0).all(1, keepdim=True)[..., None]
             center, spread = torch.where(empty, center, self.center), torch.where(empty, spread, self.spread)
         self.center, self.spread = center, spread
 
     def encode(self, keys: torch.Tensor, values: torch.Tensor) -> Raw:
         if self.center is None:
-            everywhere = torch.ones(keys.shape[0], 1, keys.shape[2], dtype=torch.bool, device=keys.device)
-            self.prepare(keys, everywhere, everywhere[:, :, :1, None])
+            self.prepare(keys, torch.ones(keys.shape[0], 1, keys.shape[2], dtype=torch.bool, device=keys.device), None)
         # Of about the size 1, which float16 holds well; its scale and zero take four bytes for any dtype of the model.
         limit = torch.finfo(torch.float16).max
-        assert self.center is not None
-        assert self.spread is not None
         normal = ((keys.float() - self.center) / self.spread).clamp(-limit, limit).to(torch.float16)
         key = quantize(normal, self.bits, check_finite=False)
         value = quantize(values, self.bits, _GROUP if self.bits == 4 else None, check_finite=False)
         return key.data, key.scale, key.zero, value.data, value.scale, value.zero
 
     def decode(self, raw: Raw) -> tuple[torch.Tensor, torch.Tensor]:
-        assert self.center is not None
-        assert self.spread is not None
         key, key_scale, key_zero, value, value_scale, value_zero = raw
         dtype, per_byte = self.center.dtype, 8 // self.bits
         compute = torch.promote_types(dtype, torch.float32)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 
@@ -33,25 +33,15 @@ class Ragged(Flat):
 
     def __init__(self, backend: Backend) -> None:
         super().__init__(backend)
-        self.rooms, self.starts, self.index = (torch.zeros(0, 0, size, dtype=torch.long) for size in (1, 1, 0))
-        self.hiding: torch.Tensor | None = None
-        self.full = False
+        self.hiding: torch.Tensor = None  # type: ignore[assignment]
+        self._lay_out_nothing()
 
-    @classmethod
-    def of(cls, raw: Raw, rooms: torch.Tensor, backend: Backend, kept: torch.Tensor | None = None) -> Self:
-        """Heads with `rooms` slots each, the first of which are those of padded heads, (batch, kv_heads, slots, width).
-
-        Args:
-            kept: How many of these hold a token, (batch, kv_heads, 1), where that may be all.
-        """
-        storage = cls(backend)
-        storage._fill(raw, rooms)
-        if kept is not None and bool((kept == rooms).all()):
-            missing = torch.arange(storage.capacity, device=rooms.device) >= rooms
-            lowest = torch.finfo(raw[0].dtype).min
-            storage.hiding = raw[0].new_zeros(missing.shape).masked_fill_(missing, lowest).flatten(0, 1)[:, None]
-            storage.full = True
-        return storage
+    def find_full(self, kept: torch.Tensor) -> None:
+        """Find out whether every slot that a head has holds a token, of which it keeps so many, (batch, kv_heads, 1)."""
+        if bool((kept == self.rooms).all()):
+            missing = torch.arange(self.index.shape[2], device=kept.device) >= self.rooms
+            lowest = torch.finfo(self.keys.dtype).min
+            self.hiding, self.full = self.keys.new_zeros(missing.shape).masked_fill_(missing, lowest).flatten(0, 1)[:, None], True
 
     @property
     def capacity(self) -> int:
@@ -68,8 +58,12 @@ class Ragged(Flat):
         return self._at(self.starts + slots)
 
     def hold(self, raw: Raw, most: int) -> None:
-        self.full, self.hiding = False, None
-        self._fill(raw, self.rooms)
+        """Make these the first slots of padded heads, (batch, kv_heads, slots, width), and all others empty."""
+        self.full, width = False, max(self.index.shape[2], raw[0].shape[2])
+        head = torch.arange(self.rooms.numel(), device=self.rooms.device).repeat_interleave(self.rooms.flatten(), output_size=self.total)
+        source = head * width + torch.arange(self.total, device=head.device) - self.starts.flatten()[head]
+        for name, tensor in zip(self.names, raw, strict=True):
+            setattr(self, name, extended(tensor, width).flatten(0, 2).index_select(0, source))
 
     def write(self, slots: Slots, raw: Raw) -> None:
         index = (self.starts + slots).flatten()
@@ -90,8 +84,8 @@ class Ragged(Flat):
         **options: Any,
     ) -> Attended:
         keys, values = self._slots()
-        # The kernel has one learned sink for each query head of a row, and here each head is a row.
-        by_head = query.is_cuda and options.get("sink_logits") is None and not torch.compiler.is_compiling()
+        # The kernel has one learned sink for each query head of a row, here each head is a row; and it has no bias.
+        by_head = query.is_cuda and options.get("sink_logits") is None and options.get("bias") is None and not torch.compiler.is_compiling()
         in_kernel = by_head and choose(self.backend, query, keys) == "triton"
         if valid is None and not in_kernel and all(value is None or value is False for value in options.values()):
             return self._attend_full(query, scaling, rotation), None
@@ -112,7 +106,6 @@ class Ragged(Flat):
 
     def _attend_full(self, query: torch.Tensor, scaling: float, rotation: RotationTables | None) -> torch.Tensor:
         """Attention where slots that a head lacks are the only ones that are hidden, (batch, 1, heads, value_dim)."""
-        assert self.hiding is not None
         keys, values = self.raw(self.capacity)
         keys = keys if rotation is None else kernels.rotated_keys(keys, rotation).to(query.dtype)
         near = query.reshape(keys.shape[0] * keys.shape[1], -1, query.shape[-1])
@@ -121,35 +114,31 @@ class Ragged(Flat):
 
     def map_rows(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         if self.rooms.numel():
-            self.full, self.hiding = False, None
-            self._fill(tuple(function(tensor) for tensor in self.raw(self.capacity)), function(self.rooms))
+            raw, rooms = tuple(function(tensor) for tensor in self.raw(self.capacity)), function(self.rooms)
+            self.lay_out(rooms)
+            self.hold(raw, self.capacity)
 
-    def take(self, tensors: dict[str, torch.Tensor], kept: torch.Tensor, most: int) -> None:
-        super().take(tensors, kept, most)
+    def restore(self, tensors: dict[str, torch.Tensor], kept: torch.Tensor, most: int) -> None:
+        super().restore(tensors, kept, most)
         if tensors:
-            self._lay_out(self.rooms)
+            self.lay_out(self.rooms)
 
     def clear(self) -> None:
-        Ragged.__init__(self, self.backend)
+        super().clear()
+        self._lay_out_nothing()
+
+    def _lay_out_nothing(self) -> None:
+        self.rooms, self.starts, self.index = (torch.zeros(0, 0, size, dtype=torch.long) for size in (1, 1, 0))
+        self.full, self.total = False, 0
 
     def _at(self, index: torch.Tensor) -> Raw:
         return tuple(tensor.index_select(0, index.flatten()).view(*index.shape, -1) for tensor in self._slots())
 
-    def _lay_out(self, rooms: torch.Tensor) -> tuple[int, int]:
-        """Find where heads with so many slots lie; return how many slots the longest has, and all."""
-        capacity, total = torch.stack([rooms.max(), rooms.sum()]).tolist()
+    def lay_out(self, rooms: torch.Tensor) -> None:
+        """Find where heads with so many slots lie, (batch, kv_heads, 1)."""
+        capacity, self.total = torch.stack([rooms.max(), rooms.sum()]).tolist()
         self.rooms, self.starts = rooms, rooms.flatten().cumsum(0).view(rooms.shape) - rooms
         self.index = (self.starts + torch.arange(capacity, device=rooms.device).minimum(rooms - 1)).clamp(min=0).int()
-        return capacity, total
-
-    def _fill(self, raw: Raw, rooms: torch.Tensor) -> None:
-        """Give heads so many slots, the first ones from padded heads, all others empty."""
-        capacity, total = self._lay_out(rooms)
-        width = max(capacity, raw[0].shape[2])
-        head = torch.arange(rooms.numel(), device=rooms.device).repeat_interleave(rooms.flatten(), output_size=total)
-        source = head * width + torch.arange(total, device=rooms.device) - self.starts.flatten()[head]
-        for name, tensor in zip(self.names, raw, strict=True):
-            setattr(self, name, extended(tensor, width).flatten(0, 2).index_select(0, source))
 
 
 class RaggedCodes(Ragged):
@@ -158,14 +147,3 @@ class RaggedCodes(Ragged):
     names = ("codes",)
     exported = ("codes", "rooms")
     codes: torch.Tensor | None = None
-
-    @classmethod
-    def with_rooms(cls, rooms: torch.Tensor, backend: Backend) -> Self:
-        """Heads with `rooms` slots each that hold nothing yet."""
-        storage = cls(backend)
-        storage._lay_out(rooms)
-        return storage
-
-    def clear(self) -> None:
-        super().clear()
-        self.codes = None

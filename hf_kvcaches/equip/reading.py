@@ -13,7 +13,6 @@ from hf_kvcaches import compat
 from hf_kvcaches.core.call import Call
 from hf_kvcaches.core.provenance import Provenance
 from hf_kvcaches.core.step import Pass
-from hf_kvcaches.equip import block
 from hf_kvcaches.equip.policies.kvzip import even_chunks, most_received
 from hf_kvcaches.equip.prompt import Detour, PromptLayer
 from hf_kvcaches.errors import UnsupportedError
@@ -21,10 +20,10 @@ from hf_kvcaches.kernels.blocks import Visibility
 
 
 @contextmanager
-def detours(cache: Any, layers: Sequence[PromptLayer], passes: Sequence[Detour]) -> Iterator[Provenance]:
+def detours(cache: Any, layers: Sequence[PromptLayer], ways: Sequence[Detour]) -> Iterator[Provenance]:
     """Have each layer's new tokens take a detour, without gradients; what computed them is noted apart from what the cache was fed."""
-    for layer, detour in zip(layers, passes, strict=True):
-        layer.detour = detour
+    for layer, way in zip(layers, ways, strict=True):
+        layer.detour = way
     fed, cache.provenance = cache.provenance, Provenance()
     try:
         with torch.no_grad():
@@ -49,27 +48,27 @@ class Reconstruction:
         self.span = (0, 0)
         self.received = torch.zeros(*layer.storage.shape, layer.table.used, device=layer.device)
 
-    def attend(self, layer: Any, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: Pass) -> torch.Tensor:
+    def __call__(
+        self, layer: PromptLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: Pass
+    ) -> torch.Tensor:
         """Attention of repeated tokens over the context and each other, (batch, tokens, heads, head_dim)."""
-        table, rotation, used = layer.table, layer.rotation, layer.table.used
+        table, rotation = layer.table, layer.rotation
         steps = torch.arange(running.tokens, device=keys.device)[None] if running.valid is None else running.valid.cumsum(-1) - 1
         count = table.count if isinstance(table.count, int) else table.count.view(-1, 1)
         index = rotation.index_of_new(table, steps.clamp(min=0) + count)
         query, keys = (rotation.to_frame(x, running.positions(), index, table) for x in (query, keys))
-        past_keys, past_values = layer.storage.read(used)
-        past_keys = rotation.frame(past_keys, table)
+        kept_states = layer.kept_states()
         text = table.text_index()[:, :1]  # nothing is pruned yet: all heads hold the same tokens
         inside = (text >= self.span[0]) & (text < self.span[1])
         columns = inside.any(0).any(0).nonzero()[:, 0]
         real = None
         if running.valid is not None:
             real = torch.cat([inside[..., columns], running.valid[:, None]], -1)
-        received = most_received(query * call.scaling, past_keys[:, :, columns], keys, call.softcap, real)
+        received = most_received(query * call.scaling, kept_states[0][:, :, columns], keys, call.softcap, real)
         self.received[..., columns] = torch.maximum(self.received[..., columns], received)
         kept = int(columns[-1]) + 1 if columns.numel() else 0
         visible = Visibility((text[..., :kept] >= 0) & (text[..., :kept] < self.span[1]), kept, running.valid)
-        all_keys, all_values = (torch.cat([past[:, :, :kept], new], 2) for past, new in ((past_keys, keys), (past_values, values)))
-        return block.attend(query, all_keys, all_values, call, visible, call.bias)
+        return layer.attend_with(query, kept_states, keys, values, call, visible, call.bias)[0]
 
 
 def reconstruct(cache: Any, model: Any, layers: list[Any], ids: torch.Tensor, chunk: int) -> list[torch.Tensor]:

@@ -9,13 +9,63 @@ from __future__ import annotations
 import torch
 
 from hf_kvcaches.equip.policies.future import piece
-from hf_kvcaches.equip.policies.tokens import NOTHING
-from hf_kvcaches.equip.storage import pick
+from hf_kvcaches.equip.policies.tokens import NOTHING, Tokens
+from hf_kvcaches.equip.storage import Slots, pick
+
+# Queries of a context that a refit looks at, and to how many positions behind its end they are rotated in turn.
+_QUERIES, _SPREAD = 256, 96
+
+
+def context_queries(tokens: Tokens, earlier: torch.Tensor | None, most: int = _QUERIES, spread: int = _SPREAD) -> torch.Tensor:
+    """Some queries of a context, evenly spaced, where its newest token has the position 0, (batch, heads, n, head_dim).
+
+    Args:
+        earlier: Those of the tokens before.
+        spread: To how many positions, from 1 on, they are rotated in turn.
+    """
+    index = tokens.query_index
+    assert index is not None
+    length, n = index.shape[-1], min(most, index.shape[-1])
+    real = (index >= 0).sum(-1, keepdim=True).clamp(min=n)  # a row's real queries, which are the last ones in order
+    picks = length - real + real * torch.arange(n, device=index.device) // n
+    picks = index.argsort(dim=-1, stable=True).gather(-1, picks)
+    index, queries = index.gather(-1, picks), pick(tokens.asked.detach(), picks[:, None])
+    turn = ((index >= 0).cumsum(-1) - 1).clamp(min=0) % spread
+    queries = _moved(tokens, queries, turn + 1 - index)
+    queries = torch.where((index >= 0)[:, None, :, None], queries, queries[:, :, -1:])  # padding asks what the last query asks
+    if earlier is None:
+        return queries
+    queries = torch.cat([earlier, queries], 2)
+    return queries[:, :, torch.arange(most, device=index.device) * queries.shape[2] // most]
+
+
+def refitted(
+    tokens: Tokens, queries: torch.Tensor, kept_keys: torch.Tensor, index: Slots, stays: torch.Tensor, unrotated: bool
+) -> torch.Tensor:
+    """The values of kept tokens, refitted to what queries of the context get of all.
+
+    Args:
+        queries: What `context_queries` gave.
+        kept_keys: Of the tokens that are kept, as they are kept.
+        index: Which tokens these are, (batch, 1 or kv_heads, n).
+        stays: False where `index` names none.
+        unrotated: Whether positions are compact.
+    """
+    afterwards = None
+    if unrotated:  # what is gone no longer lies between queries and keys
+        distances = stays.sum(-1, keepdim=True) - 1 - torch.arange(stays.shape[-1], device=stays.device)
+        afterwards = queries, _moved(tokens, kept_keys, -distances.clamp(min=0).expand(*kept_keys.shape[:3]))
+    queries, index = _moved(tokens, queries, tokens.end - 1), index.expand(-1, tokens.values.shape[1], -1)
+    return refit(queries, tokens.keys, tokens.values, tokens.real, index, stays, tokens.scaling, afterwards=afterwards)
+
+
+def _moved(tokens: Tokens, x: torch.Tensor, by: int | torch.Tensor) -> torch.Tensor:
+    """Queries or keys, rotated further by a number of positions, where their angles are known."""
+    return x if (geometry := tokens.angles) is None else geometry.shift(x, by)
 
 
 def refit(
     queries: torch.Tensor,
-    asked: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     real: torch.Tensor,
@@ -32,8 +82,7 @@ def refit(
     its kept tokens, and A what they get of all.
 
     Args:
-        queries: (batch, heads, queries, head_dim), in one frame with the keys, as `future_queries` gives them.
-        asked: True for real queries, (batch or 1, queries).
+        queries: (batch, heads, queries, head_dim), in one frame with the keys.
         keys: Of all tokens, (batch, kv_heads, tokens, head_dim).
         values: Of all tokens, (batch, kv_heads, tokens, value_dim).
         real: True for tokens, (batch, 1 or kv_heads, tokens).
@@ -44,25 +93,23 @@ def refit(
             is otherwise: compact positions bring them closer together.
         ridge: Relative to the mean of the diagonal.
     """
-    (batch, heads, tokens, _), group = keys.shape, queries.shape[1] // keys.shape[1]
-    rows = asked.expand(batch, -1).repeat(1, group).repeat_interleave(heads, 0)[..., None]  # (batch * kv_heads, group * queries, 1)
+    (batch, heads, tokens, dim), group = keys.shape, queries.shape[1] // keys.shape[1]
     later, chosen = afterwards or (queries, pick(keys, kept))
-    asking, later = (part.reshape(batch * heads, rows.shape[1], -1) for part in (queries, later))
+    asking, later = (part.reshape(batch * heads, group * queries.shape[2], dim) for part in (queries, later))
     keys, states, chosen = keys.flatten(0, 1), values.flatten(0, 1), chosen.flatten(0, 1)
     missing, absent = ((~part).expand(batch, heads, -1).flatten(0, 1)[:, None] for part in (real, stays))
-    index, step, refitted = kept.flatten(0, 1)[..., None], max(1, piece(keys) // (rows.shape[1] * tokens)), []
+    index, step, moved = kept.flatten(0, 1)[..., None], max(1, piece(keys) // (asking.shape[1] * tokens)), []
     for start in range(0, batch * heads, step):
         part = slice(start, start + step)
         before = _weights(asking[part], keys[part], missing[part], scaling)
         after = _weights(later[part], chosen[part], absent[part], scaling)
-        old, weights = states[part].take_along_dim(index[part], 1).float(), after * rows[part]
-        gram = weights @ weights.mT
+        old = states[part].take_along_dim(index[part], 1).float()
+        gram = after @ after.mT
         diagonal = gram.diagonal(dim1=1, dim2=2)
-        damping = ridge * diagonal.sum(-1, keepdim=True) / rows[part].sum(1).clamp(min=1)
-        diagonal.add_(damping.clamp(min=torch.finfo(torch.float32).tiny))
-        residual = (before @ states[part].float() - weights @ old) * rows[part]
-        refitted.append(old + weights.mT @ torch.cholesky_solve(residual, torch.linalg.cholesky(gram)))
-    return torch.cat(refitted).unflatten(0, (batch, heads)).to(values.dtype)
+        diagonal.add_((ridge * diagonal.mean(-1, keepdim=True)).clamp(min=torch.finfo(torch.float32).tiny))
+        residual = before @ states[part].float() - after @ old
+        moved.append(old + after.mT @ torch.cholesky_solve(residual, torch.linalg.cholesky(gram)))
+    return torch.cat(moved).unflatten(0, (batch, heads)).to(values.dtype)
 
 
 def _weights(queries: torch.Tensor, keys: torch.Tensor, hidden: torch.Tensor, scaling: float) -> torch.Tensor:

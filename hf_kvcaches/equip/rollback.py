@@ -1,84 +1,73 @@
-"""Taking tokens back: drafts that were refused."""
+"""Taking tokens back: drafts that were refused, and edits that failed."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Self
+from typing import Any
+
+import torch
 
 from hf_kvcaches.equip.rotation import Given
 from hf_kvcaches.equip.slots import SlotTable
 from hf_kvcaches.equip.storage import Flat, Slots
-from hf_kvcaches.errors import UnsupportedError
+from hf_kvcaches.errors import ConfigError, UnsupportedError
 
 
 @dataclass(frozen=True)
 class Undo:
-    """What a step or a block changed.
+    """What an `EquipLayer` was before a change.
 
     Args:
-        tokens: How many it took.
-        table: As it was before.
-        slot: The slot that a step overwrote, (batch, 1 or kv_heads, 1), with what was in it; None for all of them.
-        raw: That, or a snapshot of the storage.
-        storage: The one that is restored.
-        rotation: As it was before.
+        tokens: How many new ones it took.
+        slots: Those that a step overwrote, (batch, 1 or kv_heads, 1), with what was in them; None for all.
     """
 
     tokens: int
+    slots: Slots | None
+    content: Any
     table: SlotTable
-    slot: Slots | None
-    raw: Any
     storage: Flat
     rotation: Given
 
+    @classmethod
+    def of(cls, layer: Any, slots: Slots | None = None, tokens: int = 0) -> Undo:
+        """The layer as it is."""
+        content = layer.storage.snapshot() if slots is None else layer.storage.gather(slots)
+        return cls(tokens, slots, content, layer.table.clone(), layer.storage, layer.rotation)
 
-class Journal:
-    """What came since the last crop, as a list of changes to undo."""
+    def restore(self, layer: Any) -> None:
+        """Make the layer what it was. Of several changes the newest is undone first."""
+        layer.table, layer.storage, layer.rotation = self.table, self.storage, self.rotation
+        if self.slots is None:
+            layer.storage.restore(self.content, self.table.kept(), layer.slots)
+        else:
+            layer.storage.write(self.slots, self.content)
+        layer.table.reserve(layer.storage.capacity)
 
-    def __init__(self) -> None:
-        self._undos: list[Undo] = []
 
-    @property
-    def tokens(self) -> int:
-        """How many can be taken back."""
-        return sum(undo.tokens for undo in self._undos)
-
-    def add(self, undo: Undo) -> None:
-        """Note a change before it is made."""
-        self._undos.append(undo)
-
-    def covers(self, tokens: int) -> bool:
-        """Whether the last tokens are whole entries of the list: steps, or a block with all of its tokens."""
-        return tokens in {0, *accumulate(undo.tokens for undo in reversed(self._undos))}
-
-    def last(self, tokens: int) -> Iterator[Undo]:
-        """The changes that the last tokens made, the newest first; they are forgotten.
-
-        Args:
-            tokens: How many.
-        """
-        if not self.covers(tokens):
-            raise UnsupportedError(
-                f"crop: {tokens} tokens are to be taken back, and EquipCache remembers {self.tokens}: those since the last crop. "
-                "Call activate_past_recording() before the tokens that may be taken back, or build the cache anew from the shorter text."
-            )
-        while tokens:
-            undo = self._undos.pop()
-            tokens -= undo.tokens
-            yield undo
-
-    def clear(self) -> None:
-        """Forget everything; what comes is recorded anew."""
-        self._undos = []
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        copied = type(self)()
-        # What a snapshot holds may be written to once it is restored.
-        copied._undos = [copy.deepcopy(undo, memo) for undo in self._undos]
-        return copied
-
-    def __reduce__(self) -> tuple[type[Journal], tuple[()]]:
-        return Journal, ()
+def take_back(layer: Any, tokens: int) -> None:
+    """Take the last tokens of an `EquipLayer` back, or refuse."""
+    table, journal = layer.table, layer.journal or []
+    if not 0 <= tokens <= layer.seen:
+        raise ConfigError.of("tokens_to_remove", f"a number from -{layer.seen} to 0", -tokens, "crop(-n) removes the last n tokens.")
+    table.catch_up()
+    recorded = [0, *accumulate(undo.tokens for undo in reversed(journal))]  # steps, and blocks with all of their tokens
+    if tokens in recorded:
+        with layer.storage.rewriting():
+            for undo in reversed(journal[len(journal) - recorded.index(tokens) :]):
+                undo.restore(layer)
+    elif layer.policy.order_only and table.filled == table.seen and table.counts is None:  # every token is there, in order
+        table.filled -= tokens
+        table.positions[..., table.filled :] = -1
+        table.scores[..., table.filled :] = -torch.inf
+        table.find_distances(layer.rotation.unrotated)
+        table.advance(-tokens)
+    else:
+        why = "tokens were pruned or scored, so EquipCache can take back only what it has recorded"
+        if layer.journal is not None:
+            why = f"{tokens} tokens are to be taken back, and EquipCache remembers {recorded[-1]}: those since the last crop"
+        raise UnsupportedError(
+            f"crop: {why}. Call activate_past_recording() before the tokens that may be taken back, or build the cache anew from the "
+            "shorter text."
+        )

@@ -1,10 +1,9 @@
 """At which position each kept key is rotated.
 
 StreamingLLM counts positions within the cache: n kept tokens have the ranks 0 .. n-1 whatever was evicted between them, while the model
-rotates queries and keys to their positions in the text. Four rules:
+rotates queries and keys to their positions in the text. Three rules:
 
-- `Given`: keys stay as the model rotated them.
-- `Within`: the same, until a text outgrows the window that the model was trained with; then `Unrotated`.
+- `Given`: keys stay as the model rotated them, or do so until a text outgrows the window that the model was trained with.
 - `Unrotated`: keys are kept without rotation. A query is unrotated, too, and each key is rotated on the way by minus its distance to the
   newest token, in tokens of the cache.
 - `Shifted`, for a stream whose oldest token is always evicted next: keys stay as the model rotated them, because the distances of recent
@@ -16,7 +15,7 @@ Angles are taken in float64. The model's own are products in float32: what unrot
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -67,27 +66,28 @@ class Given:
     """Keys stay as the model rotated them. A frame is one rotation of queries and keys in which they can be multiplied.
 
     Attributes:
+        otherwise: What takes its place where a text reaches `window` tokens; None: nothing.
+        geometry: The angles by which keys move, where they do.
         unrotated: Whether keys are kept without rotation.
-        otherwise: What takes its place beyond `window`; None: nothing.
-        window: Tokens up to which it holds.
     """
 
     geometry: RotaryGeometry | None = None
     unrotated = False
-    otherwise: Unrotated | None = None
-    window: float = math.inf
+
+    def __init__(self, otherwise: Unrotated | None = None, window: float = math.inf) -> None:
+        self.otherwise, self.window = otherwise, window
+
+    @property
+    def moves(self) -> bool:
+        """Whether keys are rotated to other positions than the model's, now or later."""
+        return self.unrotated or self.otherwise is not None
 
     def index_of_slots(self, table: SlotTable) -> torch.Tensor:
         """To which position the keys of the slots in use are rotated in the frame, (batch, 1 or kv_heads, slots in use)."""
-        assert table.positions is not None
         return table.positions[..., : table.used].clamp(min=0)
 
     def index_of_new(self, table: SlotTable, positions: torch.Tensor) -> torch.Tensor:
-        """The same of tokens that are not in slots, or have a query, by their positions in their rows; -1 stays.
-
-        Args:
-            positions: (batch or 1, ...).
-        """
+        """The same of tokens in no slot, by their positions in their rows, (batch or 1, ...); -1 stays."""
         return positions
 
     def frame(self, keys: torch.Tensor, table: SlotTable) -> torch.Tensor:
@@ -95,13 +95,7 @@ class Given:
         return keys
 
     def to_frame(self, x: torch.Tensor, positions: torch.Tensor, index: torch.Tensor, table: SlotTable) -> torch.Tensor:
-        """Queries or keys in the frame, (batch, heads, tokens, head_dim).
-
-        Args:
-            x: As the model rotated them.
-            positions: The model's positions, (batch or 1, tokens).
-            index: Those of the frame, (batch or 1, tokens).
-        """
+        """Queries or keys, (batch, heads, tokens, head_dim), from the model's positions, (batch or 1, tokens), to those of the frame."""
         return x
 
     def stored(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -109,24 +103,22 @@ class Given:
         return keys
 
 
-@dataclass(eq=False)
 class Unrotated(Given):
     """Keys are kept without rotation, and rotated by their distance on the way.
 
     The frame of a block puts the newest kept token at one less than the number of slots in use, whatever a row or a head keeps: distances
     are all that attention sees.
-
-    Args:
-        geometry: The model's angles.
     """
 
-    geometry: RotaryGeometry
     unrotated = True
-    _tables: dict[torch.device, RotationTables] = field(default_factory=dict, repr=False)
-    _other: Unrotated | None = field(default=None, repr=False)
+
+    def __init__(self, geometry: RotaryGeometry) -> None:
+        super().__init__()
+        self.geometry: RotaryGeometry = geometry
+        self._tables: dict[torch.device, RotationTables] = {}
+        self._other: Unrotated | None = None
 
     def index_of_slots(self, table: SlotTable) -> torch.Tensor:
-        assert table.distances is not None
         return (table.used - 1 - table.distances[..., : table.used]).clamp(min=0)
 
     def index_of_new(self, table: SlotTable, positions: torch.Tensor) -> torch.Tensor:
@@ -162,8 +154,12 @@ class Unrotated(Given):
         """From none to positions, (batch or 1, heads or 1, tokens)."""
         return Turn.by(self.exact(index), self.geometry.layout)
 
+    def exact(self, positions: torch.Tensor) -> torch.Tensor:
+        """Angles of positions: (..., rotary_dim / 2), float64."""
+        return positions[..., None].double() * self.geometry.frequencies_on(positions.device)
+
     def rounded(self, positions: torch.Tensor) -> torch.Tensor:
-        """The model's angles at its positions: (..., rotary_dim / 2), float64, with float32's precision."""
+        """The model's angles at its positions, with float32's precision, as `exact`."""
         return self._model_angles(positions).double()
 
     def _model_angles(self, positions: torch.Tensor) -> torch.Tensor:
@@ -183,13 +179,9 @@ class Unrotated(Given):
                 angles = self.exact(-torch.arange(max(64, length), device=device))
                 turn = Turn.by(angles, self.geometry.layout)
                 full = torch.cat([turn.cos, turn.sin], -1)
-                tables = RotationTables(distances, angles.cos().float(), angles.sin().float(), self.geometry.layout, full)
-            self._tables[device] = tables._replace(positions=full[:0])
+                tables = RotationTables(full[:0], angles.cos().float(), angles.sin().float(), self.geometry.layout, full)
+            self._tables[device] = tables
         return tables._replace(positions=distances)
-
-    def exact(self, positions: torch.Tensor) -> torch.Tensor:
-        """Angles of positions: (..., rotary_dim / 2), float64."""
-        return positions[..., None].double() * self.geometry.frequencies_on(positions.device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unrotated:
         return self  # nothing in it belongs to a sequence
@@ -198,15 +190,6 @@ class Unrotated(Given):
         return {**self.__dict__, "_tables": {}}
 
 
-@dataclass(eq=False)
-class Within(Given):
-    """Keys stay as the model rotated them, as long as a text is within the window that the model was trained with."""
-
-    otherwise: Unrotated
-    window: float
-
-
-@dataclass(eq=False)
 class Shifted(Given):
     """Keys stay as the model rotated them, but for the sinks, which follow the newest token.
 
@@ -215,23 +198,21 @@ class Shifted(Given):
     """
 
     otherwise: Unrotated
-    window: float = LONGEST
 
-    @property
-    def geometry(self) -> RotaryGeometry:  # type: ignore[override]
-        """The model's angles."""
-        return self.otherwise.geometry
+    def __init__(self, otherwise: Unrotated) -> None:
+        super().__init__(otherwise, LONGEST)
+        self.geometry: RotaryGeometry = otherwise.geometry
 
     def by(self, geometry: RotaryGeometry) -> Shifted:
         """The same by the other angles of the model."""
         return Shifted(self.otherwise.by(geometry))
 
     def follow(self, positions: torch.Tensor, kept: int | torch.Tensor) -> Turn:
-        """From a sink's own position to the one from which the newest token sees it at its distance within the cache.
+        """From a sink's own position to that from which the newest token sees it at its distance within the cache.
 
         Args:
             positions: The model's position of the newest token, (batch or 1, 1).
-            kept: How many tokens are kept, the newest included.
+            kept: How many tokens are kept, with it.
         """
         newest = torch.as_tensor(kept, device=positions.device).view(1, 1) - 1
         return Turn.by((self.otherwise.rounded(positions) - self.otherwise.exact(newest))[:, None], self.geometry.layout)

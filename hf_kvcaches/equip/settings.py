@@ -66,60 +66,43 @@ class EquipSettings:
             object.__setattr__(self, name, value)
 
     def check(self, model: Any, *, latents: bool, offloading: bool) -> None:
-        """Refuse what does not go together.
-
-        Args:
-            model: The model, or its config.
-            latents: Whether the model keeps latents.
-            offloading: Whether layers wait in CPU memory.
-        """
+        """Refuse what does not go together with the model, or its config; `latents` is whether it keeps these."""
         for refused, message in self._refusals(latents, offloading):
             if refused:
                 raise UnsupportedError(message)
         self._check_heads()
-        for needed, what, instead in (
-            (
-                self.policy.mixes_heads,
-                f"The policy {self.policy.name!r}",
-                "Use a policy that scores each head by itself: 'h2o' or 'snapkv'.",
-            ),
-            (latents, "Pruning latents, which are common to all heads,", "Use DynamicCache."),
-        ):
-            if needed:
-                require_all_heads(model, what, instead, any_plan=latents)
+        if self.policy.mixes_heads:
+            require_all_heads(model, f"The policy {self.policy.name!r}", "Use a policy that scores each head by itself: 'h2o' or 'snapkv'.")
+        if latents:
+            require_all_heads(model, "Pruning latents, which are common to all heads,", "Use DynamicCache.", any_plan=True)
 
     def _refusals(self, latents: bool, offloading: bool) -> tuple[tuple[Any, str], ...]:
         """What does not go together, each with whether that is asked for."""
         policy, paged, shared = self.policy, self.page_size is not None, self.head_budgets is not None
-        two_limits = policy.deferred or self.decode_budget is not None or self.question_start is not None
-        in_few_bits = self.codec or self.storage
+        late = self.decode_budget is not None or self.question_start is not None
+        unaware = self.codec is not None and self.codec.settings.rotation != "aware"
         return (
             (paged and shared, "head_budgets: a page belongs to all heads of a layer. Leave page_size and pool out, or pass None."),
-            (paged and two_limits, "page_size, pool: pages are for one budget. Leave out decode_budget, question_start and 'kvzip'."),
+            (
+                paged and (policy.deferred or late),
+                "page_size, pool: pages are for one budget. Leave out decode_budget, question_start and 'kvzip'.",
+            ),
             (paged and latents, "page_size, pool: this model keeps latents, which are not kept on pages. Leave page_size and pool out."),
             (paged and self.storage, "storage: pages hold the model's dtype, or codes. Leave storage out, or page_size and pool."),
             (paged and offloading, "offloading: pages stay on their pool's device. Leave offloading out, or page_size and pool."),
             (self.codec and self.storage, "storage, codec: slots are kept in one way. Leave one of them out."),
             (self.codec and self.positions == "original", "codec: codes are of keys before rotation. Leave positions='original' out."),
-            (
-                self.codec and self.codec.settings.rotation != "aware",
-                "codec: slots change their positions. Calibrate with rotation='aware'.",
-            ),
+            (unaware, "codec: slots change their positions. Calibrate with rotation='aware'."),
             (shared and self.storage, "head_budgets: such heads are held in the model's dtype, or as codes. Leave storage out."),
             (shared and latents, "head_budgets: latents are common to all heads. Pass None."),
-            (
-                latents and in_few_bits,
-                "storage, codec: this model keeps latents, which are held in its dtype. Leave storage and codec out.",
-            ),
+            (latents and self.storage, "storage: this model keeps latents, which are held in its dtype. Leave storage out."),
+            (latents and self.codec, "codec: this model keeps latents, which are held in its dtype. Leave codec out."),
             (self.refit and latents, "refit: latents are keys and values at once. Leave refit out."),
             (
                 self.refit and policy.order_only,
                 f"refit: {policy.name!r} reads no queries, and keeps recent values as they are. Leave it out.",
             ),
-            (
-                latents and policy.reads_inputs,
-                "policy: it reads the inputs of heads, and this model keeps latents. Use 'keydiff' or 'snapkv'.",
-            ),
+            (latents and policy.reads_inputs, "policy: it reads inputs of heads, and this model keeps latents. Use 'keydiff' or 'snapkv'."),
             (
                 self.head_budgets == "global" and offloading,
                 "head_budgets: 'global' prunes all layers at once, and with offloading one alone is at hand. Pass head_budgets='layer'.",
@@ -137,9 +120,7 @@ class EquipSettings:
         if self.head_budgets is not None and alike:
             raise scores_alike(policy)
         if self.head_budgets == "global" and not policy.comparable:
-            what = (
-                "'layer', None, or a policy whose scores mean the same in all layers, as probabilities of attention do ('future', 'kvzip')"
-            )
+            what = "'layer', None, or a policy whose scores mean the same in all layers, as probabilities do ('future', 'kvzip')"
             raise ConfigError.of("head_budgets", what, f"'global' with {name!r}")
 
     def question_in(self, tokens: int) -> int:
@@ -184,12 +165,7 @@ class EquipSettings:
         return slots_for(self.budget, prompt, self.least)
 
     def limit_of(self, prompt: int, beside: int = 0) -> Limit:
-        """What a prompt is pruned to.
-
-        Args:
-            prompt: Its tokens, in the longest row.
-            beside: Tokens that stay besides, on top of a fraction.
-        """
+        """What a prompt, of so many tokens in its longest row, is pruned to; `beside` more tokens stay on top of a fraction."""
         slots = self.slots_of(prompt) + (beside if isinstance(self.budget, float) else 0)
         recent = whole_number("recent", self.recent_of(slots), 0)
         check_budget(slots, self.sinks, max(recent, beside))
@@ -219,8 +195,7 @@ def resolve_head_budgets(head_budgets: Any, policy: Policy, possible: bool, alon
     """As plain values: "global", "layer", None, or the shares of a `HeadBudgets`.
 
     Args:
-        possible: Whether heads may keep different numbers of tokens with the other settings, for "auto".
-        alone: Whether layers can't wait for each other.
+        possible: Whether "auto" may let heads keep different numbers of tokens; `alone`: only within a layer.
     """
     if isinstance(head_budgets, str):
         require_choice("head_budgets", head_budgets, ("auto", "global", "layer"), also=", HeadBudgets, or None")

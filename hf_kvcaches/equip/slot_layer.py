@@ -2,62 +2,42 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import nn
 
 from hf_kvcaches.core.call import AnsweringLayer
+from hf_kvcaches.core.files import part_of
 from hf_kvcaches.core.parallel import require_heads
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.core.step import Pass, Passes
 from hf_kvcaches.equip import graphs
-from hf_kvcaches.equip.allocation import Assembly
-from hf_kvcaches.equip.budgets import Limit, slots_for
+from hf_kvcaches.equip.block import ModuleCall
+from hf_kvcaches.equip.budgets import Assembly
 from hf_kvcaches.equip.coded import ragged_like
-from hf_kvcaches.equip.rollback import Journal, Undo
-from hf_kvcaches.equip.rotation import Given
+from hf_kvcaches.equip.rollback import Undo, take_back
+from hf_kvcaches.equip.rotation import Given, Shifted, Unrotated
 from hf_kvcaches.equip.settings import EquipSettings
 from hf_kvcaches.equip.slots import SlotTable
-from hf_kvcaches.equip.storage import Flat, Slots
-from hf_kvcaches.equip.streamed import Streamed
-from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError
+from hf_kvcaches.equip.storage import Flat, Slots, Streamed
+from hf_kvcaches.errors import ArtifactError, UnsupportedError
 
 # What a file has of a layer beside its table.
 _LIMITS = {"slots": int, "recent": int, "waiting": bool, "unrotated": bool}
-
-
-class Asked(NamedTuple):
-    """What the model's attention module is called with.
-
-    Args:
-        mask: The mask that it will attend with; False where it has another name.
-        positions: The model's positions of the new tokens, (batch or 1, tokens), or None.
-        inputs: All arguments, for policies that read them, or None.
-    """
-
-    module: nn.Module
-    mask: Any
-    positions: torch.Tensor | None
-    inputs: Mapping[str, Any] | None
 
 
 class SlotLayer(AnsweringLayer):
     """Slots for at most a budget of tokens.
 
     Attributes:
-        policy: Which tokens stay.
-        geometry: How the model rotates the layer's keys.
-        rotation: How they are kept.
-        storage: Keys and values of the slots.
-        table: Which token each slot holds.
+        geometry: How the model rotates the layer's keys; `rotation` is how they are kept.
+        storage: Keys and values of the slots; `table` says which token each holds.
         slots: How many slots there may be in each head, in the mean; 0 before the prompt.
         recent: How many of the newest tokens are protected while decoding.
         waiting: Whether nothing is pruned yet, because the policy waits for `EquipCache.compress`.
-        journal: What can be taken back, while that is asked for.
-        asked: What the attention module of the running pass is called with, where a hook tells it.
+        journal: What new tokens changed since the last crop, the newest last; None where nothing is recorded.
+        module_call: What the attention module of the running pass is called with, where a hook tells it.
         assembly: The layers that share their slots.
         shard: Which heads the layer has, under tensor parallelism; None for all.
         heads: KV heads of the model's layer in all processes together; None where nothing looks at several heads.
@@ -84,7 +64,7 @@ class SlotLayer(AnsweringLayer):
         self.policy, self.frozen = settings.policy, False
         self.assembly, self.shard, self.heads = assembly, assembly.shard, heads
         self._first = (rotation, storage)
-        self.journal: Journal | None = None
+        self.journal: list[Undo] | None = None
         self._clear()
 
     def _clear(self) -> None:
@@ -93,7 +73,7 @@ class SlotLayer(AnsweringLayer):
         self.table = SlotTable()
         self.slots = self.recent = 0
         self.waiting, self.scaling = self.policy.deferred > 0, 1.0
-        self.asked: Asked | None = None
+        self.module_call: ModuleCall | None = None
         self.arrival: Any = None
         self.detour: Any = None
 
@@ -109,16 +89,15 @@ class SlotLayer(AnsweringLayer):
             return 0
         return round(float(self.table.kept().float().mean(1).max()))
 
-    @property
-    def limit(self) -> Limit:
-        """How many tokens stay of all that came."""
-        return Limit(self.slots, self.recent)
-
     def kept_positions(self) -> torch.Tensor:
         """For each slot the index of its token in the text, padding included, (batch, kv_heads, slots); -1: empty."""
-        self.table.catch_up()
-        slots = self.slots if self.table.rooms is None else int(self.table.rooms.max())
-        return self.table.text_positions(self.storage.shape[1], slots)
+        table = self.table
+        table.catch_up()
+        if table.positions is None:
+            return torch.empty(0, 0, 0, dtype=torch.long)
+        slots = self.slots if table.rooms is None else int(table.rooms.max())
+        index = (table.positions.long() if table.text is None else table.text)[..., :slots]
+        return torch.nn.functional.pad(index, (0, slots - index.shape[-1]), value=-1).expand(-1, self.storage.shape[1], -1)
 
     def get_seq_length(self) -> int:
         table = self.table
@@ -138,7 +117,7 @@ class SlotLayer(AnsweringLayer):
         settings, late = self.settings, self.settings.decode_budget is not None or self.settings.question_start is not None
         if late or self.journal is not None or not self.policy.in_graphs or not self.storage.in_graphs:
             return False
-        if self.geometry.changes_at is not None and type(self.rotation) is not Given:
+        if self.geometry.changes_at is not None and self.rotation.moves:
             return False
         if isinstance(self.storage, Streamed) and self.storage.sink_keys is None and settings.sinks and self.table.seen:
             return False
@@ -158,52 +137,100 @@ class SlotLayer(AnsweringLayer):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
-    def resolve(self, prompt: int) -> Limit:
-        """Decide on the number of slots when the first tokens are there; return what these are pruned to.
+    def places(self, positions: torch.Tensor | None) -> torch.Tensor:
+        """The model's position of the newest token, (batch or 1, 1); counted where it does not tell."""
+        if positions is not None:  # the axes of an image agree for text
+            return positions[0, ..., -1:] if positions.ndim == 3 else positions[..., -1:]
+        count = self.table.count
+        if isinstance(count, int):
+            return torch.full((1, 1), count - 1, device=self.device)
+        return count.reshape(-1, 1).long() - 1
 
-        Args:
-            prompt: The tokens of the longest row.
-        """
-        limit = self.settings.limit_of(prompt)
-        self.take_limits(limit, prompt)
-        return limit
-
-    def limit_of_context(self, behind: int) -> tuple[Limit, int]:
-        """What a context that is held is pruned to, and the tokens of its longest row.
-
-        Args:
-            behind: How many of the newest tokens are not context.
-        """
-        counts = self.table.counts
-        context = (self.table.seen if counts is None else int(counts.max())) - behind
-        return self.settings.limit_of(context, behind), context
-
-    def take_limits(self, limit: Limit, prompt: int) -> None:
-        """Set how many slots there are from now on.
-
-        Args:
-            limit: What the prompt is pruned to.
-            prompt: Its tokens, in the longest row.
-        """
-        decode = self.settings.decode_budget
-        slots = limit.slots if decode is None else slots_for(decode, prompt, limit.slots)
-        if slots < limit.slots:
-            raise ConfigError.of("decode_budget", f"at least the budget, {limit.slots} tokens", slots)
-        self.slots, self.recent, self.waiting = slots, self.settings.recent_of(slots), False
+    def follow(self, newest: torch.Tensor | None) -> None:
+        """Have the sinks of a stream follow its newest token, at the model's position (batch or 1, 1); None: counted."""
+        storage, rotation, table = self.storage, self.rotation, self.table
+        if not isinstance(storage, Streamed) or not isinstance(rotation, Shifted) or storage.sink_keys is None:
+            return None
+        if torch.compiler.is_compiling():
+            assert isinstance(table.count, torch.Tensor)
+            return storage.follow(rotation.follow(self.places(newest), table.count.clamp(max=self.slots)))
+        if table.seen == table.filled:
+            return storage.follow(None) if storage.moved else None
+        kept: Any = table.filled
+        name = ("follow", id(rotation.otherwise), kept)
+        return storage.follow(self.passes.memo(name, newest, lambda: rotation.follow(self.places(newest), kept)))
 
     def own(self, *new: torch.Tensor) -> None:
-        """Make sure that tensors may be written in place: not where an autograd graph or inference mode holds on to them.
-
-        Args:
-            *new: What is about to be written.
-        """
+        """Make sure that tensors may be written in place, with what is `new`: no autograd graph or inference mode holds on to them."""
         inside = torch.is_inference_mode_enabled()
         needs_graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in new)
         if needs_graph or (self.frozen and not inside):
-            self.storage.own(needs_graph)
-            self.table.map(torch.clone)
+            if needs_graph and self.storage.no_gradients:
+                raise UnsupportedError(self.storage.no_gradients)
+            for part in (self.storage, self.table):
+                part.map(torch.clone)
             self.frozen = False
         self.frozen |= inside
+
+    # How keys are rotated.
+
+    def choose_angles(self, positions: Any, begun: bool) -> None:
+        """Follow a model whose angles depend on how far a text reaches; refuse a text that passes from the ones to the others.
+
+        Args:
+            positions: Makes the model's positions of the new tokens, or the largest one.
+            begun: Whether there are keys that are rotated already.
+        """
+        rotation = self.rotation
+        if self.geometry.changes_at is None or not isinstance(rotation, Unrotated | Shifted):
+            return
+        now = self.geometry.at(positions(), rotation.geometry if begun else None)
+        if not now.rotates_like(rotation.geometry):
+            self.rotation = rotation.by(now)
+
+    def regularise(self, like: torch.Tensor, padded: bool, bias: torch.Tensor | None) -> None:
+        """Give up what only holds for a stream without padding; `like` has the rows and the device of the layer."""
+        if padded:
+            self.table.pad(like.shape[0], like.device)
+        if padded or self.table.counts is not None or bias is not None:
+            self.unshift()
+
+    def unshift(self) -> None:
+        """Of a stream, rotate keys on the way from now on: what is evicted next need not be the oldest token, or rows differ."""
+        if isinstance(self.rotation, Shifted):
+            self.unrotate(0)
+
+    def unrotate(self, ahead: int | torch.Tensor) -> None:
+        """Rotate keys on the way from now on, and count positions within the cache.
+
+        Args:
+            ahead: How far the model's positions are ahead of the row's own count of tokens, a number or (batch or 1, 1, 1).
+        """
+        table, storage, rotation = self.table, self.storage, self.rotation.otherwise
+        if rotation is None:
+            return
+        self.record(None, 0)
+        if isinstance(storage, Streamed):
+            self.own()
+            storage.follow(None)
+        held = None if table.positions is None else storage.read(table.used)
+        if isinstance(storage, Streamed):
+            self.replace_storage(Flat(self.settings.backend))
+        if held is not None:
+            (keys, values), positions = held, table.positions[..., : table.used]
+            keys = rotation.undo(positions.clamp(min=0) + ahead)(keys)
+            self.storage.prepare(keys, positions >= 0, None)
+            with self.storage.rewriting():
+                self.storage.hold(self.storage.encode(keys, values), self.slots)
+                self.storage.reserve(table.positions.shape[-1], self.slots)
+            table.find_distances(True)
+            table.reserve(self.storage.capacity)
+        self.rotation = rotation
+
+    def replace_storage(self, storage: Flat) -> None:
+        """Have keys and values lie elsewhere; the storage until now gives its memory back."""
+        self.storage.clear()
+        self.storage = storage
 
     # What is taken back.
 
@@ -225,7 +252,7 @@ class SlotLayer(AnsweringLayer):
     @record_past.setter
     def record_past(self, value: bool) -> None:
         self.table.catch_up()
-        self.journal = (self.journal or Journal()) if value else None
+        self.journal = (self.journal or []) if value else None
         graphs.prepare(self)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -234,61 +261,21 @@ class SlotLayer(AnsweringLayer):
         Args:
             tokens_to_remove: Minus the number of tokens, as in transformers. 0 only makes final what came.
         """
-        tokens, table = -int(tokens_to_remove), self.table
-        if not 0 <= tokens <= self.seen:
-            raise ConfigError.of("tokens_to_remove", f"a number from -{self.seen} to 0", -tokens, "crop(-n) removes the last n tokens.")
-        table.catch_up()
-        whole = self.policy.order_only and table.filled == table.seen and table.counts is None
-        if self.journal is not None and (self.journal.covers(tokens) or not whole):
-            with self.storage.rewriting():
-                for undo in self.journal.last(tokens):
-                    self._undo(undo)
-        elif tokens and not whole:
-            raise UnsupportedError(
-                "crop: tokens were pruned or scored, so EquipCache can take back only what it has recorded. "
-                "Call activate_past_recording() before the tokens that may be taken back, or build the cache anew from the shorter text."
-            )
-        elif tokens:
-            self._forget_last(tokens)
-        if isinstance(self.storage, Streamed) and tokens:
-            self.follow(None)
+        take_back(self, -int(tokens_to_remove))
+        if isinstance(self.storage, Streamed) and tokens_to_remove:
+            self.storage.follow(None)
             self.storage.sink_keys = self.storage.sink_keys if self.seen >= self.settings.sinks else None
+            self.follow(None)
         self.make_final()
 
-    @abstractmethod
-    def follow(self, newest: torch.Tensor | None) -> None:
-        """Have the sinks of a stream follow its newest token, at the model's position (batch or 1, 1); None: counted."""
-
-    def _undo(self, undo: Undo) -> None:
-        if undo.slot is None:
-            self.storage, self.rotation = undo.storage, undo.rotation
-            self.storage.take(undo.raw, undo.table.kept(), self.slots)
-        else:
-            self.storage.write(undo.slot, undo.raw)
-        self.table = undo.table
-        self.table.reserve(self.storage.capacity)
-
-    def _forget_last(self, tokens: int) -> None:
-        """Empty the slots of the last tokens of a layer that still holds every token, in order."""
-        table = self.table
-        assert table.positions is not None
-        assert table.scores is not None
-        assert table.filled is not None
-        table.filled -= tokens
-        table.positions[..., table.filled :] = -1
-        table.scores[..., table.filled :] = -torch.inf
-        table.set_order(table.kept(), self.rotation.unrotated)
-        table.advance(-tokens)
-
-    def record(self, slot: Slots | None, tokens: int) -> None:
-        """Note what new tokens are going to change, while that is asked for.
+    def record(self, slots: Slots | None, tokens: int) -> None:
+        """Note what new tokens are going to change, while that is module_call for.
 
         Args:
-            slot: The slots that steps overwrite, or None for all.
+            slots: The slots that steps overwrite, or None for all.
         """
         if self.journal is not None:
-            raw = self.storage.snapshot() if slot is None else self.storage.gather(slot)
-            self.journal.add(Undo(tokens, self.table.clone(), slot, raw, self.storage, self.rotation))
+            self.journal.append(Undo.of(self, slots, tokens))
 
     def make_final(self) -> None:
         """End a change that came from outside of a forward pass: what came before can't be taken back any more."""
@@ -330,14 +317,13 @@ class SlotLayer(AnsweringLayer):
 
     def import_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
         self.reset()
-        stored = {name.removeprefix("slots."): tensor for name, tensor in tensors.items() if name.startswith("slots.")}
-        table = {name: tensor for name, tensor in tensors.items() if not name.startswith("slots.")}
-        limits = {name: values.get(name) for name in _LIMITS}
+        stored, counters = part_of(tensors, "slots"), dict(values)
+        limits = {name: counters.pop(name, None) for name in _LIMITS}
         if any(type(limits[name]) is not kind for name, kind in _LIMITS.items()):
             raise ArtifactError(f"The stored state of an EquipLayer doesn't fit: {limits}. Save the cache again.")
-        self.slots, self.recent, self.waiting = values["slots"], values["recent"], values["waiting"]
-        self.table = SlotTable.imported(table, {name: value for name, value in values.items() if name not in limits})
-        if self.rotation.otherwise is not None and values["unrotated"]:
+        self.slots, self.recent, self.waiting, unrotated = limits.values()
+        self.table = SlotTable.imported({name: tensors[name] for name in tensors if not name.startswith("slots.")}, counters)
+        if self.rotation.otherwise is not None and unrotated:
             self.rotation = self.rotation.otherwise
             self.storage = Flat(self.settings.backend) if isinstance(self.storage, Streamed) else self.storage
         if "rooms" in stored:
@@ -345,6 +331,7 @@ class SlotLayer(AnsweringLayer):
         if stored:
             if missing := set(self.storage.exported) - set(stored):
                 raise ArtifactError(f"A layer's slots are stored without {sorted(missing)}. Save the cache again.")
-            self.storage.take(stored, self.table.kept(), self.slots)
+            self.storage.restore(stored, self.table.kept(), self.slots)
             self.lazy_initialization(*self.storage.read(1))
+        self.choose_angles(lambda: self.table.seen - 1, False)
         graphs.prepare(self)

@@ -24,7 +24,7 @@ _COUNTERS = ("seen", "filled", "since", "fewest")
 class SlotTable:
     """The tokens of one layer, slot by slot, in any order; after a block in order of position.
 
-    A token's position is the number of real tokens before it in its row: padding is not counted.
+    A token's position is the number of real tokens before it in its row: padding is not counted. Tensors are None before the first token.
 
     Args:
         positions: (batch, 1 or kv_heads, slots), int32; -1: empty.
@@ -44,9 +44,9 @@ class SlotTable:
         fewest: No row has fewer real tokens than so many.
     """
 
-    positions: torch.Tensor | None = None
-    scores: torch.Tensor | None = None
-    distances: torch.Tensor | None = None
+    positions: torch.Tensor = None  # type: ignore[assignment]
+    scores: torch.Tensor = None  # type: ignore[assignment]
+    distances: torch.Tensor = None  # type: ignore[assignment]
     text: torch.Tensor | None = None
     counts: torch.Tensor | None = None
     gathering: torch.Tensor | None = None
@@ -81,13 +81,7 @@ class SlotTable:
             return torch.zeros(0, 1, 1, dtype=torch.long)
         return (self.positions >= 0).sum(-1, keepdim=True)
 
-    def known_scores(self) -> torch.Tensor:
-        """What the policy has said of the slots in use, (batch, 1 or kv_heads, slots); -inf where it has said nothing."""
-        assert self.scores is not None
-        scores = self.scores[..., : self.used]
-        return torch.where(scores >= UNSCORED, -math.inf, scores)
-
-    def take(self, slot: Slots, real: torch.Tensor | None, sinks: int, first: float | None) -> None:
+    def insert(self, slot: Slots, real: torch.Tensor | None, sinks: int, first: float | None) -> None:
         """Say that the new token of each row is in a slot, and count it.
 
         Args:
@@ -96,8 +90,6 @@ class SlotTable:
             sinks: How many of a row's first tokens always stay.
             first: The score of a token that has just come; None: it has none.
         """
-        assert self.positions is not None
-        assert self.scores is not None
         graph = torch.compiler.is_compiling() and self.clock is not None
         seen: int | torch.Tensor = self.clock if graph else self.seen  # type: ignore[assignment]
         # By the text's count: only the order within a row matters.
@@ -161,7 +153,6 @@ class SlotTable:
 
     def text_index(self) -> torch.Tensor:
         """For each slot in use the index of its token in the text, (batch, 1 or kv_heads, slots in use); -1: empty."""
-        assert self.positions is not None
         return (self.positions.long() if self.text is None else self.text)[..., : self.used]
 
     def reserve(self, capacity: int) -> None:
@@ -171,31 +162,12 @@ class SlotTable:
             if tensor is not None and tensor.shape[-1] < capacity:
                 setattr(self, name, torch.nn.functional.pad(tensor, (0, capacity - tensor.shape[-1]), value=fill))
 
-    def set_order(self, kept: torch.Tensor, distances: bool) -> None:
-        """Set the distances of slots in order of position.
-
-        Args:
-            kept: How many of them hold a token, (batch, 1 or kv_heads, 1).
-            distances: Whether there are any.
-        """
-        assert self.positions is not None
-        self.distances = None
-        if distances:
-            away = kept - 1 - torch.arange(self.positions.shape[-1], device=kept.device)
-            self.distances = torch.where(away < 0, _EMPTY_DISTANCE, away).to(torch.int32).contiguous()
-
-    def find_distances(self) -> None:
-        """Set the distances of slots in any order from the positions."""
-        assert self.positions is not None
-        order = self.positions.argsort(-1, descending=True).argsort(-1)
-        self.distances = torch.where(self.positions < 0, _EMPTY_DISTANCE, order).to(torch.int32)
-
-    def text_positions(self, kv_heads: int, slots: int) -> torch.Tensor:
-        """For each slot the index of its token in the text as it was fed in, padding included, (batch, kv_heads, slots); -1: empty."""
-        if self.positions is None:
-            return torch.empty(0, 0, 0, dtype=torch.long)
-        index = (self.positions if self.text is None else self.text).long()[..., :slots]
-        return torch.nn.functional.pad(index, (0, slots - index.shape[-1]), value=-1).expand(-1, kv_heads, -1)
+    def find_distances(self, rotated_by_them: bool) -> None:
+        """Set the distances of slots in any order from the positions, or leave them out."""
+        self.distances = None  # type: ignore[assignment]
+        if rotated_by_them:
+            order = self.positions.argsort(-1, descending=True).argsort(-1)
+            self.distances = torch.where(self.positions < 0, _EMPTY_DISTANCE, order).to(torch.int32)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors by name."""

@@ -1,7 +1,8 @@
 """Where the keys and values of slots lie: one buffer a row.
 
-Other layouts are subclasses: `ragged.py` (heads of different lengths), `quantized.py`, `coded.py`, `paged.py`, `latent.py`. What they
-differ in is how keys and values are encoded (`encode`, `decode`), and where the result lies (`raw`, `gather`, `hold`, `write`).
+Other forms are subclasses: `Streamed` for a stream whose sinks follow it, `ragged.py` for heads of different lengths, `quantized.py`,
+`coded.py`, `paged.py`, `latent.py`. They differ in how keys and values are encoded (`encode`, `decode`), and in where the result lies
+(`raw`, `gather`, `hold`, `write`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from hf_kvcaches.errors import ConfigError, UnsupportedError
+from hf_kvcaches.core.layers import other_rows
 from hf_kvcaches.kernels import slots as kernels
 from hf_kvcaches.kernels.arguments import Attended, RotationTables
 from hf_kvcaches.kernels.launch import Backend
@@ -25,7 +26,10 @@ Raw = tuple[torch.Tensor, ...]
 
 
 class Flat:
-    """Keys and values, (batch, kv_heads, slots, head_dim) each; what is empty is zeros.
+    """Keys and values, (batch, kv_heads, slots, head_dim) each; what is empty is zeros. None before the first token.
+
+    In all methods `used` is how many slots may hold a token, from the first on; `most` how many there may ever be; and `kept` how many of
+    each row do hold one, (batch, 1 or kv_heads, 1).
 
     Attributes:
         names: The tensors of slots, in the order of what `encode` gives.
@@ -33,6 +37,8 @@ class Flat:
         parts: What else a copy has a copy of.
         in_graphs: Whether compiled graphs may write to it.
         no_gradients: Why there are no gradients, as a sentence; "" where there are.
+        full: Whether every slot that a head has is known to hold a token, where heads differ.
+        pooled: Whether slots share memory with other caches, so that there may be no room for a token.
     """
 
     names: ClassVar[tuple[str, ...]] = ("keys", "values")
@@ -41,14 +47,12 @@ class Flat:
     in_graphs: ClassVar[bool] = True
     no_gradients: ClassVar[str] = ""
     full: bool = False
-    """Whether every slot that a head has is known to hold a token, where heads differ."""
     pooled: bool = False
-    """Whether slots share memory with other caches, so that there may be no room for a token."""
+    keys: torch.Tensor = None  # type: ignore[assignment]
+    values: torch.Tensor = None  # type: ignore[assignment]
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
-        self.keys: torch.Tensor | None = None
-        self.values: torch.Tensor | None = None
         self._bases: tuple[tuple[int, ...], torch.Tensor] | None = None
 
     @property
@@ -66,16 +70,10 @@ class Flat:
         """Refuse new tokens that can't follow those in the store, (batch, kv_heads, tokens, head_dim)."""
         rows, dtype = self.shape[0], keys.dtype if self.keys is None else self.keys.dtype
         if rows not in (0, keys.shape[0]) or (rows and not dtype == keys.dtype == values.dtype):
-            raise wrong_rows(rows, dtype, keys)
+            raise other_rows(rows, dtype, keys)
 
-    def prepare(self, keys: torch.Tensor, real: torch.Tensor, empty: torch.Tensor) -> None:
-        """Look at the keys of a block before they are encoded.
-
-        Args:
-            keys: (batch, kv_heads, tokens, head_dim).
-            real: True for tokens, (batch, 1 or kv_heads, tokens).
-            empty: True for rows that keep no token, (batch, 1, 1, 1).
-        """
+    def prepare(self, keys: torch.Tensor, real: torch.Tensor, kept: torch.Tensor | None) -> None:
+        """Look at the keys of a block before they are encoded; `real` is True for tokens, (batch, 1 or kv_heads, tokens)."""
 
     def space_for(
         self, rows: int, tokens: int, valid: torch.Tensor | None, block: int, shared: Callable[..., Any]
@@ -115,12 +113,10 @@ class Flat:
         return tuple(pick(tensor, slots) for tensor in self.raw(self.capacity))
 
     def hold(self, raw: Raw, most: int) -> None:
-        """Make these the first slots, and all others empty.
-
-        Args:
-            most: How many slots there may ever be.
-        """
-        slots = room_for(raw[0].shape[2], most)
+        """Make these the first slots, and all others empty."""
+        # A budget may be far more than is ever needed; half as many again each time copies a token three times at most.
+        slots = raw[0].shape[2]
+        slots = max(slots, min(most, max(64, slots + slots // 2)))
         for name, tensor in zip(self.names, raw, strict=True):
             setattr(self, name, extended(tensor, slots))
 
@@ -141,8 +137,6 @@ class Flat:
 
     def read(self, used: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the first slots."""
-        assert self.keys is not None
-        assert self.values is not None
         return self.keys[:, :, :used], self.values[:, :, :used]
 
     def rebuild(self, index: Slots | None, new: Raw | None, used: int, most: int) -> None:
@@ -151,8 +145,6 @@ class Flat:
         Args:
             index: Of each slot to come, among the slots in use and the new tokens behind them; None: all.
             new: New tokens, as `encode` gave them.
-            used: Slots in use.
-            most: How many slots there may ever be.
         """
         raw = self.raw(used) if used else ()
         if new is not None:
@@ -160,7 +152,7 @@ class Flat:
         self.hold(raw if index is None else tuple(pick(tensor, index) for tensor in raw), most)
 
     def reserve(self, slots: int, most: int) -> None:
-        """Make room for a number of slots, of at most `most`."""
+        """Make room for a number of slots."""
         if slots > self.capacity:
             for name, tensor in zip(self.names, self._slots(), strict=True):
                 setattr(self, name, extended(tensor, max(slots, min(most, slots + slots // 2))))
@@ -187,18 +179,6 @@ class Flat:
         """Pick rows."""
         self.map(function)
 
-    def own(self, needs_graph: bool) -> None:
-        """Make sure that tensors may be written in place.
-
-        Args:
-            needs_graph: Whether an autograd graph holds on to what is there.
-        """
-        if needs_graph and self.no_gradients:
-            raise UnsupportedError(self.no_gradients)
-        outside = not torch.is_inference_mode_enabled()
-        if needs_graph or (outside and any(tensor.is_inference() for tensor in Flat.tensors(self).values())):
-            self.map(torch.clone)
-
     def clear(self) -> None:
         """Forget everything."""
         for name in self.tensors():
@@ -206,27 +186,18 @@ class Flat:
         self._bases = None
 
     def trim(self, kept: torch.Tensor) -> None:
-        """Give memory back after tokens were dropped; one buffer a row has none to give.
-
-        Args:
-            kept: How many slots of each row are in use, (batch, 1 or kv_heads, 1).
-        """
+        """Give memory back after tokens were dropped; one buffer a row has none to give."""
 
     def snapshot(self) -> dict[str, torch.Tensor]:
-        """What `export` gives, as it is now; `take` may be given it once."""
+        """What `export` gives, as it is now; `restore` may be given it once."""
         return {name: tensor.clone() for name, tensor in self.export().items()}
 
     def export(self) -> dict[str, torch.Tensor]:
         """What a file holds: `exported`, or nothing."""
         return {name: tensor.contiguous() for name in self.exported if (tensor := getattr(self, name)) is not None}
 
-    def take(self, tensors: dict[str, torch.Tensor], kept: torch.Tensor, most: int) -> None:
-        """Take over what `export` gave, in place of all.
-
-        Args:
-            kept: How many slots of each row are in use, (batch, 1 or kv_heads, 1).
-            most: How many slots there may ever be.
-        """
+    def restore(self, tensors: dict[str, torch.Tensor], kept: torch.Tensor, most: int) -> None:
+        """Take over what `export` gave, in place of all."""
         self.clear()
         for name, tensor in tensors.items():
             setattr(self, name, tensor)
@@ -236,13 +207,12 @@ class Flat:
 
     def _flat_index(self, slots: Slots, shape: torch.Size) -> torch.Tensor:
         """Slots as an index of rows of a contiguous buffer's last dimension."""
-        key = (*shape[:3], slots.device.index or 0)
-        if self._bases is None or self._bases[0] != key or torch.compiler.is_compiling():
-            bases = torch.arange(0, shape[0] * shape[1] * shape[2], shape[2], device=slots.device).view(shape[0], shape[1], 1)
-            if torch.compiler.is_compiling():
-                return (bases + slots).flatten()
-            self._bases = key, bases
-        return (self._bases[1] + slots).flatten()
+        key, graph = (*shape[:3], slots.device.index or 0), torch.compiler.is_compiling()
+        bases = None if graph or self._bases is None or self._bases[0] != key else self._bases[1]
+        if bases is None:
+            bases = torch.arange(0, shape[:3].numel(), shape[2], device=slots.device).view(shape[0], shape[1], 1)
+            self._bases = self._bases if graph else (key, bases)
+        return (bases + slots).flatten()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = copy.copy(self)
@@ -252,23 +222,35 @@ class Flat:
         return copied
 
 
+class Streamed(Flat):
+    """Slots of a stream: keys as the model rotated them, but for the sinks, which follow the newest token once another was evicted.
+
+    Attributes:
+        sink_keys: Keys of the sinks, in the first slots, as the model rotated them, (batch, kv_heads, sinks, head_dim); None until then.
+        moved: Whether the slots hold them rotated.
+    """
+
+    sink_keys: torch.Tensor | None = None
+    moved: bool = False
+
+    def keep_sinks(self, sinks: int) -> None:
+        """Keep the keys in the first slots as the model rotated them, unless that was done."""
+        if self.sink_keys is None and self.keys is not None:
+            self.sink_keys = self.keys[:, :, :sinks].clone()
+
+    def follow(self, turn: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
+        """Rotate the sinks, or put them back."""
+        if self.sink_keys is not None:
+            self.keys[:, :, : self.sink_keys.shape[2]] = self.sink_keys if turn is None else turn(self.sink_keys)
+            self.moved = turn is not None
+
+    def export(self) -> dict[str, torch.Tensor]:
+        return super().export() | ({} if self.sink_keys is None else {"sink_keys": self.sink_keys})
+
+
 def read_decoded(storage: Flat, used: int) -> tuple[torch.Tensor, torch.Tensor]:
     """`read` of a storage that encodes, or whose slots lie elsewhere."""
     return storage.decode(storage.raw(used))
-
-
-def wrong_rows(rows: int, dtype: torch.dtype | None, new: torch.Tensor) -> ConfigError:
-    """The error for new tokens of another batch or dtype."""
-    return ConfigError(
-        f"The cache holds {rows} rows of {dtype}, and the model came with {new.shape[0]} rows of {new.dtype}. "
-        "Use a new cache, or reset() this one; batch_repeat_interleave and batch_select_indices change its rows."
-    )
-
-
-def room_for(slots: int, most: int) -> int:
-    """How many slots to make room for, of at most `most`."""
-    # A budget may be far more than is ever needed; half as many again each time copies a token three times at most.
-    return max(slots, min(most, max(64, slots + slots // 2)))
 
 
 def extended(tensor: torch.Tensor, slots: int) -> torch.Tensor:

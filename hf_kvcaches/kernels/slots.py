@@ -28,6 +28,7 @@ def slot_attention(
     rotation: RotationTables | None = None,
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
     want_weights: bool = False,
     backend: Backend = "auto",
 ) -> Attended:
@@ -46,6 +47,7 @@ def slot_attention(
         rotation: For keys that are stored unrotated: the rotation to apply on the way.
         softcap: If given, scores are softcap * tanh(scores * scaling / softcap).
         sink_logits: A score for each head, (heads,), that takes a share of the weights and gives nothing: a learned sink.
+        bias: Added to the scores, (batch, heads, 1, slots); the torch back-end alone knows it.
         backend: See the module.
 
     Returns:
@@ -53,7 +55,7 @@ def slot_attention(
     """
     options = SlotOptions(valid, rotation, softcap, sink_logits, want_weights)
     slots = keys.shape[2] if tables is None or valid is None else valid.shape[-1]
-    if choose(backend, query, keys, values) == "triton":
+    if bias is None and choose(backend, query, keys, values) == "triton":
         from hf_kvcaches.kernels import slots_triton
 
         return slots_triton.attend(query, keys, values, tables, slots, scaling, options)
@@ -61,7 +63,7 @@ def slot_attention(
         pages, heads = tables.long().clamp(min=0).unsqueeze(1), _range(keys.shape[1], tables).view(-1, 1)
         keys, values = (store[pages, heads].flatten(2, 3)[:, :, :slots] for store in (keys, values))
         values = values.masked_fill(~valid.unsqueeze(-1), 0)
-    return _attention_torch(query, keys, values, scaling, options)
+    return _attention_torch(query, keys, values, scaling, options, bias)
 
 
 def write_slots(
@@ -120,7 +122,9 @@ def put_in_pages(stores: Sequence[torch.Tensor], tables: torch.Tensor, slots: to
         store.index_put_(at, torch.where(live.any(), new.reshape(-1, new.shape[-1])[source], store[at]))
 
 
-def _attention_torch(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, options: SlotOptions) -> Attended:
+def _attention_torch(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, options: SlotOptions, bias: torch.Tensor | None
+) -> Attended:
     valid, rotation, softcap, sink_logits, want_weights = options
     batch, kv_heads, slots, dim = keys.shape
     heads = query.shape[1]
@@ -132,6 +136,8 @@ def _attention_torch(query: torch.Tensor, keys: torch.Tensor, values: torch.Tens
     scores = torch.baddbmm(query.narrow(2, 0, 1), query, keys.flatten(0, 1).transpose(1, 2), beta=0, alpha=scaling)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
+    if bias is not None:
+        scores = scores + bias.view(scores.shape).to(scores.dtype)
     exact = torch.float32 if want_weights and scores.dtype.itemsize < 4 else None
     sinks = None if sink_logits is None else sink_logits.to(scores.dtype).view(1, kv_heads, group, 1)
     if valid is None:

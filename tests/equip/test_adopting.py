@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import weakref
 from collections.abc import Iterable
@@ -363,30 +362,6 @@ def test_the_next_prompt_of_a_chat(policy: str, page_size: int | None) -> None:
     go_on(*pair(policy, page_size=page_size), spans=[9, 1, 2])
 
 
-@pytest.mark.parametrize("page_size", [None, 5])
-def test_rows_are_reordered_repeated_and_selected(page_size: int | None) -> None:
-    model, adopted, plain = pair(rows=3, page_size=page_size)
-    go_on(model, adopted, plain, rows=3)
-    for cache in (adopted, plain):
-        cache.reorder_cache(torch.tensor([2, 0, 0]))
-        cache.batch_repeat_interleave(2)
-        cache.batch_select_indices(torch.tensor([0, 5]))
-    go_on(model, adopted, plain, rows=2)
-
-
-@pytest.mark.parametrize("page_size", [None, 5])
-def test_it_is_cropped_copied_and_reset(page_size: int | None) -> None:
-    model, adopted, plain = pair("streaming", 60, page_size=page_size)
-    adopted.crop(-7)
-    plain.crop(-7)
-    same_slots(adopted, plain)
-    go_on(model, copy.deepcopy(adopted), copy.deepcopy(plain))
-    go_on(model, adopted, plain)
-    for cache in (adopted, plain):
-        cache.reset()
-    go_on(model, adopted, plain, spans=[STEPS])
-
-
 def test_drafts_are_taken_back_to_the_adopted_prompt_and_no_further() -> None:
     model, adopted, plain = pair()
     for cache in (adopted, plain):
@@ -398,18 +373,6 @@ def test_drafts_are_taken_back_to_the_adopted_prompt_and_no_further() -> None:
     with pytest.raises(UnsupportedError, match="crop"):
         adopted.crop(-1)
     go_on(model, adopted, plain)
-
-
-def test_generate_goes_on() -> None:
-    model, adopted, plain = pair()
-    prompt = torch.cat([text(PROMPT), tokens(3, seed=1)], 1)
-    options = {"max_new_tokens": 8, "do_sample": False}
-    assert torch.equal(model.generate(prompt, past_key_values=adopted, **options), model.generate(prompt, past_key_values=plain, **options))
-    model, adopted, plain = pair()
-    for cache in (adopted, plain):
-        cache.batch_repeat_interleave(3)
-    options["num_beams"] = 3
-    assert torch.equal(model.generate(prompt, past_key_values=adopted, **options), model.generate(prompt, past_key_values=plain, **options))
 
 
 def test_saved_it_comes_back_if_it_is_known_who_computed_it(tmp_path: Path) -> None:

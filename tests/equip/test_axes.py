@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, DynamicCache, LlamaConfig
 
 from hf_kvcaches.core.rope import RotaryGeometry
-from hf_kvcaches.equip.hooks import refuse_images
+from hf_kvcaches.equip.cache import EquipCache
 from hf_kvcaches.errors import UnsupportedError
 from tests import tiny
 
@@ -64,8 +64,7 @@ def test_keys_of_text_are_rotated_as_by_one_axis(model_type: str) -> None:
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_images_are_refused_before_anything_is_stored(model_type: str, with_index: bool) -> None:
     model = build(model_type)
-    cache, other = DynamicCache(config=model.config), DynamicCache(config=model.config)
-    refuse_images(model, cache, "Pass positions='original'.")
+    cache, other = EquipCache(model, "streaming", 100), DynamicCache(config=model.config)
     index = torch.arange(TOKENS)[None, None]
     image = image_positions()
     with pytest.raises(UnsupportedError, match=r"position for each axis.*positions='original'"):
@@ -80,9 +79,7 @@ def test_images_are_refused_before_anything_is_stored(model_type: str, with_inde
 
 def test_generated_text_is_not_refused_and_nothing_is_left_on_the_model() -> None:
     model = build("qwen2_vl")
-    cache = DynamicCache(config=model.config)
-    decoder = model.get_decoder()
-    refuse_images(model, cache, "")
+    cache, decoder = EquipCache(model, "streaming", 100), model.get_decoder()
     ids = tiny.ids(2, 12)
     mask = torch.ones_like(ids)
     mask[0, :5] = 0

@@ -137,16 +137,6 @@ def test_a_policy_of_ones_own_needs_one_method(positions: Any) -> None:
         assert held(cache)[0][0, head].tolist() == sorted(kept)
 
 
-def test_a_policy_with_scores_of_a_wrong_shape_is_named() -> None:
-    class Wrong(Policy):
-        def score(self, tokens: Tokens) -> torch.Tensor:
-            return tokens.values[..., 0].sum(-1)
-
-    model = models.tiny("llama")
-    with pytest.raises(ConfigError, match=r"Wrong\.score"):
-        feed(model, EquipCache(model, Wrong(), BUDGET), text(30), [30])
-
-
 # A config in place of the model.
 
 
@@ -366,17 +356,6 @@ def test_a_saved_cache_comes_back_with_policy_settings_and_slots(policy: str, tm
     more = text(20, 60).expand(2, -1)
     full = torch.cat([mask, torch.ones_like(more)], 1)
     assert torch.equal(feed(model, again, more, mask=full), feed(model, cache, more, mask=full))
-
-
-def test_copies_go_their_own_ways() -> None:
-    model = models.tiny("llama")
-    cache, untouched = build(model, "h2o"), build(model, "h2o")
-    for made in (cache, untouched):
-        feed(model, made, text(30), [25, *[1] * 5])
-    fork = copy.deepcopy(cache)
-    feed(model, fork, text(20, 60), [20])
-    assert torch.equal(feed(model, cache, text(20, 40)), feed(model, untouched, text(20, 40)))
-    assert fork.seen == cache.seen == 50
 
 
 # Against the published presses.

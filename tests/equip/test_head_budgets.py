@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_kvcaches import EquipCache, HeadBudgets
-from hf_kvcaches.equip.allocation import Candidates, compared, protected
+from hf_kvcaches.equip.budgets import Candidates, compared, protected
 from hf_kvcaches.equip.pages import PagePool
 from hf_kvcaches.equip.policies import Policy
 from hf_kvcaches.equip.policies.tokens import Tokens
@@ -220,46 +220,6 @@ def test_drafts_taken_back_were_never_there(model, policy, shared, positions):
     plain.crop(0)
     assert kept(cache) == kept(plain)
     torch.testing.assert_close(feed(model, cache, ids[:, 50:55]), feed(model, plain, ids[:, 50:55]), atol=1e-4, rtol=1e-4)
-
-
-@both_ways
-@both_positions
-def test_rows_are_picked_repeated_and_reordered(model, positions, shared):
-    cache = cache_of(model, shared=shared, positions=positions)
-    ids = tiny.ids(2, 50, seed=6)
-    feed(model, cache, ids[:, :40])
-    more, picked = tiny.ids(3, 9, seed=8), torch.tensor([1, 0, 1])
-    other = copy.deepcopy(cache)
-    other.batch_select_indices(picked)
-    cache.batch_repeat_interleave(2)
-    cache.reorder_cache(torch.tensor([2, 1, 3, 0]))
-    cache.batch_select_indices(torch.tensor([0, 1, 2]))
-    torch.testing.assert_close(feed(model, cache, more), feed(model, other, more), atol=1e-5, rtol=1e-5)
-    for row, source in enumerate(picked.tolist()):
-        single = cache_of(model, shared=shared, positions=positions)
-        feed(model, single, ids[source : source + 1, :40])
-        feed(model, single, more[row : row + 1])
-        assert [layer[row] for layer in kept(cache)] == [layer[0] for layer in kept(single)]
-
-
-@both_ways
-def test_generate_with_beams_drafts_and_another_turn(model, shared):
-    ids = tiny.ids(1, 40, seed=7)
-    plain = cache_of(model, shared=shared)
-    options = {"max_new_tokens": 12, "do_sample": False}
-    first = model.generate(ids, past_key_values=plain, **options)
-    drafting = cache_of(model, shared=shared)
-    if shared == "global":  # each head of an empty cache needs to know what the last layer's heads score
-        with pytest.raises(UnsupportedError, match="prompt first"):
-            model.generate(ids, past_key_values=drafting, prompt_lookup_num_tokens=3, **options)
-    else:
-        assert torch.equal(first, model.generate(ids, past_key_values=drafting, prompt_lookup_num_tokens=3, **options))
-    turn = torch.cat([first, tiny.ids(1, 20, seed=8)], 1)
-    model.generate(turn, past_key_values=plain, **options)
-    assert plain.seen > turn.shape[1]
-    assert slots(plain) == 8 * BUDGET
-    beams = model.generate(ids, past_key_values=cache_of(model, shared=shared), num_beams=3, **options)
-    assert torch.equal(beams[:, :40], ids)
 
 
 @pytest.mark.parametrize(("policy", "shared"), [("keydiff", "layer"), ("kvzip", "layer"), ("compactor", "layer"), ("kvzip", "global")])

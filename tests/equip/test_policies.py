@@ -31,8 +31,9 @@ from hf_kvcaches.equip.policies import (
     policy_from_settings,
     resolve_policy,
 )
-from hf_kvcaches.equip.policies.future import future_attention, future_queries
+from hf_kvcaches.equip.policies.future import future_attention
 from hf_kvcaches.equip.policies.tokens import UNSCORED, Tokens, unscored
+from hf_kvcaches.equip.refit import context_queries
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.evaluate.observer import Attended, WatchingCache
 from tests import tiny
@@ -259,10 +260,9 @@ def test_future_queries_count_positions_from_the_index_that_keys_are_rotated_to(
     torch.testing.assert_close(policy.score(moved), policy.score(tokens), atol=1e-5, rtol=1e-4)
 
 
-def test_future_queries_take_turns_over_the_positions_behind_the_end():
+def test_queries_of_a_refit_take_turns_over_the_positions_behind_the_end():
     tokens = tokens_of(4, 12, padding=(0, 5))
-    plain, _ = future_queries(tokens, 12, 3)
-    turning, _ = future_queries(tokens, 12, 3, spread=4)
+    plain, turning = (context_queries(tokens, None, 12, spread) for spread in (1, 4))
     for row, padding in enumerate((0, 5)):
         turns = torch.arange(12 - padding) % 4
         expected = GEOMETRY.shift(plain[row : row + 1, :, padding:], turns)
@@ -287,8 +287,7 @@ def test_a_row_without_a_real_query_keeps_its_scores():
 
 def test_without_known_angles_queries_stay_as_they_are():
     tokens = tokens_of(7, 9, geometry=None)
-    queries, _ = future_queries(tokens, 9, 32)
-    assert torch.equal(queries, tokens.queries)
+    assert torch.equal(context_queries(tokens, None, 9), tokens.queries)
     assert future_attention(tokens).sum(-1).ge(1 - 1e-5).all()
 
 

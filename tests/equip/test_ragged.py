@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from hf_kvcaches.equip.ragged import Ragged
-from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.kernels.arguments import RotationTables
 from hf_kvcaches.kernels.slots import slot_attention
 
@@ -21,6 +20,14 @@ def states(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+def filled(states: Any, rooms: torch.Tensor = ROOMS) -> Ragged:
+    """Heads with so many slots, the first ones from padded heads."""
+    ragged = Ragged("auto")
+    ragged.lay_out(rooms)
+    ragged.hold(states, SLOTS)
+    return ragged
+
+
 @pytest.fixture
 def padded() -> tuple[torch.Tensor, torch.Tensor]:
     return states(ROWS, HEADS, SLOTS, DIM), states(ROWS, HEADS, SLOTS, DIM, seed=1)
@@ -28,7 +35,7 @@ def padded() -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.fixture
 def ragged(padded: Any) -> Ragged:
-    return Ragged.of(padded, ROOMS, "auto")
+    return filled(padded)
 
 
 EXISTING = torch.arange(SLOTS) < ROOMS
@@ -42,7 +49,7 @@ def test_memory_follows_the_sum_and_what_is_read_is_what_came(ragged: Ragged, pa
 
 
 def test_fewer_tokens_than_slots_leave_the_rest_empty(padded: Any) -> None:
-    few = Ragged.of([tensor[:, :, :4] for tensor in padded], ROOMS, "auto")
+    few = filled([tensor[:, :, :4] for tensor in padded])
     assert torch.equal(few.raw(4)[0][EXISTING[..., :4]], padded[0][:, :, :4][EXISTING[..., :4]])
     assert not few.raw(SLOTS)[0][..., 4:, :][EXISTING[..., 4:]].any()
 
@@ -83,28 +90,23 @@ def test_rows_are_picked_copied_and_saved(ragged: Ragged, padded: Any) -> None:
     copied = copy.deepcopy(ragged)
     ragged.map_rows(lambda tensor: tensor.index_select(0, order))
     loaded = Ragged("auto")
-    loaded.take(ragged.export(), None, 10)
+    loaded.restore(ragged.export(), None, 10)
     for each in (ragged, loaded):
         assert torch.equal(each.raw(SLOTS)[0][EXISTING[order]], padded[0][order][EXISTING[order]])
     assert torch.equal(copied.raw(SLOTS)[0][EXISTING], padded[0][EXISTING])
     snapshot = copied.snapshot()
     copied.write(torch.zeros(1, 1, 1, dtype=torch.long), (states(ROWS, HEADS, 1, DIM),) * 2)
-    copied.take(snapshot, torch.tensor([]), SLOTS)
+    copied.restore(snapshot, torch.tensor([]), SLOTS)
     assert torch.equal(copied.raw(SLOTS)[0][EXISTING], padded[0][EXISTING])
     copied.clear()
     assert (copied.capacity, copied.shape) == (0, (0, 0))
-
-
-def test_gradients_are_refused(ragged: Ragged) -> None:
-    with pytest.raises(UnsupportedError, match="no_grad"):
-        ragged.own(True)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="reads pages with Triton")
 @pytest.mark.parametrize("rotated", [False, True])
 def test_triton_reads_heads_where_they_lie(padded: Any, rotated: bool) -> None:
     keys, values = (torch.nn.functional.pad(tensor, (0, 10)).cuda() for tensor in padded)
-    ragged = Ragged.of((keys, values), ROOMS.cuda(), "auto")
+    ragged = filled((keys, values), ROOMS.cuda())
     angles = torch.arange(SLOTS, device="cuda")[:, None] * torch.ones(8, device="cuda")
     options: dict[str, Any] = {"valid": EXISTING.cuda(), "want_weights": True}
     options["rotation"] = RotationTables(torch.arange(SLOTS, device="cuda")[None, None], angles.cos(), angles.sin()) if rotated else None

@@ -13,7 +13,7 @@ from hf_kvcaches.equip.cache import EquipCache
 from hf_kvcaches.errors import UnsupportedError
 from tests import tiny
 from tests.conformance import models
-from tests.conformance.driving import feed, generate, left_padded
+from tests.conformance.driving import feed, left_padded
 from tests.equip.cases import POLICIES, POSITIONS, both_positions, build, held, text
 
 each_cache = pytest.mark.parametrize(("policy", "positions"), [(policy, positions) for policy in POLICIES for positions in POSITIONS])
@@ -161,15 +161,6 @@ def test_a_prompt_with_drafts_behind_it_in_the_first_call_is_pruned_as_the_promp
     for one, other in zip(held(drafted), held(plain), strict=True):
         assert torch.equal(one, other)
     torch.testing.assert_close(feed(model(), drafted, text(9, 50)), feed(model(), plain, text(9, 50)), rtol=0, atol=1e-4)
-
-
-@each_cache
-def test_assisted_generation_equals_plain_greedy_decoding(policy: str, positions: str) -> None:
-    greedy = generate(model(), text(40), build(model(), policy, positions=positions), new=24).sequences
-    assistant = models.assistant_for("llama", torch.float32)
-    for options in ({"assistant_model": assistant}, {"prompt_lookup_num_tokens": 4}):
-        found = generate(model(), text(40), build(model(), policy, positions=positions), new=24, **options).sequences
-        assert torch.equal(found, greedy), list(options)
 
 
 @pytest.mark.parametrize("policy", ["streaming", "h2o", "keydiff"])

@@ -15,7 +15,7 @@ from hf_kvcaches.equip.cache import EquipCache
 from hf_kvcaches.equip.policies import FuturePolicy, KeyDiffPolicy, Policy
 from hf_kvcaches.equip.rotation import LONGEST, Given, Shifted, Turn, Unrotated
 from hf_kvcaches.equip.slots import SlotTable
-from hf_kvcaches.equip.streamed import Streamed
+from hf_kvcaches.equip.storage import Streamed
 from tests.conformance import models
 from tests.conformance.driving import feed
 from tests.equip.cases import BUDGET, SINKS, build, text
@@ -104,14 +104,13 @@ def test_the_frame_of_unrotated_keys_ends_at_the_newest_kept_token() -> None:
 def test_sinks_of_a_stream_follow_and_come_back_without_loss() -> None:
     storage, keys, rotation = Streamed("torch"), torch.randn(1, 2, 6, 12), Shifted(Unrotated(geometry("half", 12)))
     storage.hold((keys, keys), 6)
-    assert storage.as_rotated() is storage.keys
     storage.keep_sinks(2)
     for newest in (30, 500, 31):
         storage.follow(rotation.follow(torch.tensor([[newest]]), 6))
         read = storage.read(6)[0]
         torch.testing.assert_close(read[:, :, :2], rotation.geometry.shift(keys[:, :, :2], newest - 5), rtol=0, atol=2e-4)
         assert torch.equal(read[:, :, 2:], keys[:, :, 2:])
-        assert torch.equal(storage.as_rotated(), keys)
+        assert torch.equal(storage.sink_keys, keys[:, :, :2])
     storage.follow(None)
     assert torch.equal(storage.read(6)[0], keys)
     assert not storage.moved

@@ -1,10 +1,11 @@
-"""Texts that something is calibrated on, and what a model attends to when it reads one of them again."""
+"""What calibrations share: artifacts of tensors by layer, their texts, and what a model attends to when it reads one of these again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from tqdm import tqdm
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.fingerprint import ModelFingerprint
+from hf_kvcaches.core.hub import Artifact
 from hf_kvcaches.equip.policies.kvzip import even_chunks, most_received
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.evaluate.observer import Attended, WatchingCache
@@ -19,6 +21,40 @@ from hf_kvcaches.evaluate.texts import Tokenized, sequences
 from hf_kvcaches.reuse.partial import run_module
 
 SINKS = 4  # the first tokens of a text, which always stay
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LayerArtifact(Artifact):
+    """Named tensors of each layer with full attention.
+
+    Attributes:
+        entry: What there is of a layer, a `NamedTuple` of tensors.
+    """
+
+    format_version: ClassVar[int] = 1
+    entry: ClassVar[Any]
+
+    layers: Mapping[int, Any]
+    tokens: int
+    fingerprint: ModelFingerprint | None = None
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {f"{index}.{name}": tensor for index, layer in self.layers.items() for name, tensor in layer._asdict().items()}
+
+    def metadata(self) -> dict[str, Any]:
+        return {"layers": list(self.layers), "tokens": self.tokens}
+
+    @classmethod
+    def restore(cls, tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> Self:
+        fields = cls.entry._fields
+        layers = {index: cls.entry(*(tensors[f"{index}.{name}"] for name in fields)) for index in metadata["layers"]}
+        return cls(layers, metadata["tokens"])
+
+    def describe_calibration(self) -> str:
+        return f"{self.tokens:,} tokens, {len(self.layers)} layers."
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.tokens:,} tokens, model {self.fingerprint})"
 
 
 class Corpus:

@@ -15,8 +15,7 @@ from transformers import DynamicCache
 from hf_kvcaches import compat
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.hub import Artifact
-from hf_kvcaches.equip.allocation import Candidates, compared, protected
-from hf_kvcaches.equip.budgets import slots_for
+from hf_kvcaches.equip.budgets import Candidates, compared, protected, slots_for
 from hf_kvcaches.equip.calibrated.corpus import SINKS, Corpus, asked_before, attention_modules, reconstruction_scores
 from hf_kvcaches.equip.policies.kvzip import KVZipPolicy
 from hf_kvcaches.errors import ConfigError, is_number, require_choice

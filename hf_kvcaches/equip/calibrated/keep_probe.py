@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from hf_kvcaches.codec.moments import Moments
-from hf_kvcaches.core.fingerprint import ModelFingerprint
-from hf_kvcaches.core.hub import Artifact
-from hf_kvcaches.equip.calibrated.corpus import SINKS, Corpus, asked_before, attention_modules, reconstruction_scores
+from hf_kvcaches.equip.calibrated.corpus import SINKS, Corpus, LayerArtifact, asked_before, attention_modules, reconstruction_scores
 from hf_kvcaches.equip.policies.base import Policy
 from hf_kvcaches.equip.policies.future import future_attention
 from hf_kvcaches.equip.policies.tokens import UNSCORED, Tokens
@@ -32,7 +30,7 @@ class LayerProbe(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class KeepProbe(Artifact):
+class KeepProbe(LayerArtifact):
     """Predicts from a token's hidden state how much it would get in a second reading, for each layer and KV head.
 
     KVzip (arXiv 2505.23416) reads a context twice to score it, and its successor KVzap (arXiv 2601.07891) learns these scores from hidden
@@ -48,11 +46,8 @@ class KeepProbe(Artifact):
     """
 
     artifact_type: ClassVar[str] = "keep-probe"
-    format_version: ClassVar[int] = 1
+    entry: ClassVar[Any] = LayerProbe
 
-    layers: Mapping[int, LayerProbe]
-    tokens: int
-    fingerprint: ModelFingerprint | None = None
     _on_device: dict[tuple[int, torch.device], LayerProbe] = field(default_factory=dict, init=False)
 
     @classmethod
@@ -107,23 +102,6 @@ class KeepProbe(Artifact):
                 raise ConfigError.of("policy", "a KeepProbe of this model", self, "Calibrate it with this model.")
             self._on_device[place] = LayerProbe(*(part.to(hidden.device, torch.float32) for part in layer))
         return functional.linear(hidden.detach().float(), *self._on_device[place]).exp().mT
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return {f"{index}.{name}": tensor for index, layer in self.layers.items() for name, tensor in layer._asdict().items()}
-
-    def metadata(self) -> dict[str, Any]:
-        return {"layers": list(self.layers), "tokens": self.tokens}
-
-    @classmethod
-    def restore(cls, tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> Self:
-        layers = {index: LayerProbe(*(tensors[f"{index}.{name}"] for name in LayerProbe._fields)) for index in metadata["layers"]}
-        return cls(layers, metadata["tokens"])
-
-    def describe_calibration(self) -> str:
-        return f"{self.tokens:,} tokens, {len(self.layers)} layers."
-
-    def __repr__(self) -> str:
-        return f"KeepProbe({self.tokens:,} tokens, model {self.fingerprint})"
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
 
 from hf_kvcaches.codec.moments import Moments
-from hf_kvcaches.core.fingerprint import ModelFingerprint
-from hf_kvcaches.core.hub import Artifact
 from hf_kvcaches.core.rope import rotation_of
-from hf_kvcaches.equip.calibrated.corpus import SINKS, Corpus
+from hf_kvcaches.equip.calibrated.corpus import SINKS, Corpus, LayerArtifact
 from hf_kvcaches.errors import whole_number
 from hf_kvcaches.evaluate.observer import Attended, WatchingCache
 from hf_kvcaches.evaluate.runner import evaluating
@@ -29,7 +27,7 @@ class LayerQueries(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class QueryStatistics(Artifact):
+class QueryStatistics(LayerArtifact):
     """Mean and covariance of a model's queries before their rotation, for each layer and query head.
 
     Args:
@@ -39,11 +37,7 @@ class QueryStatistics(Artifact):
     """
 
     artifact_type: ClassVar[str] = "query-statistics"
-    format_version: ClassVar[int] = 1
-
-    layers: Mapping[int, LayerQueries]
-    tokens: int
-    fingerprint: ModelFingerprint | None = None
+    entry: ClassVar[Any] = LayerQueries
 
     @classmethod
     def calibrate(
@@ -66,23 +60,6 @@ class QueryStatistics(Artifact):
                 cache.reset()
                 run_module(corpus.base.base_model, cache, ids[None])
         return cls({index: cache.layer(index) for index in sorted(cache.sums)}, corpus.tokens, corpus.fingerprint())
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return {f"{index}.{name}": tensor for index, layer in self.layers.items() for name, tensor in layer._asdict().items()}
-
-    def metadata(self) -> dict[str, Any]:
-        return {"layers": list(self.layers), "tokens": self.tokens}
-
-    @classmethod
-    def restore(cls, tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> Self:
-        layers = {index: LayerQueries(*(tensors[f"{index}.{name}"] for name in LayerQueries._fields)) for index in metadata["layers"]}
-        return cls(layers, metadata["tokens"])
-
-    def describe_calibration(self) -> str:
-        return f"{self.tokens:,} tokens, {len(self.layers)} layers."
-
-    def __repr__(self) -> str:
-        return f"QueryStatistics({self.tokens:,} tokens, model {self.fingerprint})"
 
 
 class _QueryMoments(WatchingCache):

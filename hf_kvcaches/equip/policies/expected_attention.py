@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from hf_kvcaches.equip.policies.base import Policy, count
-from hf_kvcaches.equip.policies.future import rotation
 from hf_kvcaches.equip.policies.tokens import Tokens
 from hf_kvcaches.errors import ConfigError, UnsupportedError, is_number
 from hf_kvcaches.kernels.rotation import rotate_
@@ -84,7 +83,7 @@ class ExpectedAttentionPolicy(Policy, built_in=True):
 
     def _rotated(self, tokens: Tokens, rows: torch.Tensor) -> torch.Tensor:
         """Vectors without rotation, rotated to the future positions, on average."""
-        if (geometry := rotation(tokens)) is None:
+        if (geometry := tokens.angles) is None:
             return rows
         end = torch.as_tensor(tokens.end, device=rows.device).view(-1, 1)
         tables = geometry.cos_sin(end + torch.arange(self.future, device=rows.device))

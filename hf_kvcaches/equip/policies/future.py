@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.equip.policies.base import Policy, count
 from hf_kvcaches.equip.policies.tokens import NOTHING, UNSCORED, Tokens
 from hf_kvcaches.equip.storage import pick
@@ -52,7 +51,7 @@ def future_attention(tokens: Tokens, ahead: int = 32, chunk: int = 256) -> torch
     queries, index = tokens.asked.detach(), tokens.query_index
     assert index is not None
     heads, slots, few = tokens.keys.shape[1], tokens.keys.shape[2], tokens.scores is None and queries.shape[2] < tokens.keys.shape[2]
-    if (geometry := rotation(tokens)) is not None:
+    if (geometry := tokens.angles) is not None:
         end = tokens.end.flatten(1) if isinstance(tokens.end, torch.Tensor) else tokens.end
         queries = geometry.shift(queries, end + ahead - index)
     order, real = _in_order(tokens.positions)
@@ -136,35 +135,6 @@ def _in_order(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return order, ordered < torch.iinfo(positions.dtype).max
 
 
-def future_queries(tokens: Tokens, most: int, ahead: int, spread: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Some of the queries, evenly spaced and rotated to positions behind the end of the tokens.
-
-    Args:
-        spread: To how many positions, of which the first is `ahead` behind the end, the queries are rotated in turn.
-
-    Returns:
-        The queries, (batch, heads, n, head_dim), and True for real ones, (batch or 1, n). Padding comes first.
-    """
-    queries, index = tokens.asked, tokens.query_index
-    assert index is not None
-    length, n = index.shape[-1], min(most, index.shape[-1])
-    real = (index >= 0).sum(-1, keepdim=True).clamp(min=n)  # a row's real queries, which are the last ones in order
-    picks = length - real + real * torch.arange(n, device=index.device) // n
-    picks = index.argsort(dim=-1, stable=True).gather(-1, picks)
-    index, queries = index.gather(-1, picks), pick(queries.detach(), picks[:, None])
-    if (geometry := rotation(tokens)) is not None:
-        end = tokens.end.flatten(1) if isinstance(tokens.end, torch.Tensor) else tokens.end
-        turn = ((index >= 0).cumsum(-1) - 1).clamp(min=0) % spread
-        queries = geometry.shift(queries, end + ahead + turn - index)
-    return queries, index >= 0
-
-
 def piece(keys: torch.Tensor) -> int:
     """How many weights of attention are computed at a time: what a CPU's cache holds, and elsewhere what memory can spare."""
     return 1 << 20 if keys.device.type == "cpu" else 1 << 26
-
-
-def rotation(tokens: Tokens) -> RotaryGeometry | None:
-    """How the model rotates keys, where it does by known angles."""
-    geometry = tokens.geometry
-    return geometry if geometry is not None and geometry.kind == "rope" and geometry.refusal is None else None

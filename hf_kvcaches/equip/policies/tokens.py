@@ -99,21 +99,21 @@ class Tokens:
         """Of a tensor of all heads (dimension 1) those of this process."""
         return tensor if self.shard is None else tensor[:, self.shard.span(tensor.shape[1])]
 
+    @property
+    def angles(self) -> RotaryGeometry | None:
+        """`geometry`, where keys are rotated and the angles are known."""
+        geometry = self.geometry
+        return geometry if geometry is not None and geometry.kind == "rope" and geometry.refusal is None else None
+
     def unrotated_keys(self) -> torch.Tensor:
         """`keys` before their rotation, where its angles are known."""
-        if not self._angles:
-            return self.keys
-        assert self.geometry is not None
-        return self.geometry.unrotate(self.keys, (self.positions if self.index is None else self.index).clamp(min=0))
+        index = self.positions if self.index is None else self.index
+        return self.keys if (angles := self.angles) is None else angles.unrotate(self.keys, index.clamp(min=0))
 
     def unrotated_queries(self) -> torch.Tensor:
         """`queries` before their rotation, where its angles are known."""
-        queries = self.asked
-        if not self._angles:
-            return queries
-        assert self.geometry is not None
-        assert self.query_index is not None
-        return self.geometry.unrotate(queries, self.query_index.clamp(min=0))
+        queries, index = self.asked, self.query_index
+        return queries if (angles := self.angles) is None or index is None else angles.unrotate(queries, index.clamp(min=0))
 
     @property
     def asked(self) -> torch.Tensor:
@@ -131,10 +131,4 @@ class Tokens:
     @property
     def end(self) -> int | torch.Tensor:
         """The position behind the newest token, in the numbers of `index`: a number, or (batch, 1, 1)."""
-        if self.index is None:
-            return self.count
-        return self.index.amax(-1, keepdim=True).amax(1, keepdim=True) + 1
-
-    @property
-    def _angles(self) -> bool:
-        return self.geometry is not None and self.geometry.kind == "rope" and self.geometry.refusal is None
+        return self.count if self.index is None else self.index.amax((1, 2), keepdim=True) + 1
