@@ -16,7 +16,7 @@ PACKAGE = ROOT / "hf_kvcaches"
 
 OPTIONAL = {"triton", "faiss", "sentence_transformers", "peft", "redis", "datasketch", "accelerate", "fastapi", "uvicorn"}
 TOP_LEVEL = set(
-    """.ci .github .gitignore CHANGELOG.md CONTRIBUTING.md LICENSE Makefile README.md SECURITY.md constraints.txt docs examples
+    """.ci .github .gitignore CHANGELOG.md CONTRIBUTING.md LICENSE MANIFEST.in Makefile README.md SECURITY.md constraints.txt docs examples
     hf_kvcaches mkdocs.yml pyproject.toml scripts tests""".split()
 )
 ENGINES = {"vllm", "lmcache"}  # each is imported by the file of its name, which that engine loads

@@ -19,6 +19,8 @@ Indices = npt.NDArray[np.int64]
 COMPUTED, EXACT = "computed", "exact"
 # How many tokens at the end of a prompt are computed where text before them has changed; those that they attend to most are repaired.
 PROBING = 8
+# One in so many of a span's repaired tokens is among its first ones, which depend most on the text before.
+_FIRST = 3
 
 
 class SourceTokens(NamedTuple):
@@ -160,12 +162,15 @@ class PromptRow:
         return len(self.ids) - max((tokens.stop for tokens in self.sources), default=self.begin)
 
     def picking(self, shares: npt.NDArray[np.float32], probed: int) -> PromptRow:
-        """Return the row with the tokens picked that are repaired: of all repaired spans those with the largest shares.
+        """Return the row with the tokens picked that are repaired: the first few of each span, and of all those with the largest shares.
 
         Args:
             shares: Of the weights of the last `probed` tokens, for each token of the row.
         """
         indices = np.concatenate([np.zeros(0, np.int64), *(np.arange(span.start, span.stop) for span in self.spans if span.repair)])
+        shares = shares.copy()
+        for span in self.spans:
+            shares[span.start : span.start + -(-span.repair // _FIRST)] = np.inf
         best = np.argsort(-shares[indices], kind="stable")[: sum(span.repair for span in self.spans)]
         picked = np.sort(indices[best])
         spans = []

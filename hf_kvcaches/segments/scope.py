@@ -25,9 +25,13 @@ def scope_of(identity: Identity, model: PreTrainedModel, tokenizer: Any, quantiz
 
 
 def other_scopes(identity: Identity, model: PreTrainedModel, tokenizer: Any, quantization: Quantization) -> dict[str, str]:
-    """Return what differs, as a sentence, by scopes of the same model that differ in one thing and can be told without more knowledge."""
+    """Return what differs, as a sentence, by scopes of the same model that differ in one thing; by "" what can't be told of a scope."""
     scopes = {}
-    if tokenizer is not None:
+    if tokenizer is None:
+        scopes[""] = (
+            "This cache has no tokenizer, and segments stored with one are not its own: pass the tokenizer to all caches, or to none."
+        )
+    else:
         scope = scope_of(identity, model, None, quantization)
         scopes[scope] = "It has segments of this model that were stored without a tokenizer: pass the tokenizer to all caches, or to none."
     for other in (None, "int8", "int4"):

@@ -107,11 +107,11 @@ class SegmentStore(SpanStore):
         """Warn once if the store has segments, but none of a scope.
 
         Args:
-            others: What differs where segments have another scope, as a sentence by scope.
+            others: What differs where segments have another scope, as a sentence by scope; by "" what may differ.
         """
         if scope in self.contents.indices or not self.catalog.entries:
             return
-        known = [sentence for other, sentence in others().items() if other in self.contents.indices]
+        known = [sentence for other, sentence in others().items() if not other or other in self.contents.indices]
         self.catalog.warn_once(
             "foreign",
             f"{self.catalog.blobs.place} holds {len(self._lengths())} segments, but none for this model with its adapters, tokenizer "
