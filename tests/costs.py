@@ -1,7 +1,5 @@
 """What a call costs, for tests that bound it."""
 
-from __future__ import annotations
-
 import gc
 import time
 from collections.abc import Callable
@@ -11,11 +9,6 @@ def seconds(call: Callable[[], object], times: int = 3, clock: Callable[[], floa
     """The least processor time of several calls, collections of garbage left out.
 
     Other programs, other threads and the many objects that other tests have left behind must not fail a test.
-
-    Args:
-        call: What is measured.
-        times: How many calls.
-        clock: `time.process_time` where the call has threads of its own.
     """
     found = []
     collecting = gc.isenabled()

@@ -3,8 +3,6 @@
 Run by `make test-floor`; on newer versions there is nothing to say.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers

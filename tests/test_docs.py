@@ -1,7 +1,5 @@
 """What the documents name is there."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -33,10 +31,6 @@ def test_every_file_that_a_document_names_exists(document: Path) -> None:
         if not any((root / name).exists() for root in roots) and ("/" in name or name not in FILES)
     }
     assert not missing
-
-
-def test_a_missing_file_is_noticed() -> None:
-    assert cited("see `core/nowhere.py` and [it](docs/nothing.md#there)") == {"core/nowhere.py", "docs/nothing.md"}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=str)

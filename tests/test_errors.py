@@ -1,7 +1,6 @@
 """The errors: a small tree, each also the builtin that one would catch, with messages that say what to do."""
 
-from __future__ import annotations
-
+import itertools
 import pickle
 
 import pytest
@@ -42,10 +41,9 @@ def test_the_root_is_no_builtin_that_other_code_raises() -> None:
     assert errors.KVCacheError.__bases__ == (Exception,)
 
 
-@pytest.mark.parametrize("first", NATURAL)
-@pytest.mark.parametrize("second", NATURAL)
-def test_no_error_is_a_kind_of_another(first: str, second: str) -> None:
-    assert issubclass(own_errors()[first], own_errors()[second]) is (first == second)
+def test_no_error_is_a_kind_of_another() -> None:
+    for first, second in itertools.permutations(NATURAL, 2):
+        assert not issubclass(own_errors()[first], own_errors()[second])
 
 
 @pytest.mark.parametrize("name", ["KVCacheError", *NATURAL])
@@ -60,10 +58,6 @@ def test_a_config_error_says_argument_expected_got_and_what_to_do() -> None:
     error = errors.ConfigError.of("budget", "a positive number of slots", -4, "Leave it out to keep every token.")
     assert str(error) == "budget: expected a positive number of slots, got -4. Leave it out to keep every token."
     assert type(error) is errors.ConfigError
-
-
-def test_a_config_error_without_a_hint_ends_with_what_it_got() -> None:
-    assert str(errors.ConfigError.of("mode", "'exact' or 'fast'", "Fast")) == "mode: expected 'exact' or 'fast', got 'Fast'."
 
 
 def test_a_config_error_shows_an_empty_or_missing_value() -> None:

@@ -1,17 +1,13 @@
 """The house keeps its shape: imports point down, optional dependencies are imported late, files and functions stay short."""
 
-from __future__ import annotations
-
 import ast
-import shutil
 import subprocess
-import sys
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from importlinter.cli import EXIT_STATUS_ERROR, EXIT_STATUS_SUCCESS, lint_imports
+from importlinter.cli import EXIT_STATUS_SUCCESS, lint_imports
 
 import hf_kvcaches
 
@@ -19,33 +15,14 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "hf_kvcaches"
 
 OPTIONAL = {"triton", "faiss", "sentence_transformers", "peft", "redis", "datasketch", "accelerate", "fastapi", "uvicorn"}
-TOP_LEVEL = {
-    ".ci",
-    ".github",
-    ".gitignore",
-    "CHANGELOG.md",
-    "CONTRIBUTING.md",
-    "LICENSE",
-    "MANIFEST.in",
-    "Makefile",
-    "README.md",
-    "SECURITY.md",
-    "constraints.txt",
-    "docs",
-    "examples",
-    "hf_kvcaches",
-    "mkdocs.yml",
-    "pyproject.toml",
-    "scripts",
-    "tests",
-}
+TOP_LEVEL = set(
+    """.ci .github .gitignore CHANGELOG.md CONTRIBUTING.md LICENSE MANIFEST.in Makefile README.md SECURITY.md constraints.txt docs examples
+    hf_kvcaches mkdocs.yml pyproject.toml scripts tests""".split()
+)
+ENGINES = {"vllm", "lmcache"}  # each is imported by the file of its name, which that engine loads
 LONGEST_FILE, LONGEST_FUNCTION = 350, 50
 # Lines of the files and functions that are longer for now. The list only gets shorter.
-LONGER = {
-    "kernels/blocks.py: block_attention": 57,
-    "kernels/slots_triton.py: attend": 55,
-}
-RUN = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
+LONGER = {"kernels/blocks.py: block_attention": 57, "kernels/slots_triton.py: attend": 55}
 
 
 def imported_names(tree: ast.AST, package: tuple[str, ...]) -> Iterator[tuple[int, str]]:
@@ -109,12 +86,15 @@ def eager_optionals(package: Path) -> list[str]:
     """Optional dependencies that are imported as soon as a module of `package` is."""
     faults = []
     for path in sorted(package.rglob("*.py")):
-        allowed = {"triton"} if is_triton_file(path.relative_to(package)) else set()
+        relative = path.relative_to(package)
+        allowed = {"triton"} if is_triton_file(relative) else {relative.stem} if relative.parts[0] == "engines" else set()
         for node in module_level(ast.parse(path.read_text()).body):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and not node.level and node.module:
                 names = [node.module]
-            faults += [f"{path.relative_to(package)}:{node.lineno}: {n}" for n in names if n.partition(".")[0] in OPTIONAL - allowed]
+            faults += [
+                f"{path.relative_to(package)}:{node.lineno}: {n}" for n in names if n.partition(".")[0] in (OPTIONAL | ENGINES) - allowed
+            ]
     return faults
 
 
@@ -138,44 +118,9 @@ def length_faults(package: Path, longer: Mapping[str, int]) -> list[str]:
     return faults + [f"{name} needs no exception" for name in longer if name not in lines or lines[name] <= limits[name]]
 
 
-def build(root: Path, files: dict[str, str]) -> Path:
-    """A made-up package called `house` from relative paths and sources."""
-    package = root / "house"
-    for name, source in {"__init__.py": "", **files}.items():
-        path = package / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(source)
-    return package
-
-
 def test_imports_keep_the_contracts_of_the_project(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     assert lint_imports(no_cache=True) == EXIT_STATUS_SUCCESS
-
-
-@pytest.mark.parametrize(
-    ("path", "source"),
-    [
-        ("stores/files.py", "from hf_kvcaches.core import rope"),
-        ("stores/files.py", "from hf_kvcaches.kernels import checks"),
-        ("errors.py", "from hf_kvcaches import compat"),
-        ("reuse/plan.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from hf_kvcaches.codec.codec import KVCodec"),
-        ("codec/sides.py", "from hf_kvcaches.reuse import plan"),
-        ("subspace/bounds.py", "from hf_kvcaches.equip import layer"),
-        (
-            "segments/scope.py",
-            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from hf_kvcaches.segments.cache import SegmentReuseCache",
-        ),
-        ("attic.py", ""),
-    ],
-)
-def test_a_forbidden_import_breaks_a_contract(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, source: str) -> None:
-    shutil.copytree(PACKAGE, tmp_path / "hf_kvcaches", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    changed = tmp_path / "hf_kvcaches" / path
-    changed.write_text((changed.read_text() if changed.exists() else "") + f"\n{source}\n")
-    done = subprocess.run([sys.executable, "-c", RUN], cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
-    assert done.returncode == EXIT_STATUS_ERROR, done.stdout
 
 
 def test_public_names_are_imported_from_the_modules_that_have_them() -> None:
@@ -221,60 +166,6 @@ def test_optional_dependencies_checked_are_those_of_the_extras() -> None:
         for requirement in requirements
     }
     assert extras == OPTIONAL
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import triton",
-        "import triton.language as tl",
-        "from faiss import IndexFlatIP",
-        "try:\n    import peft\nexcept ImportError:\n    peft = None",
-        "try:\n    import torch\nexcept ImportError:\n    import redis",
-        "class C:\n    import fastapi",
-        "if TYPE_CHECKING:\n    pass\nelse:\n    import accelerate",
-    ],
-)
-def test_an_optional_dependency_imported_at_once_is_found(tmp_path: Path, source: str) -> None:
-    assert len(eager_optionals(build(tmp_path, {"core/a.py": source}))) == 1
-
-
-@pytest.mark.parametrize(
-    "source",
-    ["def f():\n    import triton", "if TYPE_CHECKING:\n    import peft", "import tritonish", "from .peft import x", "import torch"],
-)
-def test_an_optional_dependency_imported_where_it_is_used_is_fine(tmp_path: Path, source: str) -> None:
-    assert eager_optionals(build(tmp_path, {"core/a.py": source})) == []
-
-
-def test_a_file_of_triton_kernels_may_import_triton_and_nothing_else(tmp_path: Path) -> None:
-    source = "import triton.language as tl\nimport peft"
-    assert eager_optionals(build(tmp_path, {"kernels/a_triton.py": source})) == ["kernels/a_triton.py:2: peft"]
-    assert len(eager_optionals(build(tmp_path / "other", {"kernels/a.py": "import triton", "core/a_triton.py": "import triton"}))) == 2
-
-
-def test_a_file_of_triton_kernels_that_is_imported_at_once_or_by_others_is_found(tmp_path: Path) -> None:
-    package = build(
-        tmp_path,
-        {
-            "kernels/a.py": "def f():\n    from house.kernels import a_triton\n    from house.kernels.a_triton import g",
-            "kernels/b.py": "def f():\n    from house.kernels import a_triton",
-            "kernels/c.py": "from .c_triton import f",
-            "core/d.py": "def f():\n    import house.kernels.a_triton",
-            "kernels/e_triton.py": "from house.kernels.a_triton import f",
-        },
-    )
-    assert eager_triton_files(package) == ["core/d.py:2: a_triton", "kernels/b.py:2: a_triton", "kernels/c.py:1: c_triton"]
-
-
-def test_what_is_too_long_and_what_needs_no_exception_is_found(tmp_path: Path) -> None:
-    long = "async def f():\n" + "    x = 1\n" * LONGEST_FUNCTION
-    package = build(tmp_path, {"core/a.py": "x = 1\n" * (LONGEST_FILE + 1), "core/b.py": "x = 1\n" * LONGEST_FILE, "core/c.py": long})
-    assert length_faults(package, {}) == ["core/a.py has 351 lines", "core/c.py: f has 51 lines"]
-    assert length_faults(package, {"core/a.py": 351, "core/c.py: f": 51}) == []
-    assert length_faults(package, {"core/a.py": 350, "core/c.py: f": 51}) == ["core/a.py has 351 lines"]
-    longer = {"core/a.py": 351, "core/c.py: f": 51, "core/b.py": 400, "core/gone.py": 400}
-    assert length_faults(package, longer) == ["core/b.py needs no exception", "core/gone.py needs no exception"]
 
 
 def test_no_two_classes_share_a_name() -> None:

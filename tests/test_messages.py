@@ -108,12 +108,6 @@ def test_numpys_integers_are_integers(model):
             whole_number("n", wrong, 1)
 
 
-def test_a_rank_above_the_size_of_a_head_is_refused_when_the_cache_is_made(model):
-    for rank in (9, (4, 128)):
-        with pytest.raises(ConfigError, match="1 to 8 for keys and 1 to 8 for values"):
-            SubspaceCache(model, adaptive=AdaptiveSubspace(rank=rank))
-
-
 def test_a_long_value_is_cut(model):
     with pytest.raises(ConfigError) as error:
         EquipCache(model, budget="x" * 5000)

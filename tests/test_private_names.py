@@ -1,12 +1,8 @@
 """Only `compat.py` knows private or unofficial names of torch, transformers, peft and accelerate."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "hf_kvcaches"
 # The one file that may.
@@ -67,38 +63,3 @@ def faults(package: Path) -> list[str]:
 
 def test_private_names_of_other_packages_are_in_compat_alone() -> None:
     assert faults(PACKAGE) == []
-
-
-@pytest.mark.parametrize(
-    ("source", "name"),
-    [
-        ("def f(model):\n    return model._secret", "_secret"),
-        ("def f(model):\n    model._secret = 3", "_secret"),
-        ("def f(model):\n    return getattr(model, '_secret', None)", "_secret"),
-        ("def f(module):\n    return module._modules", "_modules"),
-        ("import torch._dynamo", "_dynamo"),
-        ("from torch._inductor import config", "_inductor"),
-        ("from transformers.utils import _secret", "_secret"),
-        ("from transformers.utils import output_capturing", "output_capturing"),
-    ],
-)
-def test_a_private_name_is_found(tmp_path: Path, source: str, name: str) -> None:
-    (tmp_path / "cache.py").write_text(source)
-    (tmp_path / COMPAT).write_text(source)
-    assert [fault.rpartition(" ")[2] for fault in faults(tmp_path)] == [name]
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "class C:\n    def __init__(self):\n        self._mine = 3\ndef f(c):\n    return c._mine",
-        "class C:\n    def f(self):\n        return self._modules",
-        "def _f():\n    pass\ndef g(module):\n    return module._f",
-        "def f(pair):\n    return pair._asdict()",
-        "from hf_kvcaches.core import _mine",
-        "def f(model):\n    return model.__dict__",
-    ],
-)
-def test_what_is_the_packages_own_is_left_alone(tmp_path: Path, source: str) -> None:
-    (tmp_path / "cache.py").write_text(source)
-    assert faults(tmp_path) == []

@@ -1,7 +1,5 @@
 """What `import hf_kvcaches` gives: the promised names, documented, and nothing imported before it is asked for."""
 
-from __future__ import annotations
-
 import ast
 import json
 import subprocess
@@ -15,16 +13,7 @@ import hf_kvcaches
 from hf_kvcaches.errors import MissingDependencyError, require
 
 ROOT = Path(__file__).resolve().parent.parent
-HEAVY = {
-    "torch",
-    "transformers",
-    "triton",
-    "faiss",
-    "sentence_transformers",
-    "peft",
-    "redis",
-    "accelerate",
-}
+HEAVY = {"torch", "transformers", "triton", "faiss", "sentence_transformers", "peft", "redis", "accelerate"}
 
 
 def modules_after(statement: str) -> set[str]:
@@ -117,17 +106,6 @@ def test_a_missing_extra_names_itself_and_the_command() -> None:
     assert isinstance(caught.value.__cause__, ModuleNotFoundError)
 
 
-def test_a_present_module_is_handed_over() -> None:
-    assert require("json", "retrieval", "Nothing") is json
-
-
 def test_extras_named_in_errors_exist() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert extras_asked_for(ROOT / "hf_kvcaches") <= set(extras)
-
-
-def test_the_extras_of_errors_are_read_from_either_kind_of_argument(tmp_path: Path) -> None:
-    (tmp_path / "a.py").write_text(
-        "require('faiss', 'retrieval', 'x')\nerrors.require('peft', extra='pefft', purpose='y')\nother('a', 'b')"
-    )
-    assert extras_asked_for(tmp_path) == {"retrieval", "pefft"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from transformers import Gemma2Config, GPT2Config, LlamaConfig, PreTrainedModel
+from transformers import Gemma2Config, GPT2Config, Lfm2Config, LlamaConfig, PreTrainedModel
 from transformers.models.auto import AutoModelForCausalLM
 
 VOCABULARY = 96
@@ -48,6 +48,12 @@ def gemma2(seed: int = 0, **changes) -> PreTrainedModel:
 def gpt2(seed: int = 0) -> PreTrainedModel:
     """Learned positions, no grouped heads."""
     return build(GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=3, n_head=4, n_positions=256, initializer_range=0.3), seed)
+
+
+def lfm2() -> PreTrainedModel:
+    """Convolutions around one layer of attention."""
+    layers = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
+    return build(Lfm2Config(**{**_SHAPE, **layers}))
 
 
 def ids(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -1,7 +1,5 @@
 """What a user's code looks like to a type checker; `make wheel-check` runs mypy --strict on it, against the installed wheel."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hf_kvcaches import AdaptiveSubspace, ConfigError, EquipCache, GrowingCache, KVCodec, SubspaceCache, VerifyReport, per_call, verify

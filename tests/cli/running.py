@@ -1,7 +1,5 @@
 """Runs the command in this process."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import pytest
@@ -22,12 +20,7 @@ class Done(NamedTuple):
 
 
 def run(capsys: pytest.CaptureFixture[str], *options: Any) -> Done:
-    """Runs `hf-kvcaches` with options.
-
-    Args:
-        capsys: Of the test.
-        *options: Of the command line.
-    """
+    """Runs `hf-kvcaches` with options."""
     capsys.readouterr()
     with unchanged_process():
         code = main([str(option) for option in options])

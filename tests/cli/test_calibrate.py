@@ -1,7 +1,5 @@
 """calibrate writes artifacts for the models that it is given."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The command starts fast, names its commands, and ends errors that a user can mend with a sentence."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tomllib
@@ -46,11 +44,6 @@ finally:
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     return done.stdout, float(done.stderr)
-
-
-def test_the_command_hides_no_module_of_its_package():
-    program = "from hf_kvcaches.cli import main, options; options.begin"
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
 @pytest.mark.full

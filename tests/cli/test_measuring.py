@@ -1,7 +1,5 @@
 """verify, eval and bench measure caches beside a DynamicCache."""
 
-from __future__ import annotations
-
 import csv
 import json
 

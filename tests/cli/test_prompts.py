@@ -1,7 +1,5 @@
 """Prompts are the same for the same seed, hold what they promise, and begin as the tokenizer begins a text."""
 
-from __future__ import annotations
-
 import pytest
 
 from hf_kvcaches.cli import prompts

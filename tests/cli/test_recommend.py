@@ -1,7 +1,5 @@
 """recommend tells the bytes of caches from a config alone, and they are those that caches have."""
 
-from __future__ import annotations
-
 import csv
 import re
 
@@ -101,10 +99,6 @@ def test_the_code_of_every_setting_runs(index, tmp_path, monkeypatch):
     assert names["output"].shape[1] == inputs["input_ids"].shape[1] + 2
 
 
-def test_there_are_twelve_settings():
-    assert len(choices(model_size(tiny.llama().config, torch.float32), 512)) == 12
-
-
 def test_caches_that_refuse_the_family_are_not_chosen_and_the_reason_is_told(capsys, tmp_path):
     sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "vocab_size": 1000, "num_attention_heads": 4}
     DeepseekV3Config(num_hidden_layers=2, n_routed_experts=8, **sizes).save_pretrained(tmp_path)
@@ -136,17 +130,6 @@ def test_quantized_weights_count_as_what_they_are(quantization, share, capsys, t
     config.save_pretrained(tmp_path)
     done = run(capsys, "recommend", "--model", tmp_path, "--memory", "1KiB", "--dtype", "bfloat16")
     assert "Nothing fits: shorten the context, or make the batch smaller." in done.out
-
-
-def test_speeds_of_another_kind_of_device_are_not_shown(capsys, tmp_path):
-    with (tmp_path / "speed.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, SPEED_COLUMNS)
-        writer.writeheader()
-        writer.writerow(row("GrowingCache", prefill_ratio=1.25, decode_ratio=3.5) | {"device": "cuda"})
-    done = run(capsys, "recommend", "--model", BASE, "--device", "cpu", "--speed", tmp_path / "speed.csv")
-    assert done.code == 0
-    assert "3.50x" not in done.out
-    assert "nothing was measured on cpu" in done.out
 
 
 @pytest.mark.parametrize(
@@ -200,12 +183,6 @@ def test_a_speed_table_of_ones_own_is_read_and_another_file_is_refused(capsys, t
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
     with pytest.raises(ArtifactError, match="hf-kvcaches bench --csv"):
         speed_table(tmp_path / "other.csv")
-
-
-def test_the_packages_speed_table_has_its_columns():
-    rows = speed_table()
-    assert rows
-    assert all(tuple(each) == SPEED_COLUMNS for each in rows)
 
 
 def test_every_number_goes_to_a_file(capsys, tmp_path):

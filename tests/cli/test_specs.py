@@ -1,7 +1,5 @@
 """A cache on the command line is a call of its class, read and never evaluated."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

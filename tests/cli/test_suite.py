@@ -1,7 +1,5 @@
 """Known answers are asked behind a context, rows are kept in a log, and summaries count what the full cache can do."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

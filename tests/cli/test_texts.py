@@ -1,7 +1,5 @@
 """Texts, prompts and pairs come from files as people have them."""
 
-from __future__ import annotations
-
 import pytest
 
 from hf_kvcaches.cli import texts

@@ -1,7 +1,6 @@
 """What the tests of calibration share: all keys, values and queries of a small model, held at once."""
 
-from __future__ import annotations
-
+from functools import cache
 from typing import Any
 
 import torch
@@ -76,3 +75,22 @@ def by_head(sums: LayerSums, moment: torch.Tensor) -> list[torch.Tensor]:
         )
         start += heads * size
     return found
+
+
+@cache
+def made(ratio: float = 0.125) -> KVCodec:
+    return calibrate().at(ratio)
+
+
+@cache
+def states(tokens: int = 40) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Keys before rotation and values of the model's own, by layer; those of several texts one after the other."""
+    found = {}
+    for layer in range(4):
+        _, keys, _, values = held(tiny.llama(), layer, tiny.ids(-(-tokens // 60), 60, seed=3))
+        found[layer] = tuple(each.transpose(0, 1).flatten(1, 2)[:, :tokens].float() for each in (keys, values))
+    return found
+
+
+def packed(codec: KVCodec, own: dict[int, tuple[torch.Tensor, torch.Tensor]], left_out: int = 0) -> dict[int, torch.Tensor]:
+    return codec.pack({layer: pair[0] for layer, pair in own.items()}, {layer: pair[1] for layer, pair in own.items()}, left_out)

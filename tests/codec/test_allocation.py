@@ -1,7 +1,5 @@
 """Bits lie where they save most: against all allocations of tiny layers, and all swaps of a measured codec."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

@@ -1,7 +1,5 @@
 """Calibration against references that hold all keys, values and gradients."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -10,23 +8,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import (
-    AttentionInterface,
-    BloomConfig,
-    DynamicCache,
-    GraniteConfig,
-    MistralConfig,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import BloomConfig, DynamicCache, GraniteConfig, MistralConfig, T5Config, T5ForConditionalGeneration
 
 from hf_kvcaches import ConfigError, KVCodec, RotaryGeometry, UnsupportedError, enable
-from hf_kvcaches.codec import meter, metric
+from hf_kvcaches.codec import metric
 from hf_kvcaches.codec.calibrate import _pass
-from hf_kvcaches.codec.forward import activations_on_cpu, ending_of
+from hf_kvcaches.codec.forward import ending_of
 from hf_kvcaches.codec.meter import LayerSums, MeterCache, Reading
 from hf_kvcaches.codec.metric import gradient_of_drawn
-from hf_kvcaches.codec.shape import Shape
 from hf_kvcaches.codec.statistics import LayerStatistics
 from hf_kvcaches.evaluate.texts import batches_of, blocks_of
 from hf_kvcaches.kernels.code_format import TILE, WIDTHS
@@ -137,24 +126,6 @@ def test_codes_that_attention_reads_are_fitted_to_keys_that_are_rotated_within_t
             torch.testing.assert_close(found.key_cost, whole)
 
 
-def test_statistics_of_smaller_groups_are_those_of_their_heads() -> None:
-    shape = Shape(6, 3, 2, 6)
-    keys, values = (torch.randn(1, 6, 50, dim, dtype=torch.float64) for dim in (3, 2))
-    for group in (1, 2, 3):
-        own = shape._replace(group=group)
-        found = plain_statistics(shape, keys, values).in_shape(own)
-        expected = plain_statistics(own, keys, values)
-        for name in ("mean", "moment", "sample"):
-            torch.testing.assert_close(getattr(found, name), getattr(expected, name))
-
-
-def plain_statistics(shape: Shape, keys: torch.Tensor, values: torch.Tensor) -> LayerStatistics:
-    """Of (1, heads, tokens, dim), without metrics."""
-    vectors, nothing = shape.join(keys, values, keys.dtype)[0], torch.empty(0)
-    moment = vectors.mT @ vectors / vectors.shape[1]
-    return LayerStatistics(shape, vectors.mean(1), moment, nothing, nothing, vectors.transpose(0, 1))
-
-
 def assert_diagonal(covariance: torch.Tensor, cross: bool = True) -> None:
     """Asserts that a covariance has nothing beside its diagonal; without `cross`, that it is one of coefficients at all."""
     if not cross:
@@ -228,53 +199,6 @@ def test_gradients_are_those_at_keys_and_values_of_tokens_that_are_not_kept_exac
             assert torch.allclose(found, expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
 
 
-def test_with_recent_tokens_what_queries_further_away_see_counts_most() -> None:
-    """And what all see a twenty-fifth as much."""
-    model, recent = tiny.llama(), 6
-    cache = MeterCache(model, Reading(metric="loss", recent=recent))
-    _pass(model, cache, [3], IDS[:1], ending_of(model))
-    found = costs(cache.sums[2], "loss")
-    far, everything = (pulls_at_distance(model, 2, least) for least in (recent, 0))
-    for cost, own, other in zip(found, far, everything, strict=True):
-        expected = moment(coded(own)) + 0.04 * moment(coded(other))
-        assert torch.allclose(cost, expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
-
-
-def pulls_at_distance(model: Any, layer: int, least: int) -> list[torch.Tensor]:
-    """Gradients at keys, before their rotation, and values of what queries at least so far away see, by numbers that are added there."""
-    attention, moved = model.model.layers[layer].self_attn, {}
-
-    def at_distance(module: Any, query: Any, keys: Any, values: Any, mask: Any, **options: Any) -> Any:
-        index = torch.arange(keys.shape[2])
-        far = (index[:, None] - index >= least)[None, None]
-        other_keys, other_values = keys + moved["key"], values + moved["value"]
-        group = query.shape[1] // keys.shape[1]
-        keys, values, other_keys, other_values = (each.repeat_interleave(group, 1) for each in (keys, values, other_keys, other_values))
-        scores = torch.where(far, query @ other_keys.mT, query @ keys.mT) * options["scaling"]
-        weights = scores.masked_fill(index > index[:, None], -torch.inf).softmax(-1)
-        output = torch.where(far, weights, 0) @ other_values + torch.where(far, 0, weights) @ values
-        return output.transpose(1, 2), None
-
-    AttentionInterface.register("at distance", at_distance)
-    previous, model.config._attn_implementation = model.config._attn_implementation, "at distance"
-    try:
-        leaves = {name: torch.zeros(1, 2, 40, 8, requires_grad=True) for name in ("key", "value")}
-        nothing = {name: torch.zeros(1, 2, 40, 8) for name in leaves}
-        moved |= nothing
-        hooks = [
-            attention.register_forward_pre_hook(lambda *_: moved.update(leaves)),
-            attention.register_forward_hook(lambda *_: moved.update(nothing)),
-        ]
-        logits = model(input_ids=IDS[:1]).logits
-        for hook in hooks:
-            hook.remove()
-        gradients = torch.autograd.grad(logits, list(leaves.values()), gradient_of_drawn(logits, lambda part: part, [3]))
-    finally:
-        model.config._attn_implementation = previous
-    at_keys = RotaryGeometry.from_config(model.config).rotate(gradients[0].double(), -torch.arange(40))
-    return [at_keys, gradients[1].double()]
-
-
 def test_drawn_tokens_are_those_the_model_would_go_on_with_and_a_block_draws_the_same_in_any_batch() -> None:
     logits = torch.tensor([0.0, 1.0, -1.0, 2.0, -torch.inf]).expand(2, 20_000, 5).clone()
     gradient = gradient_of_drawn(logits, lambda part: part, [7, 8])
@@ -289,11 +213,7 @@ def test_drawn_tokens_are_those_the_model_would_go_on_with_and_a_block_draws_the
 
 @pytest.mark.parametrize(
     "build",
-    [
-        tiny.llama,
-        lambda: tiny.gemma2(final_logit_softcapping=2.0),
-        lambda: tiny.build(GraniteConfig(**tiny._SHAPE, logits_scaling=3.0)),
-    ],
+    [tiny.llama, lambda: tiny.gemma2(final_logit_softcapping=2.0), lambda: tiny.build(GraniteConfig(**tiny._SHAPE, logits_scaling=3.0))],
     ids=["plain", "capped", "scaled"],
 )
 def test_gradients_from_logits_of_a_few_positions_are_those_from_all_logits(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,25 +250,6 @@ def test_half_precision_is_computed_in_float32_on_a_cpu_and_the_model_keeps_its_
     same_energies(codec, calibrate(tiny.llama(tie_word_embeddings=True).to(dtype).float()))
 
 
-def test_activations_that_wait_on_the_cpu_are_no_copies_of_weights() -> None:
-    model = tiny.llama()
-    moved = []
-    original = torch.Tensor.to
-
-    def to(tensor: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
-        if arguments == ("cpu",):
-            moved.append(tensor.untyped_storage().data_ptr())
-        return original(tensor, *arguments, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "to", to)
-        with activations_on_cpu(model):
-            loss = model(input_ids=IDS).logits.sum()
-    assert moved
-    assert not {tensor.untyped_storage().data_ptr() for tensor in model.parameters()} & set(moved)
-    loss.backward()
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["k", "v"])
 def test_the_squared_gradient_along_an_error_is_twice_the_divergence_that_it_makes(kind: str) -> None:
@@ -367,27 +268,6 @@ def test_the_squared_gradient_along_an_error_is_twice_the_divergence_that_it_mak
         gradients = pulls(model, [seed, seed + 1, seed + 2])[layer]["kv".index(kind)]
         squares.append((gradients * along).sum((1, 2, 3)).square().sum())
     assert sum(squares) / len(squares) == pytest.approx(2 * divergence, rel=0.15)
-
-
-@pytest.mark.parametrize("recent", [0, 5])
-def test_a_layer_that_reads_anothers_keys_adds_its_pull_on_them(recent: int) -> None:
-    model = tiny.llama()
-    cache = MeterCache(model, Reading(metric="loss", recent=recent))
-    cache.draws = torch.rand(1, 40)
-    generator = torch.Generator().manual_seed(0)
-    query, keys = (torch.randn(1, heads, 40, 8, generator=generator) for heads in (4, 2))
-    found = []
-    for factors in ([1, 3], [1, 0], [0, 3]):
-        cache.reset()
-        cache.sums = {}
-        view, _ = cache.update(keys, keys.clone(), 0)
-        outputs = [view.attend(model.model.layers[index].self_attn, query, None, scaling=1.0)[0] for index in (0, 1)]
-        leaves = cache.leaves[0].tensors()
-        found.append(torch.autograd.grad(sum(factor * each.sum() for factor, each in zip(factors, outputs, strict=True)), leaves))
-        assert int(cache.sums[0].states.count) == 36
-    for both, first, second in zip(*found, strict=True):
-        torch.testing.assert_close(both, first + second)
-        assert bool(first.any() and second.any())
 
 
 @pytest.mark.parametrize("how", ["frozen", "inference mode", "no grad"])
@@ -491,20 +371,6 @@ def test_a_bar_shows_unless_it_is_not_wanted(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().err == ""
 
 
-def test_the_sample_is_bounded_and_does_not_depend_on_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meter, "SAMPLE", 50)
-    blocks = [(torch.randn(1, 2, 20, 8), torch.rand(1, 20)) for _ in range(40)]
-    forward, backward = (LayerSums(Shape(2, 8, 8, 2), torch.device("cpu")) for _ in range(2))
-    for states, draws in blocks:
-        forward.observe(states, states, draws)
-        assert len(forward.sample) <= 50
-    for states, draws in reversed(blocks):
-        backward.observe(states, states, draws)
-    assert torch.equal(forward.sample[forward.draws.argsort()], backward.sample[backward.draws.argsort()])
-    smallest = torch.cat([draws[0, 4:] for _, draws in blocks]).sort().values[:50]
-    assert torch.equal(forward.draws.sort().values, smallest)
-
-
 # Models
 
 
@@ -524,19 +390,6 @@ def test_families_have_codes_where_attention_is_full(family: str, metric: str) -
     assert [codec.has_codes(layer) for layer in range(codec.layer_count)] == [kind == "full_attention" for kind in kinds]
     assert all(bool(tensor.isfinite().all()) for tensor in codec.tensors().values())
     assert 0.15 < codec.bytes_ratio <= 0.25
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("metric", ["plain", "loss"])
-def test_half_precision_models_are_measured_in_double(metric: str, dtype: torch.dtype) -> None:
-    codec = calibrate(tiny.llama().to(dtype), metric=metric)
-    assert codec.settings.metric == metric
-    assert all(bool(tensor.isfinite().all()) for tensor in codec.tensors().values())
-    layers = {name: tensor for name, tensor in codec.tensors().items() if name.startswith(("in_place.", "slots."))}
-    assert {tensor.dtype for name, tensor in layers.items() if not name.endswith(("widths", "rows"))} == {torch.float32}
-    exact = calibrate(metric="plain")
-    for mine, theirs in zip(energies(calibrate(tiny.llama().to(dtype), metric="plain")), energies(exact), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0.2, atol=0.02)
 
 
 def test_angles_that_follow_the_length_of_the_text_are_refused_and_post_works() -> None:
@@ -602,9 +455,3 @@ def test_bad_options_are_named(options: dict, names: str) -> None:
 def test_bad_texts_are_named(texts: Any, names: str) -> None:
     with pytest.raises(ConfigError, match=names):
         calibrate(texts=texts)
-
-
-def test_reading_checks_what_it_is_made_with() -> None:
-    assert Reading().block == 512
-    with pytest.raises(ConfigError, match="block"):
-        Reading(block=True)

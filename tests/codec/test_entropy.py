@@ -1,7 +1,5 @@
 """The entropy coder gives back what it was given, whatever that is, in about as many bits as there is information."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

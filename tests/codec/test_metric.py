@@ -1,7 +1,5 @@
 """What errors cost, against the modules and the logits of models of several families."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Moments against sums over the vectors themselves."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

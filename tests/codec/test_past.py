@@ -1,7 +1,5 @@
 """One pass over whole rows with a coded past gives the logits of decoding token by token."""
 
-from __future__ import annotations
-
 import sys
 from functools import cache
 from typing import Any
@@ -16,7 +14,7 @@ from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.evaluate.measures import compare
 from hf_kvcaches.evaluate.past import CodedPast, PastCoding, read_rows
 from tests import tiny
-from tests.test_layout import ROOT
+from tests.documents.blocks import ROOT
 
 TOLERANCE = {"atol": 2e-4, "rtol": 2e-4}
 

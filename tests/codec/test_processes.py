@@ -1,7 +1,5 @@
 """Calibration in several processes: each reads a share of the texts, and all get the codec of one process."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

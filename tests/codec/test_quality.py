@@ -1,7 +1,5 @@
 """What codes are worth: the divergence of a trained model's predictions, read one token at a time from codes."""
 
-from __future__ import annotations
-
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -77,22 +75,3 @@ def test_fewer_bytes_lose_more(metric: str) -> None:
     codec = codec_of("base", metric)
     lost = [divergence("base", codec.at(ratio)) for ratio in (0.05, 0.1, 0.2, 0.4)]
     assert all(more < 0.5 * less for less, more in pairwise(lost))
-
-
-def test_a_codec_of_more_text_loses_less() -> None:
-    assert divergence("base", codec_of("base", "loss").at(0.1)) < divergence("base", codec_of("base", "loss", 512).at(0.1))
-
-
-def test_keys_before_their_rotation_lose_less_than_behind_it() -> None:
-    options: dict[str, Any] = {"rotation": "post", "recent": 0, "progress": False}
-    post = KVCodec.calibrate(model_of("base"), None, [ids()[:8192].tolist()], **options)
-    assert divergence("base", codec_of("base", "loss").at(0.1)) < divergence("base", post.at(0.1))
-
-
-def test_a_codec_of_float32_is_as_good_in_a_bfloat16_model() -> None:
-    codec = codec_of("base", "loss").at(0.1)
-    half = testbed.load("base")[0].to(torch.bfloat16)
-    usual = predictions(half, DynamicCache(config=half.config))
-    found = predictions(half, SubspaceCache(half, codec, sinks=4, recent=0))
-    lost = float((usual.exp() * (usual - found)).sum(-1).mean())
-    assert lost < 1.3 * divergence("base", codec)

@@ -1,8 +1,7 @@
 """How the rows run models, and how near is equal."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +9,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 from tests.conformance import models
 from tests.conformance.entries import Entry
+from tests.helpers.prompts import left_padded
+
+__all__ = ["left_padded"]
 
 # On logits, absolute, for all entries. What is lossy rounds or chooses, and the last bit, which a batch and a single row do not share,
 # can tip that; a row mixed up, a token too many or a wrong position shows as tenths and more.
@@ -18,40 +20,13 @@ LOSSY_TOLERANCES = {torch.float32: 2e-2, torch.bfloat16: 0.3}
 
 
 def tokens(length: int, seed: int = 0, rows: int = 1) -> torch.Tensor:
-    """Text, (rows, length), without the padding token.
-
-    Args:
-        length: Tokens in each row.
-        seed: Another seed is another text.
-        rows: How many.
-    """
+    """Text, (rows, length), without the padding token."""
     drawn = torch.randint(1, models.VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
     return drawn.to(models.DEVICE)
 
 
-def left_padded(rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of several lengths as one batch, and its mask.
-
-    Args:
-        rows: (1, length) each.
-    """
-    width = max(row.shape[1] for row in rows)
-    ids = torch.cat([torch.nn.functional.pad(row, (width - row.shape[1], 0)) for row in rows])
-    lengths = torch.tensor([row.shape[1] for row in rows], device=ids.device)
-    mask = (torch.arange(width, device=ids.device) >= width - lengths[:, None]).long()
-    return ids, mask
-
-
 def close(entry: Entry, dtype: torch.dtype, actual: torch.Tensor, expected: torch.Tensor, what: str = "logits") -> None:
-    """Asserts equality within the dtype's tolerance.
-
-    Args:
-        entry: The cache under test.
-        dtype: Of the model.
-        actual: From the cache under test.
-        expected: The reference; of the same shape.
-        what: For the message.
-    """
+    """Asserts equality within the dtype's tolerance."""
     assert actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)} and not {tuple(expected.shape)}"
     assert torch.isfinite(actual).all(), f"{what}: not finite"
     worst = float((actual.float() - expected.float()).abs().max())
@@ -60,12 +35,7 @@ def close(entry: Entry, dtype: torch.dtype, actual: torch.Tensor, expected: torc
 
 
 def reference(entry: Entry, model: PreTrainedModel) -> tuple[PreTrainedModel, Any]:
-    """The model and the fresh cache that an entry is measured against: transformers' own, or the lossy cache in plain use.
-
-    Args:
-        entry: The entry.
-        model: The model under test.
-    """
+    """The model and the fresh cache that an entry is measured against: transformers' own, or the lossy cache in plain use."""
     if not entry.lossless:
         return model, entry.make(model)
     twin = models.twin_of(model)
@@ -78,13 +48,7 @@ def feed(
 ) -> torch.Tensor:
     """Feeds tokens, span by span, as `generate` would, and returns the logits behind each span, (rows, spans, vocabulary).
 
-    Args:
-        model: The model, or a wrapper of it.
-        cache: What the tokens follow.
-        ids: (rows, tokens).
-        spans: Lengths that sum to `tokens`; None for one each.
-        mask: 1 where a token is real, (rows, tokens in the cache + new ones).
-        keep: For how many tokens at each span's end; 0 for all.
+    The mask is of the tokens in the cache and the new ones; `keep` logits are of each span's end, 0 for all.
     """
     logits, start, before = [], 0, cache.get_seq_length()
     for span in spans if spans is not None else [1] * ids.shape[1]:
@@ -103,15 +67,7 @@ def feed(
 
 @torch.no_grad()
 def loop(model: Any, cache: Any, ids: torch.Tensor, more: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Feeds a prompt and then single tokens without `position_ids`; the logits behind each, (rows, 1 + tokens, vocabulary).
-
-    Args:
-        model: The model.
-        cache: An empty cache.
-        ids: The prompt, (rows, tokens).
-        more: What follows, (rows, tokens).
-        mask: 1 where a token of the prompt is real; None to pass none.
-    """
+    """Feeds a prompt and then single tokens without `position_ids`; the logits behind each, (rows, 1 + tokens, vocabulary)."""
     found = []
     for part in (ids, *more.split(1, dim=1)):
         if mask is not None:
@@ -121,16 +77,7 @@ def loop(model: Any, cache: Any, ids: torch.Tensor, more: torch.Tensor, mask: to
 
 
 def generate(model: Any, ids: torch.Tensor, cache: Any, *, new: int = 8, mask: torch.Tensor | None = None, **options: Any) -> Any:
-    """`model.generate` with a fixed seed and everything returned.
-
-    Args:
-        model: The model, or a wrapper of it.
-        ids: (rows, tokens).
-        cache: The cache to use.
-        new: How many tokens to generate.
-        mask: 1 where a token is real; None for all.
-        **options: For `generate`.
-    """
+    """`model.generate` with a fixed seed and everything returned."""
     torch.manual_seed(11)
     settings: dict[str, Any] = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True, "output_scores": True}
     output = model.generate(
@@ -145,13 +92,12 @@ def generate(model: Any, ids: torch.Tensor, cache: Any, *, new: int = 8, mask: t
 
 
 def replay(entry: Entry, model: PreTrainedModel, text: torch.Tensor, spans: Sequence[int]) -> torch.Tensor:
-    """The logits that a single text must have: one row, no padding, a fresh reference cache. (spans, vocabulary).
-
-    Args:
-        entry: The entry.
-        model: The model under test.
-        text: (tokens,) or (1, tokens).
-        spans: How the text was cut into forward passes.
-    """
+    """The logits that a single text must have: one row, no padding, a fresh reference cache. (spans, vocabulary)."""
     plain, cache = reference(entry, model)
     return feed(plain, cache, text.reshape(1, -1), spans)[0]
+
+
+def rows_in(module: dict[str, Any]) -> tuple[Callable[..., None], ...]:
+    """All functions of a file but those that begin with an underscore."""
+    own = [value for value in module.values() if inspect.isfunction(value) and value.__module__ == module["__name__"]]
+    return tuple(value for value in own if not value.__name__.startswith("_"))

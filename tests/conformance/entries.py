@@ -1,7 +1,5 @@
 """The caches in the matrix. A new cache is one line in `ENTRIES`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -64,12 +62,7 @@ class Entry:
     fast: bool = True
 
     def refuses_row(self, row: str, family: str) -> bool:
-        """Whether a row must raise.
-
-        Args:
-            row: The row's name.
-            family: Of the model.
-        """
+        """Whether a row must raise."""
         return row in self.refuses or f"{row}@{family}" in self.refuses
 
 
@@ -84,14 +77,14 @@ class RoundedKeyNorm(Policy):
 
 SNAPKV = SnapKVPolicy(window=3, kernel_size=3)
 # Budgets that every row outgrows; each head has as many.
-EQUIP: list[tuple[str, Any]] = [
-    ("streaming", "streaming"),
-    ("h2o", "h2o"),
-    ("tova", "tova"),
-    ("snapkv", SNAPKV),
-    ("keydiff", KeyDiffPolicy(interval=3)),
-    ("own", RoundedKeyNorm()),
-]
+EQUIP: dict[str, Any] = {
+    "streaming": "streaming",
+    "h2o": "h2o",
+    "tova": "tova",
+    "snapkv": SNAPKV,
+    "keydiff": KeyDiffPolicy(interval=3),
+    "own": RoundedKeyNorm(),
+}
 # One policy that needs nothing, one that scores by attention.
 EVERYWHERE = ("streaming", "h2o")
 # A file doesn't bring the code of a policy (here: of `RoundedKeyNorm`).
@@ -107,13 +100,7 @@ _CALIBRATED: dict[tuple[Any, ...], Any] = {}
 
 
 def calibrated(model: Any, calibrate: Callable[..., Any], **options: Any) -> Any:
-    """What `calibrate` makes of a model, once for all models with the same weights.
-
-    Args:
-        model: Or a wrapper of it.
-        calibrate: Is given the model and the options.
-        **options: That can be told apart by their values.
-    """
+    """What `calibrate` makes of a model, once for all models with the same weights."""
     key = (identity_of(compat.base_model(model)).digest, calibrate, *sorted(options.items()))
     if key not in _CALIBRATED:
         _CALIBRATED[key] = calibrate(model, **options)
@@ -214,6 +201,24 @@ HOLDERS: tuple[tuple[str, Callable[[Any], KVCache], bool], ...] = (
 # Models with no layer of full attention have nothing to calibrate.
 # In bfloat16 a long text multiplies what arithmetic of another order rounds otherwise.
 SUBSPACE = frozenset({"mistral_sliding", "forced_tokens@bfloat16"})
+UNPADDED = frozenset({"padded_loop_without_positions"})  # codes are of tokens that are counted without their padding
+
+
+def lossy(name: str, make: Callable[..., KVCache], **more: Any) -> Entry:
+    """What is run on Llamas, and held to what it must share with itself."""
+    return Entry(name, make, **{"lossless": False, "every_family": False, "records": True, **more})
+
+
+def pruned(name: str, policy: Any, make: Callable[..., KVCache] = EquipCache, options: Any = None, **more: Any) -> Entry:
+    """A budget that every row outgrows."""
+    options = {"budget": 10, "sinks": 2, "head_budgets": None} | (options or {})
+    return lossy(name, partial(make, policy=policy, **options), **more)
+
+
+def coded(name: str, policy: Any, **more: Any) -> Entry:
+    """One whose slots are integers or in shared pages."""
+    return pruned(name, policy, refuses=WITHOUT_GRADIENTS, **more)
+
 
 ENTRIES = [
     Entry("growing", GrowingCache, lossless=True),
@@ -221,108 +226,35 @@ ENTRIES = [
     Entry("segments_exact", exact_segments, lossless=True),
     Entry("warmstart_miss", no_prompts, lossless=True, refuses=SAVING),
     Entry("warmstart_identical", same_prompt, lossless=True, refuses=SAVING),
-    # Codes are of tokens that are counted without their padding.
-    Entry("translated", translated, lossless=True, refuses=frozenset({"padded_loop_without_positions"})),
+    Entry("translated", translated, lossless=True, refuses=UNPADDED),
     *(
-        Entry(
+        pruned(
             f"equip_{name}",
-            partial(EquipCache, policy=policy, budget=10, sinks=2, head_budgets=None),
-            lossless=False,
+            policy,
             every_family=name in EVERYWHERE,
             refuses=OWN_POLICY if name == "own" else frozenset(),
-            records=True,
             fast=name != "own",
         )
-        for name, policy in EQUIP
+        for name, policy in EQUIP.items()
     ),
+    pruned("global_future", "future", options={"head_budgets": "global"}, refuses=ASSISTED),
+    pruned("global_snapkv", SNAPKV, options={"head_budgets": "global"}, refuses=ASSISTED, fast=False),
+    pruned("layer_h2o", "h2o", options={"head_budgets": "layer"}, fast=False),
+    # Pages are the same under all policies: one that slides, one that scores the prompt.
+    coded("paged_streaming", "streaming", options={"page_size": 4}),
+    coded("paged_snapkv", SNAPKV, options={"page_size": 4}),
+    lossy("equip_int8", partial(EquipCache, policy="streaming", budget=10, sinks=2, storage="int8"), refuses=WITHOUT_GRADIENTS),
+    *(coded(f"equip_coded_{name}", EQUIP[name], make=coded_equip, fast=name == "streaming") for name in ("streaming", "h2o", "snapkv")),
+    coded("paged_coded", SNAPKV, make=coded_equip, options={"page_size": 4}),
     *(
-        Entry(
-            f"{share}_{name}",
-            partial(EquipCache, policy=policy, budget=10, sinks=2, head_budgets=share),
-            lossless=False,
-            every_family=False,
-            refuses=ASSISTED if share == "global" else frozenset(),
-            records=True,
-            fast=name == "future",
+        Entry(name, partial(subspace, **options), lossless=True, records=True, without=SUBSPACE, refuses=WITHOUT_GRADIENTS, fast=fast)
+        for name, options, fast in (
+            ("subspace_full", {"sinks": 1, "recent": 3}, True),
+            ("subspace_full_post", {"rotation": "post", "sinks": 0, "recent": 2}, False),
         )
-        for share, name, policy in (("global", "future", "future"), ("global", "snapkv", SNAPKV), ("layer", "h2o", "h2o"))
     ),
-    *(
-        Entry(
-            f"paged_{name}",
-            partial(EquipCache, policy=policy, budget=10, sinks=2, head_budgets=None, page_size=4),
-            lossless=False,
-            every_family=False,
-            refuses=WITHOUT_GRADIENTS,
-            records=True,
-        )
-        # Pages are the same under all policies: one that slides, one that scores the prompt.
-        for name, policy in EQUIP
-        if name in ("streaming", "snapkv")
-    ),
-    Entry(
-        "equip_int8",
-        partial(EquipCache, policy="streaming", budget=10, sinks=2, storage="int8"),
-        lossless=False,
-        every_family=False,
-        refuses=WITHOUT_GRADIENTS,
-        records=True,
-    ),
-    *(
-        Entry(
-            f"equip_coded_{name}",
-            partial(coded_equip, policy=policy, budget=10, sinks=2, head_budgets=None),
-            lossless=False,
-            every_family=False,
-            refuses=WITHOUT_GRADIENTS,
-            records=True,
-            fast=name == "streaming",
-        )
-        for name, policy in EQUIP
-        if name in ("streaming", "h2o", "snapkv")
-    ),
-    Entry(
-        "paged_coded",
-        partial(coded_equip, policy=SNAPKV, budget=10, sinks=2, head_budgets=None, page_size=4),
-        lossless=False,
-        every_family=False,
-        refuses=WITHOUT_GRADIENTS,
-        records=True,
-    ),
-    Entry(
-        "subspace_full",
-        partial(subspace, sinks=1, recent=3),
-        lossless=True,
-        records=True,
-        without=SUBSPACE,
-        refuses=WITHOUT_GRADIENTS,
-    ),
-    Entry(
-        "subspace_full_post",
-        partial(subspace, rotation="post", sinks=0, recent=2),
-        lossless=True,
-        records=True,
-        without=SUBSPACE,
-        refuses=WITHOUT_GRADIENTS,
-        fast=False,
-    ),
-    Entry(
-        "subspace",
-        partial(subspace, bytes_ratio=0.25, sinks=2, recent=4),
-        lossless=False,
-        every_family=False,
-        records=True,
-        refuses=WITHOUT_GRADIENTS,
-    ),
-    Entry(
-        "subspace_without_sinks",
-        partial(subspace, bytes_ratio=0.25, sinks=0, recent=1),
-        lossless=False,
-        every_family=False,
-        records=True,
-        refuses=WITHOUT_GRADIENTS,
-        fast=False,
-    ),
+    lossy("subspace", partial(subspace, bytes_ratio=0.25, sinks=2, recent=4), refuses=WITHOUT_GRADIENTS),
+    lossy("subspace_without_sinks", partial(subspace, bytes_ratio=0.25, sinks=0, recent=1), refuses=WITHOUT_GRADIENTS, fast=False),
     Entry(
         "subspace_adaptive_full",
         partial(adaptive, sinks=1, recent=3),
@@ -330,23 +262,19 @@ ENTRIES = [
         without=SUBSPACE,
         refuses=WITHOUT_GRADIENTS | CROPPING,
     ),
-    Entry(
+    lossy(
         "subspace_adaptive",
         partial(adaptive, sinks=1, recent=2, follow={"rank": (3, 4), "rotation": "post", "sketch": "fd"}),
-        lossless=False,
-        every_family=False,
+        records=False,
         refuses=WITHOUT_GRADIENTS | CROPPING,
     ),
     *(
-        Entry(
+        lossy(
             f"{source.__name__}_to_{name}",
             partial(composed, source, holder),
             lossless=lossless,
-            every_family=False,
             without=SUBSPACE if name == "subspace" else frozenset(),
-            refuses=ASSISTED
-            | (frozenset({"padded_loop_without_positions"}) if source is translated else frozenset())
-            | (WITHOUT_GRADIENTS if name == "subspace" else frozenset()),
+            refuses=ASSISTED.union(UNPADDED if source is translated else (), WITHOUT_GRADIENTS if name == "subspace" else ()),
             records=name != "growing",
             fast=(source, name) in ((exact_segments, "equip"), (same_prompt, "subspace"), (translated, "growing")),
         )

@@ -1,7 +1,5 @@
 """The rows of the matrix in which the model is not a plain one: wrapped, spread, compiled, trained."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Every model has a twin with the same weights that no cache is ever built on, so that references are computed by transformers alone.
 """
 
-from __future__ import annotations
-
 import os
 import weakref
 from functools import cache
@@ -74,13 +72,7 @@ _origins: weakref.WeakKeyDictionary[PreTrainedModel, tuple[str, torch.dtype]] = 
 
 
 def build(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
-    """A new model of a family; the same weights each time.
-
-    Args:
-        family: One of `FAMILIES`.
-        dtype: Of weights and computation.
-        **changes: To the family's config.
-    """
+    """A new model of a family; the same weights each time."""
     config = _configs()[family]
     for name, value in changes.items():
         setattr(config, name, value)
@@ -112,12 +104,7 @@ def _draw(name: str, parameter: nn.Parameter, generator: torch.Generator, embedd
 
 @cache
 def tiny(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The model of a family that all tests share.
-
-    Args:
-        family: One of `FAMILIES`.
-        dtype: Of weights and computation.
-    """
+    """The model of a family that all tests share."""
     return build(family, dtype)
 
 
@@ -127,20 +114,12 @@ def _twin(family: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def family_of(model: PreTrainedModel) -> str:
-    """The family that a model was built as.
-
-    Args:
-        model: What `build` or `tiny` gave.
-    """
+    """The family that a model was built as."""
     return _origins[model][0]
 
 
 def twin_of(model: PreTrainedModel) -> PreTrainedModel:
-    """The untouched model with the same weights.
-
-    Args:
-        model: What `build` or `tiny` gave.
-    """
+    """The untouched model with the same weights."""
     twin = _twin(*_origins[model])
     assert not is_enabled(twin.config), "a cache was built on the reference model"
     return twin
@@ -152,10 +131,6 @@ def assistant_for(family: str, dtype: torch.dtype) -> PreTrainedModel:
 
     Its window is wider than any text here, because the drafter's own cache, which is not under test, fails past the window in some
     versions of transformers.
-
-    Args:
-        family: One of `FAMILIES`.
-        dtype: Of weights and computation.
     """
     assistant = build(family, dtype, **({"sliding_window": 64} if getattr(tiny(family, dtype).config, "sliding_window", None) else {}))
     generator = torch.Generator().manual_seed(5)

@@ -4,8 +4,6 @@ A lossless cache is compared with `DynamicCache` on an untouched twin of the mod
 use: one row, no padding, the same text token by token.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -14,8 +12,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hf_kvcaches import ConfigError, compat
 from tests.conformance import models
-from tests.conformance.driving import close, feed, generate, left_padded, loop, reference, replay, tokens
+from tests.conformance.driving import close, feed, generate, loop, reference, replay, rows_in, tokens
 from tests.conformance.entries import Entry
+from tests.helpers.prompts import left_padded
 
 PROMPTS = tuple(tokens(length, seed=length) for length in (13, 7, 10))
 
@@ -289,23 +288,4 @@ def conflicting_arguments(entry: Entry, model: PreTrainedModel, dtype: torch.dty
         model.generate(PROMPTS[0], past_key_values=cache, cache_implementation="static", max_new_tokens=2)
 
 
-GENERATING = (
-    greedy,
-    left_padded_batch,
-    padded_loop_without_positions,
-    chunked_prefill,
-    chunked_prefill_of_a_padded_batch,
-    sampling,
-    num_return_sequences,
-    beam_search,
-    beam_sampling,
-    assisted_by_a_model,
-    assisted_sampling,
-    prompt_lookup,
-    chat,
-    chat_of_a_padded_batch,
-    repeated_prompt_cache,
-    prompt_as_embeddings,
-    both_names,
-    conflicting_arguments,
-)
+GENERATING = rows_in(globals())

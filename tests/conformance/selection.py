@@ -1,7 +1,5 @@
 """Which cache is run in which row, on which family, in which tier."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -71,14 +69,7 @@ FOR_BFLOAT16: tuple[Row, ...] = (
 
 
 def cases_of(family: str, dtype: torch.dtype, of: Sequence[Row], fast: Collection[Row] | None = None) -> list[Any]:
-    """Parameters of a test: every cache in some rows, on one family.
-
-    Args:
-        family: One of `models.FAMILIES`.
-        dtype: Of the model.
-        of: The rows.
-        fast: Those among them that are not left to the full tier; None for all.
-    """
+    """Parameters of a test: every cache in some rows, on one family."""
     name = str(dtype).removeprefix("torch.")
     return [
         pytest.param(
@@ -116,14 +107,7 @@ def cases_of_families() -> Iterator[Any]:
 
 
 def run_row(entry: Entry, row: Row, family: str, dtype: torch.dtype) -> None:
-    """Runs a row, or asserts that the cache refuses it.
-
-    Args:
-        entry: The cache.
-        row: What is asked of it.
-        family: Of the model.
-        dtype: Of the model.
-    """
+    """Runs a row, or asserts that the cache refuses it."""
     model = models.tiny(family, dtype)
     if entry.refuses_row(row.__name__, family):
         with pytest.raises(UnsupportedError):

@@ -1,7 +1,5 @@
 """The rows of the matrix that handle the cache itself: cut, copied, moved, stored, reordered. Tokens are given, never chosen."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import pickle
@@ -17,8 +15,9 @@ from transformers import DynamicCache, PreTrainedModel
 from hf_kvcaches import EquipCache
 from hf_kvcaches.errors import UnsupportedError
 from tests.conformance import models
-from tests.conformance.driving import close, feed, left_padded, reference, replay, tokens
+from tests.conformance.driving import close, feed, reference, replay, rows_in, tokens
 from tests.conformance.entries import Entry
+from tests.helpers.prompts import left_padded
 
 PROMPTS = tuple(tokens(length, seed=length) for length in (12, 8, 10))
 WARM = [10, 1, 1]
@@ -294,24 +293,4 @@ def honest_flags(entry: Entry, model: PreTrainedModel, dtype: torch.dtype) -> No
     assert cache.get_max_length() == -1 or any(cache.is_sliding)
 
 
-STATE = (
-    forced_tokens,
-    left_padded_steps,
-    crop,
-    deepcopy_forks,
-    pickled,
-    saved_and_loaded,
-    reset,
-    reorder_cache,
-    batch_select_indices,
-    batch_repeat_interleave,
-    offload_and_prefetch,
-    interleaved_caches,
-    inference_mode_mixed,
-    ready_mask,
-    wrong_rows,
-    empty_cache,
-    refusals_change_nothing,
-    report,
-    honest_flags,
-)
+STATE = rows_in(globals())

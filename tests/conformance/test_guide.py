@@ -1,7 +1,5 @@
 """The cache in docs/writing-a-cache.md works as the guide says."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

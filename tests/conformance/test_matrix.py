@@ -1,7 +1,5 @@
 """Every cache in every row, on the family that all rows are written for."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Every cache on every family of models: at once the rows that hang on how a family attends, all others in the full tier."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

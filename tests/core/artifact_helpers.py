@@ -1,7 +1,5 @@
 """A small artifact for tests, in a module that child processes import quickly."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path
@@ -43,10 +41,6 @@ class Basis(Artifact):
 
 class OtherKind(Basis):
     artifact_type: ClassVar[str] = "other-kind"
-
-
-class NextBasis(Basis):
-    format_version: ClassVar[int] = 4
 
 
 def basis(filled_with: float = 1.0, **notes: Any) -> Basis:

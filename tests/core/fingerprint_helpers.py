@@ -1,17 +1,11 @@
 """Tiny models, tokenizers and adapters, and what tells two fingerprints apart."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 

@@ -1,7 +1,5 @@
 """From which caches a prompt is taken over, and what is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -17,8 +15,9 @@ from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.warmstart.paper.cache import SummaryLayer
 from hf_kvcaches.warmstart.paper.slots import LayerSlots
 from tests.conformance import models
-from tests.conformance.driving import feed, left_padded, tokens
+from tests.conformance.driving import feed, tokens
 from tests.families import models as families
+from tests.helpers.prompts import left_padded
 
 PROMPT = 37
 
@@ -158,13 +157,3 @@ def test_a_model_without_attention_has_nothing_to_adopt() -> None:
     model(tokens(8) % 40 + 5, past_key_values=past)
     with pytest.raises(ConfigError, match="past: expected a cache with layers of attention"):
         EquipCache.from_cache(past, model, "keydiff")
-
-
-@pytest.mark.parametrize("family", ["gemma2", "gemma3"])
-def test_segments_of_a_model_with_windows_are_pruned(family: str) -> None:
-    model = models.tiny(family)
-    past, plain = SegmentReuseCache(model, SegmentStore("memory"), mode="auto"), EquipCache(model, "keydiff", 12)
-    text = model.generate(tokens(PROMPT), past_key_values=past, max_new_tokens=4, do_sample=False)
-    feed(model, plain, text[:, : past.seen], [past.seen])
-    cache, more = EquipCache.from_cache(past, model, "keydiff", 12), tokens(12, seed=2)
-    torch.testing.assert_close(feed(model, cache, more), feed(model, plain, more), rtol=0, atol=1e-3)

@@ -1,7 +1,5 @@
 """An artifact comes back as it was saved, for the right model, with a card that explains it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -42,16 +40,6 @@ def test_every_dtype_and_shape_comes_back(tmp_path):
     assert after.fingerprint is not None
     assert not after.fingerprint.differs_from(before.fingerprint)
     assert files(tmp_path / "deep" / "er") == {FILE_NAME, "README.md"}
-
-
-def test_an_artifact_without_tensors_comes_back(tmp_path):
-    class Notes(Basis):
-        @classmethod
-        def restore(cls, tensors, metadata):
-            return cls(tensors, metadata)
-
-    Notes({}, {"x": 1}).save_pretrained(tmp_path)
-    assert same(Notes.from_pretrained(tmp_path), Notes({}, {"x": 1}))
 
 
 def test_its_tensors_are_read_by_safetensors(tmp_path):

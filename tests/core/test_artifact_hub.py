@@ -1,7 +1,5 @@
 """What goes to the Hub, and what comes back from it."""
 
-from __future__ import annotations
-
 import base64
 import http.server
 import json

@@ -1,19 +1,10 @@
 """The cache as a whole: what it holds, what it says, what it refuses, and that it survives being saved."""
 
-import copy
-import pickle
-
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from safetensors.torch import save_file
-from transformers import DynamicCache, Lfm2Config
 
-import hf_kvcaches
 from hf_kvcaches import ArtifactError, ConfigError, EquipCache, FingerprintMismatch, GrowingCache, KVCache, UnsupportedError
 from hf_kvcaches.core.files import Content, container, read_file
-from hf_kvcaches.core.layers import GrowingLayer
 from hf_kvcaches.core.report import measured_bytes
 from tests import tiny
 
@@ -42,21 +33,6 @@ def test_a_cache_built_with_a_config_has_no_model(model):
         _ = GrowingCache(model.config).model
 
 
-def test_a_model_that_computes_attention_itself_still_gets_a_cache_of_plain_tensors():
-    from transformers import BloomConfig
-
-    model = tiny.build(BloomConfig(vocab_size=tiny.VOCABULARY, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.3))
-    prompt = tiny.ids(1, 7)
-    got = model.generate(prompt, max_new_tokens=5, do_sample=False, past_key_values=GrowingCache(model))
-    assert torch.equal(got, model.generate(prompt, max_new_tokens=5, do_sample=False))
-
-    class Asking(GrowingCache):
-        needs_attention = True
-
-    with pytest.raises(UnsupportedError, match="Bloom"):
-        Asking(model)
-
-
 def test_the_report_counts_what_is_really_allocated(model):
     cache = fill(model)
     report = cache.report()
@@ -69,54 +45,9 @@ def test_the_report_counts_what_is_really_allocated(model):
     assert repr(cache).startswith("GrowingCache(4 layers, seen=9")
 
 
-def test_hybrid_layers_are_counted_too():
-    model = tiny.gemma2()
-    cache = fill(model, 20)
-    assert [type(layer).__name__ for layer in cache.layers[:2]] == ["DynamicSlidingWindowLayer", "GrowingLayer"]
-    assert cache.report().kept == (7, 20, 7, 20)
-    assert cache.report().bytes > 0
-
-
 def test_views_of_one_block_are_counted_once():
     block = torch.zeros(100)
     assert measured_bytes([block[:10], block[50:], torch.zeros(3)]) == 412
-
-
-def test_an_empty_cache_reports_zero(model):
-    assert GrowingCache(model).report().bytes == 0
-    assert GrowingCache(model).seen == 0
-
-
-def test_forks_go_on_by_themselves(model):
-    cache = fill(model)
-    fork = copy.deepcopy(cache)
-    with torch.no_grad():
-        model(tiny.ids(1, 3, seed=1), past_key_values=fork)
-    assert (cache.seen, fork.seen) == (9, 12)
-    assert fork.model is cache.model
-    assert fork.config is cache.config
-
-
-def test_a_pickled_cache_finds_its_model_again_in_the_same_process(model):
-    cache = fill(model)
-    back = pickle.loads(pickle.dumps(cache))
-    follow = tiny.ids(1, 2, seed=1)
-    with torch.no_grad():
-        assert torch.equal(model(follow, past_key_values=back).logits, model(follow, past_key_values=cache).logits)
-    assert back.model is model
-
-
-@pytest.mark.parametrize("build", [tiny.llama, tiny.gemma2, tiny.gpt2])
-def test_a_saved_cache_goes_on_where_it_stopped(build, tmp_path):
-    model = build()
-    cache = fill(model, 20)
-    cache.save(tmp_path / "cache.safetensors")
-    back = GrowingCache.load(tmp_path / "cache.safetensors", model)
-    follow = tiny.ids(1, 2, seed=1)
-    with torch.no_grad():
-        assert torch.equal(model(follow, past_key_values=back).logits, model(follow, past_key_values=cache).logits)
-    assert back.seen == cache.seen == 22
-    assert back.report().kept == cache.report().kept
 
 
 def test_adapters_switched_between_filling_and_saving_are_noticed(tmp_path):
@@ -163,49 +94,6 @@ def test_a_cache_without_a_model_can_not_be_saved(model, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-class OtherCache(GrowingCache):
-    """Another class, with other layers."""
-
-
-def test_a_file_of_another_class_is_refused(model, tmp_path):
-    fill(model).save(tmp_path / "cache")
-    with pytest.raises(ArtifactError, match="GrowingCache"):
-        OtherCache.load(tmp_path / "cache", model)
-
-
-def test_damaged_and_foreign_files_are_refused(model, tmp_path):
-    path = tmp_path / "cache"
-    fill(model).save(path)
-    whole = path.read_bytes()
-    for damage in (b"", b"not safetensors", whole[: len(whole) // 2], whole[:-1]):
-        path.write_bytes(damage)
-        with pytest.raises(ArtifactError):
-            GrowingCache.load(path, model)
-    save_file({"x": torch.zeros(1)}, path)
-    with pytest.raises(ArtifactError, match="of version none"):
-        GrowingCache.load(path, model)
-    with pytest.raises(ArtifactError):
-        GrowingCache.load(tmp_path / "missing", model)
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """A model, and the bytes of a cache saved with it."""
-    model, path = tiny.llama(), tmp_path_factory.mktemp("saved") / "cache"
-    fill(model).save(path)
-    return model, path, path.read_bytes()
-
-
-@given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
-def test_a_flipped_bit_is_never_read_as_another_cache(saved, place, bit):
-    model, path, whole = saved
-    damaged = bytearray(whole)
-    damaged[int(place * len(whole))] ^= 1 << bit
-    path.write_bytes(damaged)
-    with pytest.raises((ArtifactError, FingerprintMismatch)):
-        GrowingCache.load(path, model)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -250,36 +138,3 @@ def test_the_base_class_can_not_be_built(model):
 def test_offloading_without_a_gpu_is_refused(model):
     with pytest.raises(UnsupportedError, match="CUDA"):
         GrowingCache(model, offloading=True)
-
-
-def test_reset_gives_hybrid_models_a_fresh_start():
-    model = tiny.gemma2()
-    cache = fill(model, 20)
-    cache.reset()
-    assert cache.seen == 0
-    prompt = tiny.ids(1, 15, seed=3)
-    got = model.generate(prompt, max_new_tokens=5, do_sample=False, past_key_values=cache)
-    assert torch.equal(got, model.generate(prompt, max_new_tokens=5, do_sample=False))
-
-
-@torch.no_grad()
-def test_models_with_recurrent_layers_run_on_transformers_own_state():
-    config = Lfm2Config(
-        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-        layer_types=["conv", "full_attention", "conv"], initializer_range=0.3,
-    )  # fmt: skip
-    model = tiny.build(config)
-    prompt = tiny.ids(1, 9)
-    cache = GrowingCache(model)
-    got = model.generate(prompt, max_new_tokens=6, do_sample=False, past_key_values=cache)
-    assert torch.equal(got, model.generate(prompt, max_new_tokens=6, do_sample=False, past_key_values=DynamicCache(config=config)))
-    assert isinstance(cache.layers[1], GrowingLayer)
-    assert cache.seen == 14
-    assert cache.report().bytes > 0
-
-
-def test_public_names_are_the_same_objects():
-    from hf_kvcaches.core import cache, growing
-
-    assert hf_kvcaches.KVCache is cache.KVCache
-    assert hf_kvcaches.GrowingCache is growing.GrowingCache

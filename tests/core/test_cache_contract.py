@@ -1,50 +1,19 @@
 """What transformers asks of a cache beside `update`: every cache answers as honestly as `DynamicCache` does."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, Lfm2Config, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
-from hf_kvcaches import (
-    AdaptiveSubspace,
-    EquipCache,
-    GrowingCache,
-    SegmentReuseCache,
-    SegmentStore,
-    SubspaceCache,
-    WarmStartCache,
-    WarmStartLibrary,
-)
+from hf_kvcaches import EquipCache, GrowingCache, SubspaceCache
 from hf_kvcaches.core.layers import KVLayer
 from tests import tiny
-from tests.warmstart.warm import words
+from tests.helpers.caches import SMALL
 
 PROMPT = tiny.ids(1, 24)
-MAKERS: dict[str, Any] = {
-    "growing": GrowingCache,
-    "equip": lambda model: EquipCache(model, "streaming", budget=12, recent=2),
-    "equip, scores": lambda model: EquipCache(model, "h2o", budget=12, recent=2),
-    "equip, int8": lambda model: EquipCache(model, "streaming", budget=12, recent=2, storage="int8"),
-    "equip, pages": lambda model: EquipCache(model, "streaming", budget=12, recent=2, page_size=4),
-    "subspace": lambda model: SubspaceCache(model, adaptive=AdaptiveSubspace(rank=4, warmup=16), sinks=1, recent=2),
-    "segments": lambda model: SegmentReuseCache(model, SegmentStore("memory"), mode="exact"),
-    "segments, equip": lambda model: SegmentReuseCache(
-        model, SegmentStore("memory"), mode="exact", decode_with=EquipCache(model, "streaming", budget=12, recent=2)
-    ),
-    "warm start": lambda model: WarmStartCache(model, WarmStartLibrary(model, words())),
-}
-
-
-def conv() -> PreTrainedModel:
-    sizes = {"vocab_size": tiny.VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    return tiny.build(Lfm2Config(**sizes, num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"]))
-
-
-MODELS = {"llama": tiny.llama, "hybrid": tiny.gemma2, "linear": conv}
-CASES = [(family, name) for family in MODELS for name in MAKERS if family != "linear" or name in ("growing", "equip", "equip, scores")]
+MODELS = {"llama": tiny.llama, "hybrid": tiny.gemma2, "linear": tiny.lfm2}
+CASES = [(family, name) for family in MODELS for name in SMALL if family != "linear" or name in ("growing", "equip", "equip, scores")]
 
 
 @pytest.fixture(params=CASES, ids=lambda case: f"{case[0]}, {case[1]}")
@@ -52,7 +21,7 @@ def model_and_make(request: pytest.FixtureRequest) -> tuple[PreTrainedModel, Any
     family, name = request.param
     model = MODELS[family]()
     model.generation_config.eos_token_id = None
-    return model, MAKERS[name]
+    return model, SMALL[name]
 
 
 def answer(model: PreTrainedModel, cache: Any, prompt: torch.Tensor = PROMPT, new: int = 6) -> torch.Tensor:
@@ -81,20 +50,6 @@ def test_an_empty_and_a_filled_cache_say_of_themselves_what_is_true(model_and_ma
         if hasattr(plain, "get_query_offset"):
             assert cache.get_query_offset() == plain.get_query_offset()
         assert not any(getattr(cache, "is_recording_past", lambda layer: False)(layer) for layer in range(len(cache)))
-
-
-def test_a_cache_that_says_it_can_be_cropped_can_be(model_and_make: Any) -> None:
-    model, make = model_and_make
-    cache = make(model)
-    answer(model, cache)
-    if not getattr(cache, "is_croppable", False):
-        pytest.skip("it does not say so")
-    cache.activate_past_recording()
-    expected, seen = cache.report().kept, cache.seen
-    with torch.no_grad():
-        model(input_ids=tiny.ids(1, 1, seed=2), past_key_values=cache, logits_to_keep=1)
-        cache.crop(-1)
-    assert (cache.report().kept, cache.seen) == (expected, seen)
 
 
 @pytest.mark.skipif(not hasattr(DynamicCache, "early_initialization"), reason="newer than this transformers")

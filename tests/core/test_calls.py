@@ -1,7 +1,5 @@
 """Caches that answer queries, in calls that ask for more than attention: other precisions, attention weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -54,18 +52,6 @@ def test_under_autocast_a_cache_that_keeps_all_is_as_near_to_the_model_as_autoca
     got = logits(model, CACHES[name](model), autocast=True)
     assert got.dtype == expected.dtype
     assert (got - expected).abs().mean() < (expected - exact).abs().mean()
-
-
-@pytest.mark.parametrize("name", ["h2o", "subspace", "adaptive"])
-def test_under_autocast_a_pruned_or_compressed_cache_decodes(name: str) -> None:
-    model = tiny.llama()
-    adaptive = AdaptiveSubspace(rank=(3, 4), warmup=16, chunk=16)
-    small = {
-        "h2o": EquipCache(model, "h2o", 8, sinks=1, recent=2),
-        "subspace": SubspaceCache(model, codec(), sinks=0, recent=0),
-        "adaptive": SubspaceCache(model, adaptive=adaptive, sinks=0, recent=0),
-    }
-    assert torch.isfinite(logits(model, small[name], autocast=True)).all()
 
 
 SMALL: dict[str, Callable[[PreTrainedModel], Cache]] = {

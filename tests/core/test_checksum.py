@@ -1,9 +1,5 @@
 """Every byte of every kind of tensor counts, wherever it lies, and writes are noticed."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload
@@ -96,60 +92,7 @@ def test_state_that_cannot_be_read_is_refused_by_name(value):
         digest_of(value, "some.place")
 
 
-@given(st.binary(min_size=1, max_size=300), st.data())
-def test_every_single_byte_counts(content, data):
-    place = data.draw(st.integers(0, len(content) - 1))
-    bit = data.draw(st.integers(0, 7))
-    tensor = torch.tensor(list(content), dtype=torch.uint8)
-    before = digest_of(tensor)
-    tensor[place] ^= 1 << bit
-    assert digest_of(tensor) != before
-
-
 # Remembered digests
-
-
-def write_through_data(parameter: torch.nn.Parameter) -> None:
-    parameter.data.add_(1)
-
-
-def write_through_numpy(parameter: torch.nn.Parameter) -> None:
-    parameter.detach().numpy()[:] += 1
-
-
-def replace_data(parameter: torch.nn.Parameter) -> None:
-    parameter.data = parameter.data * 2
-
-
-def optimizer_step(kind: type[torch.optim.Optimizer], **options: bool) -> Callable[[torch.nn.Parameter], None]:
-    def step(parameter: torch.nn.Parameter) -> None:
-        parameter.grad = torch.ones_like(parameter)
-        kind([parameter], lr=0.1, **options).step()
-
-    return step
-
-
-@pytest.mark.parametrize(
-    "write",
-    [
-        write_through_data,
-        lambda parameter: parameter.data.view(-1)[7].add_(1e-3),
-        lambda parameter: parameter.data.view(torch.int32).view(-1)[11].bitwise_xor_(1),
-        write_through_numpy,
-        lambda parameter: parameter.detach().numpy().reshape(-1).__setitem__(3, 0.25),
-        replace_data,
-        optimizer_step(torch.optim.SGD),
-        optimizer_step(torch.optim.AdamW, foreach=True),
-        optimizer_step(torch.optim.AdamW, fused=True),
-    ],
-    ids=["data", "one element", "one bit", "numpy", "one element by numpy", "replaced data", "sgd", "adamw foreach", "adamw fused"],
-)
-@pytest.mark.parametrize("name", ["model.layers.0.mlp.up_proj.weight", "model.norm.weight"])
-def test_writes_are_noticed(write, name):
-    model = llama()
-    before = ModelFingerprint.of(model)
-    write(model.get_parameter(name))
-    assert changed(before, ModelFingerprint.of(model)) == {"weights"}
 
 
 def test_replaced_parameters_and_other_dtypes_are_noticed():
@@ -164,18 +107,6 @@ def test_weights_of_inference_mode_can_be_read():
     with torch.inference_mode():
         model = llama()
         assert ModelFingerprint.of(model) == ModelFingerprint.of(llama())
-
-
-def test_a_model_is_forgotten_with_its_last_reference():
-    import gc
-    import weakref
-
-    model = llama()
-    ModelFingerprint.of(model)
-    gone = weakref.ref(model)
-    del model
-    gc.collect()
-    assert gone() is None
 
 
 # Checksums
@@ -213,27 +144,17 @@ def test_a_single_bit_anywhere_counts(seed, data):
 SIGN = -(1 << 63)
 
 
-def flip_signs(words: torch.Tensor, rows: slice | list[int], columns: slice | list[int]) -> None:
-    words[rows] = words[rows].clone().index_copy(1, torch.arange(words.shape[1])[columns], words[rows][:, columns] ^ SIGN)
-
-
 @given(st.sampled_from([(64, 512), (300, 1536), (257, 2048), (128, 2039), (96, 4096)]), st.data())
 def test_sign_bits_of_pairs_rectangles_rows_and_columns_count(shape, data):
     # Modulo 2^64 two of them cancel.
     words = torch.randint(-(1 << 62), 1 << 62, shape, generator=torch.Generator().manual_seed(0))
     before = digest_of(words)
-    some = [data.draw(st.lists(st.integers(0, size - 1), min_size=2, max_size=2, unique=True)) for size in shape]
-    where = data.draw(st.sampled_from(["pair in a row", "pair in a column", "rectangle", "rows", "columns", "odd columns", "all"]))
-    chosen = {
-        "pair in a row": (some[0][:1], some[1]),
-        "pair in a column": (some[0], some[1][:1]),
-        "rectangle": (some[0], some[1]),
-        "rows": (some[0], slice(None)),
-        "columns": (slice(None), some[1]),
-        "odd columns": (slice(None), slice(1, None, 2)),
-        "all": (slice(None), slice(None)),
-    }[where]
-    flip_signs(words, *chosen)
+    pairs = [data.draw(st.lists(st.integers(0, size - 1), min_size=2, max_size=2, unique=True)) for size in shape]
+    few = {"pair in a row": (pairs[0][:1], pairs[1]), "pair in a column": (pairs[0], pairs[1][:1]), "rectangle": pairs}
+    whole = {"rows": (pairs[0], None), "columns": (None, pairs[1]), "odd columns": (None, range(1, shape[1], 2)), "all": (None, None)}
+    where = data.draw(st.sampled_from(list((few | whole).values())))
+    rows, columns = (torch.tensor(range(size) if some is None else some) for some, size in zip(where, shape, strict=True))
+    words[rows[:, None], columns] ^= SIGN
     assert digest_of(words) != before
 
 
@@ -256,31 +177,3 @@ def test_rearranged_numbers_and_other_signs_count(dtype, shape, change) -> None:
         "reversed": numbers.flip(0),
     }[change]
     assert digest_of(changed) != digest_of(numbers)
-
-
-def signs_of_two(flat: torch.Tensor) -> None:
-    flat[[1, 7]] *= -1
-
-
-def signs_of_two_doubles(flat: torch.Tensor) -> None:
-    flat.view(torch.float64)[[2, 900]] *= -1
-
-
-def exchange(flat: torch.Tensor) -> None:
-    flat[[3, 40_000]] = flat[[40_000, 3]]
-
-
-def exchange_halves(flat: torch.Tensor) -> None:
-    flat.view(2, -1).copy_(flat.view(2, -1).flip(0))
-
-
-def one_more_one_less(flat: torch.Tensor) -> None:
-    flat.view(torch.int32)[[5, 7]] += torch.tensor([1, -1], dtype=torch.int32)
-
-
-@pytest.mark.parametrize("change", [signs_of_two, signs_of_two_doubles, exchange, exchange_halves, one_more_one_less, torch.Tensor.neg_])
-def test_changes_that_a_plain_sum_or_high_bits_alone_would_hide_are_seen(change) -> None:
-    flat = torch.randn(1 << 17, generator=torch.Generator().manual_seed(0))
-    before = digest_of(flat)
-    change(flat)
-    assert digest_of(flat) != before

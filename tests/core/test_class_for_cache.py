@@ -1,14 +1,8 @@
 """A cache class, or a cache, given where the other belongs: refused with what to pass, and nothing is left behind on the class."""
 
-from __future__ import annotations
-
-import copy
-import inspect
-import pickle
 import re
 
 import pytest
-import torch
 
 import hf_kvcaches
 from hf_kvcaches import ConfigError, EquipCache, GrowingCache, KVCache, per_call
@@ -34,7 +28,6 @@ def generate(model, **options):
 def test_a_class_in_the_place_of_a_cache_is_refused(model, kind, name):
     with pytest.raises(ConfigError, match=rf"got the class {kind.__name__}\. Pass {kind.__name__}\(model, .*per_call"):
         generate(model, **{name: kind})
-    assert not any("_is_user_defined" in vars(each) for each in kind.__mro__ if issubclass(each, KVCache))
 
 
 @pytest.mark.parametrize("name", sorted({"past_key_values", GENERATE_CACHE}))
@@ -45,21 +38,6 @@ def test_after_a_refused_class_new_caches_still_refuse_another_text(model, name)
     generate(model, **{name: cache})
     with pytest.raises(ConfigError, match="another token"):
         model.generate(OTHER, max_new_tokens=3, do_sample=False, pad_token_id=0, **{name: cache})
-
-
-@pytest.mark.parametrize("kind", [*CLASSES, KVCache], ids=lambda kind: kind.__name__)
-def test_the_mark_never_sticks_to_a_class(kind):
-    with pytest.raises(ConfigError, match=kind.__name__):
-        kind._is_user_defined = True
-    assert isinstance(inspect.getattr_static(kind, "_is_user_defined"), property)
-
-
-def test_other_attributes_of_a_class_can_be_set():
-    class Own(GrowingCache):
-        pass
-
-    Own.note = "kept"
-    assert Own.note == "kept"
 
 
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
@@ -82,13 +60,3 @@ def test_per_call_of_a_cache_says_that_it_wants_the_class(model):
         per_call(EquipCache(model))
     with pytest.raises(ConfigError, match="got <class 'int'>"):
         per_call(int)
-
-
-def test_signatures_copies_and_pickles_of_caches_are_as_ever(model):
-    assert next(iter(inspect.signature(GrowingCache).parameters)) == "model"
-    assert {"policy", "budget"} <= set(inspect.signature(EquipCache).parameters)
-    cache = GrowingCache(model)
-    text = generate(model, past_key_values=cache)
-    for copied in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
-        assert copied.seen == cache.seen
-    assert torch.equal(text, generate(model))

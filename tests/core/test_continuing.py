@@ -5,27 +5,13 @@ import pickle
 
 import pytest
 import torch
-from transformers import GenerationConfig
 
-from hf_kvcaches import (
-    AdaptiveSubspace,
-    ConfigError,
-    EquipCache,
-    GrowingCache,
-    SegmentReuseCache,
-    SegmentStore,
-    SubspaceCache,
-    UnsupportedError,
-)
+from hf_kvcaches import ConfigError, EquipCache, GrowingCache, UnsupportedError
 from tests import tiny
+from tests.helpers.caches import small
+from tests.helpers.prompts import mask_of
 
-MAKERS = {
-    "growing": GrowingCache,
-    "equip": lambda model: EquipCache(model, "streaming", budget=8, recent=2),
-    "equip_h2o": lambda model: EquipCache(model, "h2o", budget=8, recent=2),
-    "subspace": lambda model: SubspaceCache(model, adaptive=AdaptiveSubspace(rank=4, warmup=16), sinks=1, recent=2),
-    "segments": lambda model: SegmentReuseCache(model, SegmentStore("memory"), mode="exact"),
-}
+MAKERS = small("growing", "equip", "equip, scores", "subspace", "segments")
 
 
 @pytest.fixture(params=MAKERS)
@@ -59,19 +45,18 @@ def test_another_prompt_that_is_not_longer_than_what_the_cache_holds_is_refused_
 
 def test_another_padded_batch_that_is_not_longer_is_refused(model, make):
     cache = make(model)
-    prompts, mask = tiny.ids(2, 12), torch.ones(2, 12, dtype=torch.long)
-    mask[0, :5] = 0
-    answer(model, prompts, cache, attention_mask=mask)
+    answer(model, tiny.ids(2, 12), cache, attention_mask=mask_of(12, 5, 0))
     for length in (6, 9, 15):
         with pytest.raises(ConfigError, match=r"reset\(\)"):
-            answer(model, tiny.ids(2, length, seed=1), cache, attention_mask=mask.repeat(1, 2)[:, :length])
+            answer(model, tiny.ids(2, length, seed=1), cache, attention_mask=mask_of(length, 5, 0))
     assert cache.seen == 15
 
 
-def test_after_a_refusal_reset_makes_room_for_the_other_prompt(model, make):
-    cache, prompt = make(model), tiny.ids(1, 7, seed=1)
+@pytest.mark.parametrize("length", [7, 30])
+def test_after_a_refusal_reset_makes_room_for_the_other_prompt(model, make, length):
+    cache, prompt = make(model), tiny.ids(1, length, seed=5)
     answer(model, tiny.ids(1, 12), cache)
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match=rf"reset\(\).*custom_generate=per_call\({type(cache).__name__}, \.\.\.\)"):
         answer(model, prompt, cache)
     cache.reset()
     assert torch.equal(answer(model, prompt, cache), answer(model, prompt, make(model)))
@@ -93,17 +78,6 @@ def test_a_pass_with_a_mask_that_leaves_out_the_tokens_seen_is_refused_by_a_cach
     with pytest.raises(ConfigError, match="attention_mask of 3"):
         model(input_ids=tiny.ids(1, 3), attention_mask=torch.ones(1, 3), past_key_values=cache)
     assert cache.seen == 15
-
-
-def test_no_hook_stays_behind(model):
-    cache = GrowingCache(model)
-    text = answer(model, tiny.ids(1, 12), cache)
-    assert not model._forward_pre_hooks
-    answer(model, torch.cat([text, text], dim=1), cache, generation_config=GenerationConfig())
-    assert not model._forward_pre_hooks
-    with pytest.raises(ConfigError):
-        answer(model, text, cache)
-    assert not model._forward_pre_hooks
 
 
 def other_beginnings(text: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -129,10 +103,8 @@ def test_a_longer_prompt_that_begins_otherwise_is_refused_before_anything_is_sto
 
 
 def test_a_row_that_begins_otherwise_is_refused_and_other_pad_tokens_are_not(model, make):
-    cache, prompts, mask = make(model), tiny.ids(2, 12), torch.ones(2, 12, dtype=torch.long)
-    mask[0, :5] = 0
-    longer = torch.cat([answer(model, prompts, cache, attention_mask=mask), tiny.ids(2, 3, seed=2)], dim=1)
-    mask = torch.cat([mask, torch.ones(2, 7, dtype=torch.long)], dim=1)
+    cache, mask = make(model), mask_of(19, 5, 0)
+    longer = torch.cat([answer(model, tiny.ids(2, 12), cache, attention_mask=mask[:, :12]), tiny.ids(2, 3, seed=2)], dim=1)
     other = longer.clone()
     other[1, 14] = (other[1, 14] + 1) % 50
     with pytest.raises(ConfigError, match="row 1 has another token at 14"):
@@ -146,17 +118,6 @@ def test_another_number_of_rows_is_refused(model, make):
     text = answer(model, tiny.ids(1, 12), cache)
     with pytest.raises(ConfigError, match="2 rows, where it holds 1"):
         answer(model, torch.cat([text, text]).repeat(1, 2), cache)
-
-
-def test_prompts_of_a_pipeline_one_after_the_other_are_refused(make):
-    model = tiny.llama()
-    cache = make(model)
-    first, second = tiny.ids(1, 12), tiny.ids(1, 30, seed=5)
-    answer(model, first, cache)
-    with pytest.raises(ConfigError, match=rf"reset\(\).*custom_generate=per_call\({type(cache).__name__}, \.\.\.\)"):
-        answer(model, second, cache)
-    cache.reset()
-    assert torch.equal(answer(model, second, cache), answer(model, second, make(model)))
 
 
 @pytest.mark.parametrize(
@@ -233,9 +194,3 @@ def test_after_a_failed_pass_its_tokens_are_forgotten(model):
 
 def _fail(module, args):
     raise RuntimeError("on purpose")
-
-
-def test_many_tokens_are_written_down(model):
-    cache = GrowingCache(model)
-    text = model.generate(tiny.ids(1, 5), past_key_values=cache, max_new_tokens=150, do_sample=False, pad_token_id=0)
-    assert torch.equal(cache.log.ids, text[:, :-1])

@@ -1,7 +1,5 @@
 """Containers come back from files and messages as they were, or not at all; no length in them is believed before its bytes are there."""
 
-from __future__ import annotations
-
 import json
 import tracemalloc
 
@@ -13,7 +11,7 @@ from hypothesis import strategies as st
 from hf_kvcaches.core.files import Content, container, read_file, read_message
 from hf_kvcaches.errors import ArtifactError, ConfigError
 from tests.core.artifact_helpers import forge
-from tests.stores.blob_helpers import same
+from tests.helpers.stores import same
 
 HEADER = {"größe": [1, 2.5, None, True], "text": '\ud800 海 " \\', "more": {"": {}}}
 TENSORS = {"x": torch.randn(3, 5), "bits": torch.tensor([True, False, True]), "empty": torch.empty(0, 7), "half": torch.ones(3).half()}

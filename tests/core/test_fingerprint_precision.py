@@ -1,7 +1,5 @@
 """What was made for a model serves it in any precision, and no other model."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable
@@ -10,26 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from peft import get_peft_model
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, PreTrainedModel
 
-from hf_kvcaches import (
-    CacheTranslator,
-    GrowingCache,
-    KVCodec,
-    SegmentPolicy,
-    SegmentReuseCache,
-    SegmentStore,
-    SubspaceCache,
-    TrainedAdapters,
-    TranslatedCache,
-    WarmStartLibrary,
-)
+from hf_kvcaches import GrowingCache, KVCodec, SubspaceCache, WarmStartLibrary
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.errors import FingerprintMismatch
-from hf_kvcaches.warmstart.paper.adapters import Adapters
 from tests import tiny
-from tests.core.fingerprint_helpers import TINY, llama, lora, two_adapters
+from tests.core.fingerprint_helpers import TINY, llama, two_adapters
 from tests.warmstart.warm import library_of, words
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -65,19 +50,8 @@ def test_a_model_is_known_in_every_precision_loaded_or_cast(name: str, there: to
                 ModelFingerprint.of(model).require_same(expected, "it")
 
 
-def scaled_layer(model: PreTrainedModel) -> None:
-    for parameter in model.model.layers[1].parameters():
-        parameter.data.mul_(1.01)
-
-
 def scaled_matrix(model: PreTrainedModel) -> None:
     model.model.layers[1].mlp.up_proj.weight.data.mul_(1.01)
-
-
-def noisy_layer(model: PreTrainedModel) -> None:
-    torch.manual_seed(5)
-    for parameter in model.model.layers[1].parameters():
-        parameter.data.mul_(1 + 0.01 * torch.randn_like(parameter))
 
 
 def exchanged(model: PreTrainedModel) -> None:
@@ -85,17 +59,10 @@ def exchanged(model: PreTrainedModel) -> None:
     weight.data.copy_(weight.data.roll(1, 0))
 
 
-def slower(model: PreTrainedModel) -> None:
-    model.model.rotary_emb.inv_freq.mul_(1.05)
-
-
 CHANGES: dict[str, tuple[Callable[[PreTrainedModel], object], str]] = {
     "another seed": (lambda model: model.load_state_dict(llama(seed=1).state_dict()), "weights differ"),
-    "one layer scaled": (scaled_layer, "weights differ"),
     "one matrix scaled": (scaled_matrix, "weights differ"),
-    "one layer with noise": (noisy_layer, "weights differ"),
     "rows exchanged": (exchanged, "weights differ"),
-    "frequencies": (slower, "weights differ"),
     "a setting": (lambda model: setattr(model.model.layers[0].self_attn, "scaling", 1.0), "settings differ"),
 }
 
@@ -127,22 +94,6 @@ def test_adapters_are_known_in_every_precision_and_merged_or_other_ones_are_refu
         expected.require_model(cast(model, dtype), "it")
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-def test_a_merged_adapter_is_refused_in_every_precision(dtype: torch.dtype) -> None:
-    torch.manual_seed(1)
-    merged = get_peft_model(llama(), lora()).merge_and_unload()
-    with pytest.raises(FingerprintMismatch, match="weights differ"):
-        fingerprint(llama()).require_model(cast(merged, dtype), "it")
-
-
-def test_a_small_change_without_a_cast_is_refused() -> None:
-    model = llama()
-    expected = fingerprint(model)
-    model.model.norm.weight.data[3] += 1e-6
-    with pytest.raises(FingerprintMismatch, match="weights differ"):
-        expected.require_model(model, "it")
-
-
 # Artifacts in use
 
 PROMPT = tiny.ids(1, 60, seed=3)
@@ -165,38 +116,6 @@ def test_codecs_serve_their_model_in_every_precision(dtype: torch.dtype, tmp_pat
     torch.testing.assert_close(logits, answer(model, None).logits[0], atol=tolerance, rtol=0.01)
     with pytest.raises(FingerprintMismatch, match="weights differ"):
         SubspaceCache(tiny.llama(seed=1).to(dtype), codec)
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-def test_translators_serve_their_models_in_every_precision(dtype: torch.dtype, tmp_path: Path) -> None:
-    pair = [tiny.llama(), tiny.llama(seed=2)]
-    texts = [tiny.ids(40, seed=seed).tolist() for seed in range(4)]
-    CacheTranslator.fit(*pair, None, texts, payload=0.5, progress=False).save_pretrained(tmp_path)
-    producer, consumer = (model.to(dtype) for model in pair)
-    translator = CacheTranslator.from_pretrained(tmp_path, producer=producer, consumer=consumer)
-    cache = TranslatedCache(consumer, translator, translator.encode(producer, PROMPT))
-    answer(consumer, cache)
-    assert cache.seen == PROMPT.shape[1] + 2
-    with pytest.raises(FingerprintMismatch, match="It is the producer"):
-        translator.check_consumer(tiny.llama())
-    with pytest.raises(FingerprintMismatch, match="weights differ"):
-        translator.check_consumer(tiny.llama(seed=3).to(dtype))
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-def test_policies_and_trained_adapters_serve_their_model_in_every_precision(dtype: torch.dtype, tmp_path: Path) -> None:
-    policy = SegmentPolicy(bound=0.1)
-    adapters = TrainedAdapters(Adapters(*((torch.eye(4).repeat(2, 1, 1),) * 4,) * 2), 4, "salient", 1, ())
-    for artifact in (policy, adapters):
-        object.__setattr__(artifact, "fingerprint", fingerprint(tiny.llama()))
-    policy.save_pretrained(tmp_path)
-    model = tiny.llama().to(dtype)
-    loaded = SegmentPolicy.from_pretrained(tmp_path, model=model)
-    with SegmentStore("memory") as store:
-        SegmentReuseCache(model, store, policy=loaded)
-        with pytest.raises(FingerprintMismatch, match="weights differ"):
-            SegmentReuseCache(tiny.llama(seed=1).to(dtype), store, policy=loaded)
-    adapters.checked(model, 4, "salient", 1)
 
 
 def test_stored_keys_and_values_stay_with_their_precision(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 from hf_kvcaches import EquipCache, GrowingCache, SegmentReuseCache, SegmentStore, UnsupportedError
 from hf_kvcaches.errors import ConfigError
 from tests import tiny
-from tests.core.test_rope_length import LIMIT, phi3_config
+from tests.core.ropes import LIMIT, phi3_config
 
 PROMPT = tiny.ids(1, 12)
 # Every one keeps all tokens of these short texts, and gives the text of DynamicCache.
@@ -59,17 +59,6 @@ def test_a_second_turn_with_guidance_goes_on(model, make):
     text(model, plain, guidance_scale=1.5)
     longer = torch.cat([first, tiny.ids(1, 3, seed=2)], 1)
     assert torch.equal(text(model, cache, longer, guidance_scale=1.5), text(model, plain, longer, guidance_scale=1.5))
-
-
-@pytest.mark.parametrize("kind", ["assistant", "prompt lookup"])
-@pytest.mark.parametrize("make", EXACT.values(), ids=EXACT)
-def test_drafts_of_the_model_itself_and_of_the_prompt_are_checked(model, make, kind):
-    options = {"assistant_model": model} if kind == "assistant" else {"prompt_lookup_num_tokens": 3}
-    if make is EXACT["segments, equip"]:
-        with pytest.raises(UnsupportedError, match="decode_with can't tell apart"):
-            text(model, make(model), **options)
-        return
-    assert torch.equal(text(model, make(model), **options), text(model, DynamicCache(), **options))
 
 
 class TwicePerPass(LlamaForCausalLM):

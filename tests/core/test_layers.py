@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from hf_kvcaches.core.layers import GrowingLayer, KVLayer, TensorLayer, append
+from hf_kvcaches.core.layers import GrowingLayer, KVLayer, TensorLayer
 from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError
 
 
@@ -121,29 +121,11 @@ def test_row_operations_move_every_tensor(filled):
     assert filled.keys[:, 0, 0, 0].tolist() == [0]
 
 
-def test_a_copy_shares_no_tensor(filled):
-    twin = copy.deepcopy(filled)
-    for name, tensor in filled.owned_tensors().items():
-        other = twin.owned_tensors()[name]
-        assert torch.equal(tensor, other)
-        assert tensor.data_ptr() != other.data_ptr()
-    filled.positions.zero_()
-    assert twin.positions.any()
-
-
 def test_reset_forgets_tensors_and_counters(filled):
     filled.oldest = 7
     filled.reset()
     assert (filled.seen, filled.oldest, filled.kept, filled.is_initialized) == (0, 0, 0, False)
     assert not filled.owned_tensors()
-
-
-def test_state_travels_through_export_and_import(filled):
-    filled.oldest = 5
-    twin = PositionLayer()
-    twin.import_state(*filled.export_state())
-    assert (twin.seen, twin.oldest, twin.is_initialized) == (4, 5, True)
-    assert torch.equal(twin.positions, filled.positions)
 
 
 @pytest.mark.parametrize(
@@ -153,15 +135,6 @@ def test_state_travels_through_export_and_import(filled):
 def test_foreign_state_is_refused(tensors, values):
     with pytest.raises(ArtifactError, match="PositionLayer"):
         PositionLayer().import_state(tensors, values)
-
-
-def test_offload_and_prefetch_move_everything_and_lose_nothing(filled):
-    before = {name: tensor.clone() for name, tensor in filled.owned_tensors().items()}
-    filled.offload()
-    filled.prefetch()
-    for name, tensor in filled.owned_tensors().items():
-        assert torch.equal(tensor, before[name])
-    PositionLayer().prefetch()
 
 
 def test_growing_appends_like_concatenation_and_never_shows_the_reserve():
@@ -219,25 +192,6 @@ def test_other_rows_or_another_dtype_are_refused_and_lose_nothing(new):
     assert layer.keys[:, :, :9].all()
 
 
-def test_gradients_flow_through_everything_that_was_appended():
-    first, second = (torch.randn(1, 1, 3, 2, requires_grad=True) for _ in range(2))
-    layer = GrowingLayer()
-    layer.update(first * 2, first)
-    keys, values = layer.update(second * 3, second)
-    (keys.sum() + values.sum()).backward()
-    assert torch.equal(first.grad, torch.full_like(first, 3.0))
-    assert torch.equal(second.grad, torch.full_like(second, 4.0))
-
-
-def test_a_cache_filled_in_inference_mode_goes_on_outside_it():
-    layer = GrowingLayer()
-    with torch.inference_mode():
-        layer.update(torch.ones(1, 1, 3, 2), torch.ones(1, 1, 3, 2))
-    with torch.no_grad():
-        keys, _ = layer.update(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2))
-    assert keys[0, 0, :, 0].tolist() == [1, 1, 1, 0]
-
-
 @torch.no_grad()
 def test_keys_and_values_show_what_counts_and_can_not_be_assigned():
     layer = GrowingLayer()
@@ -249,13 +203,3 @@ def test_keys_and_values_show_what_counts_and_can_not_be_assigned():
     for name in ("keys", "values"):
         with pytest.raises(TypeError, match=name):
             setattr(layer, name, torch.zeros(1, 2, 1, 3))
-
-
-@torch.no_grad()
-def test_append_does_not_touch_what_it_is_given():
-    buffer = append(None, torch.ones(1, 1, 4, 2), 0)
-    new = torch.zeros(1, 1, 2, 2)
-    again = append(buffer, new, 4)
-    assert again is buffer
-    new += 5
-    assert buffer[0, 0, :6, 0].tolist() == [1, 1, 1, 1, 0, 0]

@@ -9,19 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from hf_kvcaches import AdaptiveSubspace, EquipCache, GrowingCache, KVCache, SubspaceCache
+from hf_kvcaches import EquipCache, KVCache
 from hf_kvcaches.core.layers import KVLayer
 from hf_kvcaches.errors import UnsupportedError
 from tests import tiny
+from tests.helpers.caches import small
 
-MAKERS: dict[str, Any] = {
-    "growing": GrowingCache,
-    "equip": lambda model: EquipCache(model, "streaming", budget=12, recent=2),
-    "equip, scores": lambda model: EquipCache(model, "h2o", budget=12, recent=2),
-    "equip, int8": lambda model: EquipCache(model, "streaming", budget=12, recent=2, storage="int8"),
-    "equip, original": lambda model: EquipCache(model, "keydiff", budget=12, recent=2, positions="original"),
-    "subspace": lambda model: SubspaceCache(model, adaptive=AdaptiveSubspace(rank=4, warmup=16), sinks=1, recent=2),
-}
+MAKERS = small("growing", "equip", "equip, scores", "equip, int8", "equip, original", "subspace")
 
 
 class Stream(nullcontext[None]):

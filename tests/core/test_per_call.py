@@ -1,7 +1,5 @@
 """`per_call`: each call of `generate` decodes with a cache of its own, and gives the text of a new cache passed by hand."""
 
-from __future__ import annotations
-
 import gc
 import pickle
 import weakref
@@ -33,17 +31,14 @@ from hf_kvcaches import (
     KVCache,
     SegmentReuseCache,
     SegmentStore,
-    StreamingPolicy,
     SubspaceCache,
     UnsupportedError,
-    WarmStartCache,
-    WarmStartLibrary,
     compat,
     per_call,
 )
 from hf_kvcaches.core.per_call import PerCall
 from tests import testbed, tiny
-from tests.warmstart.warm import words
+from tests.helpers.prompts import mask_of
 
 EQUIP = {"policy": "streaming", "budget": 12, "recent": 2}
 LENGTH = 24
@@ -93,9 +88,7 @@ BY_HAND: dict[Callable[[], PerCall], Callable[[PreTrainedModel, SegmentStore], K
 
 
 def padded() -> dict[str, Any]:
-    mask = torch.ones(3, LENGTH, dtype=torch.long)
-    mask[0, :9], mask[2, :3] = 0, 0
-    return {"inputs": tiny.ids(3, LENGTH), "attention_mask": mask}
+    return {"inputs": tiny.ids(3, LENGTH), "attention_mask": mask_of(LENGTH, 9, 0, 3)}
 
 
 MODES: dict[str, Callable[[], dict[str, Any]]] = {
@@ -129,8 +122,8 @@ def generate(model: PreTrainedModel, **options: Any) -> Any:
     [(make, mode) for make in BY_HAND for mode in MODES if make is not subspace or mode in ("greedy", "beams")],
     ids=lambda value: getattr(value, "__name__", value),
 )
-def test_every_mode_gives_the_text_of_a_new_cache_passed_by_hand(model, make, mode):
-    store, caches, options = SegmentStore("memory"), make(), MODES[mode]()
+def test_every_mode_gives_the_text_of_a_new_cache_passed_by_hand(make, mode):
+    model, store, caches, options = model_of("llama"), SegmentStore("memory"), make(), MODES[mode]()
     for _ in range(2):  # the second call finds in the store what the first one left there
         expected = generate(model, past_key_values=BY_HAND[make](model, store), **options)
         got = generate(model, custom_generate=caches, **options)
@@ -159,11 +152,6 @@ def test_a_streamer_gets_every_token(model, options):
     text = generate(model, custom_generate=growing(), streamer=streamer, **options)
     assert streamer.tokens == text[0].tolist()
     assert streamer.ended
-
-
-def test_a_streamer_of_beams_is_refused_as_without(model):
-    with pytest.raises(ValueError, match="streamer"):
-        generate(model, custom_generate=growing(), streamer=Recorder(), num_beams=2)
 
 
 def test_the_drafts_of_an_assistant_are_used():
@@ -196,14 +184,6 @@ def test_a_pipeline_answers_each_prompt_of_a_list_as_if_it_were_the_only_one(pip
     assert [answers[0] for answers in got] == expected
 
 
-def test_a_pipeline_that_was_made_with_it_uses_it_for_every_call(pipe):
-    made = pipeline(
-        "text-generation", model=pipe.model, tokenizer=pipe.tokenizer, custom_generate=equip(), max_new_tokens=8, do_sample=False
-    )
-    for text in TEXTS[:2]:
-        assert made(text) == pipe(text, past_key_values=EquipCache(pipe.model, **EQUIP), max_new_tokens=8, do_sample=False)
-
-
 def test_the_cache_of_a_call_is_in_its_output_and_freed_without():
     model, recipe, caches = tiny.llama(), equip(), []
     assert generate(model, custom_generate=recipe, return_dict_in_generate=True).past_key_values.report().seen >= LENGTH
@@ -223,32 +203,6 @@ def test_prompts_are_taken_from_the_store_that_calls_share(model):
         caches.args[0].flush()
 
 
-def test_prompts_start_from_the_library_that_calls_share():
-    model = model_of("llama")
-    library = WarmStartLibrary(model, words(), quantization=None)
-    library.add([PROMPT[0]])
-    for _ in range(2):
-        output = generate(model, custom_generate=per_call(WarmStartCache, library), return_dict_in_generate=True)
-        assert output.past_key_values.report().computed_tokens < LENGTH
-    assert torch.equal(output.sequences, generate(model))
-
-
-def test_a_holder_is_made_for_each_call(model):
-    caches = segments_then_equip()
-    outputs = [generate(model, custom_generate=caches, return_dict_in_generate=True) for _ in range(2)]
-    holders = [output.past_key_values.holder for output in outputs]
-    assert all(isinstance(holder, EquipCache) for holder in holders)
-    assert holders[0] is not holders[1]
-    assert torch.equal(outputs[0].sequences, outputs[1].sequences)
-
-
-def test_a_policy_is_shared_by_calls(model):
-    policy = StreamingPolicy()
-    caches = per_call(EquipCache, policy, budget=12, recent=2)
-    assert torch.equal(generate(model, custom_generate=caches), generate(model, custom_generate=equip()))
-    assert caches.args == (policy,)
-
-
 def test_threads_share_it(model):
     caches = segments_then_equip()
     prompts = [tiny.ids(1, 20 + index, seed=index) for index in range(6)]
@@ -259,15 +213,6 @@ def test_threads_share_it(model):
     expected = [generate(model, inputs=prompt, past_key_values=segments_then_equip().new_cache(model)) for prompt in prompts]
     with ThreadPoolExecutor(3) as threads:
         assert all(map(torch.equal, threads.map(answer, prompts * 2), expected * 2))
-
-
-def test_a_checked_cache_is_told_of_the_call(model):
-    """A cache from an output goes on, or is refused, as one passed by hand."""
-    output = generate(model, custom_generate=growing(), return_dict_in_generate=True)
-    with pytest.raises(ConfigError, match=r"another token at .*per_call\(GrowingCache"):
-        generate(model, inputs=tiny.ids(1, 60, seed=5), past_key_values=output.past_key_values)
-    longer = torch.cat([output.sequences, PROMPT], dim=1)
-    assert generate(model, inputs=longer, past_key_values=output.past_key_values).shape[1] == longer.shape[1] + 8
 
 
 def test_an_encoder_decoder_gets_it_for_its_decoder():
@@ -299,11 +244,7 @@ def test_adapters_generate_with_it_and_learned_prompts_are_seen():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        (
-            {"past_key_values": DynamicCache()},
-            ConfigError,
-            r"past_key_values: .*per_call\(GrowingCache, \.\.\.\).*'DynamicCache'.*Leave",
-        ),
+        ({"past_key_values": DynamicCache()}, ConfigError, r"past_key_values: .*per_call\(GrowingCache, \.\.\.\).*'DynamicCache'.*Leave"),
         ({"cache_implementation": "static"}, ConfigError, r"cache_implementation: .*'static'.*model\.generation_config"),
         ({"use_cache": False}, ConfigError, r"use_cache: .*False.*Leave one of them out"),
         ({"assistant_model": tiny.llama(vocab_size=64)}, UnsupportedError, "assistant_model: .*vocabulary.*past_key_values"),
@@ -357,12 +298,3 @@ def test_it_travels_with_what_it_was_given(model):
     copied = pickle.loads(pickle.dumps(equip()))
     assert repr(copied) == repr(equip())
     assert torch.equal(generate(model, custom_generate=copied), generate(model, custom_generate=equip()))
-
-
-def test_making_it_changes_nothing():
-    model = tiny.llama()
-    caches = segments_then_equip()
-    assert not model._forward_pre_hooks
-    cache = caches.new_cache(model)
-    assert isinstance(cache, SegmentReuseCache)
-    assert isinstance(cache.holder, EquipCache)

@@ -1,24 +1,12 @@
 """Running pieces of a prompt: taken over inside generate, span by span, or from a layer up."""
 
-import copy
 import gc
-import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from transformers import (
-    CLIPVisionConfig,
-    DynamicCache,
-    Gemma2Config,
-    GPTNeoXConfig,
-    LlamaConfig,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    OPTConfig,
-    Qwen2Config,
-    ZambaConfig,
-)
+from transformers import CLIPVisionConfig, DynamicCache, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration, ZambaConfig
 
 from hf_kvcaches import GrowingCache, SegmentReuseCache, SegmentStore
 from hf_kvcaches.core.decoder import decoder_layers
@@ -28,6 +16,8 @@ from hf_kvcaches.core.source import SourceCache
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.reuse import partial as passes
 from tests import tiny
+from tests.conformance import models
+from tests.helpers.prompts import padded_ids
 
 
 class HalfwayCache(SourceCache):
@@ -49,46 +39,13 @@ class HalfwayCache(SourceCache):
         return tokens
 
 
-FAMILIES = {
-    "llama": tiny.llama,
-    "gemma2": tiny.gemma2,
-    "gpt2": tiny.gpt2,
-    "opt": lambda: tiny.build(
-        OPTConfig(
-            vocab_size=96, hidden_size=32, ffn_dim=64, num_hidden_layers=3, num_attention_heads=4, word_embed_proj_dim=16, init_std=0.3
-        )
-    ),
-    "gpt_neox": lambda: tiny.build(
-        GPTNeoXConfig(
-            vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, initializer_range=0.3
-        )
-    ),
-    "qwen2": lambda: tiny.build(
-        Qwen2Config(
-            vocab_size=96,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            use_sliding_window=True,
-            sliding_window=6,
-            max_window_layers=2,
-            initializer_range=0.3,
-        )
-    ),
-}
-
-
-@pytest.fixture(params=list(FAMILIES))
+@pytest.fixture(params=["llama", "gemma2", "gpt2", "opt", "gpt_neox", "qwen2_mixed"])
 def model(request):
-    return FAMILIES[request.param]()
+    return models.build(request.param)
 
 
 def left_padded():
-    mask = torch.ones(2, 11, dtype=torch.long)
-    mask[0, :4] = 0
-    return {"input_ids": tiny.ids(2, 11), "attention_mask": mask}
+    return padded_ids(11, 4, 0)
 
 
 def test_a_cache_can_run_half_the_prompt_inside_generate(model):
@@ -98,73 +55,12 @@ def test_a_cache_can_run_half_the_prompt_inside_generate(model):
     assert cache.calls == [5]
 
 
-def test_a_chat_is_taken_over_turn_by_turn():
-    model = tiny.llama()
-    cache, text, reference = HalfwayCache(model), tiny.ids(1, 9), tiny.ids(1, 9)
-    for turn in range(3):
-        text = model.generate(text, max_new_tokens=5, do_sample=False, past_key_values=cache)
-        reference = model.generate(reference, max_new_tokens=5, do_sample=False)
-        assert torch.equal(text, reference)
-        text, reference = (torch.cat([t, tiny.ids(1, 6, seed=turn + 1)], dim=1) for t in (text, reference))
-    assert len(cache.calls) == 3
-
-
-def test_chunked_prefill_is_taken_over_chunk_by_chunk():
-    model = tiny.llama()
-    prompt = tiny.ids(1, 21)
-    cache = HalfwayCache(model)
-    got = model.generate(prompt, max_new_tokens=5, do_sample=False, prefill_chunk_size=8, past_key_values=cache)
-    assert torch.equal(got, model.generate(prompt, max_new_tokens=5, do_sample=False))
-    assert cache.seen == 25
-
-
 @torch.no_grad()
 def test_a_plain_forward_pass_keeps_all_its_logits():
     model, cache = tiny.llama(), None
     cache = HalfwayCache(model)
     assert model(tiny.ids(1, 10), past_key_values=cache).logits.shape[1] == 10
     assert cache.calls == []
-
-
-def test_other_caches_of_the_same_model_are_left_alone():
-    model = tiny.llama()
-    keep = HalfwayCache(model)
-    other = GrowingCache(model)
-    model.generate(tiny.ids(1, 10), max_new_tokens=2, do_sample=False, past_key_values=other)
-    assert keep.calls == []
-
-
-def test_the_hook_is_shared_and_goes_with_the_last_cache():
-    model = tiny.llama()
-    caches = [HalfwayCache(model) for _ in range(3)]
-    caches.append(copy.deepcopy(caches[0]))
-    assert len(model._forward_pre_hooks) == 1
-    while caches:
-        assert model._forward_pre_hooks
-        caches.pop()
-        gc.collect()
-    assert not model._forward_pre_hooks
-    assert len(model._forward_pre_hooks) == 0
-
-
-def test_a_copied_model_does_not_keep_the_hook_of_its_original():
-    original = tiny.llama()
-    keep = HalfwayCache(original)
-    model = copy.deepcopy(original)
-    cache = HalfwayCache(model)
-    assert len(model._forward_pre_hooks) == 1
-    model.generate(tiny.ids(1, 10), max_new_tokens=2, do_sample=False, past_key_values=cache)
-    assert (cache.calls, keep.calls) == ([5], [])
-    del cache
-    gc.collect()
-    assert len(model._forward_pre_hooks) == 0
-
-
-def test_a_copy_takes_over_too():
-    model = tiny.llama()
-    twin = copy.deepcopy(HalfwayCache(model))
-    model.generate(tiny.ids(1, 10), max_new_tokens=2, do_sample=False, past_key_values=twin)
-    assert twin.calls == [5]
 
 
 def test_neither_hook_nor_cache_keeps_the_model_alive():
@@ -188,18 +84,6 @@ def test_a_wrong_count_from_a_cache_is_caught():
     model = tiny.llama()
     with pytest.raises(RuntimeError, match="take_prefill"):
         model.generate(tiny.ids(1, 10), max_new_tokens=2, past_key_values=Liar(model))
-
-
-@torch.no_grad()
-def test_spans_run_one_after_the_other_equal_the_whole(model):
-    text = tiny.ids(1, 14)
-    whole, cache = GrowingCache(model), GrowingCache(model)
-    model(text, past_key_values=whole)
-    for start, stop in ((0, 5), (5, 6), (6, 14)):
-        passes.run_span(model, cache, text[:, start:stop], torch.arange(start, stop))
-    for mine, theirs in zip(cache.layers, whole.layers, strict=True):
-        torch.testing.assert_close(mine.keys[:, :, -6:], theirs.keys[:, :, -6:], atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(mine.values[:, :, -6:], theirs.values[:, :, -6:], atol=1e-4, rtol=1e-4)
 
 
 def hidden_states(model, **inputs):
@@ -297,11 +181,6 @@ def test_a_forward_that_cannot_be_moved_to_a_twin_is_refused():
         passes.run_layers(model, 0, 2, tiny.ids(1, 6), GrowingCache(model), torch.arange(6))
 
 
-def test_gemma2_config_alternates_layer_kinds():
-    # The partial runs above prove something about mask look-up only while the kinds of layers differ.
-    assert len(set(Gemma2Config(num_hidden_layers=4).layer_types)) == 2
-
-
 def llava():
     """A model of images and text, whose two halves have as many layers."""
     shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "intermediate_size": 48}
@@ -343,17 +222,9 @@ def test_prompts_whose_hidden_states_are_wanted_are_left_to_the_model():
 
 @torch.no_grad()
 def test_a_model_that_feeds_its_embeddings_to_later_layers_gets_those_of_its_tokens():
-    config = ZambaConfig(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        layers_block_type=["mamba", "hybrid", "mamba", "hybrid"],
-        n_mamba_heads=1,
-        pad_token_id=0,
-    )
+    heads = dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 4)
+    kinds = {"layers_block_type": ["mamba", "hybrid"] * 2, "n_mamba_heads": 1}
+    config = ZambaConfig(vocab_size=96, hidden_size=32, intermediate_size=48, pad_token_id=0, **heads, **kinds)
     model, text = tiny.build(config), tiny.ids(1, 6)
     hidden = hidden_states(model, input_ids=text)
     left = passes.run_layers(model, 2, 4, text, GrowingCache(model), torch.arange(6), hidden=hidden[2])
@@ -376,67 +247,23 @@ def test_two_threads_take_over_prompts_of_one_model_at_a_time():
             if not torch.equal(written, expected[index]) or identity_of(model).digest != digest:
                 faults.append(index)
 
-    threads = [threading.Thread(target=ask, args=(offset,)) for offset in (0, 5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(ask, (0, 5)))
     assert not faults
-
-
-class MeanwhileCache(HalfwayCache):
-    """Calls a function once, while it is entered among the caches that take over the prompts of its model."""
-
-    def __init__(self, model, meanwhile):
-        self.meanwhile = meanwhile
-        super().__init__(model)
-
-    def __hash__(self):
-        meanwhile, self.meanwhile = self.meanwhile, None
-        if meanwhile is not None:
-            meanwhile()
-        return super().__hash__()
-
-
-def _in_another_thread(function):
-    thread = threading.Thread(target=function)
-    thread.start()
-    thread.join(0.5)  # it may have to wait until the new cache is there
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("free", [lambda function: function(), _in_another_thread], ids=["by the collector", "by another thread"])
-def test_a_new_cache_takes_over_though_the_last_one_is_freed_meanwhile(free):
-    model = tiny.llama()
-    last = [HalfwayCache(model)]
-    cache = MeanwhileCache(model, lambda: free(last.clear))
-    assert not last
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join(10)
-    model(input_ids=tiny.ids(1, 4), past_key_values=cache, logits_to_keep=1)
-    assert cache.calls == [2]
-    del cache
-    gc.collect()
-    assert not model._forward_pre_hooks
-    assert not model._forward_pre_hooks
 
 
 @torch.no_grad()
 def test_threads_that_make_and_free_caches_of_one_model_all_take_over():
     model, failed = tiny.llama(), []
 
-    def work():
+    def work(_):
         for _ in range(30):
             cache = HalfwayCache(model)
             model(input_ids=tiny.ids(1, 4), past_key_values=cache, logits_to_keep=1)
             failed.extend([] if cache.calls == [2] else [cache.calls])
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, range(4)))
     assert not failed
     gc.collect()
     assert not model._forward_pre_hooks

@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from transformers import Lfm2Config
 
 from hf_kvcaches import AdaptiveSubspace, CacheReport, EquipCache, GrowingCache, SegmentReuseCache, SegmentStore, SubspaceCache
 from tests import tiny
@@ -44,17 +43,7 @@ def test_layers_that_the_model_keeps_to_itself_are_named_and_not_counted_among_t
 
 
 def test_layers_of_other_kinds_are_named_too():
-    model = tiny.build(
-        Lfm2Config(
-            vocab_size=tiny.VOCABULARY,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            layer_types=["conv", "full_attention", "conv"],
-        )
-    )
+    model = tiny.lfm2()
     assert row(filled(model, GrowingCache(model)).report(), "layers") == "1 of 3; 2 keep a state of the model's own"
 
 

@@ -1,11 +1,7 @@
 """Rotary geometry against the models' own rotary modules, and against a slow float64 loop."""
 
-from __future__ import annotations
-
-import copy
 import dataclasses
 import math
-import pickle
 
 import numpy as np
 import pytest
@@ -16,60 +12,24 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     BloomConfig,
-    CohereConfig,
     DynamicCache,
     FalconConfig,
     Gemma3Config,
     Gemma3TextConfig,
-    GlmConfig,
     GPT2Config,
-    GPTNeoXConfig,
     JambaConfig,
-    LlamaConfig,
     MptConfig,
     OPTConfig,
     Phi3Config,
-    PhiConfig,
     PreTrainedConfig,
-    Qwen3Config,
     SmolLM3Config,
 )
-from transformers.models.cohere import modeling_cohere
-from transformers.models.gemma3 import modeling_gemma3
-from transformers.models.glm import modeling_glm
-from transformers.models.gpt_neox import modeling_gpt_neox
-from transformers.models.llama import modeling_llama
-from transformers.models.phi import modeling_phi
-from transformers.models.qwen3 import modeling_qwen3
 
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ConfigError, UnsupportedError
+from tests.core.ropes import CONFIGS, SIZES, TWO_TYPES, llama
 
 FAR = 5_000_000
-TWO_TYPES = ["sliding_attention", "full_attention"]
-SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96}
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-
-
-def llama(head_dim: int = 16, **rope: object) -> LlamaConfig:
-    return LlamaConfig(
-        **SIZES, intermediate_size=64, head_dim=head_dim, max_position_embeddings=4096, rope_parameters={"rope_theta": 1e4, **rope}
-    )
-
-
-CONFIGS: dict[str, tuple[PreTrainedConfig, object, str | None]] = {
-    "llama default": (llama(rope_type="default"), modeling_llama, None),
-    "llama linear": (llama(rope_type="linear", factor=4.0), modeling_llama, None),
-    "llama llama3": (llama(64, **LLAMA3, original_max_position_embeddings=512), modeling_llama, None),
-    "llama yarn": (llama(64, rope_type="yarn", factor=8.0, original_max_position_embeddings=512), modeling_llama, None),
-    "qwen3": (Qwen3Config(**SIZES, head_dim=32, rope_parameters={"rope_type": "default", "rope_theta": 1e6}), modeling_qwen3, None),
-    "gpt_neox partial": (GPTNeoXConfig(**SIZES, rotary_pct=0.25), modeling_gpt_neox, None),
-    "phi partial": (PhiConfig(**SIZES, partial_rotary_factor=0.5), modeling_phi, None),
-    "cohere interleaved": (CohereConfig(**SIZES), modeling_cohere, None),
-    "glm interleaved partial": (GlmConfig(**SIZES, head_dim=32), modeling_glm, None),
-    "gemma3 sliding": (Gemma3TextConfig(**SIZES, head_dim=32, layer_types=TWO_TYPES), modeling_gemma3, "sliding_attention"),
-    "gemma3 full": (Gemma3TextConfig(**SIZES, head_dim=32, layer_types=TWO_TYPES), modeling_gemma3, "full_attention"),
-}
 
 
 def own_rotary(name: str):
@@ -133,45 +93,6 @@ def test_rotate_does_what_the_model_does(name: str) -> None:
 
 
 @every_config
-def test_shift_takes_the_models_keys_to_another_position(name: str) -> None:
-    _, _, turn, geometry = own_rotary(name)
-    x = keys(geometry)
-    positions = torch.arange(5)[None].expand(2, 5)
-    torch.testing.assert_close(geometry.shift(turn(x, positions), 11), turn(x, positions + 11), rtol=0, atol=1e-5)
-
-
-@every_config
-def test_unrotate_recovers_the_keys_before_the_models_rotation(name: str) -> None:
-    _, _, turn, geometry = own_rotary(name)
-    x = keys(geometry)
-    positions = torch.arange(5)[None].expand(2, 5)
-    torch.testing.assert_close(geometry.unrotate(turn(x, positions), positions), x, rtol=0, atol=5e-6)
-
-
-@every_config
-def test_far_away_the_model_is_matched_up_to_its_own_float32_rounding(name: str) -> None:
-    _, cos_sin, _, geometry = own_rotary(name)
-    positions = torch.tensor([[FAR, FAR + 1, FAR + 12345]])
-    cos, sin = geometry.cos_sin(positions, dtype=torch.float64)
-    theirs = [table.double() / geometry.attention_scaling for table in cos_sin(torch.zeros(1, 3, 1), positions)]
-    if geometry.layout == "interleaved" and name.startswith("cohere"):
-        theirs = [table[..., ::2] for table in theirs]
-    pairs = geometry.rotary_dim // 2
-    # The model rounds position * frequency to float32: off by at most half a unit in the last place.
-    blur = (positions[..., None] * geometry.inv_freq).abs() * 2.0**-24 + 1e-6
-    for ours, own in zip((cos, sin), theirs, strict=True):
-        assert ((ours - own[..., :pairs]).abs() <= blur).all()
-
-
-def test_frequencies_recomputed_in_float64_would_leave_the_models_angles() -> None:
-    """The reason why the model's float32 frequencies are kept: at 5,000,000 finer ones are off by more than a tenth of a radian."""
-    own, _, _, geometry = own_rotary("llama llama3")
-    fine = 1.0 / (5e5 ** (torch.arange(0, 64, 2, dtype=torch.float64) / 64))
-    assert ((fine - own.double()) * FAR).abs()[:8].max() > 0.1
-    assert torch.equal(geometry.inv_freq * FAR, own.double() * FAR)
-
-
-@every_config
 def test_a_shift_at_five_million_is_as_exact_as_at_five(name: str) -> None:
     geometry = own_rotary(name)[3]
     x = keys(geometry, 1, 2, 3)
@@ -182,16 +103,6 @@ def test_a_shift_at_five_million_is_as_exact_as_at_five(name: str) -> None:
         assert np.abs(got - exact).max() < 1e-6
         got64 = geometry.shift(x.double(), torch.from_numpy(delta)).numpy()
         assert np.abs(got64 - exact).max() < 1e-8
-
-
-@every_config
-def test_dimensions_beyond_the_rotary_ones_pass_unchanged(name: str) -> None:
-    geometry = own_rotary(name)[3]
-    x = keys(geometry, dtype=torch.bfloat16)
-    for out in (geometry.rotate(x, 7), geometry.unrotate(x, 7), geometry.shift(x, 7)):
-        assert torch.equal(out[..., geometry.rotary_dim :], x[..., geometry.rotary_dim :])
-        assert not torch.equal(out[..., : geometry.rotary_dim], x[..., : geometry.rotary_dim])
-    assert (geometry.rotary_dim < geometry.head_dim) == ("partial" in name)
 
 
 def test_yarn_scaling_is_in_rotate_out_of_unrotate_and_not_in_shift() -> None:
@@ -209,29 +120,12 @@ SHIFTS = st.integers(-10_000_000, 10_000_000)
 GEOMETRIES = {name: RotaryGeometry.from_config(config, layer_type) for name, (config, _, layer_type) in CONFIGS.items()}
 
 
-@given(name=st.sampled_from(sorted(GEOMETRIES)), a=SHIFTS, b=SHIFTS)
-def test_two_shifts_are_one(name: str, a: int, b: int) -> None:
-    geometry = GEOMETRIES[name]
-    x = keys(geometry, 1, 1, 2, torch.float64)
-    torch.testing.assert_close(geometry.shift(geometry.shift(x, a), b), geometry.shift(x, a + b), rtol=0, atol=1e-12)
-
-
 @given(name=st.sampled_from(sorted(GEOMETRIES)), start=SHIFTS, delta=SHIFTS)
 def test_rotating_is_rotating_elsewhere_and_shifting(name: str, start: int, delta: int) -> None:
     geometry = GEOMETRIES[name]
     x = keys(geometry, 1, 1, 2)
     torch.testing.assert_close(geometry.shift(geometry.rotate(x, start), delta), geometry.rotate(x, start + delta), rtol=0, atol=3e-6)
     torch.testing.assert_close(geometry.unrotate(geometry.rotate(x, start), start), x, rtol=0, atol=3e-6)
-
-
-@given(name=st.sampled_from(sorted(GEOMETRIES)), q=SHIFTS, k=SHIFTS, delta=SHIFTS)
-def test_scores_depend_on_distance_alone(name: str, q: int, k: int, delta: int) -> None:
-    geometry = GEOMETRIES[name]
-    x = keys(geometry, 1, 1, 2, torch.float64)
-    query, key = x[:, :, :1], x[:, :, 1:]
-    score = (geometry.rotate(query, q) * geometry.rotate(key, k)).sum()
-    moved = (geometry.rotate(query, q + delta) * geometry.shift(geometry.rotate(key, k), delta)).sum()
-    torch.testing.assert_close(score, moved, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -268,11 +162,6 @@ def test_every_shape_of_positions_means_what_it_says() -> None:
         exact = slow_turn(x.numpy(), expanded.numpy(), geometry)
         np.testing.assert_allclose(geometry.shift(x, positions).numpy(), exact, rtol=0, atol=2e-6)
     np.testing.assert_allclose(geometry.shift(x, -3).numpy(), slow_turn(x.numpy(), np.full((2, 3, 5), -3), geometry), rtol=0, atol=2e-6)
-
-
-def test_an_empty_cache_can_be_shifted() -> None:
-    geometry = GEOMETRIES["llama default"]
-    assert geometry.shift(keys(geometry, 2, 3, 0), torch.zeros(2, 0, dtype=torch.long)).shape == (2, 3, 0, 16)
 
 
 def test_gradients_flow_through_a_shift() -> None:
@@ -336,22 +225,6 @@ def test_a_models_cached_keys_are_moved_in_every_layer(model_type: str) -> None:
         torch.testing.assert_close(geometry.shift(near, 13), far, rtol=0, atol=2e-5)
         assert torch.allclose(near, far, atol=2e-5) == (geometry.kind == "none")
     assert kinds == ({"rope", "none"} if model_type in ("cohere2", "exaone4", "llama4_text", "smollm3") else {"rope"})
-
-
-def test_a_bfloat16_model_loaded_with_a_dtype_keeps_the_geometrys_frequencies() -> None:
-    model = AutoModelForCausalLM.from_config(llama(), dtype=torch.bfloat16)
-    geometry = RotaryGeometry.from_config(model.config)
-    assert torch.equal(geometry.inv_freq, model.model.rotary_emb.inv_freq.double())
-
-
-def test_frequencies_of_a_cast_model_can_be_given() -> None:
-    model = AutoModelForCausalLM.from_config(llama()).to(torch.bfloat16)
-    cast = model.model.rotary_emb.inv_freq.double()
-    geometry = RotaryGeometry.from_config(model.config)
-    assert not torch.equal(geometry.inv_freq, cast)
-    x = keys(geometry)
-    moved = dataclasses.replace(geometry, inv_freq=cast).shift(x, 3)
-    torch.testing.assert_close(moved, dataclasses.replace(geometry, inv_freq=cast * 3).shift(x, 1))
 
 
 # Reading configs
@@ -425,10 +298,7 @@ def test_angles_that_depend_on_length_can_be_seen_but_not_used(config: PreTraine
         geometry.cos_sin(3)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "reason"),
-    [("deepseek_v3", "latent"), ("hunyuan_v1_dense", "after the rotation")],
-)
+@pytest.mark.parametrize(("model_type", "reason"), [("deepseek_v3", "latent"), ("hunyuan_v1_dense", "after the rotation")])
 def test_keys_that_are_more_than_rotated_are_refused(model_type: str, reason: str) -> None:
     geometry = RotaryGeometry.from_config(AutoConfig.for_model(model_type))
     with pytest.raises(UnsupportedError, match=reason):
@@ -470,10 +340,6 @@ def test_a_model_whose_config_tells_nothing_of_positions_is_not_guessed_at() -> 
     for use in (geometry.shift, geometry.rotate, geometry.unrotate):
         with pytest.raises(UnsupportedError, match="unknown"):
             use(x, 3)
-
-
-def test_a_falcon_without_alibi_is_rotary() -> None:
-    assert RotaryGeometry.from_config(FalconConfig(hidden_size=64, num_attention_heads=4, alibi=False)).kind == "rope"
 
 
 def test_a_geometry_is_read_without_numbers_from_a_meta_device() -> None:
@@ -525,13 +391,6 @@ def test_cos_sin_gives_pure_rotations_in_the_asked_dtype() -> None:
     torch.testing.assert_close(cos.square() + sin.square(), torch.ones_like(cos))
     assert geometry.cos_sin(FAR, dtype=torch.bfloat16)[0].dtype == torch.bfloat16
     torch.testing.assert_close(geometry.cos_sin(FAR, dtype=torch.float64)[1], sin[0, 0])
-
-
-def test_geometries_survive_copies_and_pickles() -> None:
-    geometry = GEOMETRIES["llama yarn"]
-    x = keys(geometry)
-    for twin in (copy.deepcopy(geometry), pickle.loads(pickle.dumps(geometry))):
-        assert torch.equal(twin.rotate(x, 5), geometry.rotate(x, 5))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaConfig, Phi3Config, PhimoeConfig
+from transformers import DynamicCache, LlamaConfig, PhimoeConfig
 from transformers.models.phi3 import modeling_phi3
 
 from hf_kvcaches import EquipCache, GrowingCache
@@ -13,36 +13,11 @@ from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import UnsupportedError
 from tests import tiny
 from tests.conformance.driving import feed
-
-LIMIT = 32
-SIZES = {
-    "vocab_size": tiny.VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "pad_token_id": 0,
-    "initializer_range": 0.3,
-}
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 1e4,
-    "short_factor": [1.0, 1.1, 1.2, 1.3],
-    "long_factor": [2.0, 3.0, 4.0, 5.0],
-    "original_max_position_embeddings": LIMIT,
-}
-
-
-def phi3_config(**changes) -> Phi3Config:
-    rope = {**LONGROPE, "partial_rotary_factor": 0.5}
-    return Phi3Config(
-        **{**SIZES, "max_position_embeddings": 4 * LIMIT, "original_max_position_embeddings": LIMIT, "rope_parameters": rope, **changes}
-    )
+from tests.core.ropes import LIMIT, LONGROPE, SHORT, phi3_config
 
 
 def dynamic_config() -> LlamaConfig:
-    return LlamaConfig(**SIZES, max_position_embeddings=LIMIT, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
+    return LlamaConfig(**SHORT, max_position_embeddings=LIMIT, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
 
 
 def cached_keys(model, start: int, tokens: int) -> torch.Tensor:
@@ -101,22 +76,15 @@ def test_dynamic_frequencies_hold_below_the_length_that_the_model_was_trained_wi
     torch.testing.assert_close(within.shift(keys, LIMIT - 9), moved, rtol=0, atol=2e-5)
 
 
-def test_without_a_pass_such_keys_are_still_refused() -> None:
-    for config in (phi3_config(), dynamic_config()):
-        geometry = RotaryGeometry.from_config(config, layer_idx=0)
-        with pytest.raises(UnsupportedError, match="depend on the length"):
-            geometry.shift(torch.zeros(1, 1, 3, 16), 1)
-
-
 def test_frequencies_that_never_change_are_asked_for_no_positions() -> None:
-    geometry = RotaryGeometry.from_config(LlamaConfig(**SIZES), layer_idx=0)
+    geometry = RotaryGeometry.from_config(LlamaConfig(**SHORT), layer_idx=0)
     assert geometry.changes_at is None
     assert geometry.at(torch.empty(0)) is geometry
 
 
 def test_a_family_that_changes_the_norm_of_its_keys_with_the_length_is_refused() -> None:
     rope = {**LONGROPE, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "short_mscale": 1.1, "long_mscale": 1.3}
-    geometry = RotaryGeometry.from_config(PhimoeConfig(**SIZES, rope_parameters=rope), layer_idx=0)
+    geometry = RotaryGeometry.from_config(PhimoeConfig(**SHORT, rope_parameters=rope), layer_idx=0)
     assert geometry.changes_at is None
     with pytest.raises(UnsupportedError, match="depend on the length"):
         geometry.at(5).shift(torch.zeros(1, 1, 3, 16), 1)
@@ -134,7 +102,6 @@ def test_geometries_differ_where_only_the_frequencies_beyond_do() -> None:
     assert twin.at(LIMIT, one.at(LIMIT)).rotates_like(one.at(LIMIT))
 
 
-@torch.no_grad()
 @torch.no_grad()
 @pytest.mark.parametrize("policy", ["streaming", "h2o"])
 @pytest.mark.parametrize("tokens", [8, LIMIT + 8])

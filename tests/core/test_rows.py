@@ -3,17 +3,10 @@
 import pytest
 import torch
 
-from hf_kvcaches import AdaptiveSubspace, EquipCache, GrowingCache, SegmentReuseCache, SegmentStore, SubspaceCache
 from tests import tiny
+from tests.helpers.caches import small
 
-MAKERS = {
-    "growing": GrowingCache,
-    "equip": lambda model: EquipCache(model, "streaming", budget=8, recent=2),
-    "equip, scores": lambda model: EquipCache(model, "h2o", budget=8, recent=2),
-    "subspace": lambda model: SubspaceCache(model, adaptive=AdaptiveSubspace(rank=4, warmup=16), sinks=1, recent=2),
-    "segments": lambda model: SegmentReuseCache(model, SegmentStore("memory"), mode="exact"),
-}
-MODELS = {"llama": tiny.llama, "hybrid": tiny.gemma2}
+MAKERS = small("growing", "equip", "equip, scores", "subspace", "segments")
 
 
 @pytest.fixture(params=MAKERS)
@@ -21,9 +14,9 @@ def make(request):
     return MAKERS[request.param]
 
 
-@pytest.fixture(params=MODELS)
+@pytest.fixture(scope="module", params=[tiny.llama, tiny.gemma2], ids=["llama", "hybrid"])
 def model(request):
-    model = MODELS[request.param]()
+    model = request.param()
     model.generation_config.eos_token_id = None
     return model
 

@@ -1,9 +1,8 @@
 """The tokens that a cache was fed, against plain lists of lists."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -22,11 +21,7 @@ def observe(log: TokenLog, ids: torch.Tensor, mask: torch.Tensor | None, positio
 
 @dataclass
 class Plain:
-    """What is to be remembered, slot by slot.
-
-    Args:
-        rows: Tokens, or None where a pass went by untold.
-    """
+    """What is to be remembered, slot by slot; None where a pass went by untold."""
 
     rows: list[list[int | None]] = field(default_factory=list)
 
@@ -94,21 +89,6 @@ def test_it_follows_whatever_is_done_to_the_cache(data: st.DataObject, padded: b
         check(log, plain, padding)
 
 
-def test_after_an_untold_pass_it_does_not_describe_the_prompt_until_that_is_cropped_away_or_the_cache_is_empty() -> None:
-    log, ids = TokenLog(), tiny.ids(1, 6)
-    observe(log, ids, None, None, 0)
-    assert log.padding(6) == [0]
-    assert isinstance(log.padding(9), Refusal)  # three untold
-    log.crop(6)
-    assert log.padding(6) == [0]
-    observe(log, ids[:, :2], None, None, 9)
-    assert isinstance(log.padding(11), Refusal)
-    log.crop(6)
-    assert log.padding(6) == [0]
-    observe(log, ids, None, None, 0)
-    assert log.padding(6) == [0]
-
-
 def test_a_pass_that_failed_is_forgotten_when_the_next_begins_with_an_empty_cache() -> None:
     log = TokenLog()
     observe(log, tiny.ids(2, 6), None, None, 0)
@@ -128,70 +108,62 @@ def test_tokens_written_into_the_callers_tensors_later_change_nothing() -> None:
     assert log.padding(3) == [0]
 
 
-MASKS = {
-    "a hole": [[1, 1, 0, 1]],
-    "padding on the right": [[1, 1, 1, 0]],
-    "a row without tokens": [[1, 1, 1, 1], [0, 0, 0, 0]],
-    "too narrow": [[1, 1, 1]],
-    "too wide": [[1, 1, 1, 1, 1]],
-    "for another batch": [[1, 1, 1, 1]] * 3,
+AXES = torch.arange(4).expand(3, 1, 4)
+APART = AXES + torch.tensor([0, 1, 0])[:, None, None]
+# Passes of so many tokens, with a mask and positions, and the padding that is known then.
+PASSES: dict[str, tuple[list[tuple[int, Any, Any]], list[int] | None]] = {
+    "a hole": ([(4, [[1, 1, 0, 1]], None)], None),
+    "padding on the right": ([(4, [[1, 1, 1, 0]], None)], None),
+    "a row without tokens": ([(4, [[1, 1, 1, 1], [0, 0, 0, 0]], None)], None),
+    "too narrow": ([(4, [[1, 1, 1]], None)], None),
+    "too wide": ([(4, [[1, 1, 1, 1, 1]], None)], None),
+    "four dimensions": ([(4, torch.ones(1, 1, 4, 4), None)], None),
+    "one mask for each kind of layer": ([(4, {"full_attention": None}, None)], None),
+    "integers": ([(3, [[0, 0, 1], [1, 1, 1]], [[0, 0, 0], [0, 1, 2]])], [2, 0]),
+    "booleans": ([(3, torch.tensor([[False, False, True]]), [[0, 0, 0]])], [2]),
+    "numbers": ([(3, torch.tensor([[0.0, 0.0, 1.0]]), [[0, 0, 0]])], [2]),
+    "the same later": ([(3, [[0, 1, 1]], [[0, 0, 1]]), (2, [[0, 1, 1, 1, 1]], [[2, 3]])], [1]),
+    "padding among later tokens": ([(3, [[0, 1, 1]], [[0, 0, 1]]), (2, [[0, 1, 1, 0, 1]], [[2, 3]])], None),
+    "an earlier token left out": ([(3, [[0, 1, 1]], [[0, 0, 1]]), (2, [[0, 0, 1, 1, 1]], [[2, 3]])], None),
+    "padding looked at after all": ([(3, [[0, 1, 1]], [[0, 0, 1]]), (2, [[1, 1, 1, 1, 1]], [[2, 3]])], None),
+    "no mask any more": ([(3, [[0, 1, 1]], [[0, 0, 1]]), (2, None, [[2, 3]])], None),
+    "a pass without a mask behind padding": ([(3, [[0, 1, 1]], None), (1, None, None), (1, [[0, 1, 1, 1, 1]], None)], None),
+    "the model numbers tokens itself": ([(4, [[1, 1, 1, 1]], None), (1, [[1, 1, 1, 1, 1]], None)], [0]),
+    "it numbers the later ones": ([(4, [[1, 1, 1, 1]], [[0, 1, 2, 3]]), (1, [[1, 1, 1, 1, 1]], None)], [0]),
+    "it numbers the first ones": ([(4, [[1, 1, 1, 1]], None), (1, [[1, 1, 1, 1, 1]], [[4]])], [0]),
+    "it numbers padding": ([(4, [[0, 1, 1, 1]], None), (1, [[0, 1, 1, 1, 1]], None)], None),
+    "it numbers tokens behind padding": ([(4, [[0, 1, 1, 1]], [[0, 0, 1, 2]]), (1, [[0, 1, 1, 1, 1]], None)], None),
+    "it numbers padding at first": ([(4, [[0, 1, 1, 1]], None), (1, [[0, 1, 1, 1, 1]], [[3]])], None),
+    "three axes of text": ([(4, None, AXES)], [0]),
+    "three axes of a picture": ([(4, None, APART)], None),
 }
 
 
-@pytest.mark.parametrize("name", MASKS)
-def test_only_padding_on_the_left_is_understood(name: str) -> None:
+def padding_after(log: TokenLog, passes: list[tuple[int, Any, Any]]) -> list[int] | None:
+    """The padding of rows after passes, where it is known."""
+    seen = 0
+    for tokens, mask, positions in passes:
+        mask, positions = (torch.tensor(given) if isinstance(given, list) else given for given in (mask, positions))
+        rows = len(mask) if isinstance(mask, torch.Tensor) else 1
+        observe(log, tiny.ids(rows, tokens), mask, positions, seen)
+        seen += tokens
+    found = log.padding(seen)
+    return None if isinstance(found, Refusal) else found
+
+
+@pytest.mark.parametrize(("passes", "padding"), PASSES.values(), ids=PASSES)
+def test_only_padding_on_the_left_that_no_later_pass_denies_is_understood(passes: Any, padding: list[int] | None) -> None:
+    assert padding_after(TokenLog(), passes) == padding
+
+
+def test_a_mask_for_another_batch_is_not_understood() -> None:
     log = TokenLog()
-    mask = torch.tensor(MASKS[name])
-    observe(log, tiny.ids(2 if name in ("a row without tokens", "for another batch") else 1, 4), mask, None, 0)
+    observe(log, tiny.ids(2, 4), torch.ones(3, 4), None, 0)
     assert isinstance(log.padding(4), Refusal)
 
 
-def test_masks_that_are_no_plain_ones_are_not_understood() -> None:
-    for mask in (torch.ones(1, 1, 4, 4), {"full_attention": None}):
-        log = TokenLog()
-        observe(log, tiny.ids(1, 4), mask, None, 0)
-        assert isinstance(log.padding(4), Refusal)
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.long, torch.float32])
-def test_masks_may_be_of_any_type(dtype: torch.dtype) -> None:
-    log = TokenLog()
-    mask = torch.tensor([[0, 0, 1], [1, 1, 1]])
-    observe(log, tiny.ids(2, 3), mask.to(dtype), numbered(mask, 3), 0)
-    assert log.padding(3) == [2, 0]
-
-
-LATER = {
-    "padding among later tokens": torch.tensor([[0, 1, 1, 0, 1]]),
-    "an earlier token left out": torch.tensor([[0, 0, 1, 1, 1]]),
-    "padding looked at after all": torch.tensor([[1, 1, 1, 1, 1]]),
-    "no mask any more": None,
-}
-
-
-@pytest.mark.parametrize("name", LATER)
-def test_a_later_mask_that_says_something_else_of_the_tokens_is_noticed(name: str) -> None:
-    for later, expected in ((torch.tensor([[0, 1, 1, 1, 1]]), [1]), (LATER[name], None)):
-        log = TokenLog()
-        observe(log, tiny.ids(1, 3), torch.tensor([[0, 1, 1]]), torch.tensor([[0, 0, 1]]), 0)
-        observe(log, tiny.ids(1, 2), later, torch.tensor([[2, 3]]), 3)
-        assert log.padding(5) == expected or (expected is None and isinstance(log.padding(5), Refusal))
-
-
-@pytest.mark.parametrize("padding", [0, 2])
-def test_tokens_that_the_model_numbers_itself_are_known_where_nothing_is_padded(padding: int) -> None:
-    mask = torch.tensor([[0] * padding + [1] * (5 - padding)])
-    for first, second in ((None, None), (numbered(mask[:, :4], 4), None), (None, numbered(mask, 1))):
-        log = TokenLog()
-        observe(log, tiny.ids(1, 4), mask[:, :4], first, 0)
-        observe(log, tiny.ids(1, 1), mask, second, 4)
-        assert log.padding(5) == [0] or (padding and isinstance(log.padding(5), Refusal))
-
-
 def test_where_keys_have_no_positions_padding_may_be_counted() -> None:
-    log = TokenLog(positions_matter=False)
-    observe(log, tiny.ids(1, 4), torch.tensor([[0, 0, 1, 1]]), None, 0)
-    assert log.padding(4) == [2]
+    assert padding_after(TokenLog(positions_matter=False), [(4, [[0, 0, 1, 1]], None)]) == [2]
 
 
 def test_a_pass_that_did_not_run_to_its_end_is_forgotten_by_the_next() -> None:
@@ -201,22 +173,6 @@ def test_a_pass_that_did_not_run_to_its_end_is_forgotten_by_the_next() -> None:
     observe(log, tiny.ids(1, 2, seed=2), None, None, 4)
     assert log.padding(6) == [0]
     assert log.rows()[0].tolist() == torch.cat([tiny.ids(1, 4), tiny.ids(1, 2, seed=2)], 1)[0].tolist()
-
-
-def test_a_pass_without_a_mask_behind_padding_is_not_forgotten_by_the_next() -> None:
-    log, mask = TokenLog(), torch.tensor([[0, 1, 1, 1, 1]])
-    observe(log, tiny.ids(1, 3), mask[:, :3], None, 0)
-    observe(log, tiny.ids(1, 1), None, None, 3)
-    observe(log, tiny.ids(1, 1), mask, None, 4)
-    assert isinstance(log.padding(5), Refusal)
-
-
-def test_positions_of_three_axes_are_those_of_text_where_the_axes_agree() -> None:
-    for changed, expected in ((0, [0]), (1, None)):
-        log, positions = TokenLog(), torch.arange(4).expand(3, 1, 4).clone()
-        positions[1, 0, 2] += changed
-        observe(log, tiny.ids(1, 4), None, positions, 0)
-        assert log.padding(4) == expected or (expected is None and isinstance(log.padding(4), Refusal))
 
 
 def test_the_six_thousandth_token_costs_as_much_as_the_hundredth() -> None:

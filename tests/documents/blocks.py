@@ -1,7 +1,5 @@
 """Code blocks of the documents: found, and run in the order of the text."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A real browser without a window, driven through its debugging pipe."""
 
-from __future__ import annotations
-
 import base64
 import itertools
 import json
@@ -21,11 +19,7 @@ def chromium() -> str | None:
 
 
 class Browser:
-    """One page of a headless browser.
-
-    Args:
-        profile: An empty folder for its files.
-    """
+    """One page of a headless browser."""
 
     def __init__(self, program: str, profile: Path) -> None:
         commands, self._commands = os.pipe()

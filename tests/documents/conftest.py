@@ -1,7 +1,5 @@
 """The folder in which a reader tries the documents."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +7,7 @@ import pytest
 import torch
 
 from tests.documents.reader import furnish
-from tests.stores.conftest import redis_location, shared_server
+from tests.helpers.stores import redis_location, shared_server
 
 __all__ = ["redis_location", "shared_server"]
 

@@ -1,7 +1,5 @@
 """A reader's working folder: the models and texts that the documents name, as files of the testbed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -12,11 +10,7 @@ from hf_kvcaches.core.fingerprint import ModelFingerprint
 from tests import testbed
 
 # Models as documents name them -> folders of the testbed. `from_pretrained` prefers a folder of that name to the hub.
-MODELS = {
-    "Qwen/Qwen3-0.6B": "base",
-    "Qwen/Qwen3-0.6B-tuned": "tuned",
-    "HuggingFaceTB/SmolLM2-135M-Instruct": "base",
-}
+MODELS = {"Qwen/Qwen3-0.6B": "base", "Qwen/Qwen3-0.6B-tuned": "tuned", "HuggingFaceTB/SmolLM2-135M-Instruct": "base"}
 CHAT_TEMPLATE = (
     "{% for turn in messages %}{{ turn.role }}:{{ turn.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 )

@@ -1,7 +1,5 @@
 """The code of the documents runs as it stands, from the first block of a page to the last."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -74,17 +72,3 @@ def test_the_blocks_of_a_document_run_one_after_the_other(
     names = run(ROOT / document)
     assert missing_outputs(ROOT / document, capsys.readouterr().out) == []
     OUTCOMES.get(document, lambda names: None)(names)
-
-
-def test_an_output_that_is_not_printed_is_noticed(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("```python\nprint(1)\n```\n\n```output\n1\n```\n\n```output\n2\n```\n", encoding="utf-8")
-    assert missing_outputs(page, "1\n") == ["2\n"]
-
-
-def test_an_undefined_name_is_noticed(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("Text\n\n```python\nx = 1\n```\n\nmore\n\n```python\nprint(x, nowhere)\n```\n", encoding="utf-8")
-    with pytest.raises(NameError, match="nowhere") as caught:
-        run(page)
-    assert caught.traceback[-1].lineno == 9, "counted from 0: the line of the page"

@@ -1,12 +1,10 @@
 """Codecs of the testbed's model for engines, a Redis server, and processes of vLLM."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,10 @@ import pytest
 
 from hf_kvcaches import KVCodec
 from hf_kvcaches.engines.engine_codec import save
-from tests.stores.blob_helpers import Server
+from tests.helpers.stores import shared_server
 from tests.testbed import FOLDER, held_out, load
+
+__all__ = ["shared_server"]
 
 BASE, RATIOS = str(FOLDER / "base"), (0.25, 0.125, 0.0625)
 
@@ -39,15 +39,6 @@ def vllm_codecs(tmp_path_factory: pytest.TempPathFactory) -> dict[float, str]:
 @pytest.fixture(scope="session")
 def lmcache_codecs(tmp_path_factory: pytest.TempPathFactory) -> dict[float, str]:
     return codecs(tmp_path_factory.mktemp("lmcache"), "lmcache", "post")
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A Redis server of the module's own."""
-    server = Server(tmp_path_factory.mktemp("redis"))
-    server.start()
-    yield server
-    server.stop()
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,5 @@
 """Chunks of prompts: keys that depend on all tokens before, codes that come back, and the thread that stores them."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

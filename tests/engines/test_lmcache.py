@@ -17,7 +17,7 @@ import torch
 from hf_kvcaches import ArtifactError, ConfigError, FingerprintMismatch, UnsupportedError
 from hf_kvcaches.engines.engine_codec import EngineCodec
 from tests.engines.conftest import BASE, RATIOS
-from tests.stores.blob_helpers import free_port
+from tests.helpers.stores import free_port
 from tests.testbed import held_out, load
 
 pytest.importorskip("lmcache", reason="make engines installs it")

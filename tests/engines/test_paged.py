@@ -1,7 +1,5 @@
 """Keys and values in blocks, in whatever order a backend of attention keeps them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

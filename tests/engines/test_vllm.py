@@ -12,7 +12,7 @@ import torch
 from hf_kvcaches import ConfigError, UnsupportedError
 from hf_kvcaches.stores.location import open_blobs
 from tests.engines.conftest import RATIOS
-from tests.stores.blob_helpers import Server
+from tests.helpers.stores import Server
 from tests.testbed import held_out, load
 
 vllm = pytest.importorskip("vllm", reason="make engines installs it")
@@ -62,9 +62,9 @@ def plain(ask, prompts):
 
 
 @pytest.fixture(scope="module")
-def filled(ask, prompts, server, vllm_codecs, plain):
+def filled(ask, prompts, shared_server, vllm_codecs, plain):
     """A store that one process has filled at a quarter of the bytes, and what it answered."""
-    location = f"{server.location}?prefix=quarter"
+    location = f"{shared_server.location}?prefix=quarter"
     return location, ask(prompts, vllm_codecs[0.25], location)
 
 
@@ -89,8 +89,8 @@ def test_the_store_has_the_bytes_that_were_promised(filled, prompts):
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("ratio", RATIOS[1:])
-def test_first_tokens_are_within_what_the_codec_loses(ask, prompts, server, vllm_codecs, plain, ratio):
-    some, location = prompts[:20:5], f"{server.location}?prefix=share{ratio}"
+def test_first_tokens_are_within_what_the_codec_loses(ask, prompts, shared_server, vllm_codecs, plain, ratio):
+    some, location = prompts[:20:5], f"{shared_server.location}?prefix=share{ratio}"
     answers = ask(some * 2, vllm_codecs[ratio], location, max_tokens=1, pause_before=4, pause=5)
     assert [answer["cached"] for answer in answers] == [0] * 4 + [whole_chunks(ids) for ids in some]
     assert sum(map(divergence, answers[:4], answers[4:])) / 4 < {0.125: 0.06, 0.0625: 0.3}[ratio]

@@ -16,7 +16,6 @@ from tests.conformance import models
 from tests.conformance.driving import feed
 from tests.reference.oracles import ReferenceCache
 from tests.reference.policies import (
-    EQUIP,
     H2OReference,
     KeyDiffReference,
     SnapKVReference,
@@ -29,14 +28,10 @@ BUDGET, SINKS = 16, 4
 # For each policy: how EquipCache is told, the reference, and how that is told what EquipCache does otherwise than the paper.
 POLICIES: dict[str, tuple[Any, type[ReferenceCache], dict[str, Any]]] = {
     "streaming": ("streaming", StreamingReference, {}),
-    "h2o": ("h2o", H2OReference, EQUIP),
-    "tova": ("tova", TOVAReference, {**EQUIP, "keep_last": True}),
-    "snapkv": (
-        SnapKVPolicy(window=6, kernel_size=3),
-        SnapKVReference,
-        {**EQUIP, "window": 6, "kernel_size": 3, "pooling": "mean"},
-    ),
-    "keydiff": (KeyDiffPolicy(interval=5), KeyDiffReference, {**EQUIP, "interval": 5, "few_recent": True, "block": None}),
+    "h2o": ("h2o", H2OReference, {}),
+    "tova": ("tova", TOVAReference, {}),
+    "snapkv": (SnapKVPolicy(window=6, kernel_size=3), SnapKVReference, {"window": 6, "kernel_size": 3}),
+    "keydiff": (KeyDiffPolicy(interval=5), KeyDiffReference, {"interval": 5}),
 }
 POSITIONS = ("compact", "original")
 both_positions = pytest.mark.parametrize("positions", POSITIONS)

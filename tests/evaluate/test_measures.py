@@ -1,7 +1,5 @@
 """Divergences, losses and perplexities are those of the definitions."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

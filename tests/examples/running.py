@@ -1,7 +1,5 @@
 """Imports and runs the examples as their reader does."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess
@@ -16,11 +14,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYT
 
 
 def import_example(name: str) -> Any:
-    """An example as a module.
-
-    Args:
-        name: Without ending.
-    """
+    """An example as a module."""
     spec = importlib.util.spec_from_file_location(f"examples_{name}", EXAMPLES / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -31,13 +25,7 @@ def import_example(name: str) -> Any:
 
 
 def start_example(name: str, *options: Any, before: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-    """A process that runs an example.
-
-    Args:
-        name: Without ending.
-        *options: Of its command line.
-        before: What Python is given first, such as a launcher.
-    """
+    """A process that runs an example."""
     command = [sys.executable, *before, str(EXAMPLES / f"{name}.py"), *map(str, options)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=ENVIRONMENT)
 

@@ -1,26 +1,16 @@
 """The agent loop, with a real Redis server."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import pytest
 
-from tests.examples.running import BASE, import_example, output_of, start_example
-from tests.stores.blob_helpers import Server
+from tests.examples.running import BASE, import_example
+from tests.helpers.stores import redis_location, shared_server
+
+__all__ = ["redis_location", "shared_server"]
 
 
 @pytest.fixture(scope="module")
 def example():
     return import_example("agent_loop")
-
-
-@pytest.fixture(scope="module")
-def redis_server(tmp_path_factory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("redis"))
-    server.start()
-    yield server
-    server.stop()
 
 
 @pytest.mark.parametrize(
@@ -41,12 +31,12 @@ def test_tools_are_called_with_literals_and_nothing_else_runs(example, call, res
     assert example.run_tool(call).startswith(result)
 
 
-def test_each_step_and_a_second_agent_find_what_was_read_before(redis_server):
-    options = ("--model", BASE, "--store", redis_server.location, "--steps", 2)
+def test_each_step_and_a_second_agent_find_what_was_read_before(example, redis_location, capsys):
+    options = ("--model", str(BASE), "--store", redis_location, "--steps", "2")
     reused = []
     for task in ("What is 17 times 23?", "What is the date?"):
-        out = output_of(start_example("agent_loop", *options, "--task", task))
-        lines = [line for line in out.splitlines() if "prompt tokens from the store" in line]
+        example.main([*options, "--task", task])
+        lines = [line for line in capsys.readouterr().out.splitlines() if "prompt tokens from the store" in line]
         reused.append([int(line.split()[0]) for line in lines])
         tokens = [int(line.split()[2]) for line in lines]
         assert reused[-1][1] > 0.8 * tokens[0], "the second step goes on from the first"

@@ -1,7 +1,5 @@
 """The chat server: sessions with a cache each."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from types import ModuleType
@@ -176,15 +174,3 @@ def test_a_model_without_a_chat_template_is_refused_before_it_is_loaded(example,
     with pytest.raises(SystemExit):
         example.main(["--model", str(BASE)])
     assert "has no chat template" in capsys.readouterr().err
-
-
-def test_the_server_starts_with_a_cache_as_the_budget_says(example, monkeypatch, loaded):
-    started = []
-    monkeypatch.setattr(example.uvicorn, "run", lambda app, **options: started.append(options), raising=False)
-    monkeypatch.setattr(example.AutoTokenizer, "from_pretrained", lambda name: loaded[1])
-    made = []
-    monkeypatch.setattr(example, "create_app", lambda chats: made.append(chats.session("us").cache))
-    for options in ([], ["--budget", "80"]):
-        example.main(["--model", str(BASE), "--port", "8001", *options])
-    assert started == [{"host": "127.0.0.1", "port": 8001}] * 2
-    assert [type(cache) for cache in made] == [GrowingCache, EquipCache]

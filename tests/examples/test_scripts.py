@@ -1,7 +1,5 @@
 """The other examples run as their docstrings say, on the small models of this repository."""
 
-from __future__ import annotations
-
 import json
 import os
 
@@ -9,7 +7,7 @@ import pytest
 
 from tests import testbed
 from tests.examples.running import BASE, EXAMPLES, ROOT, import_example, output_of, start_example
-from tests.stores.blob_helpers import free_port
+from tests.helpers.stores import free_port
 
 TEXT = testbed.held_out("prose")
 

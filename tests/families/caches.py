@@ -1,7 +1,5 @@
 """The caches that every family is run with, each in a setting that must equal a `DynamicCache` (a pruned one where it prunes)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -29,11 +27,7 @@ BUDGET, SINKS = 16, 4
 
 
 class Bench:
-    """What the caches of one model share: a codec, a store, a library, a translator.
-
-    Args:
-        model: The model.
-    """
+    """What the caches of one model share: a codec, a store, a library, a translator."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -43,11 +37,7 @@ class Bench:
         raise NotImplementedError
 
     def prepare(self, prompts: Iterable[torch.Tensor]) -> None:
-        """What must have been there before a prompt comes, once for each of its rows.
-
-        Args:
-            prompts: (1, tokens) each.
-        """
+        """What must have been there before a prompt comes, once for each of its rows."""
 
     def settle(self) -> None:
         """Waits for what is stored in the background."""
@@ -165,13 +155,7 @@ class Translated(Bench):
 
 @dataclass(frozen=True)
 class Kind:
-    """A column of the table.
-
-    Args:
-        name: Its name.
-        bench: What makes it.
-        scenarios: That it is run through.
-    """
+    """A column of the table, and the scenarios that it is run through."""
 
     name: str
     bench: Callable[[PreTrainedModel], Bench]

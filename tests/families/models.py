@@ -4,8 +4,6 @@ Sizes are found by name: what configs call alike is made small alike, and nested
 besides stands in `special.py`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -25,122 +23,45 @@ LAYERS = 4
 WINDOW = 8
 
 # Any of these attributes, in any config, becomes this.
-SIZES: dict[str, Any] = {
-    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size"), VOCABULARY),
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim_model", "embed_dim", "emb_dim", "word_embed_proj_dim", "width"), 64),
-    **dict.fromkeys(
-        (
-            "intermediate_size",
-            "ffn_dim",
-            "encoder_ffn_dim",
-            "decoder_ffn_dim",
-            "ffn_hidden_size",
-            "moe_intermediate_size",
-            "moe_ffn_hidden_size",
-            "shared_expert_intermediate_size",
-            "shared_intermediate_size",
-            "moe_shared_expert_intermediate_size",
-            "intermediate_size_mlp",
-            "mlp_dim",
-            "dim_ff",
-            "d_ff",
-            "n_inner",
-            "d_inner",
-            "block_ff_dim",
-            "expert_intermediate_size",
-            "share_expert_dim",
-            "dense_intermediate_size",
-            "expert_ffn_hidden_size",
-        ),
+_SIZES: tuple[tuple[Any, str], ...] = (
+    (VOCABULARY, "vocab_size vocab_size_per_layer_input unpadded_vocab_size num_embeddings"),
+    (64, "hidden_size d_model n_embd dim_model embed_dim emb_dim word_embed_proj_dim width"),
+    (
         64,
+        """intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim ffn_hidden_size moe_intermediate_size moe_ffn_hidden_size
+        shared_expert_intermediate_size shared_intermediate_size moe_shared_expert_intermediate_size intermediate_size_mlp mlp_dim dim_ff
+        d_ff n_inner d_inner block_ff_dim expert_intermediate_size share_expert_dim dense_intermediate_size expert_ffn_hidden_size""",
     ),
-    **dict.fromkeys(
-        (
-            "num_hidden_layers",
-            "num_layers",
-            "n_layer",
-            "n_layers",
-            "decoder_layers",
-            "encoder_layers",
-            "num_decoder_layers",
-            "num_encoder_layers",
-            "depth",
-        ),
-        LAYERS,
+    (
+        64,
+        """out_hidden_size text_hidden_size projector_hidden_size projection_hidden_size projection_hidden_dim vision_hidden_size
+        projection_intermediate_size alignment_intermediate_size image_token_embed_dim vision_output_dim""",
     ),
-    **dict.fromkeys(
-        (
-            "num_attention_heads",
-            "num_heads",
-            "n_head",
-            "n_heads",
-            "encoder_attention_heads",
-            "decoder_attention_heads",
-            "num_encoder_attention_heads",
-            "num_decoder_attention_heads",
-            "attention_heads",
-            "swa_num_attention_heads",
-            "num_sliding_attention_heads",
-        ),
+    (LAYERS, "num_hidden_layers num_layers n_layer n_layers decoder_layers encoder_layers num_decoder_layers num_encoder_layers depth"),
+    (
         4,
+        """num_attention_heads num_heads n_head n_heads encoder_attention_heads decoder_attention_heads num_encoder_attention_heads
+        num_decoder_attention_heads attention_heads swa_num_attention_heads num_sliding_attention_heads""",
     ),
-    **dict.fromkeys(("num_key_value_heads", "swa_num_key_value_heads", "num_global_key_value_heads", "num_kv_heads"), 2),
-    **dict.fromkeys(
-        ("head_dim", "swa_head_dim", "v_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "d_kv", "dim_head", "kv_channels"), 16
-    ),
-    **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 32),
-    **dict.fromkeys(
-        ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_layer", "moe_num_primary_experts"), 4
-    ),
-    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "moe_top_k", "num_experts_per_token"), 2),
-    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "n_group", "topk_group"), 1),
-    **dict.fromkeys(
-        (
-            "max_position_embeddings",
-            "n_positions",
-            "max_seq_len",
-            "max_target_positions",
-            "max_sequence_length",
-            "context_length",
-            "seq_length",
-        ),
-        512,
-    ),
-    **dict.fromkeys(("sliding_window", "sliding_window_size", "attention_window_size", "window_size", "attention_chunk_size"), WINDOW),
-    **dict.fromkeys(("pad_token_id",), 0),
-    **dict.fromkeys(
-        (
-            "out_hidden_size",
-            "text_hidden_size",
-            "projector_hidden_size",
-            "projection_hidden_size",
-            "projection_hidden_dim",
-            "vision_hidden_size",
-            "projection_intermediate_size",
-            "alignment_intermediate_size",
-            "image_token_embed_dim",
-            "vision_output_dim",
-        ),
-        64,
-    ),
-    "base_channels": 32,
-    "num_embeddings": VOCABULARY,
-    "local_attention": 2 * WINDOW,  # on both sides
-    "is_decoder": True,
-    **dict.fromkeys(("eos_token_id", "bos_token_id", "decoder_start_token_id", "forced_eos_token_id"), None),
-}
+    (2, "num_key_value_heads swa_num_key_value_heads num_global_key_value_heads num_kv_heads"),
+    (16, "head_dim swa_head_dim v_head_dim qk_nope_head_dim qk_rope_head_dim d_kv dim_head kv_channels"),
+    (32, "kv_lora_rank q_lora_rank base_channels"),
+    (4, "num_experts num_local_experts n_routed_experts moe_num_experts num_experts_per_layer moe_num_primary_experts"),
+    (2, "num_experts_per_tok moe_topk moe_k top_k_experts moe_top_k num_experts_per_token"),
+    (1, "n_shared_experts num_shared_experts moe_num_shared_experts n_group topk_group"),
+    (512, "max_position_embeddings n_positions max_seq_len max_target_positions max_sequence_length context_length seq_length"),
+    (WINDOW, "sliding_window sliding_window_size attention_window_size window_size attention_chunk_size"),
+    (2 * WINDOW, "local_attention"),  # on both sides
+    (0, "pad_token_id"),
+    (True, "is_decoder"),
+    (None, "eos_token_id bos_token_id decoder_start_token_id forced_eos_token_id"),
+)
+SIZES: dict[str, Any] = {name: size for size, names in _SIZES for name in names.split()}
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """One architecture.
-
-    Args:
-        name: The model type, with "@image" behind it where it is of `AutoModelForImageTextToText`.
-        model_type: As transformers has it.
-        class_name: Of the model.
-        changes: What its config is given beyond what the architecture's is.
-    """
+    """One architecture; "@image" is behind the name of those of `AutoModelForImageTextToText`. `changes` are to its config."""
 
     name: str
     model_type: str
@@ -160,22 +81,13 @@ def families() -> list[Family]:
 
 
 def config_of(family: Family) -> PreTrainedConfig:
-    """The small config of an architecture.
-
-    Args:
-        family: The architecture.
-    """
+    """The small config of an architecture."""
     kind = CONFIG_MAPPING[family.model_type]
     return kind(**_shrunk(kind) | dict(family.changes))
 
 
 def _shrunk(kind: type[PreTrainedConfig], **given: Any) -> dict[str, Any]:
-    """What a config's constructor is given so that everything is small.
-
-    Args:
-        kind: The class of the config.
-        **given: What whoever contains it gives it.
-    """
+    """What a config's constructor is given so that everything is small."""
     fields = {field.name: field for field in dataclasses.fields(kind)}
     specials = special.SPECIAL.get(kind.model_type, {})
     values = {name: value for name, value in given.items() if name not in SIZES and _is_small(value)}
@@ -220,11 +132,7 @@ def _layer_types(kind: type[PreTrainedConfig], values: dict[str, Any], specials:
 
 
 def build(family: Family) -> PreTrainedModel:
-    """The architecture's small model; the same weights each time.
-
-    Args:
-        family: The architecture.
-    """
+    """The architecture's small model; the same weights each time."""
     torch.manual_seed(0)
     config, kind = config_of(family), getattr(transformers, family.class_name)
     if isinstance(config.get_text_config(), kind.config_class):

@@ -1,7 +1,5 @@
 """Runs a family through all caches and scenarios, and says what came of it."""
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -30,15 +28,7 @@ MISLEADING = ("a forward pass or a crop failed",)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one scenario.
-
-    Args:
-        family: The architecture.
-        cache: The cache.
-        scenario: The scenario, or "model" for what the cache did to the model.
-        verdict: "equal", "refused", "wrong", "error" or "absent": a `DynamicCache` can't do it either.
-        detail: The message or the distance.
-    """
+    """What came of one scenario, or of the "model": equal, refused, wrong, error, or absent if a `DynamicCache` can't do it either."""
 
     family: str
     cache: str
@@ -52,12 +42,7 @@ class Outcome:
 
 
 def outcomes(family: Family, kinds: Iterable[Kind] = KINDS) -> list[Outcome]:
-    """All of a family.
-
-    Args:
-        family: The architecture.
-        kinds: The caches.
-    """
+    """All of a family."""
     kinds = list(kinds)
     model = build(family)
     reach = _reach(model)

@@ -1,7 +1,5 @@
 """What is asked of a cache. Each scenario gives logits, which must be those that a `DynamicCache` gives."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -18,12 +16,7 @@ Logits = list[torch.Tensor]
 
 
 def tokens(length: int, seed: int) -> torch.Tensor:
-    """Text, (1, length).
-
-    Args:
-        length: In tokens.
-        seed: Another seed is another text.
-    """
+    """Text, (1, length)."""
     return torch.randint(3, TOKEN_LIMIT, (1, length), generator=torch.Generator().manual_seed(seed))
 
 
@@ -51,26 +44,12 @@ class Oracle(Bench):
 
 
 def takes(model: PreTrainedModel, name: str) -> bool:
-    """Whether a model's forward has an argument.
-
-    Args:
-        model: The model.
-        name: Of the argument.
-    """
+    """Whether a model's forward has an argument."""
     return name in inspect.signature(model.forward).parameters
 
 
 def generate(model: PreTrainedModel, ids: torch.Tensor, cache: Any, new: int = 4, mask: torch.Tensor | None = None, **options: Any) -> Any:
-    """`model.generate`, greedy, with logits.
-
-    Args:
-        model: The model.
-        ids: (rows, tokens).
-        cache: The cache.
-        new: How many tokens to write.
-        mask: 1 where a token is real.
-        **options: For `generate`.
-    """
+    """`model.generate`, greedy, with logits."""
     return model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids) if mask is None else mask,
@@ -194,12 +173,7 @@ def _windows(model: PreTrainedModel) -> list[int]:
 
 @torch.no_grad()
 def pruned(bench: Bench, sinks: int | None = None) -> Logits:
-    """More tokens than the budget; what is dropped is hidden by the mask from a `DynamicCache` that keeps it.
-
-    Args:
-        bench: The caches.
-        sinks: For the oracle.
-    """
+    """More tokens than the budget; what is dropped is hidden by the mask from a `DynamicCache` that keeps it."""
     model, cache = bench.model, bench.make(budget=BUDGET)
     if sinks == 0 and "chunked_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
         raise UnsupportedError("chunks are counted from the first token that the mask shows")

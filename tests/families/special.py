@@ -1,7 +1,5 @@
 """What single configs need besides small sizes, and which architectures are left out."""
 
-from __future__ import annotations
-
 from typing import Any
 
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
@@ -148,10 +146,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
 }
 
 # Further configs, by model type and a name.
-VARIANTS: dict[tuple[str, str], dict[str, Any]] = {
-    ("falcon", "alibi"): {"alibi": True},
-    ("mistral", "full"): {"sliding_window": None},
-}
+VARIANTS: dict[tuple[str, str], dict[str, Any]] = {("falcon", "alibi"): {"alibi": True}, ("mistral", "full"): {"sliding_window": None}}
 
 # Architectures that don't run with a `DynamicCache` as a text's cache, and why.
 _NO_CACHE = "takes no past_key_values in generate"

@@ -3,8 +3,6 @@
 FAMILY_RESULTS names a file that outcomes are added to, as JSON lines; `scripts/family_table.py` makes the table of docs/families.md of it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Which families run spans of a prompt between others, found out by a pass in which no layer computes: the list of `families.toml`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

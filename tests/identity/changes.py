@@ -1,17 +1,15 @@
 """Everything that may change about a model between two requests, each with a way back where there is one."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel, get_peft_model
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -19,6 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from hf_kvcaches import compat
 from hf_kvcaches.core.identity import identity_of
 from tests import tiny
+from tests.core.fingerprint_helpers import lora
 
 PROMPT = tiny.ids(1, 130, seed=1)
 INVOCATION = [5, 9, 7]
@@ -26,12 +25,7 @@ INVOCATION = [5, 9, 7]
 
 @dataclass
 class Setup:
-    """A model on its way through two requests.
-
-    Args:
-        runner: What `generate` is called on, with or without a PEFT wrapper.
-        options: Of `generate`, in the changed state.
-    """
+    """A model on its way through two requests, with options of `generate` in the changed state."""
 
     runner: Any
     options: dict[str, Any] = field(default_factory=dict)
@@ -75,10 +69,6 @@ class Change:
 
 def plain() -> Any:
     return tiny.llama(max_position_embeddings=1024)
-
-
-def lora(**changes: Any) -> LoraConfig:
-    return LoraConfig(**{"target_modules": ["q_proj", "v_proj"], "r": 4, "lora_alpha": 8, "init_lora_weights": False, **changes})
 
 
 def two_adapters() -> PeftModel:
@@ -284,6 +274,27 @@ CHANGES: dict[str, Change] = {
     "dropout": Change(dropout, plain, seen=False),
     "registered attention": Change(own_attention, plain, seen=False, bypassed=True),
 }
-BACK = {name: change for name, change in CHANGES.items() if change.comes_back}
-UNSEEN = {name: change for name, change in CHANGES.items() if not change.seen}
 LASTING = {name: change for name, change in CHANGES.items() if not change.in_call}
+
+
+QUESTION = torch.cat([PROMPT, tiny.ids(1, 12, seed=2)], dim=1)
+
+
+GREEDY: dict[str, Any] = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True, "pad_token_id": 0}
+
+
+def ask(setup: Setup, cache: Any, ids: torch.Tensor = QUESTION, new: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens, and the logits of the new ones."""
+    torch.manual_seed(0)  # for dropout
+    options = GREEDY | setup.options | {"max_new_tokens": new, "min_new_tokens": new}
+    found = setup.runner.generate(input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **options)
+    return found.sequences, torch.stack(found.logits, 1).float()
+
+
+def plainly(setup: Setup, ids: torch.Tensor = QUESTION) -> tuple[torch.Tensor, torch.Tensor]:
+    return ask(setup, DynamicCache(config=setup.model.config), ids)
+
+
+def assert_like(found: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]) -> None:
+    assert torch.equal(found[0], expected[0])
+    assert torch.allclose(found[1], expected[1], atol=1e-3, rtol=1e-3)

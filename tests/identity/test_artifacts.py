@@ -1,9 +1,6 @@
 """Saved caches and translators belong to the model that computed them, at the time when it did."""
 
-from __future__ import annotations
-
 import copy
-import pickle
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -13,8 +10,7 @@ import torch
 from hf_kvcaches import EquipCache, GrowingCache, SegmentReuseCache, SegmentStore, TranslatedCache
 from hf_kvcaches.errors import FingerprintMismatch
 from tests import tiny
-from tests.identity.changes import CHANGES, LASTING, PROMPT, Setup, plain, two_adapters
-from tests.identity.test_requests import ask, assert_like, plainly
+from tests.identity.changes import CHANGES, LASTING, PROMPT, Setup, ask, assert_like, plainly, two_adapters
 from tests.translate.pairs import lossless
 
 FEW = PROMPT[:, :20]
@@ -97,15 +93,6 @@ def test_a_loaded_cache_that_went_on_is_saved_again(tmp_path: Path) -> None:
         cache = GrowingCache.load(path, setup.runner)
         tokens = ask(setup, cache, torch.cat([tokens, FEW], dim=1))[0]
     assert cache.seen == tokens.shape[1] - 1
-
-
-def test_a_cache_that_was_pickled_is_saved_in_the_same_process(tmp_path: Path) -> None:
-    setup = Setup(plain())
-    cache = GrowingCache(setup.runner)
-    ask(setup, cache, FEW)
-    again = pickle.loads(pickle.dumps(cache))
-    again.save(tmp_path / "cache.safetensors")
-    assert GrowingCache.load(tmp_path / "cache.safetensors", setup.runner).seen == cache.seen
 
 
 @torch.no_grad()

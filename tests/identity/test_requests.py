@@ -1,11 +1,8 @@
 """Whatever changes about a model between two requests: caches answer like the model as it is, and share only what it computed."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,28 +12,8 @@ from hf_kvcaches import SegmentReuseCache, SegmentStore, WarmStartCache
 from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.segments.cache import Mode
 from tests import tiny
-from tests.identity.changes import BACK, CHANGES, INVOCATION, PROMPT, UNSEEN, Setup, activated, plain, two_adapters
+from tests.identity.changes import CHANGES, INVOCATION, PROMPT, QUESTION, Setup, activated, ask, assert_like, plain, plainly
 from tests.warmstart.warm import OPEN, library_of
-
-QUESTION = torch.cat([PROMPT, tiny.ids(1, 12, seed=2)], dim=1)
-GREEDY: dict[str, Any] = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True, "pad_token_id": 0}
-
-
-def ask(setup: Setup, cache: Any, ids: torch.Tensor = QUESTION, new: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens, and the logits of the new ones."""
-    torch.manual_seed(0)  # for dropout
-    options = GREEDY | setup.options | {"max_new_tokens": new, "min_new_tokens": new}
-    found = setup.runner.generate(input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **options)
-    return found.sequences, torch.stack(found.logits, 1).float()
-
-
-def plainly(setup: Setup, ids: torch.Tensor = QUESTION) -> tuple[torch.Tensor, torch.Tensor]:
-    return ask(setup, DynamicCache(config=setup.model.config), ids)
-
-
-def assert_like(found: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]) -> None:
-    assert torch.equal(found[0], expected[0])
-    assert torch.allclose(found[1], expected[1], atol=1e-3, rtol=1e-3)
 
 
 def store_in(folder: Path) -> SegmentStore:
@@ -122,23 +99,6 @@ def test_a_chat_that_goes_on_under_a_change_stores_nothing_of_the_later_turns(na
         assert 64 <= again.report().reused_tokens <= PROMPT.shape[1]
 
 
-def test_rows_with_adapters_of_their_own_are_not_shared(segments: Segments, tmp_path: Path) -> None:
-    setup = Setup(two_adapters())
-    rows = QUESTION.expand(3, -1)
-    before = plainly(setup)
-    with store_in(tmp_path) as store:
-        mixed = Setup(setup.runner, {"adapter_names": ["law", "medical", "__base__"]})
-        cache = segments(setup, store)
-        assert_like(ask(mixed, cache, rows), plainly(mixed, rows))
-        assert "adapter" in cache.report().reason
-        store.flush()
-        for _ in range(2):
-            cache = segments(setup, store)
-            assert_like(ask(setup, cache), before)
-            store.flush()
-        assert cache.report().reused_tokens >= 64
-
-
 def test_an_activated_adapter_is_not_shared(segments: Segments, tmp_path: Path) -> None:
     setup = Setup(activated())
     base = Setup(plain())
@@ -198,8 +158,3 @@ def test_a_library_serves_the_model_that_it_was_made_with_alone(name: str) -> No
         cache = WarmStartCache(setup.runner, library, strategy="align", gate=OPEN)
         assert_like(ask(setup, cache), before)
         assert cache.report().reused_tokens >= 96
-
-
-def test_every_change_that_can_be_undone_is_tried_back() -> None:
-    assert len(BACK) >= 20
-    assert len(UNSEEN) >= 8

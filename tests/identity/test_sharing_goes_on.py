@@ -1,7 +1,5 @@
 """What only moves weights, looks, compiles or is in the way of gradients makes no other model, and keeps a cache sharing."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +13,8 @@ from transformers import DynamicCache, PreTrainedModel
 from hf_kvcaches import SegmentReuseCache, SegmentStore
 from hf_kvcaches.core.identity import identity_of
 from tests import tiny
-from tests.identity.changes import PROMPT, Setup, lora, one_element, plain, requested
+from tests.core.fingerprint_helpers import lora
+from tests.identity.changes import PROMPT, Setup, one_element, plain, requested
 
 
 def compiled(model: PreTrainedModel) -> None:

@@ -1,7 +1,5 @@
 """What the cases of all kernels share."""
 
-from __future__ import annotations
-
 import torch
 
 from hf_kvcaches.kernels.quantization import dequantize, quantize
@@ -11,15 +9,7 @@ TOLERANCE = {torch.float32: 3e-5, torch.float64: 1e-6, torch.bfloat16: 4e-2, tor
 
 
 class Draws:
-    """Random tensors of one shape, from one seed.
-
-    Args:
-        batch: Rows.
-        kv_heads: Key heads.
-        count: Slots or tokens of a row.
-        dtype: Of what is drawn.
-        seed: Of everything random.
-    """
+    """Random tensors of one shape, from one seed."""
 
     def __init__(self, batch: int, kv_heads: int, count: int, dtype: torch.dtype, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)

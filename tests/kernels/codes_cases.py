@@ -1,7 +1,5 @@
 """Cases for attention over codes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,24 +26,10 @@ WIDTHS = {
 class Case(Draws):
     """Random codes and queries of one shape.
 
-    Args:
-        batch: Rows.
-        groups: Groups of key heads, with a basis each.
-        kv_heads: Key heads of a group.
-        group: Query heads that share one.
-        queries: Of each head.
-        tokens: Of a row; with a rotation, filled up to whole tiles.
-        dim: Of keys.
-        value_dim: Of values.
-        widths: Bits of the directions.
-        pairs: Of the dimensions of a key that rotate; 0 for no rotation.
-        layout: Of these pairs.
-        common: Whether all rows share their angles.
-        mask: Who sees which tokens: "" (all see all), "rows" (queries of a row see the same) or "queries". The first row, or the first
-            query of it, sees nothing, the others see the last token.
-        dtype: Of the query.
-        seed: Of everything random.
-        room: Unused tokens behind those of each row, and unused rows of bytes, in the buffer of the codes.
+    There are `groups` of `kv_heads` with a basis each, and `group` query heads share a key head. `widths` are the bits of the directions,
+    `pairs` of the dimensions rotate, and with `common` all rows share their angles. By `mask` all see all (""), or queries of a row see
+    the same ("rows") or not ("queries"): the first row, or the first query of it, sees nothing, the others see the last token. Behind the
+    tokens of each row there is `room` for others, and rows of bytes that are not used.
     """
 
     def __init__(
@@ -111,12 +95,7 @@ class Case(Draws):
 
 
 def assert_part(part: AttentionPart, expected: tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype, exactness: torch.dtype) -> None:
-    """A part is that attention, in float32 or in the query's float64.
-
-    Args:
-        dtype: Of the query.
-        exactness: The type that products are computed in.
-    """
+    """A part is that attention, in float32 or in the query's float64."""
     output, lse = expected
     batch, queries, heads, value_dim = output.shape
     assert part.sums.shape == (batch, heads, queries, value_dim)

@@ -1,7 +1,5 @@
 """Fixtures of the kernels' tests."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

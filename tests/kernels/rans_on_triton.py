@@ -1,9 +1,7 @@
-"""The Triton back-end of the packed form gives bit for bit what PyTorch gives. Run by `test_rans_triton.py` in its own process.
+"""The Triton back-end of the packed form gives bit for bit what PyTorch gives. Run by `test_triton.py` in its own process.
 
 On a machine without a GPU that process has TRITON_INTERPRET=1, which Triton and its own library must see when they are first imported.
 """
-
-from __future__ import annotations
 
 from functools import cache
 
@@ -13,7 +11,7 @@ import torch
 from hf_kvcaches import ArtifactError
 from hf_kvcaches.codec.joint import PackedForm
 from hf_kvcaches.codec.packing import Span
-from tests.codec.test_packing import made, packed, states
+from tests.codec.measured import made, packed, states
 from tests.kernels.triton_process import DEVICE
 
 pytestmark = pytest.mark.usefixtures("unwritten_memory_is_not_a_number")

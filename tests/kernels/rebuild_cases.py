@@ -1,7 +1,5 @@
 """Cases for all back-ends of `rebuild.py`, and what they must write: multiplied, rotated and written by slow parts of `core`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -16,24 +14,9 @@ PLACES = ["one", "rows", "cut"]
 class Case(Draws):
     """Codes of some tokens, weights, and buffers that hold nothing but NaN.
 
-    Args:
-        heads: Of the layer.
-        tokens: Of all rows together.
-        key_dim: Of each head's keys.
-        value_dim: Of each head's values.
-        width: Numbers of a token beside its codes; None: there are none.
-        rank: Of the codes; None: there are none.
-        shared: Whether tokens share what is known of them.
-        bias: Whether there is one.
-        given: The dtype of what is multiplied.
-        weights: The dtype of the weights; None: `given`.
-        dtype: Of the buffers.
-        places: One of `PLACES`: a run of slots in one row; a run in each row; runs of one row in another order, and empty ones.
-        turn: "", "half" or "interleaved".
-        rest: How many dimensions of keys don't turn, at least.
-        fine: Whether the tables are float64.
-        views: Whether every tensor is part of a larger one, in another order.
-        seed: Of everything random.
+    A token has `width` numbers beside its `rank` codes, None of either where there are none; `shared` tokens share what is known of
+    them. `given` is the dtype of what is multiplied, `weights` that of the weights where it is another, `dtype` that of the buffers.
+    At least `rest` dimensions of keys don't turn. With `fine` tables are float64, and with `views` every tensor is part of a larger one.
     """
 
     def __init__(

@@ -1,7 +1,5 @@
 """What `codes.py` and `parts.py` do, written down plainly, with loops and in float64: every token's key is decoded and rotated."""
 
-from __future__ import annotations
-
 import math
 from itertools import product
 

@@ -1,7 +1,5 @@
 """What the functions of `slots.py` do, written down plainly, with loops and in float64. Arguments and results are theirs."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What `splice.py` does, written down plainly, with loops and in float64. Arguments are its."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import product
 

@@ -1,7 +1,5 @@
 """Cases for all back-ends of `slots.py`: awkward sizes, every option, and unreadable numbers wherever nobody may look."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -13,19 +11,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-12, torch.bfloat16: 4e-2, to
 
 
 class Case(Draws):
-    """Random tensors of one shape.
-
-    Args:
-        batch: Rows.
-        kv_heads: Key heads.
-        group: Query heads that share one.
-        slots: Of a row.
-        dim: Of keys.
-        value_dim: Of values.
-        dtype: Of keys, values and queries.
-        seed: Of everything random.
-        poison: What lies in keys and values of invalid slots. NaN, where the back-end promises not to look.
-    """
+    """Random tensors of one shape, with `poison` in keys and values of invalid slots: NaN, where the back-end promises not to look."""
 
     def __init__(self, batch=2, kv_heads=2, group=2, slots=9, dim=8, value_dim=8, dtype=torch.float32, seed=0, poison=0.0) -> None:
         super().__init__(batch, kv_heads, slots, dtype, seed)

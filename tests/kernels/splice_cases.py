@@ -1,37 +1,40 @@
 """Cases for all back-ends of `splice.py`, and what they must write: decoded, turned and written by the slow parts of `core`, one by one."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.kernels.arguments import Packed
 from hf_kvcaches.kernels.quantization import quantize
 from tests.kernels.cases import NAN, Draws, restored
+from tests.kernels.triton_process import DTYPES, IN_TRITON
 
 SLOTS = ["run", "backwards", "scattered"]
+CASES = {
+    "layers": st.integers(1, 3),
+    "heads": st.integers(1, 3),
+    "tokens": st.sampled_from([1, 2, 7, 15, 17, 33] if IN_TRITON else [1, 2, 7, 17]),
+    "dim": st.sampled_from([1, 2, 7, 16, 20, 60] if IN_TRITON else [1, 2, 7, 8, 20]),
+    "bits": st.sampled_from([8, 4, 0]),
+    "group": st.sampled_from([None, 1, 3, 16, 100]),
+    "stored": st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]),
+    "dtype": st.sampled_from(DTYPES),
+    "slots": st.sampled_from(SLOTS),
+    "turn": st.sampled_from(["", "half", "interleaved"]),
+    "fine": st.booleans(),
+    "views": st.booleans(),
+    "seed": st.integers(0, 1000),
+}
 
 
 class Case(Draws):
     """Tokens of several layers as they are stored, and buffers that hold nothing but NaN.
 
-    Args:
-        layers: Of the tokens.
-        heads: Of each layer.
-        tokens: Of each head.
-        dim: Of each token.
-        bits: 8, 4, or 0 for plain data.
-        group: Channels that share a scale.
-        stored: The dtype of what was stored.
-        dtype: Of the buffers.
-        slots: One of `SLOTS`.
-        turn: "", "half" or "interleaved".
-        fine: Whether the tables are float64.
-        views: Whether every tensor is part of a larger one, in another order.
-        seed: Of everything random.
+    With 0 bits data are plain; tokens were of the dtype `stored`, buffers are of `dtype`; `group` channels share a scale. With `fine`
+    tables are float64, and with `views` every tensor is part of a larger one, in another order.
     """
 
     def __init__(

@@ -1,7 +1,5 @@
 """Attention of new tokens over slots and themselves gives what a plain loop over queries gives."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

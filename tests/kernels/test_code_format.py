@@ -1,6 +1,5 @@
 """The format of codes: bytes lie as documented, and integers of all widths survive packing."""
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -51,13 +50,6 @@ def test_integers_are_cut_from_their_high_bits_down() -> None:
     assert (packed & torch.tensor([255, 255, 15, 15, 1])).tolist() == [0x12, 0x34, 0b1101, 0b10 + (0b10 << 2), 1]
 
 
-@pytest.mark.parametrize("width", [0, *WIDTHS])
-@pytest.mark.parametrize("directions", [1, 3, 8, 60])
-def test_integers_of_every_width_survive_packing(width: int, directions: int) -> None:
-    layout, numbers = CodeLayout.of(torch.tensor([width] * directions)), integers_of([width] * directions, 2)
-    assert torch.equal(layout.unpack(layout.pack(numbers)).long(), numbers)
-
-
 @given(widths=st.lists(st.sampled_from((0, *WIDTHS)), max_size=40), seed=st.integers(0, 1000))
 def test_integers_of_mixed_widths_survive_packing_in_as_many_bytes_as_announced(widths: list[int], seed: int) -> None:
     bits = torch.tensor(widths, dtype=torch.int64)
@@ -83,14 +75,3 @@ def test_slices_of_a_larger_buffer_are_unpacked() -> None:
     buffer = torch.full((2, 9, 50), 255, dtype=torch.uint8)
     buffer[:, 3:7, 10:15] = layout.pack(numbers)
     assert torch.equal(layout.unpack(buffer[:, 3:7, 10:15]).long(), numbers)
-
-
-def test_tables_of_all_layers_of_a_deep_model_are_made_once() -> None:
-    sides = [(number % 16, 2 * (number // 16), 4, 8) for number in range(160)]
-    packed = {counts: torch.zeros(1, 1, sum(plane.rows for plane in planes(counts)), 4, dtype=torch.uint8) for counts in sides}
-    for counts in sides:
-        unpack(packed[counts], counts)
-    misses = code_format._bit_tables.cache_info().misses
-    for counts in sides:
-        unpack(packed[counts], counts)
-    assert code_format._bit_tables.cache_info().misses == misses

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_kvcaches.kernels import launch
-from hf_kvcaches.kernels.launch import choose, padded, split_tokens, strided
+from hf_kvcaches.kernels.launch import choose, padded, split_tokens
 
 
 @pytest.mark.parametrize("count", [1, 15, 16, 17, 63, 64, 65, 1000])
@@ -24,13 +24,6 @@ def test_programs_have_whole_blocks_and_none_is_idle(count: int, wanted: int | N
 
 def test_blocks_are_powers_of_two_from_sixteen_on() -> None:
     assert [padded(dim) for dim in (0, 1, 15, 16, 17, 60, 64, 65, 256)] == [16, 16, 16, 16, 32, 64, 64, 128, 256]
-
-
-def test_what_is_repeated_has_no_stride_and_masks_are_bytes() -> None:
-    mask = torch.ones(1, 2, 5, dtype=torch.bool)
-    tensor, *strides = strided(mask, (3, 2, 5))
-    assert tensor.dtype == torch.uint8
-    assert strides == [0, 5, 1]
 
 
 def test_a_gpu_without_triton_is_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:

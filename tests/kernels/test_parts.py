@@ -51,14 +51,6 @@ def test_exact_attention_equals_the_reference(dtype: torch.dtype, softcap: float
     assert_part(exact_part(*arguments), reference.attention(*arguments), dtype, torch.promote_types(dtype, torch.float32))
 
 
-def test_all_rows_may_share_a_mask() -> None:
-    case = Draws(2, 2, 7, torch.float32, seed=0)
-    query, keys, values = case.randn(2, 2, 1, 8), case.randn(2, 2, 7, 8), case.randn(2, 2, 7, 8)
-    visible = torch.tensor([True, False, True, True, False, True, False]).view(1, 1, 7)
-    arguments = (query, keys, values, 0.4, visible)
-    assert_part(exact_part(*arguments), reference.attention(*arguments), torch.float32, torch.float32)
-
-
 def test_a_query_that_no_part_shows_anything_gets_zeros() -> None:
     case = Draws(1, 2, 7, torch.float32, seed=0)
     query, keys, values = case.randn(1, 2, 1, 8), case.randn(1, 2, 7, 8), case.randn(1, 2, 7, 8)

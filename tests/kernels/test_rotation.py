@@ -1,7 +1,5 @@
 """The one rotation and the one table of angles that all kernels share."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What the tests of all Triton kernels share: processes of their own, where tensors go, and compiling for GPUs that are not there."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -9,18 +7,25 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Tests of several back-ends run once more in a process of their own, where this says so.
+BACKEND = os.environ.get("KERNEL_BACKEND", "torch")
+IN_TRITON = BACKEND == "triton"
+DEVICE = "cuda" if IN_TRITON and torch.cuda.is_available() else "cpu"
+HALF_TYPES = [torch.bfloat16, torch.float16]
+DTYPES = [torch.float32, *HALF_TYPES] if IN_TRITON else [torch.float32, *HALF_TYPES, torch.float64]
+of_triton = pytest.mark.skipif(not IN_TRITON, reason="of the Triton back-end alone")
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 STRIDES = ("i64", "i64", "i64")
 
 
-def run(*arguments: str, interpret: bool) -> str:
+def run(*arguments: str, interpret: bool, **variables: str) -> str:
     """Runs Python in a process of its own: whether kernels are interpreted is settled when Triton is imported."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"} | variables
     env |= {"PYTHONPATH": str(ROOT), **({"TRITON_INTERPRET": "1"} if interpret else {})}
     done = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -29,7 +34,9 @@ def run(*arguments: str, interpret: bool) -> str:
 
 def assert_passes(tests: str) -> None:
     """All tests of a file in this folder pass: under Triton's interpreter, or on a GPU where there is one."""
-    said = run("-m", "pytest", "-p", "no:cacheprovider", str(HERE / tests), interpret=not torch.cuda.is_available())
+    said = run(
+        "-m", "pytest", "-p", "no:cacheprovider", str(HERE / tests), interpret=not torch.cuda.is_available(), KERNEL_BACKEND="triton"
+    )
     assert " passed" in said
     assert "skipped" not in said
 
@@ -47,12 +54,7 @@ def moved(value: Any) -> Any:
 
 
 def compile_all(capability: int, wanted: Iterable[tuple[Any, dict[str, Any], dict[str, int]]]) -> None:
-    """Compiles kernels for a GPU that needs not be there, and says so when all of them fit its shared memory.
-
-    Args:
-        capability: Of the GPU.
-        wanted: A kernel, its arguments, and options of the compiler. Strings are types, all else is known when it is compiled.
-    """
+    """Compiles kernels for a GPU that needs not be there, and says so when all of them fit its shared memory."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -67,6 +69,6 @@ def compile_all(capability: int, wanted: Iterable[tuple[Any, dict[str, Any], dic
     print("compiled")
 
 
-def assert_compiles(tests: str, capability: int) -> None:
-    """A file in this folder, run as a script, compiles its kernels, which needs a process where none is interpreted."""
-    assert run(str(HERE / tests), str(capability), interpret=False).split()[-1] == "compiled"
+def assert_compiles(script: str, name: str, capability: int) -> None:
+    """A script in this folder compiles a kernel, which needs a process where none is interpreted."""
+    assert run(str(HERE / script), name, str(capability), interpret=False).split()[-1] == "compiled"

@@ -1,7 +1,5 @@
 """The holders that tensor parallelism serves, and what two processes with half of the heads each make of a text."""
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,14 +7,7 @@ from typing import Any
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from hf_kvcaches import (
-    AdaptiveSubspace,
-    EquipCache,
-    ExpectedAttentionPolicy,
-    GrowingCache,
-    SnapKVPolicy,
-    SubspaceCache,
-)
+from hf_kvcaches import AdaptiveSubspace, EquipCache, ExpectedAttentionPolicy, GrowingCache, SnapKVPolicy, SubspaceCache
 from tests import tiny
 
 PROMPT, NEW, BUDGET = 44, 10, 24

@@ -1,7 +1,5 @@
 """Starts processes that form a group, each with a part of the heads or with prompts of its own."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,12 +14,7 @@ _PATIENCE = timedelta(seconds=120)
 
 
 def in_processes(work: Callable[..., Any], folder: Path, *arguments: Any, count: int = 2) -> list[Any]:
-    """What each of some processes returns, which form a group over gloo.
-
-    Args:
-        work: A function of a module, called with the folder and `arguments`.
-        folder: Empty; files are passed through it.
-    """
+    """What each of some processes returns, which form a group over gloo."""
     torch.multiprocessing.spawn(_begin, args=(count, work, folder, arguments), nprocs=count)
     return [torch.load(folder / f"result-{rank}.pt", weights_only=False) for rank in range(count)]
 

@@ -1,7 +1,5 @@
 """What tensor parallelism does not serve, and what says so."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What two processes with half of the heads each make of prompts that share text, with stores and files of their own."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Two processes with half of the heads each, or with prompts of their own: both give the text of a single process, or refuse."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Sequence
@@ -14,16 +12,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
-from hf_kvcaches import (
-    HeadBudgets,
-    KeepProbe,
-    KVCodec,
-    ModelFingerprint,
-    QueryStatistics,
-    SegmentReuseCache,
-    SegmentStore,
-    set_fingerprint,
-)
+from hf_kvcaches import HeadBudgets, KeepProbe, KVCodec, ModelFingerprint, QueryStatistics, SegmentReuseCache, SegmentStore, set_fingerprint
 from tests import testbed, tiny
 from tests.parallel.holders import HOLDERS, attempted, differences, whole_model
 from tests.parallel.processes import in_processes
@@ -120,38 +109,23 @@ def run_guide(folder: Path, model_folder: Path) -> int:
     return len(blocks)
 
 
-@pytest.mark.parametrize("name", [name for name in HOLDERS if name in FAST])
-def test_a_holder_gives_the_text_of_one_process(name: str, fast: Results) -> None:
-    _check_holder(name, fast)
+def tiered(names: Sequence[str]) -> list[Any]:
+    """Those beside the fast ones are left to the full tier."""
+    return [pytest.param(name, marks=() if name in FAST else pytest.mark.full) for name in names]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", [name for name in HOLDERS if name not in FAST])
-def test_every_holder_gives_the_text_of_one_process(name: str, full: Results) -> None:
-    _check_holder(name, full)
-
-
-def _check_holder(name: str, results: Results) -> None:
-    for result in results:
+@pytest.mark.parametrize("name", tiered(list(HOLDERS)))
+def test_a_holder_gives_the_text_of_one_process(name: str, request: pytest.FixtureRequest) -> None:
+    for result in request.getfixturevalue("fast" if name in FAST else "full"):
         assert not isinstance(result["holders"][name], str), result["holders"][name]
         same, difference = result["holders"][name]
         assert same
         assert difference < CODED.get(name, TOLERANCE)
 
 
-@pytest.mark.parametrize("name", [name for name in SCENARIOS if name in FAST])
-def test_stored_and_saved_heads_give_the_text_of_one_process(name: str, fast: Results) -> None:
-    _check_scenario(name, fast)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", [name for name in SCENARIOS if name not in FAST])
-def test_all_stored_and_saved_heads_give_the_text_of_one_process(name: str, full: Results) -> None:
-    _check_scenario(name, full)
-
-
-def _check_scenario(name: str, results: Results) -> None:
-    for result in results:
+@pytest.mark.parametrize("name", tiered(list(SCENARIOS)))
+def test_stored_and_saved_heads_give_the_text_of_one_process(name: str, request: pytest.FixtureRequest) -> None:
+    for result in request.getfixturevalue("fast" if name in FAST else "full"):
         assert not isinstance(result["scenarios"][name], str), result["scenarios"][name]
         (text, reused), (expected, expected_reused) = result["scenarios"][name]
         assert torch.equal(text, expected)

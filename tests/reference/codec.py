@@ -1,7 +1,5 @@
 """What forms of a `KVCodec` with fixed widths do to vectors, written down plainly: in float64, one group and one direction at a time."""
 
-from __future__ import annotations
-
 import torch
 
 from hf_kvcaches.codec.fixed import FixedLayer

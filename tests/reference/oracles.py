@@ -1,6 +1,6 @@
 """Pruning caches written down plainly, as oracles: every row of a batch and every head is a list of tokens of its own.
 
-By default they follow the papers; each departure of this package is an option.
+They follow the papers where `EquipCache` does: a step evicts before it attends, and the attention of heads that share keys is averaged.
 
 Nothing is done in place and nothing is done for all rows at once. Whatever is dropped is left out of a gather, whatever comes is
 appended, and the tokens of a head therefore always stand in order of position. With `positions="compact"` keys are kept without their
@@ -29,55 +29,31 @@ UNLIMITED = 1 << 40
 
 @dataclass
 class Head:
-    """What one key head of one row keeps, in order of position.
+    """What one key head of one row keeps, in order of position; each tensor has as many elements as there are tokens."""
 
-    Args:
-        positions: (n,), index of each token among those fed in, padding included.
-        ranks: (n,), its index among the row's real tokens: where the model rotated its key.
-        keys: (n, head_dim), as attention uses them: without rotation for compact positions.
-        given: (n, head_dim), as they came from the model.
-        values: (n, value_dim).
-        scores: (n,), float32, higher stays; infinite while a policy has not scored the token.
-        received: (n,), float32, attention that a policy is still collecting.
-    """
-
-    positions: torch.Tensor
-    ranks: torch.Tensor
-    keys: torch.Tensor
-    given: torch.Tensor
+    positions: torch.Tensor  # index of each token among those fed in, padding included
+    ranks: torch.Tensor  # its index among the row's real tokens: where the model rotated its key
+    keys: torch.Tensor  # as attention uses them: without rotation for compact positions
+    given: torch.Tensor  # as they came from the model
     values: torch.Tensor
-    scores: torch.Tensor
-    received: torch.Tensor
+    scores: torch.Tensor  # float32, higher stays; infinite while a policy has not scored the token
+    received: torch.Tensor  # float32, attention that a policy is still collecting
 
     def __len__(self) -> int:
         return self.positions.numel()
 
     def gather(self, index: torch.Tensor) -> Head:
-        """The tokens at `index`, in that order.
-
-        Args:
-            index: (tokens,).
-        """
+        """The tokens at `index`, in that order."""
         return Head(*(getattr(self, f.name)[index] for f in fields(self)))
 
     def append(self, other: Head) -> Head:
-        """These tokens and then the others.
-
-        Args:
-            other: Newer tokens.
-        """
+        """These tokens and then the others."""
         return Head(*(torch.cat([getattr(self, f.name), getattr(other, f.name)]) for f in fields(self)))
 
 
 @dataclass
 class Row:
-    """One sequence of a batch.
-
-    Args:
-        heads: One for each key head; empty before the first real token.
-        real: How many real tokens came.
-        observed: Steps since the tokens were last scored.
-    """
+    """One sequence of a batch: its heads, how many real tokens came, and the steps since they were last scored."""
 
     heads: list[Head]
     real: int = 0
@@ -89,15 +65,7 @@ class Row:
 
 
 class ReferenceLayer(KVLayer):
-    """The layer of all references; a policy writes `rescore`.
-
-    Args:
-        cache: The cache and its options.
-        geometry: How this layer's keys are rotated.
-
-    Attributes:
-        block: Tokens of a prompt that are taken and pruned at a time; None for all.
-    """
+    """The layer of all references; a policy writes `rescore`."""
 
     first_score: ClassVar[float] = 0.0
     """The score of a token that the policy has not seen yet."""
@@ -106,21 +74,13 @@ class ReferenceLayer(KVLayer):
         super().__init__()
         self.budget, self.sinks, self.recent = cache.budget, cache.sinks, cache.recent
         self.compact = cache.positions == "compact"
-        self.evict_first, self.while_decoding, self.per_query_head = cache.evict_first, cache.while_decoding, cache.per_query_head
-        self.block: int | None = None
         self.geometry = geometry
         self.kv_heads = 0
         self.rows: list[Row] = []
 
     @abstractmethod
     def rescore(self, row: Row, attention: list[torch.Tensor], block: bool) -> None:
-        """Scores the tokens of a row after queries have attended to them.
-
-        Args:
-            row: With the new tokens, before anything is pruned.
-            attention: For each key head (new tokens, n): the probabilities of every new query, mean over the heads of its group.
-            block: Whether the queries came as a block and not as a decoding step.
-        """
+        """Scores the tokens of a row after queries have attended to them."""
 
     def idle(self, row: Row) -> None:
         """Count a decoding step in which other rows got a token, and this one none."""
@@ -144,14 +104,7 @@ class ReferenceLayer(KVLayer):
         self.is_initialized = True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Hands the new tokens on to the attention function, which knows the queries and the padding.
-
-        Args:
-            key_states: (batch, kv_heads, tokens, head_dim), rotated.
-            value_states: Like `key_states`.
-            *args: Ignored.
-            **kwargs: Ignored.
-        """
+        """Hands the new tokens on to the attention function, which knows the queries and the padding."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         view = ReferenceView(self, key_states, value_states, self.seen)
@@ -159,17 +112,8 @@ class ReferenceLayer(KVLayer):
         return view, view
 
     def take(self, row: Row, query: torch.Tensor, new: list[Head], step: bool, scaling: float, softcap: float | None) -> torch.Tensor:
-        """Everything that happens to one row in one call; returns the output, (new tokens, heads, value_dim).
-
-        Args:
-            row: The row.
-            query: (heads, new tokens, head_dim), of its real tokens.
-            new: The new tokens of each key head.
-            step: Whether this is a decoding step and not a block.
-            scaling: Of the attention scores.
-            softcap: Of the attention scores, or None.
-        """
-        if step and self.evict_first and self.while_decoding and row.kept == self.budget:
+        """Everything that happens to one row in one call; returns the output, (new tokens, heads, value_dim)."""
+        if step and row.kept == self.budget:
             row.heads = [head.gather(self._all_but_victim(head)) for head in row.heads]
         before = row.kept
         row.heads = [head.append(fresh) for head, fresh in zip(row.heads, new, strict=True)] if row.heads else new
@@ -181,16 +125,11 @@ class ReferenceLayer(KVLayer):
             outputs.append(probabilities @ head.values.to(probabilities.dtype))
             attention.append(probabilities.mean(0).float())
         self.rescore(row, attention, block=not step)
-        if self.while_decoding or not step:
-            self.prune(row)
+        self.prune(row)
         return torch.cat(outputs).transpose(0, 1)
 
     def prune(self, row: Row) -> None:
-        """Drops tokens beyond the budget, after queries have attended to them.
-
-        Args:
-            row: With scores.
-        """
+        """Drops tokens beyond the budget, after queries have attended to them."""
         if row.kept > self.budget:
             row.heads = [head.gather(self._best(head)) for head in row.heads]
 
@@ -238,14 +177,7 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 
 class ReferenceView(LayerView):
-    """New tokens on their way to the queries.
-
-    Args:
-        layer: Where they go.
-        keys: (batch, kv_heads, tokens, head_dim), rotated.
-        values: Like `keys`.
-        start: How many tokens came before.
-    """
+    """New tokens on their way to the queries, after `start` others."""
 
     def __init__(self, layer: ReferenceLayer, keys: torch.Tensor, values: torch.Tensor, start: int) -> None:
         self.layer, self.keys, self.values, self.start = layer, keys, values, start
@@ -254,10 +186,6 @@ class ReferenceView(LayerView):
         self, module: nn.Module, query: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         batch, heads, tokens, _ = query.shape
-        if self.layer.per_query_head:
-            group = heads // self.keys.shape[1]
-            self.keys, self.values = (states.repeat_interleave(group, 1) for states in (self.keys, self.values))
-            self.layer.kv_heads = heads
         read = TokenMask.read(mask, self.start, tokens)
         if read.allowed is not None or kwargs.get("position_bias") is not None:
             raise UnsupportedError("The references follow padding alone. Leave other masks and position biases out.")
@@ -267,9 +195,8 @@ class ReferenceView(LayerView):
         for b, row in enumerate(self.layer.rows):
             if step and not bool(real[b].any()):
                 self.layer.idle(row)
-            for which in real[b].nonzero()[:, 0].split(self.layer.block or tokens):
-                if not which.numel():
-                    continue
+            which = real[b].nonzero()[:, 0]
+            if which.numel():
                 new = [self._head(b, h, which, row.real) for h in range(self.layer.kv_heads)]
                 out = self.layer.take(row, query[b][:, which], new, step, kwargs["scaling"], kwargs.get("softcap"))
                 output[b, which] = out.to(query.dtype)
@@ -284,41 +211,22 @@ class ReferenceView(LayerView):
 
 
 class ReferenceCache(KVCache):
-    """The base of the references. No cropping, no other edits: only blocks and steps.
-
-    Options that are None are as in the paper: the class's `paper`.
+    """The base of the references. No cropping, no other edits: only blocks and steps, and a step evicts before its query attends.
 
     Args:
         model: A transformers model.
         budget: Tokens to keep.
-        sinks: First real tokens that always stay.
-        recent: Newest tokens that always stay.
+        sinks: First real tokens that always stay; None for those of the policy.
+        recent: Newest tokens that always stay; None for those of the policy.
         positions: `"compact"`: kept tokens count from 0 for every query; `"original"`: rotations stay as the model gave them.
-        evict_first: Whether a step evicts before its query attends, and not after.
-        while_decoding: Whether steps evict at all; else the cache grows.
-        per_query_head: Whether each query head keeps tokens of its own; else the attention of heads that share keys is averaged.
     """
 
     needs_attention = True
     layer_class: ClassVar[type[ReferenceLayer]]
-    paper: ClassVar[dict[str, Any]] = {}
+    default_sinks: ClassVar[int] = 0
 
-    def __init__(
-        self,
-        model: Any,
-        *,
-        budget: int,
-        sinks: int | None = None,
-        recent: int | None = None,
-        positions: str = "compact",
-        evict_first: bool | None = None,
-        while_decoding: bool | None = None,
-        per_query_head: bool | None = None,
-    ) -> None:
-        defaults = {"sinks": 0, "evict_first": False, "while_decoding": True, "per_query_head": False, **self.paper}
-        chosen = {"sinks": sinks, "evict_first": evict_first, "while_decoding": while_decoding, "per_query_head": per_query_head}
-        for name, value in chosen.items():
-            setattr(self, name, defaults[name] if value is None else value)
+    def __init__(self, model: Any, *, budget: int, sinks: int | None = None, recent: int | None = None, positions: str = "compact") -> None:
+        self.sinks = self.default_sinks if sinks is None else sinks
         self.budget, self.positions = budget, positions
         self.recent = self.default_recent() if recent is None else recent
         if positions not in ("compact", "original"):
@@ -335,11 +243,7 @@ class ReferenceCache(KVCache):
         return self.layer_class(self, RotaryGeometry.from_config(self.config, layer_idx=layer_idx))
 
     def kept_positions(self, layer_idx: int) -> torch.Tensor:
-        """Which tokens are kept, (batch, heads, budget or more): ascending positions, then -1 for every slot that is free.
-
-        Args:
-            layer_idx: The layer.
-        """
+        """Which tokens are kept, (batch, heads, budget or more): ascending positions, then -1 for every slot that is free."""
         layer = self.layers[layer_idx]
         found = torch.full((len(layer.rows), layer.kv_heads, layer.kept if self.budget >= UNLIMITED else max(layer.kept, self.budget)), -1)
         for b, row in enumerate(layer.rows):

@@ -1,7 +1,5 @@
 """What the packed form of a codec does to keys and values, written down plainly, in float64."""
 
-from __future__ import annotations
-
 import torch
 
 from hf_kvcaches import KVCodec

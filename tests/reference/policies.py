@@ -1,18 +1,14 @@
-"""One reference for each policy: the paper's scores, and the paper's way to use them unless an option says otherwise."""
+"""One reference for each policy: the paper's scores, used as `EquipCache` uses them."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.nn import functional
 
 from hf_kvcaches.core.rope import RotaryGeometry
-from hf_kvcaches.errors import ConfigError
 from tests.reference.oracles import Head, ReferenceCache, ReferenceLayer, Row
-
-EQUIP: dict[str, Any] = {"evict_first": True, "while_decoding": True, "per_query_head": False}
-"""The options of `EquipCache`, for all policies."""
 
 
 class StreamingLayer(ReferenceLayer):
@@ -22,23 +18,10 @@ class StreamingLayer(ReferenceLayer):
 
 
 class StreamingReference(ReferenceCache):
-    """Sinks and the newest tokens, shifted and appended. A step makes room before it attends.
-
-    Args:
-        model: As in `ReferenceCache`.
-        rerotate: Another word for the positions: True for compact ones (all keys are rotated for each query), False for original ones.
-        positions: As in `ReferenceCache`.
-        **settings: As in `ReferenceCache`.
-    """
+    """Sinks and the newest tokens, shifted and appended."""
 
     layer_class = StreamingLayer
-    paper: ClassVar[dict[str, Any]] = {"sinks": 4, "evict_first": True}
-
-    def __init__(self, model: Any, *, rerotate: bool | None = None, positions: str | None = None, **settings: Any) -> None:
-        meant = None if rerotate is None else "compact" if rerotate else "original"
-        if None not in (meant, positions) and meant != positions:
-            raise ConfigError.of("rerotate", f"what positions={positions!r} says", rerotate, "Give one of the two.")
-        super().__init__(model, positions=positions or meant or "compact", **settings)
+    default_sinks = 4
 
     def default_recent(self) -> int:
         return self.budget - self.sinks
@@ -54,7 +37,6 @@ class H2OReference(ReferenceCache):
     """Heavy hitters: the attention that a token received from all queries since it came; half of the budget for the newest tokens."""
 
     layer_class = H2OLayer
-    paper: ClassVar[dict[str, Any]] = {"per_query_head": True}
 
     def default_recent(self) -> int:
         return max(1, min(self.budget // 2, self.budget - self.sinks))
@@ -68,23 +50,13 @@ class TOVALayer(ReferenceLayer):
 
 
 class TOVAReference(ReferenceCache):
-    """The attention of the last query, one choice for all heads of a layer.
-
-    Args:
-        model: As in `ReferenceCache`.
-        keep_last: Whether the last token of a block always stays.
-        **settings: As in `ReferenceCache`.
-    """
+    """The attention of the last query, one choice for all heads of a layer. The last token of a block always stays."""
 
     layer_class = TOVALayer
 
-    def __init__(self, model: Any, *, keep_last: bool = False, **settings: Any) -> None:
-        self.keep_last = keep_last
-        super().__init__(model, **settings)
-
     def make_layer(self, layer_idx: int) -> ReferenceLayer:
         layer = super().make_layer(layer_idx)
-        layer.recent = max(layer.recent, int(self.keep_last))
+        layer.recent = max(layer.recent, 1)
         return layer
 
 
@@ -93,7 +65,7 @@ class SnapKVLayer(ReferenceLayer):
 
     def __init__(self, cache: SnapKVReference, *args: Any) -> None:
         super().__init__(cache, *args)
-        self.window, self.kernel_size, self.pooling = cache.window, cache.kernel_size, cache.pooling
+        self.window, self.kernel_size = cache.window, cache.kernel_size
 
     def rescore(self, row: Row, attention: list[torch.Tensor], block: bool) -> None:
         # A block is an observation of its own, also where it is shorter than the window.
@@ -115,32 +87,18 @@ class SnapKVLayer(ReferenceLayer):
         scores = torch.full((len(head),), torch.inf)
         earlier = len(head) - self.window
         if earlier > 0:
-            pool = functional.max_pool1d if self.pooling == "max" else functional.avg_pool1d
-            scores[:earlier] = pool((head.received / self.window)[None, :earlier], self.kernel_size, 1, self.kernel_size // 2)[0]
+            received = (head.received / self.window)[None, :earlier]
+            scores[:earlier] = functional.avg_pool1d(received, self.kernel_size, 1, self.kernel_size // 2)[0]
         return scores
 
 
 class SnapKVReference(ReferenceCache):
-    """The pooled attention of a prompt's last queries. While decoding, the paper's cache grows.
-
-    Args:
-        model: As in `ReferenceCache`.
-        window: How many queries observe, and how many tokens are recent by default. With `while_decoding`, tokens are observed again
-            each time as many have come.
-        kernel_size: Of the pool over neighbours; odd.
-        pooling: "max", as in the paper's experiments, or "mean", the default of its code.
-        **settings: As in `ReferenceCache`.
-    """
+    """The pooled attention of the last queries, of a prompt and each time that a window of tokens has come."""
 
     layer_class = SnapKVLayer
-    paper: ClassVar[dict[str, Any]] = {"while_decoding": False, "per_query_head": True}
 
-    def __init__(self, model: Any, *, window: int = 32, kernel_size: int = 7, pooling: str = "max", **settings: Any) -> None:
-        if kernel_size % 2 == 0:
-            raise ConfigError.of("kernel_size", "an odd number", kernel_size)
-        if pooling not in ("max", "mean"):
-            raise ConfigError.of("pooling", "'max' or 'mean'", pooling)
-        self.window, self.kernel_size, self.pooling = window, kernel_size, pooling
+    def __init__(self, model: Any, *, window: int = 32, kernel_size: int = 7, **settings: Any) -> None:
+        self.window, self.kernel_size = window, kernel_size
         super().__init__(model, **settings)
 
     def default_recent(self) -> int:
@@ -154,7 +112,7 @@ class PeriodicLayer(ReferenceLayer):
 
     def __init__(self, cache: PeriodicReference, *args: Any) -> None:
         super().__init__(cache, *args)
-        self.cache, self.block = cache, cache.block
+        self.cache = cache
 
     def rescore(self, row: Row, attention: list[torch.Tensor], block: bool) -> None:
         row.observed = 0 if block else (row.observed + 1) % self.cache.interval
@@ -167,40 +125,23 @@ class PeriodicLayer(ReferenceLayer):
 
 
 class PeriodicReference(ReferenceCache):
-    """The base of what is scored by keys and values alone.
-
-    Args:
-        model: As in `ReferenceCache`.
-        interval: Steps between two scorings while decoding.
-        few_recent: Whether a quarter of the budget, at most 64 tokens, holds the newest ones.
-        block: Tokens of a prompt that are scored and pruned at a time; None for all.
-        **settings: As in `ReferenceCache`.
-    """
+    """The base of what is scored by keys and values alone, after a prompt and each `interval` steps."""
 
     layer_class = PeriodicLayer
 
-    def __init__(self, model: Any, *, interval: int = 1, few_recent: bool = False, block: int | None = None, **settings: Any) -> None:
-        self.interval, self.few_recent, self.block = interval, few_recent, block
+    def __init__(self, model: Any, *, interval: int = 1, **settings: Any) -> None:
+        self.interval = interval
         super().__init__(model, **settings)
 
     def default_recent(self) -> int:
-        return max(1, min(64, (self.budget - self.sinks) // 4)) if self.few_recent else 0
+        return max(1, min(64, (self.budget - self.sinks) // 4))
 
     def worth(self, head: Head, geometry: RotaryGeometry) -> torch.Tensor:
         raise NotImplementedError
 
 
 class KeyDiffReference(PeriodicReference):
-    """Keys that point elsewhere than their mean, as attention sees them, stay. The paper scores after each token, prompts in blocks.
-
-    Args:
-        model: As in `ReferenceCache`.
-        block: As in `PeriodicReference`.
-        **settings: As in `PeriodicReference`.
-    """
-
-    def __init__(self, model: Any, *, block: int | None = 128, **settings: Any) -> None:
-        super().__init__(model, block=block, **settings)
+    """Keys that point elsewhere than their mean, as attention sees them, stay."""
 
     def worth(self, head: Head, geometry: RotaryGeometry) -> torch.Tensor:
         keys = head.given.float()

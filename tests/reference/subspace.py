@@ -1,7 +1,5 @@
 """What `SubspaceCache` computes with a codec, written down plainly: all keys are kept, and those between the ends pass through codes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -13,14 +11,7 @@ from tests.reference.codec import decoded
 
 
 class SubspaceOracle(DynamicCache):
-    """Hands out keys and values for a model's own attention, one softmax over all tokens.
-
-    Args:
-        config: The model's.
-        sinks: First real tokens of a row that are exact.
-        recent: Newest real tokens that are exact.
-        real: False where a token is padding, (batch, all tokens); None where none is.
-    """
+    """Hands out keys and values for a model's own attention, one softmax over all tokens; `real` is False where a token is padding."""
 
     def __init__(self, config: Any, codec: KVCodec, *, sinks: int, recent: int, real: torch.Tensor | None = None) -> None:
         super().__init__(config=config)
@@ -43,11 +34,7 @@ class SubspaceOracle(DynamicCache):
         return torch.where(middle[:, None, :, None], read_keys, keys), torch.where(middle[:, None, :, None], read_values, values)
 
     def _read(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys, rotated, and values as their codes have them.
-
-        Args:
-            starts: The position of the first token of each token's tile.
-        """
+        """Keys, rotated, and values as their codes have them."""
         geometry = RotaryGeometry.from_config(self.config, layer_idx=layer_idx)
         rotates = self.codec.settings.rotation == "aware" and geometry.kind == "rope"
         plain = geometry.unrotate(keys, starts) if rotates else keys

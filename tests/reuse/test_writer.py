@@ -18,7 +18,7 @@ from hf_kvcaches.reuse.layer import SplicedLayer
 from hf_kvcaches.reuse.layout import LayerStates
 from hf_kvcaches.reuse.plan import PlannedSpan, PromptRow, SourceTokens
 from hf_kvcaches.reuse.writer import write_rows
-from tests.core.test_rope import CONFIGS
+from tests.core.ropes import CONFIGS
 from tests.kernels.cases import restored
 
 BITS = {"int8": 8, "int4": 4}

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from tests.helpers.stores import location, proxy, redis_location, server, shared_server
 from tests.segments.store_helpers import ask, opened, prompt, small
-from tests.stores.conftest import location, proxy, redis_location, server, shared_server
 
 __all__ = ["location", "proxy", "redis_location", "server", "shared_server"]
 

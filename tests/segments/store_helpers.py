@@ -21,7 +21,7 @@ from hf_kvcaches.reuse.layout import LayerStates
 from hf_kvcaches.reuse.store import NewSpan
 from hf_kvcaches.reuse.tokens import as_ids
 from tests import tiny
-from tests.stores.blob_helpers import PROCESSES
+from tests.helpers.stores import PROCESSES
 
 # Tokens of a prompt, and of each of its segments: the last is cut off, because the cut ends there.
 LENGTH, PART = 48, 16

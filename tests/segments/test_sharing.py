@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_kvcaches import SegmentReuseCache, SegmentStore
 from hf_kvcaches.stores.location import open_blobs
 from tests import tiny
+from tests.helpers.stores import blob
 from tests.segments.store_helpers import (
     LENGTH,
     PART,
@@ -26,7 +27,6 @@ from tests.segments.store_helpers import (
     right,
     said,
 )
-from tests.stores.blob_helpers import blob
 
 
 def written(location: str) -> int:

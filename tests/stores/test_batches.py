@@ -1,14 +1,10 @@
 """Several blobs at once: one exchange with a server, reads side by side, and the same answers as one by one."""
 
-from __future__ import annotations
-
-import threading
-
 import torch
 
 from hf_kvcaches.stores.blobs import NewBlob
 from hf_kvcaches.stores.location import open_blobs
-from tests.stores.blob_helpers import blob, key_of
+from tests.helpers.stores import blob, key_of
 
 KEYS = [key_of(number) for number in range(12)]
 
@@ -60,29 +56,3 @@ def test_a_body_that_takes_longer_than_an_answer_may_arrives_as_long_as_it_comes
     store.begin()
     for _ in range(2):
         assert torch.equal(store.get_many([KEYS[0]]).blobs[KEYS[0]]["x"], large["x"])
-
-
-def test_a_blob_that_is_replaced_while_it_is_read_is_a_miss_or_whole_and_never_damage(redis_location):
-    reader, writer, over = open_blobs(redis_location), open_blobs(redis_location), threading.Event()
-    contents = [{"x": torch.full((300_000,), number, dtype=torch.int32)} for number in range(2)]
-    wrong: list[object] = []
-
-    def replace() -> None:
-        number = 0
-        while not over.is_set():
-            writer.delete(KEYS[0])
-            writer.put(KEYS[0], {"number": number % 2}, contents[number % 2])
-            number += 1
-
-    thread = threading.Thread(target=replace)
-    thread.start()
-    try:
-        for _ in range(60):
-            found = reader.get_many([KEYS[0]]).blobs.get(KEYS[0])
-            wrong += [found] if found is not None and len(found["x"].unique()) != 1 else []
-            wrong += [head for head in reader.heads([KEYS[0]]) if head.head.get("number") not in (0, 1)]
-    finally:
-        over.set()
-        thread.join()
-    assert list(reader.complaints) == []
-    assert wrong == []

@@ -1,7 +1,5 @@
 """A blob as bytes comes back bit by bit, and no damaged one does."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json
@@ -16,7 +14,7 @@ from hf_kvcaches.errors import ArtifactError, ConfigError
 from hf_kvcaches.stores import blobs_format
 from hf_kvcaches.stores.blobs_format import DTYPES as STORABLE
 from hf_kvcaches.stores.blobs_format import Header, checked_key, encode, read_header
-from tests.stores.blob_helpers import DTYPES, HEAD, blob, header_end, same
+from tests.helpers.stores import DTYPES, HEAD, blob, header_end, same
 
 KEY = "0123abcd"
 

@@ -1,7 +1,5 @@
 """Blobs in Redis: no damage, outage or full server gives wrong tensors, half a blob or a long wait."""
 
-from __future__ import annotations
-
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +11,7 @@ from hf_kvcaches.errors import ConfigError, MissingDependencyError
 from hf_kvcaches.stores import blobs_redis
 from hf_kvcaches.stores.blobs import BlobStore, StoreUnavailable
 from hf_kvcaches.stores.location import open_blobs
-from tests.stores.blob_helpers import HEAD, PROCESSES, Follower, blob, header_end, key_of, put_on_and_on, same
+from tests.helpers.stores import HEAD, Follower, blob, header_end, key_of, same
 
 KEY = key_of(7)
 
@@ -137,32 +135,6 @@ def test_more_heads_than_are_fetched_at_a_time_are_all_told(redis_location, monk
     second.follow()
     first.follow()
     assert first.known == second.known == {key_of(number): {"n": number} for number in range(50)}
-
-
-def test_a_writer_killed_at_any_moment_leaves_all_that_it_had_put_and_no_damage(shared_server, redis_location):
-    for trial, delay in enumerate([0.0, 0.002, 0.005, 0.01, 0.02, 0.04]):
-        location = f"{redis_location}kill{trial}"
-        told, out = PROCESSES.Pipe(duplex=False)
-        writer = PROCESSES.Process(target=put_on_and_on, args=(location, out, 500_000))
-        writer.start()
-        out.close()
-        assert told.recv() == -1
-        time.sleep(delay)
-        writer.kill()
-        writer.join()
-        returned = []
-        while told.poll():
-            try:
-                returned.append(told.recv())
-            except EOFError:
-                break
-        fresh = Follower(open_blobs(location))
-        fresh.follow()
-        assert {key_of(number) for number in returned} <= set(fresh.known)
-        for key, head in fresh.known.items():
-            assert bool((fresh.store.tensors(key)["x"] == head["number"]).all())
-        assert fresh.store.complaints == []
-        fresh.store.clear()
 
 
 # Outages
@@ -345,15 +317,15 @@ def test_passwords_are_in_no_message(server):
     assert "secret" not in str(unavailable.value)
 
 
+def test_without_redis_the_message_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "redis", None)
+    with pytest.raises(MissingDependencyError, match=r"hf-kvcaches\[distributed\]"):
+        open_blobs("redis://127.0.0.1:1/0")
+
+
 def test_databases_of_one_server_are_apart(shared_server):
     first, second = open_blobs(f"{shared_server.location}?prefix=db"), open_blobs(f"redis://127.0.0.1:{shared_server.port}/5?prefix=db")
     first.put(KEY, HEAD, blob())
     assert second.changes() == ([], [])
     first.close()
     second.close()
-
-
-def test_without_redis_the_message_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "redis", None)
-    with pytest.raises(MissingDependencyError, match=r"hf-kvcaches\[distributed\]"):
-        open_blobs("redis://127.0.0.1:1/0")

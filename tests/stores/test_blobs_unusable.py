@@ -1,7 +1,5 @@
 """One thing in a folder that can't be used costs itself and nothing else, and what others put there is never touched."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Callable
@@ -14,7 +12,7 @@ from safetensors.torch import save_file
 from hf_kvcaches.stores import blobs_disk
 from hf_kvcaches.stores.files import TEMPORARY_SUFFIX
 from hf_kvcaches.stores.location import open_blobs
-from tests.stores.blob_helpers import HEAD, Follower, blob, key_of, same
+from tests.helpers.stores import HEAD, Follower, blob, key_of, same
 
 KEY = key_of(7)
 
@@ -148,13 +146,3 @@ def test_a_file_that_is_cut_or_changed_after_it_was_read_changes_nothing(tmp_pat
     os.truncate(path, 100)
     # With a mapped file the process would end here.
     assert same(cut, big)
-
-
-def test_a_header_that_tells_of_more_than_there_is_takes_no_memory(tmp_path):
-    path = tmp_path / f"{KEY}.kvblob"
-    path.write_bytes((1 << 40).to_bytes(8, "little") + b'{"__metadata__":{"check":"')
-    os.truncate(path, 1 << 42)
-    store = open_blobs(f"disk:{tmp_path}")
-    assert store.changes() == ([], [])
-    assert store.tensors(KEY) is None
-    assert len(store.complaints) == 1

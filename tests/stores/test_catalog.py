@@ -1,10 +1,7 @@
 """A catalog of blobs: what is in step with the place, what is evicted, and what is a miss."""
 
-from __future__ import annotations
-
 import os
 import warnings
-from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -12,43 +9,8 @@ import pytest
 import torch
 
 from hf_kvcaches.errors import ArtifactError, ConfigError
-from hf_kvcaches.stores.blobs import BlobHead, BlobStore, MemoryBlobs, NewBlob, StoreUnavailable
-from hf_kvcaches.stores.catalog import Catalog
-from tests.stores.blob_helpers import PROCESSES
-
-
-class Known:
-    """Contents that take blobs with a number of tokens in their head."""
-
-    def __init__(self) -> None:
-        self.keys: set[str] = set()
-
-    def add(self, blobs: Sequence[BlobHead]) -> dict[str, int]:
-        tokens = {blob.key: blob.head["tokens"] for blob in blobs if "tokens" in blob.head}
-        self.keys |= tokens.keys()
-        return tokens
-
-    def remove(self, keys: Sequence[str]) -> None:
-        self.keys -= set(keys)
-
-
-def catalog(location: str | BlobStore = "memory", max_bytes: int | str | None = None, **options: Any) -> Catalog:
-    return Catalog(location, Known(), "thing", max_bytes=max_bytes, **options)
-
-
-def put(made: Catalog, *keys: str, tokens: int = 10) -> None:
-    for key in keys:
-        assert made.put([NewBlob(key, {"tokens": tokens}, {"x": torch.zeros(100)})])
-    made.refresh()
-
-
-def fine(key: str, tensors: object) -> None:
-    pass
-
-
-def read(made: Catalog, key: str, check: Any) -> Any:
-    """The tensors of one blob, or None."""
-    return made.read([key], check).get(key)
+from hf_kvcaches.stores.blobs import MemoryBlobs, NewBlob, StoreUnavailable
+from tests.helpers.stores import PROCESSES, catalog, fine, put, read
 
 
 def test_two_catalogs_of_one_place_are_in_step_after_a_refresh(tmp_path):
@@ -73,15 +35,6 @@ def test_the_least_worth_goes_first_then_others_in_place_of_pinned_ones():
     made.refresh()
     assert made.contents.keys == {"a", "b"}
     assert made.summary(made.contents.keys)["pinned"] == 1
-
-
-def test_what_is_too_large_goes_before_what_is_worth_less():
-    made = catalog()
-    put(made, "b")
-    made.put([NewBlob("c", {"tokens": 10**6}, {"x": torch.zeros(10_000)})])
-    made.max_bytes = 5000
-    made.refresh()
-    assert made.contents.keys == {"b"}
 
 
 def test_tensors_that_are_not_those_of_the_head_are_a_miss_and_are_deleted_with_one_warning():
@@ -141,19 +94,6 @@ def test_blobs_of_another_kind_are_left_alone_and_are_not_counted():
 def test_what_is_no_size_is_refused(given):
     with pytest.raises(ConfigError, match="max_bytes: expected a number of bytes, at least 1, or None"):
         catalog(max_bytes=given)
-
-
-def test_tensors_are_checked_once_for_each_blob(tmp_path):
-    made, checks = catalog(f"disk:{tmp_path}", hot_bytes="1 MB"), []
-    put(made, "a", "b")
-    for key in "aab":
-        made.read([key], lambda key, tensors: checks.append(key))
-    assert checks == ["a", "b"]
-    # Another blob under the key.
-    made.delete("a")
-    put(made, "a")
-    made.read(["a"], lambda key, tensors: checks.append("new"))
-    assert checks[2:] == ["new"]
 
 
 # Time to live

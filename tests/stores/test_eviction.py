@@ -1,7 +1,5 @@
 """Which blobs are evicted, against the policy written down as a list that is sorted each time."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 
 from hypothesis import given
@@ -9,7 +7,7 @@ from hypothesis import strategies as st
 
 from hf_kvcaches.stores.blobs import BlobHead, MemoryBlobs, NewBlob
 from hf_kvcaches.stores.catalog import Catalog
-from tests.stores.test_catalog import catalog as catalog_of
+from tests.helpers.stores import catalog as catalog_of
 
 
 class Sized(MemoryBlobs):

@@ -1,17 +1,13 @@
 """The hot tier: what was used last is served from memory, within its bytes, and never after it was deleted."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.stores import hot
 from hf_kvcaches.stores.blobs import NewBlob
 from hf_kvcaches.stores.hot import HotTier, slab
 from hf_kvcaches.stores.location import open_blobs
-from tests.stores.blob_helpers import DTYPES, HEAD, blob, key_of, same
-from tests.stores.test_catalog import catalog, fine, put, read
+from tests.helpers.stores import DTYPES, HEAD, blob, catalog, fine, key_of, put, read, same
 
 ONE = 400  # bytes of the tensors that `put` stores
 
@@ -54,14 +50,6 @@ def test_a_blob_that_is_larger_than_the_tier_is_not_kept_and_drives_nothing_out(
     for key in "aba":
         read(made, key, fine)
     assert (made.counts["loads"], made.counts["hot_hits"]) == (2, 1)
-
-
-def test_without_a_tier_nothing_is_kept():
-    made = catalog()
-    put(made, "a")
-    read(made, "a", fine)
-    read(made, "a", fine)
-    assert (made.counts["loads"], made.summary([])["hot_bytes"]) == (2, 0)
 
 
 @SHARED
@@ -146,23 +134,9 @@ def test_with_cuda_a_blob_in_memory_is_pinned_when_it_is_written_and_not_when_it
     assert len(pinned_sizes) == 1
 
 
-def test_with_cuda_the_tier_on_the_cpu_is_pinned_once_for_each_blob(pinned_sizes, tmp_path):
-    made = catalog(f"disk:{tmp_path}", hot_bytes="1 MB")
-    put(made, "a")
-    for _ in range(3):
-        read(made, "a", fine)
-    assert len(pinned_sizes) == 1
-
-
 def test_where_no_more_memory_can_be_pinned_it_stays_pageable(pinned_sizes, monkeypatch):
     def fails(tensor):
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", fails)
     assert same(slab(blob()), blob())
-
-
-def test_without_cuda_nothing_is_pinned(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pytest.fail("pinned"))
-    assert same(hot.slab(blob()), blob())

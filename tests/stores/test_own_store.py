@@ -1,17 +1,12 @@
 """A back-end of one's own: that of the guide does as the others do."""
 
-from __future__ import annotations
-
 import re
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hf_kvcaches.stores.blobs import BlobStore
-from tests.stores.blob_helpers import HEAD, Follower, blob, key_of, same
-from tests.stores.test_catalog import catalog, fine, put, read
+from tests.helpers.stores import HEAD, Follower, blob, catalog, fine, key_of, put, read, same
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "writing-a-store.md").read_text(encoding="utf-8")
 KEY = key_of(7)
@@ -65,30 +60,3 @@ def test_a_flipped_bit_is_a_miss_that_is_said_once(own):
         assert read(made, "a", fine) is read(made, "b", fine) is None
     assert len(said) == 1
     assert made.contents.keys == set()
-
-
-def test_a_store_that_lacks_a_method_can_not_be_made():
-    class Half(BlobStore):
-        def put(self, key: str, head: Any, tensors: Any) -> int:
-            return 0
-
-    with pytest.raises(TypeError, match="abstract"):
-        Half("half")
-
-
-def test_a_method_that_finds_the_place_unusable_is_a_miss(own):
-    from hf_kvcaches.stores.blobs import StoreUnavailable
-
-    blobs = own()
-    made = catalog(blobs)
-    put(made, "a")
-
-    def tensors(key: str) -> Any:
-        raise StoreUnavailable("It is away.")
-
-    blobs.tensors = tensors
-    with pytest.warns(RuntimeWarning, match=r"It is away\. Prompts are computed instead"):
-        assert read(made, "a", fine) is None
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert read(made, "a", fine) is None

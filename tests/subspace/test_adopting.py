@@ -1,8 +1,5 @@
 """A prompt's keys and values from another cache leave `SubspaceCache` as a prefill of its own does."""
 
-from __future__ import annotations
-
-import copy
 import gc
 import weakref
 from collections.abc import Iterable
@@ -16,7 +13,7 @@ from transformers import DynamicCache
 from hf_kvcaches import AdaptiveSubspace, GrowingCache, KVCodec, SubspaceCache
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch
 from tests import tiny
-from tests.subspace.test_cache import pair, run
+from tests.subspace.running import pair, run
 
 pytestmark = pytest.mark.full
 
@@ -34,11 +31,7 @@ def _no_grad() -> Iterable[None]:
 
 
 def settings_of(mode: str) -> tuple[Any, dict[str, Any]]:
-    """A model, and what makes a cache for it.
-
-    Args:
-        mode: "aware" or "post" for a codec, else the change to `ADAPTIVE`'s settings.
-    """
+    """A model, and what makes a cache for it."""
     if mode in ("aware", "post"):
         model, codec = pair(mode)
         return model, {"codec": codec, **WINDOW}
@@ -120,11 +113,6 @@ def test_any_window(mode: str, sinks: int, recent: int) -> None:
     go_on(model, adopted, plain, STEPS)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_the_next_prompt_of_a_chat(mode: str) -> None:
-    go_on(*both(mode, tiny.ids(2, PROMPT)), chunks=[31, 1, 1])
-
-
 def test_sliding_layers_are_copied() -> None:
     model = tiny.gemma2()
     codec = KVCodec.calibrate(model, None, [tiny.ids(1, 96)[0].tolist()], 0.3, progress=False)
@@ -174,46 +162,6 @@ def test_nothing_is_shared_with_the_source(mode: str, enable_grad: bool) -> None
 
 
 # What comes after.
-
-
-@pytest.mark.parametrize("mode", ["aware", "rank", "bytes"])
-def test_rows_are_reordered_repeated_and_selected(mode: str) -> None:
-    model, adopted, plain = both(mode, tiny.ids(3, PROMPT))
-    for cache in (adopted, plain):
-        cache.reorder_cache(torch.tensor([2, 0, 0]))
-        cache.batch_repeat_interleave(2)
-        cache.batch_select_indices(torch.tensor([0, 5]))
-    go_on(model, adopted, plain, STEPS)
-
-
-@pytest.mark.parametrize("mode", ["aware", "post"])
-def test_it_is_cropped_copied_and_reset(mode: str) -> None:
-    model, adopted, plain = both(mode, tiny.ids(2, PROMPT))
-    for cache in (adopted, plain):
-        cache.activate_past_recording()
-        cache.crop(0)
-        run(model, cache, tiny.ids(2, 4, seed=7), [4])
-        cache.crop(-4)
-    same_state(adopted, plain)
-    go_on(model, copy.deepcopy(adopted), copy.deepcopy(plain), STEPS)
-    go_on(model, adopted, plain, STEPS)
-    for cache in (adopted, plain):
-        cache.reset()
-    go_on(model, adopted, plain, [PROMPT, *STEPS])
-
-
-def test_tokens_that_are_still_exact_are_cropped() -> None:
-    model, adopted, plain = both("aware", tiny.ids(2, 8))
-    for cache in (adopted, plain):
-        cache.crop(-3)
-    go_on(model, adopted, plain, STEPS)
-
-
-def test_generate_goes_on() -> None:
-    model, adopted, plain = both("aware", tiny.ids(1, PROMPT))
-    prompt = torch.cat([tiny.ids(1, PROMPT), tiny.ids(1, 3, seed=5)], 1)
-    options = {"max_new_tokens": 8, "do_sample": False}
-    assert torch.equal(model.generate(prompt, past_key_values=adopted, **options), model.generate(prompt, past_key_values=plain, **options))
 
 
 @pytest.mark.parametrize("mode", ["aware", "rank", "long_warmup"])

@@ -1,9 +1,6 @@
 """SubspaceCache with a codec equals its plain reference, whatever the bits, windows, padding and chunks."""
 
-from __future__ import annotations
-
 import copy
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,39 +12,13 @@ from hf_kvcaches import KVCodec, SubspaceCache
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedError
 from tests import testbed, tiny
 from tests.reference.subspace import SubspaceOracle
+from tests.subspace.running import BITS, calibrated, padded_anywhere, pair, run
 
 # In float64, so that no coefficient gets another code because of arithmetic in another order; blocks have their scores in float32.
 TOLERANCE = {"atol": 2e-4, "rtol": 2e-4}
 # A model's blocks of tokens are rounded otherwise than single ones.
 ROUNDING = {"atol": 2e-5, "rtol": 2e-5}
 PROMPT, STEPS = 40, [1] * 30
-# The bits of all directions, of a tenth of the bytes, and of none on some sides of a layer.
-BITS = {"wide": 0.8, "few": 0.2, "fewest": 0.06}
-
-
-@cache
-def calibrated(rotation: str) -> KVCodec:
-    texts = [tiny.ids(1, 96, seed=seed)[0].tolist() for seed in range(4)]
-    return KVCodec.calibrate(tiny.llama(), None, texts, rotation=rotation, progress=False)
-
-
-def pair(rotation: str = "aware", bits: str = "few") -> tuple[Any, KVCodec]:
-    """A tiny grouped model in float32, and a codec for it."""
-    return tiny.llama(), calibrated(rotation).at(BITS[bits])
-
-
-def run(model: Any, given: Any, text: torch.Tensor, chunks: list[int], mask: torch.Tensor | None = None) -> torch.Tensor:
-    """Logits of every token, fed in so many at a time."""
-    logits, start = [], 0
-    with torch.no_grad():
-        for tokens in chunks:
-            stop, options = start + tokens, {}
-            if mask is not None:
-                options["attention_mask"] = mask[:, :stop]
-                options["position_ids"] = (mask[:, :stop].cumsum(1) - 1).clamp(min=0)[:, start:]
-            logits.append(model(text[:, start:stop], past_key_values=given, **options).logits)
-            start = stop
-    return torch.cat(logits, 1)
 
 
 def compare(model: Any, codec: KVCodec, chunks: list[int], *, rows: int = 2, mask: torch.Tensor | None = None, **window: int) -> None:
@@ -81,15 +52,6 @@ def test_left_padded_rows_equal_the_reference(recent: int, chunks: list[int]) ->
     mask[0, :11] = 0
     mask[2, :1] = 0
     compare(*pair(), chunks, rows=3, mask=mask, sinks=2, recent=recent)
-
-
-def padded_anywhere() -> torch.Tensor:
-    mask = torch.ones(4, 60, dtype=torch.long)
-    mask[0, :11] = 0
-    mask[1, 28:33] = 0
-    mask[2, 3:50:4] = 0
-    mask[2, 40:] = 0
-    return mask
 
 
 @pytest.mark.parametrize("rotation", ["aware", "post"])
@@ -126,15 +88,6 @@ def test_soft_caps_windows_and_models_without_rotation_equal_the_reference(build
 
 
 @pytest.mark.parametrize("rotation", ["aware", "post"])
-def test_24_bits_of_all_directions_equal_a_dynamic_cache(rotation: str) -> None:
-    model, plain, text = tiny.llama(), tiny.llama(), tiny.ids(2, 70)
-    codec, chunks = calibrated(rotation).at(1.5), [30, 10, *STEPS]
-    expected = run(plain, DynamicCache(config=plain.config), text, chunks)
-    got = run(model, SubspaceCache(model, codec, sinks=1, recent=3), text, chunks)
-    torch.testing.assert_close(got, expected, atol=1e-3, rtol=1e-3)
-
-
-@pytest.mark.parametrize("rotation", ["aware", "post"])
 def test_a_codec_of_float32_is_no_further_from_it_in_bfloat16_than_a_dynamic_cache(rotation: str) -> None:
     half, plain = tiny.llama().bfloat16(), tiny.llama().bfloat16()
     exact, text, chunks = tiny.llama().bfloat16().float(), tiny.ids(2, 100), [30, 10, *STEPS, 30]
@@ -145,28 +98,6 @@ def test_a_codec_of_float32_is_no_further_from_it_in_bfloat16_than_a_dynamic_cac
     ours = (run(half, given, text, chunks).float() - expected).abs().mean()
     assert ours < 1.25 * usual
     assert given.layers[0].exact_keys.dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("recent", [0, 6])
-def test_recorded_tokens_are_taken_back_exactly(recent: int) -> None:
-    model, codec = pair()
-    text = tiny.ids(2, 90)
-    given = SubspaceCache(model, codec, sinks=2, recent=recent)
-    run(model, given, text[:, :45], [40, 5])
-    twin = copy.deepcopy(given)
-    given.activate_past_recording()
-    run(model, given, text[:, 45:65], [3, 17])
-    given.crop(-18)
-    run(model, twin, text[:, 45:47], [1, 1])
-    expected = run(model, twin, text[:, 70:80], [1] * 10)
-    torch.testing.assert_close(run(model, given, text[:, 70:80], [1] * 10), expected, **ROUNDING)
-
-
-def test_copies_of_a_cache_share_its_codec() -> None:
-    model, codec = pair()
-    twin = copy.deepcopy(SubspaceCache(model, codec))
-    assert twin.codec is codec
-    assert {id(layer.form) for layer in twin.layers} == {id(codec.in_place)}
 
 
 def test_recorded_tokens_of_padded_rows_are_taken_back_exactly() -> None:
@@ -247,46 +178,7 @@ def test_bytes_are_those_of_codes_and_ends() -> None:
     assert codes + ends <= given.report().bytes <= codes + ends + 64 * codec.bytes_per_token
 
 
-def test_long_texts_take_little_more_than_the_share_of_their_codes() -> None:
-    model, tokenizer = testbed.load()
-    ids = torch.tensor(tokenizer(testbed.held_out()[:60_000], verbose=False)["input_ids"])[None]
-    codec = KVCodec.calibrate(model, None, [ids[0, :512].tolist()], 0.1, metric="plain", progress=False)
-    model = model.bfloat16()
-    given = SubspaceCache(model, codec, sinks=4, recent=0)
-    run(model, given, ids[:, : 8 * 1024].view(16, 512), [512])
-    given = SubspaceCache(model, codec, sinks=4, recent=0)
-    shape = codec.in_place.layers[0].shape
-    keys = torch.zeros(1, shape.heads, 8192, shape.key_dim, dtype=torch.bfloat16)
-    positions = torch.arange(8192)[None]
-    for index in range(codec.layer_count):
-        given.adopt_layer(index, keys, keys, positions)
-    full = 8192 * 2 * codec.in_place.elements
-    assert given.report().bytes <= 1.03 * codec.bytes_ratio * full
-
-
 # What it goes through
-
-
-def state(given: SubspaceCache) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in given.owned_tensors().items()}
-
-
-@pytest.mark.parametrize("padded", [False, True])
-def test_a_saved_cache_comes_back(tmp_path: Path, padded: bool) -> None:
-    model, codec = pair()
-    mask = torch.ones(2, 80, dtype=torch.long)
-    mask[0, :9] = 1 - int(padded)
-    given, text = SubspaceCache(model, codec, sinks=2, recent=6), tiny.ids(2, 80)
-    run(model, given, text[:, :70], [60, *[1] * 10], mask)
-    given.save(tmp_path / "cache.safetensors")
-    loaded = SubspaceCache.load(tmp_path / "cache.safetensors", model)
-    assert loaded.settings() == given.settings()
-    assert loaded.codec.metadata() == codec.metadata()
-    assert all(torch.equal(tensor, codec.tensors()[name]) for name, tensor in loaded.codec.tensors().items())
-    options = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)[:, 70:]}
-    with torch.no_grad():
-        results = [model(text[:, 70:], past_key_values=each, **options).logits for each in (given, loaded)]
-    assert torch.equal(*results)
 
 
 def test_kernels_are_chosen_by_the_machine_that_loads_a_cache(tmp_path: Path) -> None:
@@ -311,47 +203,6 @@ def test_recording_without_a_crop_keeps_256_tokens_more() -> None:
     assert given.seen == 310
     with pytest.raises(UnsupportedError, match="crop"):
         given.crop(-300)
-
-
-def test_a_copy_goes_its_own_way_and_shares_the_codec() -> None:
-    model, codec = pair()
-    given, text = SubspaceCache(model, codec, sinks=2, recent=6), tiny.ids(2, 80)
-    run(model, given, text[:, :40], [40])
-    before, twin = state(given), copy.deepcopy(given)
-    run(model, twin, text[:, 40:60], [1] * 20)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in state(given).items())
-    fresh = SubspaceCache(model, codec, sinks=2, recent=6)
-    run(model, fresh, text[:, :60], [40, *[1] * 20])
-    assert torch.equal(*(run(model, each, text[:, 60:], [1] * 20) for each in (twin, fresh)))
-
-
-@pytest.mark.parametrize("padded", [False, True])
-def test_rows_are_reordered_repeated_and_selected(padded: bool) -> None:
-    model, codec = pair()
-    text, mask = tiny.ids(3, 60), torch.ones(3, 60, dtype=torch.long)
-    mask[0, : 9 * padded] = 0
-    given, order = SubspaceCache(model, codec, sinks=2, recent=6), torch.tensor([2, 0, 0])
-    run(model, given, text[:, :40], [30, *[1] * 10], mask)
-    given.reorder_cache(order)
-    given.batch_repeat_interleave(2)
-    rows = order.repeat_interleave(2)[torch.tensor([1, 3])]
-    given.batch_select_indices(torch.tensor([1, 3]))
-    expected = run(model, SubspaceCache(model, codec, sinks=2, recent=6), text[rows], [30, *[1] * 30], mask[rows])[:, 40:]
-    with torch.no_grad():
-        for index in range(40, 60):
-            options = {"attention_mask": mask[rows, : index + 1], "position_ids": mask[rows, : index + 1].cumsum(1)[:, -1:] - 1}
-            logits = model(text[rows, index : index + 1], past_key_values=given, **options).logits
-            torch.testing.assert_close(logits[:, 0], expected[:, index - 40], **ROUNDING)
-
-
-def test_codes_of_a_reset_cache_are_those_of_a_new_one() -> None:
-    model, codec = pair()
-    given, text = SubspaceCache(model, codec, sinks=2, recent=6), tiny.ids(2, 60)
-    run(model, given, tiny.ids(3, 40, seed=9), [40])
-    given.reset()
-    assert not given.seen
-    got = run(model, given, text, [30, *STEPS])
-    assert torch.equal(got, run(model, SubspaceCache(model, codec, sinks=2, recent=6), text, [30, *STEPS]))
 
 
 def test_a_codec_that_was_first_used_in_inference_mode_serves_outside_of_it() -> None:
@@ -380,12 +231,7 @@ def test_gradients_through_codes_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("options", "name"),
-    [
-        ({"sinks": -1}, "sinks"),
-        ({"recent": 1.5}, "recent"),
-        ({"backend": "cuda"}, "backend"),
-        ({"adaptive": {"chunk": 64}}, "adaptive"),
-    ],
+    [({"sinks": -1}, "sinks"), ({"recent": 1.5}, "recent"), ({"backend": "cuda"}, "backend"), ({"adaptive": {"chunk": 64}}, "adaptive")],
 )
 def test_what_makes_no_sense_is_refused_by_name(options: dict[str, Any], name: str) -> None:
     model, codec = pair()
@@ -409,12 +255,6 @@ def test_a_codec_of_another_model_is_refused() -> None:
         SubspaceCache(tiny.llama(num_hidden_layers=5), codec)
 
 
-def test_a_codec_of_a_model_with_fewer_layers_is_another_models() -> None:
-    _, codec = pair()
-    with pytest.raises(FingerprintMismatch):
-        SubspaceCache(tiny.llama(num_hidden_layers=6), codec)
-
-
 def test_other_rows_or_another_precision_than_those_held_are_refused_and_change_nothing() -> None:
     model, codec = pair()
     given = SubspaceCache(model, codec, sinks=2, recent=4)
@@ -432,3 +272,20 @@ def test_a_mask_that_differs_by_head_is_refused() -> None:
     run(model, given, tiny.ids(1, 4), [4])
     with torch.no_grad(), pytest.raises(UnsupportedError, match="differs by head"):
         model(tiny.ids(1, 1), past_key_values=given, attention_mask=mask)
+
+
+def test_long_texts_take_little_more_than_the_share_of_their_codes() -> None:
+    model, tokenizer = testbed.load()
+    ids = torch.tensor(tokenizer(testbed.held_out()[:60_000], verbose=False)["input_ids"])[None]
+    codec = KVCodec.calibrate(model, None, [ids[0, :512].tolist()], 0.1, metric="plain", progress=False)
+    model = model.bfloat16()
+    given = SubspaceCache(model, codec, sinks=4, recent=0)
+    run(model, given, ids[:, : 8 * 1024].view(16, 512), [512])
+    given = SubspaceCache(model, codec, sinks=4, recent=0)
+    shape = codec.in_place.layers[0].shape
+    keys = torch.zeros(1, shape.heads, 8192, shape.key_dim, dtype=torch.bfloat16)
+    positions = torch.arange(8192)[None]
+    for index in range(codec.layer_count):
+        given.adopt_layer(index, keys, keys, positions)
+    full = 8192 * 2 * codec.in_place.elements
+    assert given.report().bytes <= 1.03 * codec.bytes_ratio * full

@@ -1,7 +1,5 @@
 """Whatever the padding and the chunks: each real token of a row is in one place, exact or in a tile of codes, and queries see these."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -17,12 +15,7 @@ NOTHING = -1  # in place of the column of a token that is padding
 
 
 class Text(NamedTuple):
-    """Rows with padding, and how they are fed in.
-
-    Args:
-        real: False where a token is padding, (batch, tokens).
-        chunks: How many tokens at a time.
-    """
+    """Rows, with `real` False where a token is padding, and how many tokens are fed in at a time."""
 
     real: torch.Tensor
     chunks: list[int]
@@ -43,13 +36,7 @@ ends_of = st.builds(Ends, st.integers(0, 5), st.integers(0, 20), st.sampled_from
 
 
 class Slots(NamedTuple):
-    """What a layer holds, each number one token: its column in the text.
-
-    Args:
-        counts: Real tokens of each row; one number while all have as many.
-        exact: (batch, slots).
-        codes: (batch, capacity), or None.
-    """
+    """What a layer holds, each number one token: its column in the text. There is one count while all rows have as many tokens."""
 
     counts: tuple[int, ...]
     exact: torch.Tensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hf_kvcaches.warmstart import cache
-from tests.stores.conftest import location, proxy, redis_location, server, shared_server
+from tests.helpers.stores import location, proxy, redis_location, server, shared_server
 
 __all__ = ["location", "proxy", "redis_location", "server", "shared_server"]
 

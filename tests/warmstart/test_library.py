@@ -25,8 +25,8 @@ from hf_kvcaches.reuse.tokens import as_ids, common_prefix
 from hf_kvcaches.stores.blobs import BlobHead
 from hf_kvcaches.warmstart.entries import Entry, EntryContents
 from tests import tiny
+from tests.helpers.stores import PROCESSES, header_end
 from tests.segments.test_cache import A, B, C, D, joined
-from tests.stores.blob_helpers import PROCESSES, header_end
 from tests.warmstart.warm import OPEN, answer, logits_of, said, words
 
 EARLIER, CHANGED = joined(A, B, C), joined(A, D[:, :5], B, D[:, 5:8], C)

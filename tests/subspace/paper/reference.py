@@ -1,7 +1,5 @@
 """The paper's method, written down plainly: all tokens are kept, and each head is projected tile by tile from the first token on."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,12 +69,7 @@ class Walk:
 
 
 class PaperOracle(DynamicCache):
-    """Hands out keys and values for a model's own attention, one softmax over all tokens.
-
-    Args:
-        ranks: Of keys and of values.
-        real: False where a token is padding, (batch, all tokens); None where none is.
-    """
+    """Hands out keys and values for a model's own attention, one softmax over all tokens; `real` is False where a token is padding."""
 
     def __init__(
         self, config: Any, settings: AdaptiveSubspace, ranks: tuple[int, int], sinks: int, recent: int, real: torch.Tensor | None = None

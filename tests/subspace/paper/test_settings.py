@@ -1,7 +1,5 @@
 """Options of `AdaptiveSubspace` that make no sense are refused by name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

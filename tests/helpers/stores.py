@@ -1,8 +1,7 @@
-"""Blobs for tests, servers and processes to share them with."""
-
-from __future__ import annotations
+"""Blobs and catalogs for tests, and servers and processes to share them with."""
 
 import contextlib
+import itertools
 import multiprocessing
 import resource
 import shutil
@@ -11,7 +10,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_kvcaches.stores.blobs import BlobStore
+from hf_kvcaches.stores.blobs import BlobHead, BlobStore, NewBlob
+from hf_kvcaches.stores.catalog import Catalog
 from hf_kvcaches.stores.location import open_blobs
 
 # A process that has loaded what its children are asked to do, and forks from then on: a killed child costs milliseconds.
@@ -124,11 +124,7 @@ class Server:
 
 
 class Proxy:
-    """A door to a server that may stop answering: it goes on taking connections and what is sent, and hands nothing on.
-
-    Args:
-        port: Of the server, on this machine.
-    """
+    """A door to a server that may stop answering: it goes on taking connections and what is sent, and hands nothing on."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -228,3 +224,82 @@ class Follower:
             assert stored.bytes > 0
             self.known[stored.key] = stored.head
         assert len(set(news.removed)) == len(news.removed)
+
+
+class Known:
+    """Contents that take blobs with a number of tokens in their head."""
+
+    def __init__(self) -> None:
+        self.keys: set[str] = set()
+
+    def add(self, blobs: Sequence[BlobHead]) -> dict[str, int]:
+        tokens = {blob.key: blob.head["tokens"] for blob in blobs if "tokens" in blob.head}
+        self.keys |= tokens.keys()
+        return tokens
+
+    def remove(self, keys: Sequence[str]) -> None:
+        self.keys -= set(keys)
+
+
+def catalog(location: str | BlobStore = "memory", max_bytes: int | str | None = None, **options: Any) -> Catalog:
+    return Catalog(location, Known(), "thing", max_bytes=max_bytes, **options)
+
+
+def put(made: Catalog, *keys: str, tokens: int = 10) -> None:
+    for key in keys:
+        assert made.put([NewBlob(key, {"tokens": tokens}, {"x": torch.zeros(100)})])
+    made.refresh()
+
+
+def fine(key: str, tensors: object) -> None:
+    pass
+
+
+def read(made: Catalog, key: str, check: Any) -> Any:
+    """The tensors of one blob, or None."""
+    return made.read([key], check).get(key)
+
+
+# Fixtures, for the conftest of a folder to import.
+
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A Redis server for all tests that leave it running."""
+    server = Server(tmp_path_factory.mktemp("redis"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    """A Redis server of the test's own, to be stopped or filled."""
+    server = Server(tmp_path)
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def proxy(server: Server) -> Iterator[Proxy]:
+    """A door to the test's own server that may stop answering."""
+    proxy = Proxy(server.port)
+    yield proxy
+    proxy.close()
+
+
+@pytest.fixture
+def redis_location(shared_server: Server) -> str:
+    """An empty place in the shared server."""
+    return f"{shared_server.location}?prefix=test{next(_numbers)}"
+
+
+@pytest.fixture(params=["memory", "disk", "redis"])
+def location(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """An empty place of each kind."""
+    if request.param == "redis":
+        return str(request.getfixturevalue("redis_location"))
+    return f"disk:{tmp_path / 'blobs'}" if request.param == "disk" else "memory"
