@@ -33,7 +33,7 @@ CONTINUED = torch.cat([PROMPT[:, :18], tokens(7, 3)], 1)
 REPEATING = torch.cat([PROMPT[:, :10], PROMPT[:, :10], PROMPT[:, :4]], 1)
 SEGMENT, BEFORE, AFTER = tokens(20, 4), 5, 11
 FIRST = torch.cat([tokens(BEFORE, 5), SEGMENT, tokens(4, 6)], 1)
-SECOND = torch.cat([tokens(AFTER, 7), SEGMENT, tokens(6, 8)], 1)
+SECOND = torch.cat([tokens(AFTER, 7), SEGMENT, tokens(8, 8)], 1)
 
 
 class Oracle(Bench):
