@@ -162,7 +162,7 @@ def test_imports_keep_the_contracts_of_the_project(monkeypatch: pytest.MonkeyPat
         ("codec/sides.py", "from hf_kvcaches.reuse import plan"),
         ("subspace/bounds.py", "from hf_kvcaches.equip import layer"),
         (
-            "segments/scope.py",
+            "segments/store.py",
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from hf_kvcaches.segments.cache import SegmentReuseCache",
         ),
         ("attic.py", ""),

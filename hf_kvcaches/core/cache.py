@@ -158,12 +158,12 @@ class KVCache(continuation.CacheArgument, SavedCache, Cache, ABC):
 
     def begin_pass(self, tokens: int) -> None:
         """Take the model's identity before a pass that adds some tokens. Decode steps are by the model of the pass before."""
-        until = self.provenance.until
+        until, seen = self.provenance.until, self.seen
         # Up to `until` a source's hook has taken it.
-        if (tokens == 1 and until) or self.seen + tokens <= until or torch.compiler.is_compiling():
+        if (tokens == 1 and until) or seen + tokens <= until or torch.compiler.is_compiling():
             return
         if (model := self.living_model) is not None:
-            self.provenance.begin_pass(model, self.seen, tokens)
+            self.provenance.begin_pass(model, seen, tokens)
 
     def reset(self) -> None:
         """Forget all tokens; settings, and what does not belong to a sequence, stay."""

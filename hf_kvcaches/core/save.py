@@ -21,8 +21,7 @@ from hf_kvcaches.core.parallel import require_all_heads
 from hf_kvcaches.core.provenance import Provenance
 from hf_kvcaches.core.step import padding_of
 from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch, UnsupportedError, with_article
-from hf_kvcaches.stores.files import write_atomically
-from hf_kvcaches.stores.streams import Source
+from hf_kvcaches.stores.files import Source, write_atomically
 
 FILE_NAME = "kvcache.safetensors"  # in the folder that `save_pretrained` makes
 _TYPE, _VERSION = "cache", 7

@@ -2,46 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hf_kvcaches.reuse.tokens import Ids
+from hf_kvcaches.reuse.index import COMPUTED, EXACT, Ids, Piece, Record
 
 # Indices of tokens in their row, padding not counted, ascending.
 Indices = npt.NDArray[np.int64]
 
-# The rule of tokens that the model computes, and of those that were computed behind the same tokens.
-COMPUTED, EXACT = "computed", "exact"
 # How many tokens at the end of a prompt are computed where text before them has changed; those that they attend to most are repaired.
 PROBING = 8
-
-
-class SourceTokens(NamedTuple):
-    """Consecutive tokens of a row, and the blob that has their keys and values.
-
-    Args:
-        offset: The first token's index in the blob.
-        position: The first token's position when it was computed.
-        form: What `layout.encode` returned with the blob's tensors.
-    """
-
-    start: int
-    stop: int
-    key: str
-    offset: int
-    position: int
-    form: Mapping[str, Any]
-
-    def cut(self, start: int, stop: int) -> SourceTokens:
-        """Return the part of the tokens that lies between two indices."""
-        start, stop = max(start, self.start), min(stop, self.stop)
-        skipped = start - self.start
-        return self._replace(start=start, stop=stop, offset=self.offset + skipped, position=self.position + skipped)
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +35,7 @@ class PlannedSpan:
     start: int
     stop: int
     rule: str = COMPUTED
-    sources: tuple[SourceTokens, ...] = ()
+    sources: tuple[Piece, ...] = ()
     repair: int = 0
     repair_depth: int | None = None
     reason: str = ""
@@ -72,7 +47,7 @@ class PlannedSpan:
     @property
     def reused(self) -> int:
         """How many tokens no layer computes."""
-        return len(self) - self.repair if self.sources else 0
+        return self.stop - self.start - self.repair if self.sources else 0
 
     @property
     def computed(self) -> Indices:
@@ -83,25 +58,25 @@ class PlannedSpan:
 
     def outline(self) -> tuple[Any, ...]:
         """What it computes and reuses; not from which blobs, where tokens were computed behind the same text."""
-        sources = [] if self.rule == EXACT else [(tokens.start, tokens.stop, tokens.offset, tokens.position) for tokens in self.sources]
+        sources = [] if self.rule == EXACT else [(piece.start, piece.stop, piece.offset, piece.position) for piece in self.sources]
         return self.start, self.stop, self.rule, bool(self.sources), sources, self.repair, self.repair_depth
 
     def cut(self, stop: int) -> PlannedSpan:
         """Return the span up to an index inside of it."""
-        sources = tuple(tokens.cut(self.start, stop) for tokens in self.sources if tokens.start < stop)
+        sources = tuple(piece.cut(stop) for piece in self.sources if piece.start < stop)
         return replace(self, stop=min(self.stop, stop), sources=sources, repair=min(self.repair, stop - self.start))
 
     def without(self, keys: Collection[str], reason: str) -> list[PlannedSpan]:
         """Return the spans that replace this one when blobs are missing; a span that is not repaired keeps its other blobs."""
-        if not any(tokens.key in keys for tokens in self.sources):
+        if not any(piece.record.key in keys for piece in self.sources):
             return [self]
         if self.repair:
             return [PlannedSpan(self.start, self.stop, reason=reason)]
         return [
-            PlannedSpan(tokens.start, tokens.stop, reason=reason)
-            if tokens.key in keys
-            else replace(self, start=tokens.start, stop=tokens.stop, sources=(tokens,))
-            for tokens in self.sources
+            PlannedSpan(piece.start, piece.stop, reason=reason)
+            if piece.record.key in keys
+            else replace(self, start=piece.start, stop=piece.stop, sources=(piece,))
+            for piece in self.sources
         ]
 
 
@@ -127,9 +102,9 @@ class PromptRow:
     probed: int = 0
 
     @property
-    def sources(self) -> Iterator[SourceTokens]:
+    def sources(self) -> Iterator[Piece]:
         """All stored tokens that are reused."""
-        return (tokens for span in self.spans for tokens in span.sources)
+        return (piece for span in self.spans for piece in span.sources)
 
     @property
     def reused(self) -> int:
@@ -157,7 +132,7 @@ class PromptRow:
     @property
     def behind(self) -> int:
         """How many tokens are behind the last reused one."""
-        return len(self.ids) - max((tokens.stop for tokens in self.sources), default=self.begin)
+        return len(self.ids) - max((piece.stop for piece in self.sources), default=self.begin)
 
     def picking(self, shares: npt.NDArray[np.float32], probed: int) -> PromptRow:
         """Return the row with the tokens picked that are repaired: of all repaired spans those with the largest shares.
@@ -182,7 +157,7 @@ class PromptRow:
 
     def without(self, keys: Collection[str], reason: str) -> PromptRow:
         """Return the row without reuse of missing blobs."""
-        lost = [tokens.start for tokens in self.sources if tokens.key in keys]
+        lost = [piece.start for piece in self.sources if piece.record.key in keys]
         spans = tuple(part for span in self.spans for part in span.without(keys, reason))
         return replace(self, spans=spans, prefix=min([self.prefix, *lost]))
 
@@ -198,10 +173,10 @@ class PromptPlan:
     rows: tuple[PromptRow, ...]
     total: int
 
-    @property
-    def keys(self) -> list[str]:
-        """The blobs that are reused."""
-        return list(dict.fromkeys(tokens.key for row in self.rows for tokens in row.sources))
+    @cached_property
+    def records(self) -> dict[str, Record]:
+        """The spans that are reused, by the keys of their blobs."""
+        return {piece.record.key: piece.record for row in self.rows for piece in row.sources}
 
     @property
     def repairs(self) -> bool:
@@ -231,7 +206,7 @@ class PromptPlan:
 
     def without(self, keys: Collection[str], reason: str) -> PromptPlan:
         """Return the plan without reuse of missing blobs."""
-        return replace(self, rows=tuple(row.without(keys, reason) for row in self.rows)) if keys else self
+        return replace(self, rows=tuple(row.without(keys, reason) for row in self.rows))
 
     def with_common_prefix(self) -> PromptPlan:
         """Return the plan with reuse of as many first slots as all rows can, and nothing else."""
@@ -244,7 +219,7 @@ def joined(spans: Sequence[PlannedSpan]) -> tuple[PlannedSpan, ...]:
     merged: list[PlannedSpan] = []
     for span in spans:
         last = merged[-1] if merged else None
-        if not len(span):
+        if span.start == span.stop:
             continue
         if last is None or last.repair or span.repair or _kind(last) != _kind(span):
             merged.append(span)

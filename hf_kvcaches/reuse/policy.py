@@ -15,9 +15,8 @@ from torch import Tensor
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.hub import Artifact, markdown_table
 from hf_kvcaches.errors import ConfigError, is_number, whole_number
-from hf_kvcaches.reuse.index import Piece, Run
-from hf_kvcaches.reuse.plan import COMPUTED, EXACT, PlannedSpan, PromptRow, joined
-from hf_kvcaches.reuse.tokens import Ids, common_suffix, window_hashes
+from hf_kvcaches.reuse.index import COMPUTED, EXACT, Ids, Piece, Run, common_suffix, window_hashes
+from hf_kvcaches.reuse.plan import PlannedSpan, PromptRow, joined
 
 # How many tokens before a match are compared, by their shingles, and how many consecutive tokens a shingle is.
 SURROUNDINGS, SHINGLE = 128, 8
@@ -207,7 +206,7 @@ def plan_row(row: PromptRow, prefix: Sequence[Piece], runs: Sequence[Run], admit
     whole = end == len(row.ids) - 1
     for as_stored, pieces in groupby(prefix, lambda piece: whole or piece.record.origin == EXACT):
         if as_stored:
-            spans += [PlannedSpan(piece.start, piece.stop, piece.record.origin, (piece.source,)) for piece in pieces]
+            spans += [PlannedSpan(piece.start, piece.stop, piece.record.origin, (piece,)) for piece in pieces]
         elif admit is not None:
             spans.append(_admitted(Match(Run(tuple(pieces)), row.ids), admit, layers))
     reached = end
@@ -227,9 +226,8 @@ def _admitted(match: Match, admit: Admit, layers: int) -> PlannedSpan:
     if not admission.rule:
         return PlannedSpan(match.start, match.stop, reason=admission.reason)
     depth = math.ceil(admission.repair_depth * layers)
-    sources = tuple(piece.source for piece in match.run.pieces)
     repaired = admission.repair if depth else 0
-    return PlannedSpan(match.start, match.stop, admission.rule, sources, repaired, depth if repaired and depth < layers else None)
+    return PlannedSpan(match.start, match.stop, admission.rule, match.run.pieces, repaired, depth if repaired and depth < layers else None)
 
 
 @lru_cache(1024)

@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+from transformers import PreTrainedModel
+
+from hf_kvcaches.core.identity import Identity
+from hf_kvcaches.core.tokenizer_digest import digest_of_tokenizer
 from hf_kvcaches.reuse.index import Record, TokenIndex
-from hf_kvcaches.reuse.layout import Quantization, check_form
+from hf_kvcaches.reuse.layout import Quantization, check_form, name_of
 from hf_kvcaches.reuse.store import CatalogReport, SpanStore
 from hf_kvcaches.stores.blobs import BlobHead, BlobStore
-from hf_kvcaches.stores.location import TIMEOUT
+from hf_kvcaches.stores.catalog import TIMEOUT
+
+# The version of the format of stored segments.
+FORMAT = 4
+
+
+class Segments(NamedTuple):
+    """The segments that a cache may reuse.
+
+    Args:
+        scope: A digest of everything that must be equal for a stored segment to be reused.
+        tokens: They themselves, to be used under the catalog's lock.
+    """
+
+    scope: str
+    tokens: TokenIndex
 
 
 @dataclass(frozen=True)
@@ -96,27 +116,24 @@ class SegmentStore(SpanStore):
         limits: dict[str, Any] = {"max_bytes": max_bytes, "hot_bytes": hot_bytes, "time_to_live": time_to_live, "timeout": timeout}
         super().__init__(self.contents, "segment", quantization, location, **limits)
 
-    def index(self, scope: str) -> TokenIndex:
-        """Return the segments of a scope, to be used under the catalog's lock."""
-        return self.contents.indices[scope]
-
-    def record(self, key: str) -> Record | None:
-        return next((index.records[key] for index in self.contents.indices.values() if key in index.records), None)
-
-    def warn_of_other_scopes(self, scope: str, others: Callable[[], Mapping[str, str]]) -> None:
-        """Warn once if the store has segments, but none of a scope.
-
-        Args:
-            others: What differs where segments have another scope, as a sentence by scope.
-        """
-        if scope in self.contents.indices or not self.catalog.entries:
-            return
-        known = [sentence for other, sentence in others().items() if other in self.contents.indices]
-        self.catalog.warn_once(
-            "foreign",
-            f"{self.catalog.blobs.place} holds {len(self._lengths())} segments, but none for this model with its adapters, tokenizer "
-            f"and format, so nothing is reused until it has stored its own.{''.join(f' {sentence}' for sentence in known)}",
-        )
+    def look_up(self, identity: Identity, model: PreTrainedModel, tokenizer: Any) -> Segments:
+        """Return the segments of a model; warn once if the store has segments, but none of this model."""
+        quantization, indices = self.quantization, self.contents.indices
+        scope = _scope_of(identity, model, tokenizer, quantization)
+        if scope not in indices and self.catalog.entries:
+            others: list[tuple[Any, Quantization, str]] = [(tokenizer, other, f"with quantization={other!r}.") for other in _PLAIN]
+            without = "without a tokenizer: pass the tokenizer to all caches, or to none."
+            others = [(None, quantization, without), *others] if tokenizer is not None else others
+            # What differs where segments of this model have another scope.
+            differs = [what for words, other, what in others if _scope_of(identity, model, words, other) in indices.keys() - {scope}]
+            self.catalog.warn_once(
+                "foreign",
+                f"{self.catalog.blobs.place} holds {len(self._lengths())} segments, but none for this model with its adapters, tokenizer "
+                "and format, so nothing is reused until it has stored its own."
+                + "".join(f" It has segments of this model that were stored {what}" for what in differs),
+            )
+        with self.catalog.lock:
+            return Segments(scope, indices[scope])
 
     def report(self) -> StoreReport:
         """Report what the store holds, after writing pending segments."""
@@ -135,3 +152,12 @@ class SegmentStore(SpanStore):
     def _lengths(self) -> dict[str, int]:
         with self.catalog.lock:
             return self.contents.lengths()
+
+
+_PLAIN: tuple[Quantization, ...] = (None, "int8", "int4")
+
+
+def _scope_of(identity: Identity, model: PreTrainedModel, tokenizer: Any, quantization: Quantization) -> str:
+    words = "" if tokenizer is None else digest_of_tokenizer(tokenizer)
+    parts = (str(FORMAT), identity.digest, words, str(name_of(quantization)), str(model.dtype))
+    return hashlib.blake2b("|".join(parts).encode(), digest_size=16).hexdigest()

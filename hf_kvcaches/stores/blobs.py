@@ -6,7 +6,7 @@ import contextlib
 import json
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -125,9 +125,13 @@ class BlobStore(ABC):
 
     def tensors(self, key: str) -> dict[str, Tensor] | None:
         """Return the tensors of a blob, which are read-only; None if it is missing or damaged. Discard a damaged blob."""
-        with self.discarding(key), contextlib.suppress(FileNotFoundError):
+        try:
             return self.read(checked_key(key))
-        return None
+        except FileNotFoundError:
+            return None
+        except ArtifactError as error:
+            self.discard(key, error)
+            return None
 
     def get_many(self, keys: Sequence[str]) -> Loaded:
         """Read several blobs, as `tensors` does. A back-end with slow reads overlaps them; one that can't be reached is asked once."""
@@ -171,16 +175,12 @@ class BlobStore(ABC):
     def close(self) -> None:  # noqa: B027 - most have nothing to close
         """Close connections. Blobs stay, unless they are in memory."""
 
-    @contextlib.contextmanager
-    def discarding(self, key: str) -> Iterator[None]:
-        """Delete a blob if an `ArtifactError` is raised, with a complaint unless another thread or process deleted it."""
-        try:
-            yield
-        except ArtifactError as error:
-            with contextlib.suppress(OSError):  # the next read detects the damage again
-                if not self.delete(key):
-                    return
-            self.complaints.append(f"{self.place}: the blob {key} was damaged, {error}. It has been deleted.")
+    def discard(self, key: str, error: ArtifactError) -> None:
+        """Delete a damaged blob, with a complaint unless another thread or process deleted it."""
+        with contextlib.suppress(OSError):  # the next read detects the damage again
+            if not self.delete(key):
+                return
+        self.complaints.append(f"{self.place}: the blob {key} was damaged, {error}. It has been deleted.")
 
 
 class MemoryBlobs(BlobStore):
@@ -190,6 +190,7 @@ class MemoryBlobs(BlobStore):
         super().__init__("memory")
         # Each blob, its tensors, and an object of its own as version.
         self._blobs: dict[str, tuple[BlobHead, dict[str, Tensor], object]] = {}
+        self._state = object()  # replaced behind each change
 
     def put(self, key: str, head: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
         return self._put(key, head, tensors, slab)
@@ -206,6 +207,7 @@ class MemoryBlobs(BlobStore):
             text, kept = head_as_json(head), keep(dense(tensors))
             entry = BlobHead(key, json.loads(text), len(text) + bytes_of(kept))
             blob = self._blobs.setdefault(key, (entry, kept, object()))
+            self._state = object()
         return blob[0].bytes
 
     def read(self, key: str) -> dict[str, Tensor] | None:
@@ -213,7 +215,12 @@ class MemoryBlobs(BlobStore):
         return None if blob is None else aliases(blob[1])
 
     def delete(self, key: str) -> bool:
-        return self._blobs.pop(checked_key(key), None) is not None
+        blob = self._blobs.pop(checked_key(key), None)
+        self._state = object()
+        return blob is not None
+
+    def state(self) -> Hashable:
+        return self._state
 
     def versions(self) -> dict[str, Hashable]:
         return {key: version for key, (_, _, version) in self._blobs.copy().items()}

@@ -22,8 +22,7 @@ from hf_kvcaches.codec.wire.messages import AGAIN, DIGEST, BodyTensor, MessageRe
 from hf_kvcaches.core.files import MOST_LAYERS
 from hf_kvcaches.errors import ArtifactError, ConfigError
 from hf_kvcaches.stores.blobs_format import as_bytes
-from hf_kvcaches.stores.files import opened, write_atomically
-from hf_kvcaches.stores.streams import Bytes, reader_of
+from hf_kvcaches.stores.files import Bytes, opened, reader_of, write_atomically
 
 # Texts of a head are repeated in errors.
 _LONGEST_TEXT = 1000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal, Self, get_args
@@ -12,9 +13,8 @@ from hf_kvcaches.core.prompt import PrefillCall, Remaining
 from hf_kvcaches.core.refusal import Refusal
 from hf_kvcaches.errors import FingerprintMismatch, UnsupportedError, require_choice, require_instance, require_tokenizer, whole_number
 from hf_kvcaches.reuse.cache import ReuseCache
-from hf_kvcaches.reuse.fill import fill
-from hf_kvcaches.reuse.index import Piece
-from hf_kvcaches.reuse.plan import EXACT, PromptPlan, PromptRow
+from hf_kvcaches.reuse.index import EXACT, Piece
+from hf_kvcaches.reuse.plan import PromptPlan, PromptRow
 from hf_kvcaches.reuse.policy import plan_row
 from hf_kvcaches.reuse.record import PromptStates
 from hf_kvcaches.warmstart.gate import WarmStartGate
@@ -100,19 +100,20 @@ class WarmStartCache(ReuseCache):
         if self.seen or self.store is None:  # a cache that came from another process has no library
             self.reason = "Only the first prompt of a chat is looked up." if self.seen else "The cache came without its library."
             return 0
-        return fill(self, call)
+        return super().take_prefill(call)
 
     def find(self, rows: tuple[PromptRow, ...], identity: Identity) -> PromptPlan | Refusal:
-        if reason := self.library.refusal(identity):
+        if reason := self.store.refusal(identity):
             return Refusal(reason)
-        self.library.refresh()
+        self.store.refresh()
         self._cosines = {}
         plan = PromptPlan(tuple(map(self._planned, rows)), rows[0].padding + len(rows[0].ids))
-        return plan.with_common_prefix() if self.moving_refused else plan
+        # Of one row of a model whose tokens can't be moved, nothing but a prefix is planned.
+        return plan.with_common_prefix() if len(rows) > 1 and self.moving_refused else plan
 
     def _planned(self, row: PromptRow) -> PromptRow:
         """Plan a row: the same prompt, or spans of similar ones, or a common prefix."""
-        library, ids = self.library, row.ids
+        library, ids = self.store, row.ids
         record, shared = library.beginning(ids)
         shared = min(shared, len(ids) - 1)
         prefix = [] if record is None or not shared else [Piece(0, shared, record, 0)]
@@ -136,12 +137,12 @@ class WarmStartCache(ReuseCache):
         self.plans = list(plan.rows)
         self.choices = tuple(map(self._choice, plan.rows))
         for row in plan.rows:
-            for key in dict.fromkeys(tokens.key for tokens in row.sources):
-                self.library.used(key, sum(tokens.stop - tokens.start for tokens in row.sources if tokens.key == key))
+            for key, tokens in _tokens_by_entry(row).items():
+                self.store.used(key, tokens)
         new = [row for row, choice in zip(plan.rows, self.choices, strict=True) if choice.served in ("cold", "prefix")]
         if self._remember and new and not self.why_inexact:
             # Without a reference to the cache, which is stored when it is dropped.
-            self.expect(plan, min(row.padding for row in new), partial(_keep, self.library, new, identity))
+            self.expect(plan, min(row.padding for row in new), partial(_keep, self.store, new, identity))
 
     def leave(self, refusal: Refusal, rows: tuple[PromptRow, ...] = ()) -> int:
         self.choices = tuple(Choice("cold", None, None, 0, str(refusal)) for _ in rows)
@@ -150,16 +151,14 @@ class WarmStartCache(ReuseCache):
 
     def _choice(self, row: PromptRow) -> Choice:
         """How a row was served by its executed plan."""
-        reused: dict[str, int] = {}
-        for tokens in row.sources:
-            reused[tokens.key] = reused.get(tokens.key, 0) + tokens.stop - tokens.start
+        reused = _tokens_by_entry(row)
         refused = next((span.reason for span in row.spans if span.reason), "")
         if not reused:
             return Choice("cold", None, None, 0, refused)
         neighbour = max(reused, key=lambda key: reused[key])
         if any(span.sources and span.rule != EXACT for span in row.spans):
             return Choice("align", neighbour, self._cosines.get(neighbour), row.reused, refused)
-        same = row.reused == len(row.ids) - 1 and self.library.exact(row.ids) == neighbour
+        same = row.reused == len(row.ids) - 1 and self.store.exact(row.ids) == neighbour
         return Choice("exact" if same else "prefix", neighbour, None, row.reused, refused)
 
     def report(self) -> WarmStartReport:
@@ -176,6 +175,14 @@ class WarmStartCache(ReuseCache):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "tokenizer": None}
+
+
+def _tokens_by_entry(row: PromptRow) -> Counter[str]:
+    """How many tokens of a row each entry has, by its id."""
+    tokens: Counter[str] = Counter()
+    for piece in row.sources:
+        tokens[piece.record.key] += piece.stop - piece.start
+    return tokens
 
 
 def _keep(library: WarmStartLibrary, rows: Sequence[PromptRow], identity: Identity, states: PromptStates) -> None:

@@ -11,7 +11,7 @@ from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.holder import exact_states
 from hf_kvcaches.core.source import SourceCache
 from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.reuse.cache import SplicingCache
+from hf_kvcaches.reuse.layer import SplicingCache
 from hf_kvcaches.reuse.layout import LayerStates
 from hf_kvcaches.reuse.partial import run_span
 

@@ -85,7 +85,7 @@ def read(layers: list[LayerStates], tensors, form, start: int, stop: int, way: s
 def test_layers_come_back(way: str | None, plan: str, dtype: torch.dtype) -> None:
     layers = states(PLANS[plan], dtype=dtype)
     tensors, stored = layout.encode(layers, way)
-    assert layout.dtype_of(stored) == dtype
+    assert layout.states_of(stored, len(layers))[0] == dtype
     read(layers, tensors, json.loads(json.dumps(stored)), 0, 6, way)
 
 

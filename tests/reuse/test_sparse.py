@@ -12,7 +12,7 @@ from transformers import DynamicCache, GptOssConfig, PreTrainedModel
 
 from hf_kvcaches.core.prompt import PrefillCall
 from hf_kvcaches.reuse import sparse
-from hf_kvcaches.reuse.cache import SplicingCache
+from hf_kvcaches.reuse.layer import SplicingCache
 from hf_kvcaches.reuse.sparse import Block, ProbingPass, RunningPass, SparsePass
 from tests.tiny import VOCABULARY, build, gemma2, ids, llama
 

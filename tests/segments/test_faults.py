@@ -11,7 +11,7 @@ import torch
 
 from hf_kvcaches import SegmentStore
 from hf_kvcaches.stores.blobs import Changes
-from hf_kvcaches.stores.location import open_blobs
+from hf_kvcaches.stores.catalog import open_blobs
 from tests import tiny
 from tests.segments.store_helpers import LENGTH, PART, WHOLE, ask, blob_files, opened, prompt, right, said
 from tests.stores.blob_helpers import header_end

@@ -11,7 +11,7 @@ import torch
 from hf_kvcaches import SegmentReuseCache, SegmentStore
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.stores.blobs import MemoryBlobs
-from hf_kvcaches.stores.location import open_blobs
+from hf_kvcaches.stores.catalog import open_blobs
 from tests import tiny
 from tests.segments.store_helpers import (
     LENGTH,
@@ -327,7 +327,8 @@ def test_a_segment_that_another_process_stored_first_is_known_as_that_one_has_it
     second.put([segment(0)._replace(layers=segment(1).layers)])
     second.refresh()
     key = segment(0).record.key
-    assert torch.equal(second.load([key])[key]["keys.0"][0], segment(0).layers[0].keys)
+    record = second.contents.indices[segment(0).record.scope].records[key]
+    assert torch.equal(second.load({key: record})[key]["keys.0"][0], segment(0).layers[0].keys)
     assert second.report().bytes == real_bytes(shared_location)
 
 

@@ -7,7 +7,7 @@ import threading
 import torch
 
 from hf_kvcaches.stores.blobs import NewBlob
-from hf_kvcaches.stores.location import open_blobs
+from hf_kvcaches.stores.catalog import open_blobs
 from tests.stores.blob_helpers import blob, key_of
 
 KEYS = [key_of(number) for number in range(12)]

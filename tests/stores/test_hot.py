@@ -8,8 +8,8 @@ import torch
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.stores import hot
 from hf_kvcaches.stores.blobs import NewBlob
+from hf_kvcaches.stores.catalog import open_blobs
 from hf_kvcaches.stores.hot import HotTier, slab
-from hf_kvcaches.stores.location import open_blobs
 from tests.stores.blob_helpers import DTYPES, HEAD, blob, key_of, same
 from tests.stores.test_catalog import catalog, fine, put, read
 

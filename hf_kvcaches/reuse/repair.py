@@ -1,4 +1,4 @@
-"""Fill a cache with a prompt: find what is stored, plan, load, write, and hand over what remains to the model."""
+"""Run what a plan does not reuse: the tokens between reused ones, and those that are repaired."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ import torch
 from torch.nn import functional
 
 from hf_kvcaches.core.cache import KVCache
-from hf_kvcaches.core.parallel import HeadShard
 from hf_kvcaches.core.prompt import PrefillCall, Remaining
-from hf_kvcaches.core.refusal import Refusal
-from hf_kvcaches.reuse.cache import ReuseCache
+from hf_kvcaches.reuse.layer import SplicingCache
 from hf_kvcaches.reuse.partial import LayerPass, run_layers, run_module
 from hf_kvcaches.reuse.plan import Indices, PromptPlan, PromptRow
 from hf_kvcaches.reuse.sparse import ProbingPass, RunningPass, SparsePass
@@ -25,51 +23,21 @@ _NEIGHBOURS = 7
 _QUESTION = 64
 
 
-def fill(cache: ReuseCache, call: PrefillCall) -> int | Remaining:
-    """Write the stored tokens of a prompt into a cache.
-
-    A blob that can't be read is a miss: its tokens are computed.
-
-    Returns:
-        How many of the prompt's tokens the cache took, or the tokens that the model runs.
-    """
-    cache.reason = ""
-    rows, identity = cache.rows_of(call), cache.provenance.identity
-    if isinstance(rows, Refusal):
-        return cache.leave(rows)
-    plan = cache.find(rows, identity)
-    blobs: dict[str, Any] = {}
-    if isinstance(plan, PromptPlan) and (keys := plan.keys):
-        blobs = cache.store.load(keys, call.input_ids.device)
-        plan = plan.without(set(keys) - blobs.keys(), "The stored tokens are gone or damaged.")
-    if cache.shard is not None:
-        plan = _agreed(cache.shard, plan)
-    if isinstance(plan, Refusal):
-        return cache.leave(plan, rows)
-    taken: int | Remaining = 0
-    if plan.keys:
-        cache.write(plan, blobs)
-        plan = _picking(cache, call, plan) if plan.repairs else plan
-        taken = _hand_over(cache, call, plan)
-    cache.note(plan, identity)
-    return taken
+def hand_over(cache: SplicingCache, call: PrefillCall, plan: PromptPlan) -> tuple[PromptPlan, int | Remaining]:
+    """Take a prefix if nothing else is reused; else have the model run the tokens between reused ones. Return the executed plan, too."""
+    plan = _picking(cache, call, plan) if plan.repairs else plan
+    if (prefix := plan.only_prefix) is not None:
+        return plan, cache.take(prefix)
+    if depths := plan.repair_depths:
+        _run_in_parts(cache, call, plan, depths)
+        return plan, cache.take(plan.total - 1)
+    window = 1 if cache.holder is None else max(1, cache.holder.adopt_window or 0)
+    sparse = _pass_over(call, plan, [_with_last(row, window) for row in plan.rows])
+    cache.sparse_pass = RunningPass.of(sparse, cache.model)
+    return plan, Remaining(sparse.ids(call), sparse.positions)
 
 
-def _agreed(shard: HeadShard, plan: PromptPlan | Refusal) -> PromptPlan | Refusal:
-    """The plan that the processes of a tensor-parallel model have in common: they run the same passes.
-
-    Where plans differ, nothing is reused.
-    """
-    decisions = shard.decisions("" if isinstance(plan, Refusal) else plan.outline())
-    if len(decisions) == 1:
-        return plan
-    differ = "The processes of the tensor-parallel model found different tokens in their stores."
-    if isinstance(plan, Refusal) or "" in decisions:
-        return plan if isinstance(plan, Refusal) else Refusal(differ)
-    return PromptPlan(tuple(row.cut(row.begin, differ) for row in plan.rows), plan.total)
-
-
-def _picking(cache: ReuseCache, call: PrefillCall, plan: PromptPlan) -> PromptPlan:
+def _picking(cache: SplicingCache, call: PrefillCall, plan: PromptPlan) -> PromptPlan:
     """Run the new tokens of a prompt, and pick the tokens that are repaired: those that its last tokens attend to most, with neighbours.
 
     A token that is attended to is often the first of several, such as the digits of a number, and the next ones follow in decode steps.
@@ -87,19 +55,6 @@ def _picking(cache: ReuseCache, call: PrefillCall, plan: PromptPlan) -> PromptPl
     return PromptPlan(tuple(row.picking(shares[row.padding :], count) for row, shares, count in picking), plan.total)
 
 
-def _hand_over(cache: ReuseCache, call: PrefillCall, plan: PromptPlan) -> int | Remaining:
-    """Take a prefix if nothing else is reused; else have the model run the tokens between reused ones."""
-    if (prefix := plan.only_prefix) is not None:
-        return cache.take(prefix)
-    if depths := plan.repair_depths:
-        _run_in_parts(cache, call, plan, depths)
-        return cache.take(plan.total - 1)
-    window = 1 if cache.holder is None else max(1, cache.holder.adopt_window or 0)
-    sparse = _pass_over(call, plan, [_with_last(row, window) for row in plan.rows])
-    cache.sparse_pass = RunningPass.of(sparse, cache.model)
-    return Remaining(sparse.ids(call), sparse.positions)
-
-
 def _with_last(row: PromptRow, window: int) -> Indices:
     """The indices of the tokens that still run, and of the last ones: the prompt's last, and those whose queries the holder needs."""
     tokens = len(row.ids)
@@ -110,7 +65,7 @@ def _pass_over(call: PrefillCall, plan: PromptPlan, indices: Sequence[Indices]) 
     return SparsePass.of(indices, [row.padding for row in plan.rows], plan.total, call.input_ids.device)
 
 
-def _run_in_parts(cache: ReuseCache, call: PrefillCall, plan: PromptPlan, depths: Sequence[int]) -> None:
+def _run_in_parts(cache: SplicingCache, call: PrefillCall, plan: PromptPlan, depths: Sequence[int]) -> None:
     """Run all tokens but the last, some layers at a time: between them, repaired tokens leave, whose higher layers are reused."""
     hidden: torch.Tensor | None = None
     before: SparsePass | None = None
