@@ -84,7 +84,7 @@ def _before_forward(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[
         source.prompt_left(Refusal(f"The call brings {', '.join(others) or 'embeddings'}, and only token ids can be looked up."))
         return None
     handed_over, tokens = source.stage is Stage.HANDED_OVER, input_ids.shape[1]
-    seen = source.seen
+    seen = source.seen if handed_over else source.layers[0].seen
     if not handed_over and seen != source.layers[-1].seen:
         raise broke_off(source)
     if seen and tokens == 0:

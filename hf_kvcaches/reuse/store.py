@@ -15,9 +15,8 @@ from hf_kvcaches.reuse import layout
 from hf_kvcaches.reuse.index import Record
 from hf_kvcaches.reuse.layout import LayerStates, Quantization, TokenCodec
 from hf_kvcaches.reuse.record import Queue
-from hf_kvcaches.stores.blobs import BlobStore, NewBlob
+from hf_kvcaches.stores.blobs import BlobStore, NewBlob, bytes_of
 from hf_kvcaches.stores.catalog import TIMEOUT, Catalog, Contents
-from hf_kvcaches.stores.hot import bytes_of
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ConfigError, UnsupportedError, require_choice, require_instance, require_tokenizer
 from hf_kvcaches.reuse.cache import ReuseCache
 from hf_kvcaches.reuse.index import CONTEXT, EXACT, Chain, Record, Run, TokenIndex
-from hf_kvcaches.reuse.plan import PROBING, PlannedSpan, PromptPlan, PromptRow
-from hf_kvcaches.reuse.policy import Admit, SegmentPolicy, plan_row
+from hf_kvcaches.reuse.plan import PROBING, Admit, PlannedSpan, PromptPlan, PromptRow, plan_row
+from hf_kvcaches.reuse.policy import SegmentPolicy
 from hf_kvcaches.reuse.record import PromptStates
 from hf_kvcaches.reuse.store import NewSpan
 from hf_kvcaches.segments.discovery import Discovery, checked_spans, discovery_for

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from hf_kvcaches.errors import ArtifactError, ConfigError, is_number
-from hf_kvcaches.stores.blobs import BlobHead, BlobStore, Loaded, MemoryBlobs, NewBlob
+from hf_kvcaches.stores.blobs import BlobHead, BlobStore, HotTier, Loaded, MemoryBlobs, NewBlob, bytes_of
 from hf_kvcaches.stores.blobs_disk import DiskBlobs
 from hf_kvcaches.stores.blobs_redis import RedisBlobs
-from hf_kvcaches.stores.hot import HotTier, bytes_of
 
 TIMEOUT = 1.0  # seconds: a server in the same building answers within milliseconds, and a hit saves a second or two
 _TOGETHER = 2**23  # bytes of small blobs that are written at once

@@ -14,8 +14,7 @@ from hf_kvcaches.core.refusal import Refusal
 from hf_kvcaches.errors import FingerprintMismatch, UnsupportedError, require_choice, require_instance, require_tokenizer, whole_number
 from hf_kvcaches.reuse.cache import ReuseCache
 from hf_kvcaches.reuse.index import EXACT, Piece
-from hf_kvcaches.reuse.plan import PromptPlan, PromptRow
-from hf_kvcaches.reuse.policy import plan_row
+from hf_kvcaches.reuse.plan import PromptPlan, PromptRow, plan_row
 from hf_kvcaches.reuse.record import PromptStates
 from hf_kvcaches.warmstart.gate import WarmStartGate
 from hf_kvcaches.warmstart.library import WarmStartLibrary, runs_in

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.stores import hot
-from hf_kvcaches.stores.blobs import NewBlob
+from hf_kvcaches.stores import blobs
+from hf_kvcaches.stores.blobs import HotTier, NewBlob, slab
 from hf_kvcaches.stores.catalog import open_blobs
-from hf_kvcaches.stores.hot import HotTier, slab
 from tests.stores.blob_helpers import DTYPES, HEAD, blob, key_of, same
 from tests.stores.test_catalog import catalog, fine, put, read
 
@@ -165,4 +164,4 @@ def test_where_no_more_memory_can_be_pinned_it_stays_pageable(pinned_sizes, monk
 def test_without_cuda_nothing_is_pinned(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pytest.fail("pinned"))
-    assert same(hot.slab(blob()), blob())
+    assert same(blobs.slab(blob()), blob())
