@@ -322,3 +322,9 @@ class SplicingCache(SourceCache):
     def pick_rows(self, of_layer: Callable[[Any], None], pick: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().pick_rows(of_layer, pick)
         self.exchanged = True
+
+
+class PlainCache(SplicingCache):
+    """A cache that no hook tells of prompts."""
+
+    hooks_forward = False

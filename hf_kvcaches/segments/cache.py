@@ -103,7 +103,7 @@ class SegmentReuseCache(ReuseCache):
             raise UnsupportedError(f"{name}: {refusal}. Use mode='exact', or 'auto'.")
         self.discovery = discovery_for(tokenizer, tuple(separators))
         self.caller_spans = None if spans is None else [checked_spans(own) for own in spans]
-        self._flops = [0.0, 0.0]
+        self._costs: Any = None if self._model is None else Costs.of(self.model)  # without a model there is no prompt
 
     @property
     def admit(self) -> Admit | None:
@@ -143,7 +143,7 @@ class SegmentReuseCache(ReuseCache):
         return index.runs(row.ids[:-PROBING], start, self.policy.shortest)
 
     def note(self, plan: PromptPlan, identity: Identity) -> None:
-        costs, store = Costs.of(self.model), self.store
+        store = self.store
         scope, index = store.look_up(identity, self.model, self.tokenizer)
         with store.catalog.lock:
             firsts = [self._stored_up_to(row, index) for row in plan.rows]
@@ -154,8 +154,6 @@ class SegmentReuseCache(ReuseCache):
         ]
         self.plans += plan.rows
         for row in plan.rows:
-            self._flops[0] += costs.of_row(row)
-            self._flops[1] += costs.of_prompt(row.begin, len(row.ids))
             # The last first: among equally useful segments, the start of a prompt is evicted last.
             for piece in reversed(list(row.sources)):
                 store.catalog.used(piece.record.key, piece.stop - piece.start)
@@ -180,11 +178,7 @@ class SegmentReuseCache(ReuseCache):
         return [replace(span, start=0) for _, span in self.reused_spans if span.rule != EXACT]
 
     def report(self) -> SegmentReport:
-        return report_of(self.plans, *self._flops, **self._report_fields(), reason=self.reason)
-
-    def reset(self) -> None:
-        super().reset()
-        self._flops = [0.0, 0.0]
+        return report_of(self.plans, self._costs, **self._report_fields(), reason=self.reason)
 
     def settings(self) -> dict[str, Any]:
         if self.own_rule is not None:

@@ -69,14 +69,8 @@ class SegmentReport(CacheReport):
     reason: str = ""
 
 
-def report_of(plans: Sequence[PromptRow], cost: float, full_cost: float, **fields: Any) -> SegmentReport:
-    """Report executed plans.
-
-    Args:
-        cost: Operations of the plans.
-        full_cost: Operations of prefills without reuse.
-        **fields: The other fields of the report.
-    """
+def report_of(plans: Sequence[PromptRow], costs: Costs, **fields: Any) -> SegmentReport:
+    """Report executed plans; `fields` are the other fields of the report."""
     spans = tuple(
         ReusedSpan(
             *(row.number, span.start, span.stop, span.rule, span.repair, span.repair_depth),
@@ -89,13 +83,14 @@ def report_of(plans: Sequence[PromptRow], cost: float, full_cost: float, **field
     tiers: Counter[str] = Counter()
     for span in spans:
         tiers[span.tier] += span.stop - span.start
+    full_cost = sum(costs.of_prompt(row.begin, len(row.ids)) for row in plans)
     return SegmentReport(
         **fields,
         reused_tokens=sum(row.reused for row in plans),
         repaired_tokens=sum(span.repaired for span in spans),
         computed_tokens=sum(span.stop - span.start for span in spans if not span.segments),
         tiers=dict(tiers),
-        flops_saved=1 - cost / full_cost if full_cost else 0.0,
+        flops_saved=1 - sum(map(costs.of_row, plans)) / full_cost if full_cost else 0.0,
         spans=spans,
     )
 

@@ -75,10 +75,6 @@ class SegmentContents:
             for index in self.indices.values():
                 index.remove(key)
 
-    def lengths(self) -> dict[str, int]:
-        """Return how many tokens each segment has, by its id."""
-        return {key: len(record) for index in self.indices.values() for key, record in index.records.items()}
-
 
 class SegmentStore(SpanStore):
     """Keeps segments between requests.
@@ -150,8 +146,9 @@ class SegmentStore(SpanStore):
         return f"SegmentStore({catalog.blobs.place!r}, {len(self._lengths())} segments, {catalog.bytes / 2**20:.1f}{cap} MiB)"
 
     def _lengths(self) -> dict[str, int]:
+        """Return how many tokens each segment has, by its id."""
         with self.catalog.lock:
-            return self.contents.lengths()
+            return {key: len(record) for index in self.contents.indices.values() for key, record in index.records.items()}
 
 
 _PLAIN: tuple[Quantization, ...] = (None, "int8", "int4")
