@@ -176,9 +176,9 @@ class PromptPlan:
         return {piece.record.key: piece.record for row in self.rows for piece in row.sources}
 
     @property
-    def repairs(self) -> bool:
-        """Whether some tokens of a span are recomputed, and others are not."""
-        return any(0 < span.repair < span.stop - span.start for row in self.rows for span in row.spans)
+    def padding(self) -> list[int]:
+        """The padding of each row."""
+        return [row.padding for row in self.rows]
 
     @property
     def repair_depths(self) -> list[int]:
@@ -295,7 +295,7 @@ def plan_row(row: PromptRow, prefix: Sequence[Piece], runs: Sequence[Run], admit
         admit: None to reuse an exact prefix alone.
         layers: Of the model.
     """
-    end = prefix[-1].stop if prefix else row.begin
+    reached = end = prefix[-1].stop if prefix else row.begin
     spans: list[PlannedSpan] = []
     whole = end == len(row.ids) - 1
     for as_stored, pieces in groupby(prefix, lambda piece: whole or piece.record.origin == EXACT):
@@ -303,7 +303,6 @@ def plan_row(row: PromptRow, prefix: Sequence[Piece], runs: Sequence[Run], admit
             spans += [PlannedSpan(piece.start, piece.stop, piece.record.origin, (piece,)) for piece in pieces]
         elif admit is not None:
             spans.append(_admitted(Match(Run(tuple(pieces)), row.ids), admit, layers))
-    reached = end
     for run in runs if admit is not None else ():
         assert admit is not None
         spans += [PlannedSpan(end, run.start), _admitted(Match(run, row.ids), admit, layers)]
@@ -337,10 +336,8 @@ def _together(indices: Iterable[Indices]) -> Indices:
 def _joined(spans: Sequence[PlannedSpan]) -> tuple[PlannedSpan, ...]:
     """Drop empty spans, and merge consecutive ones of one rule that are not repaired."""
     merged: list[PlannedSpan] = []
-    for span in spans:
+    for span in (span for span in spans if span.start < span.stop):
         last = merged[-1] if merged else None
-        if span.start == span.stop:
-            continue
         alike = last is not None and (last.rule, not last.sources, last.reason) == (span.rule, not span.sources, span.reason)
         if last is None or not alike or last.repair or span.repair:
             merged.append(span)

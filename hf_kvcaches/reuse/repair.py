@@ -15,7 +15,7 @@ from hf_kvcaches.core.prompt import PrefillCall, Remaining
 from hf_kvcaches.reuse.layer import SplicingCache
 from hf_kvcaches.reuse.partial import LayerPass, run_layers, run_module
 from hf_kvcaches.reuse.plan import Indices, PromptPlan, PromptRow
-from hf_kvcaches.reuse.sparse import ProbingPass, RunningPass, SparsePass
+from hf_kvcaches.reuse.sparse import ProbingPass, SparsePass
 
 # Tokens whose attention is averaged before repaired tokens are picked.
 _NEIGHBOURS = 7
@@ -25,16 +25,17 @@ _QUESTION = 64
 
 def hand_over(cache: SplicingCache, call: PrefillCall, plan: PromptPlan) -> tuple[PromptPlan, int | Remaining]:
     """Take a prefix if nothing else is reused; else have the model run the tokens between reused ones. Return the executed plan, too."""
-    plan = _picking(cache, call, plan) if plan.repairs else plan
+    # Where all tokens of a span are recomputed, or none, there is nothing to pick.
+    if any(0 < span.repair < span.stop - span.start for row in plan.rows for span in row.spans):
+        plan = _picking(cache, call, plan)
     if (prefix := plan.only_prefix) is not None:
         return plan, cache.take(prefix)
     if depths := plan.repair_depths:
         _run_in_parts(cache, call, plan, depths)
         return plan, cache.take(plan.total - 1)
     window = 1 if cache.holder is None else max(1, cache.holder.adopt_window or 0)
-    sparse = _pass_over(call, plan, [_with_last(row, window) for row in plan.rows])
-    cache.sparse_pass = RunningPass.of(sparse, cache.model)
-    return plan, Remaining(sparse.ids(call), sparse.positions)
+    cache.sparse_pass = sparse = SparsePass.of(call, [_with_last(row, window) for row in plan.rows], plan.padding, plan.total)
+    return plan, Remaining(sparse.ids, sparse.positions)
 
 
 def _picking(cache: SplicingCache, call: PrefillCall, plan: PromptPlan) -> PromptPlan:
@@ -44,9 +45,8 @@ def _picking(cache: SplicingCache, call: PrefillCall, plan: PromptPlan) -> Promp
     """
     last = [min(_QUESTION, row.behind) for row in plan.rows]
     indices = [np.union1d(row.new, np.arange(len(row.ids) - count, len(row.ids))) for row, count in zip(plan.rows, last, strict=True)]
-    sparse = _pass_over(call, plan, indices)
-    probing = ProbingPass.of(sparse, cache.model)
-    run_module(cache.model.base_model, _SplicingPass(cache, probing), sparse.ids(call), sparse.positions)
+    probing = ProbingPass.of(call, indices, plan.padding, plan.total)
+    run_module(cache.model.base_model, _SplicingPass(cache, probing), probing.ids, probing.positions)
     shares = torch.stack([share.to(call.input_ids.device) for share in probing.shares])
     if cache.shard is not None:
         shares = cache.shard.gather(shares[None], 0).amax(0)
@@ -61,10 +61,6 @@ def _with_last(row: PromptRow, window: int) -> Indices:
     return np.union1d(row.remaining, np.arange(max(row.begin, tokens - window), tokens))
 
 
-def _pass_over(call: PrefillCall, plan: PromptPlan, indices: Sequence[Indices]) -> SparsePass:
-    return SparsePass.of(indices, [row.padding for row in plan.rows], plan.total, call.input_ids.device)
-
-
 def _run_in_parts(cache: SplicingCache, call: PrefillCall, plan: PromptPlan, depths: Sequence[int]) -> None:
     """Run all tokens but the last, some layers at a time: between them, repaired tokens leave, whose higher layers are reused."""
     hidden: torch.Tensor | None = None
@@ -73,11 +69,11 @@ def _run_in_parts(cache: SplicingCache, call: PrefillCall, plan: PromptPlan, dep
         indices = [_repaired_up_to(row, start) for row in plan.rows]
         if not any(map(len, indices)):
             return
-        sparse = _pass_over(call, plan, indices)
+        sparse = SparsePass.of(call, indices, plan.padding, plan.total)
         if hidden is not None and before is not None:
             hidden = hidden.gather(1, _places(before, sparse).to(hidden.device)[..., None].expand(-1, -1, hidden.shape[-1]))
-        splicing = _SplicingPass(cache, RunningPass.of(sparse, cache.model), start)
-        hidden = run_layers(cache.model, start, stop, sparse.ids(call), splicing, sparse.positions, hidden=hidden)
+        splicing = _SplicingPass(cache, sparse, start)
+        hidden = run_layers(cache.model, start, stop, sparse.ids, splicing, sparse.positions, hidden=hidden)
         before = sparse
 
 
@@ -97,14 +93,14 @@ def _repaired_up_to(row: PromptRow, layer: int) -> Indices:
 class _SplicingPass(LayerPass):
     """A layer pass that writes the tokens of a sparse pass into their slots."""
 
-    def __init__(self, cache: KVCache, running: RunningPass, start: int = 0) -> None:
+    def __init__(self, cache: KVCache, sparse: SparsePass, start: int = 0) -> None:
         super().__init__(cache, start)
-        self.running = running
+        self.sparse = sparse
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        view = self.running.write(self.layers[layer_idx], layer_idx, key_states, value_states)
+        view = self.sparse.write(self.layers[layer_idx], layer_idx, key_states, value_states)
         self.cache.answer_next(view)
         return view, view
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return self.running.total, 0
+        return self.sparse.total, 0

@@ -88,14 +88,10 @@ class Discovery:
 
     def pieces(self, ids: Ids) -> list[str]:
         """Return the text of each token: a private character for a part of a character, "" for an unknown id."""
-        row = _as_list(ids)
-        texts = self._pieces
-        try:
-            return [texts[token] for token in row]
-        except KeyError:
-            for token in set(row) - texts.keys():
-                texts[token] = self._decoded(token)
-            return [texts[token] for token in row]
+        row, texts = _as_list(ids), self._pieces
+        for token in set(row) - texts.keys():
+            texts[token] = self._decoded(token)
+        return [texts[token] for token in row]
 
     def _decoded(self, token: int) -> str:
         # Decoded behind another token, because some tokenizers drop the space at the start of a text.

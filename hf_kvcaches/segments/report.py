@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.decoder import decoder_layers
@@ -114,8 +114,10 @@ class Costs:
             return _COSTS[model]
         _, _, layers = decoder_layers(model)
         linear = tuple(float(2 * sum(weight.numel() for weight in layer.parameters() if weight.ndim >= 2)) for layer in layers)
+        configs = compat.decoder_config(model.config).per_layer_config
+        sizes = [getattr(each, "head_dim", None) or each.hidden_size // each.num_attention_heads for each in configs]
         # A product of queries and keys, and one of weights and values.
-        scores = tuple(4.0 * _query_size(config) for config in compat.decoder_config(model.config).per_layer_config)
+        scores = tuple(4.0 * each.num_attention_heads * size for each, size in zip(configs, sizes, strict=True))
         return _COSTS.setdefault(model, cls(linear, scores))
 
     def of_tokens(self, indices: Indices, start: int = 0) -> float:
@@ -136,11 +138,6 @@ class Costs:
         saved = sum(self.of_tokens(indices, depth) for indices, depth in repaired)
         probed = self.of_prompt(len(row.ids) - row.probed, len(row.ids))
         return self.of_tokens(np.append(row.computed, len(row.ids) - 1)) + probed - saved
-
-
-def _query_size(config: PreTrainedConfig) -> int:
-    heads: int = config.num_attention_heads
-    return heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
 
 
 _COSTS: WeakKeyDictionary[PreTrainedModel, Costs] = WeakKeyDictionary()

@@ -64,10 +64,9 @@ class SegmentContents:
             with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError, OverflowError):
                 record = Record.from_dict(blob.head)
                 check_form(record.form)
-                if record.key != blob.key:
-                    raise ValueError("another name")
-                self.indices[record.scope].add(blob.key, record)
-                tokens[blob.key] = len(record)
+                if record.key == blob.key:
+                    self.indices[record.scope].add(blob.key, record)
+                    tokens[blob.key] = len(record)
         return tokens
 
     def remove(self, keys: Sequence[str]) -> None:
