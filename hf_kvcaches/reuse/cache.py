@@ -109,7 +109,7 @@ class ReuseCache(SplicingCache):
         """Make room for the prompt, and write the tokens of a plan into the layers; none counts as seen."""
         _, _, modules = decoder_layers(self.model)
         form = next(piece.record.form for row in plan.rows for piece in row.sources)
-        padding, dtype, shapes = max(plan.padding), *layout.states_of(form, len(self.layers))
+        padding, dtype, shapes = max(row.padding for row in plan.rows), *layout.states_of(form, len(self.layers))
         for layer, module, (heads, *dims) in zip(self.layers, modules, shapes, strict=True):
             device = compat.layer_device(module)
             keys, values = (torch.empty(1, heads, 0, dim, dtype=dtype, device=device) for dim in dims)
