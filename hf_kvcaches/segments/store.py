@@ -120,7 +120,7 @@ class SegmentStore(SpanStore):
             without = "without a tokenizer: pass the tokenizer to all caches, or to none."
             others = [(None, quantization, without), *others] if tokenizer is not None else others
             # What differs where segments of this model have another scope.
-            differs = [what for words, other, what in others if _scope_of(identity, model, words, other) in indices.keys() - {scope}]
+            differs = [what for words, other, what in others if _scope_of(identity, model, words, other) in indices]
             self.catalog.warn_once(
                 "foreign",
                 f"{self.catalog.blobs.place} holds {len(self._lengths())} segments, but none for this model with its adapters, tokenizer "
