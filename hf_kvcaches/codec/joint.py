@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from hf_kvcaches.codec.basis import Basis
-from hf_kvcaches.codec.entropy import LANES, PRECISION, SLOTS, TILE, TOKEN_LEVELS, CodedTiles, Tables, decode, encode
+from hf_kvcaches.codec.coefficients import pack, unpack
+from hf_kvcaches.codec.entropy import Tables
 from hf_kvcaches.codec.layer_packer import LayerPacker
-from hf_kvcaches.codec.packing import DAMAGED, Span, SpanTiles, lanes_of, read, record, tiles_of
+from hf_kvcaches.codec.packing import Span, SpanTiles
 from hf_kvcaches.codec.plan import TABLES, Plan
 from hf_kvcaches.codec.rates import Sample, StepQuantizer, fit
 from hf_kvcaches.codec.shape import States
 from hf_kvcaches.codec.statistics import LayerStatistics
 from hf_kvcaches.core.files import part_of
 from hf_kvcaches.core.parallel import HeadShard
-from hf_kvcaches.errors import ArtifactError, ConfigError
-from hf_kvcaches.kernels.launch import Backend, choose
-from hf_kvcaches.kernels.rans import decode_tiles
+from hf_kvcaches.errors import ArtifactError
+from hf_kvcaches.kernels.launch import Backend
 
 # Numbers of all layers of which an artifact keeps a sample, to choose steps and tables from.
 _SAMPLED = 1 << 22
-# Tokens that are transformed at a time: their numbers stay in a processor's second-level cache.
-_BLOCK = 4 * TILE
-# Tiles whose lanes take their steps together: enough that operations take longer than calling them, few enough for the cache.
-_TOGETHER = 512
 _TINY = 1e-30
 # Shares of the bytes between which integers have at most 16 bits.
 _LEAST_RATIO, _LARGEST_RATIO = 0.005, 0.75
@@ -127,13 +122,17 @@ class PackedForm:
             left_out: First tokens that are kept elsewhere, and are coded as the mean.
         """
         records: dict[int, torch.Tensor] = {}
-        devices: dict[torch.device, list[int]] = {}
-        for layer, (keys, _) in states.items():
-            devices.setdefault(keys.device, []).append(layer)
-        for device, layers in devices.items():
+        for device in {keys.device for keys, _ in states.values()}:
             packers = self._on(device)
-            for batch in _batches(layers, [-(-states[layer][0].shape[1] // TILE) for layer in layers]):
-                records |= _pack({layer: packers[layer] for layer in batch}, states, left_out)
+
+            def coefficients_of(layer: int, block: slice, packers: Mapping[int, LayerPacker] = packers) -> torch.Tensor:
+                keys, values = (side[:, block] for side in states[layer])
+                coefficients = packers[layer].transformed(keys, values)
+                coefficients[:, : max(0, left_out - block.start)] = 0
+                return coefficients
+
+            tokens = {layer: keys.shape[1] for layer, (keys, _) in states.items() if keys.device == device}
+            records |= pack(packers, tokens, coefficients_of)
         return records
 
     def unpack(self, spans: Sequence[Span], dtype: torch.dtype = torch.float32, backend: Backend = "auto") -> list[States]:
@@ -145,16 +144,14 @@ class PackedForm:
         """
         if not spans:
             return []
-        packers, found, valid = self._on(spans[0].data.device), [], []
-        parts = read(spans, [(len(packers[span.layer].symbols), packers[span.layer].plan.digits) for span in spans])
-        backend = choose(backend, packers[spans[0].layer].tables.values)
-        for batch in _batches(parts, [len(part.counts) for part in parts]):
-            states, good = _unpack(packers, batch, dtype, backend)
-            found += states
-            valid.append(good)
-        if not bool(torch.stack(valid).all()):
-            raise ArtifactError(DAMAGED)
-        return found
+        packers, found = self._on(spans[0].data.device), list[tuple[SpanTiles, list[torch.Tensor]]]()
+        for part, block, digits in unpack(packers, spans, backend):
+            if not block.start:
+                heads, *dims, _ = packers[part.layer].shape
+                found.append((part, [digits.new_empty(heads, part.tokens, dim, dtype=dtype) for dim in dims]))
+            for side, states in zip(found[-1][1], packers[part.layer].states(digits), strict=True):
+                side[:, block] = states
+        return [(keys[:, part.wanted], values[:, part.wanted]) for part, (keys, values) in found]
 
     def _on(self, device: torch.device) -> dict[int, LayerPacker]:
         held: dict[torch.device, dict[int, LayerPacker]] = self.__dict__.setdefault("_devices", {})
@@ -197,145 +194,6 @@ class PackedForm:
             plans.append(Plan.of(own, len(bases[int(layer)].deviations)))
         numbers = (float(metadata[name]) for name in ("bits", "loss"))
         return cls(bases, StepQuantizer(float(metadata["step"]), tables, tuple(plans), *numbers))
-
-
-def _pack(packers: Mapping[int, LayerPacker], states: Mapping[int, States], left_out: int) -> dict[int, torch.Tensor]:
-    """The records of some layers, whose lanes take their steps together."""
-    tokens = {layer: states[layer][0].shape[1] for layer in packers}
-    tiles = [-(-count // TILE) for count in tokens.values()]
-    device = next(iter(packers.values())).symbols.device
-    # Lanes without tokens code nothing, and neither do layers that have fewer symbols than others.
-    most = max(len(packer.symbols) for packer in packers.values())
-    intervals = torch.full((most, 2, sum(tiles), LANES), SLOTS, dtype=torch.int32, device=device)
-    escaped: dict[int, list[torch.Tensor]] = {}
-    counts: dict[int, list[torch.Tensor]] = {}
-    sums = torch.zeros(len(packers), device=device)
-    for place, ((layer, packer), own) in enumerate(zip(packers.items(), intervals.split(tiles, 2), strict=True)):
-        escaped[layer], counts[layer], first = [own.new_empty(0, dtype=torch.int16)], [own.new_empty(0, dtype=torch.int64)], 0
-        for block in _blocks(tokens[layer], device):
-            keys, values = (side[:, block] for side in states[layer])
-            coefficients = packer.coefficients(keys, values)
-            coefficients[:, : max(0, left_out - block.start)] = 0
-            sums[place] += coefficients.sum()
-            inside = block.stop - block.start
-            found, integers, count = packer.intervals(_into_lanes(coefficients, inside))
-            # [symbols, 2, tiles, lanes]
-            in_lanes = found.unflatten(1, (-1, 2, LANES)).transpose(1, 2)
-            for half, lanes in enumerate(lanes_of(min(inside, TILE))):
-                own[: len(found), half, first : first + len(count), :lanes] = in_lanes[:, half, :, :lanes]
-            escaped[layer].append(integers)
-            counts[layer].append(count)
-            first += len(count)
-    for layer, finite in zip(packers, sums.isfinite().tolist(), strict=True):
-        if not finite:
-            raise ConfigError.of(f"layers[{layer}]", "finite numbers", "infinities or NaN")
-    records = {}
-    for layer, coded in zip(packers, encode(intervals, tiles), strict=True):
-        both = torch.stack([coded.counts, torch.cat(counts[layer]).int()], 1)
-        records[layer] = record(tokens[layer], coded.states, coded.words, torch.cat(escaped[layer]), both)
-    return records
-
-
-def _unpack(
-    packers: Mapping[int, LayerPacker], parts: Sequence[SpanTiles], dtype: torch.dtype, backend: Backend
-) -> tuple[list[States], torch.Tensor]:
-    """Keys and values of some parts, whose lanes take their steps together, and whether their codes are whole."""
-    coded, found = tiles_of(parts), []
-    of_parts = [packers[part.layer] for part in parts]
-    digits_of, valid = (_digits_by_triton if backend == "triton" else _digits)(coded, parts, of_parts)
-    for number, (part, packer) in enumerate(zip(parts, of_parts, strict=True)):
-        dims = (packer.shape.key_dim, packer.shape.value_dim)
-        sides = [coded.states.new_empty(packer.shape.heads, part.tokens, dim, dtype=dtype) for dim in dims]
-        for block in _blocks(part.tokens, coded.states.device):
-            digits = digits_of(number, slice(block.start // TILE, -(-block.stop // TILE)))
-            for side, states in zip(sides, packer.states(_out_of_lanes(digits, block.stop - block.start)), strict=True):
-                side[:, block] = states
-        found.append((sides[0][:, part.wanted], sides[1][:, part.wanted]))
-    return found, valid
-
-
-DigitsOf = Callable[[int, slice], torch.Tensor]
-"""From the number of a part and some of its tiles to the digits of their tokens."""
-
-
-def _digits(coded: CodedTiles, parts: Sequence[SpanTiles], packers: Sequence[LayerPacker]) -> tuple[DigitsOf, torch.Tensor]:
-    tiles, device = [len(part.counts) for part in parts], coded.states.device
-    most = max(len(packer.symbols) for packer in packers)
-    # Layers that have fewer symbols than others code nothing in the last ones.
-    layers = {
-        part.layer: torch.nn.functional.pad(packer.symbols, (0, 0, 0, most - len(packer.symbols)))
-        for part, packer in zip(parts, packers, strict=True)
-    }
-    tables = torch.stack([layers[part.layer][:, :2] for part in parts], 2).repeat_interleave(torch.tensor(tiles, device=device), 2)
-    symbols, valid = decode(coded, tables[:, 0], tables[:, 1], packers[0].tables)
-    of_parts = symbols.split(tiles, 2)
-    escaped = coded.escaped.split([int(part.counts[:, 1].sum()) for part in parts])
-
-    def digits_of(number: int, block: slice) -> torch.Tensor:
-        packer, counts = packers[number], parts[number].counts[:, 1]
-        own = of_parts[number][: len(packer.symbols), :, block].transpose(1, 2).flatten(1)
-        first, count = int(counts[: block.start].sum()), int(counts[block].sum())
-        return packer.digits(own, escaped[number][first : first + count], counts[block])
-
-    return digits_of, valid
-
-
-def _digits_by_triton(coded: CodedTiles, parts: Sequence[SpanTiles], packers: Sequence[LayerPacker]) -> tuple[DigitsOf, torch.Tensor]:
-    device, tables, places, size = coded.states.device, packers[0].tables, [], 0
-    shapes, symbols, first = [], [], 0
-    for part, packer in zip(parts, packers, strict=True):
-        tokens = TILE * len(part.counts)
-        places += [(first, len(packer.symbols), size + TILE * tile, tokens) for tile in range(len(part.counts))]
-        symbols.append(packer.symbols)
-        shapes.append((packer.plan.digits, tokens))
-        first, size = first + len(packer.symbols), size + packer.plan.digits * tokens
-    at = torch.tensor(places, dtype=torch.int64).view(-1, 4).to(device)
-    flat, valid = decode_tiles(coded, at, torch.cat(symbols), tables.slots, tables.values, size, PRECISION, TOKEN_LEVELS)
-    of_parts = [own.view(shape) for own, shape in zip(flat.split([math.prod(shape) for shape in shapes]), shapes, strict=True)]
-    return lambda number, block: of_parts[number][:, block.start * TILE : block.stop * TILE], valid
-
-
-def _blocks(tokens: int, device: torch.device) -> Iterator[slice]:
-    """Whole tiles, and what is left."""
-    whole = tokens // TILE * TILE
-    block = _BLOCK if device.type == "cpu" else max(TILE, whole)
-    yield from (slice(start, min(start + block, whole)) for start in range(0, whole, block))
-    if whole < tokens:
-        yield slice(whole, tokens)
-
-
-def _into_lanes(numbers: torch.Tensor, tokens: int) -> torch.Tensor:
-    """(directions, tokens), whole tiles or less than one, as whole tiles, with zeros where lanes have no token."""
-    if not tokens % TILE:
-        return numbers
-    first, second = lanes_of(tokens)
-    pad = torch.nn.functional.pad
-    return torch.cat([pad(numbers[:, :first], (0, LANES - first)), pad(numbers[:, first:], (0, LANES - second))], 1)
-
-
-def _out_of_lanes(numbers: torch.Tensor, tokens: int) -> torch.Tensor:
-    """The inverse."""
-    if not tokens % TILE:
-        return numbers
-    first, second = lanes_of(tokens)
-    return torch.cat([numbers[:, :first], numbers[:, LANES : LANES + second]], 1)
-
-
-Item = TypeVar("Item")
-
-
-def _batches(items: Sequence[Item], tiles: Sequence[int]) -> Iterator[list[Item]]:
-    """Items in their order, with about as many tiles as should take their steps together."""
-    waiting: list[Item] = []
-    count = 0
-    for item, own in zip(items, tiles, strict=True):
-        waiting.append(item)
-        count += own
-        if count >= _TOGETHER:
-            yield waiting
-            waiting, count = [], 0
-    if waiting:
-        yield waiting
 
 
 def _elements(bases: Mapping[int, JointBasis]) -> int:

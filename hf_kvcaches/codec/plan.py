@@ -151,6 +151,11 @@ class Plan:
         return torch.cat([part.view(-1, size).T.flatten() for part, size in zip(parts, SIZES, strict=True)])
 
     @property
+    def integers(self) -> torch.Tensor:
+        """The direction of each integer, (kept,)."""
+        return self.order[self.ranks]
+
+    @property
     def digits(self) -> int:
         """Low bits and integers of a token."""
         return self.split + len(self.order)

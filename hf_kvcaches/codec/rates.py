@@ -25,7 +25,7 @@ from hf_kvcaches.codec.plan import (
     token_weights,
 )
 
-_LEAST_BITS = 0.01  # directions that take less are left out
+_LEAST_BITS = 0.01  # of a direction that is coded
 _LANE_BITS = 12 + 64 / TILE  # of a token, for its half of a lane's state, and its share of what a record says of a tile
 _SEARCHES = 6
 _COARSEST = 16  # how much larger the largest deviation may be than those that low bits do for
@@ -65,19 +65,23 @@ class StepQuantizer:
     loss: float
 
 
-def fit(samples: Sequence[Sample], bits: float) -> StepQuantizer:
-    """The quantizer that takes so many bits of a token."""
+def fit(samples: Sequence[Sample], bits: float, least_bits: float = _LEAST_BITS) -> StepQuantizer:
+    """The quantizer that takes so many bits of a token.
+
+    Args:
+        least_bits: Directions that take less are left out.
+    """
     deviations = torch.cat([sample.deviations for sample in samples])
     # With finer steps most of the largest integers would have no symbols, and in the end no 16 bits.
     finest = math.log2(max(float(deviations.max()), 1e-30) / (_COARSEST * COARSE * 2.0**MOST_LOW_BITS))
     # The secant method, from where normal distributions would take about as many bits.
     octave = max(_normal_octave(deviations, bits), finest)
-    found, slope = _Counts.of(samples, 2.0**octave), -float(len(deviations))
+    found, slope = _Counts.of(samples, 2.0**octave, least_bits), -float(len(deviations))
     for _ in range(_SEARCHES):
         following = max(octave + min(max((bits - found.bits) / slope, -2.0), 2.0), finest)
         if abs(following - octave) < 1e-4:
             break
-        before, (octave, found) = (octave, found.bits), (following, _Counts.of(samples, 2.0**following))
+        before, (octave, found) = (octave, found.bits), (following, _Counts.of(samples, 2.0**following, least_bits))
         slope = min((found.bits - before[1]) / (octave - before[0]), -1.0)
     return found.quantizer()
 
@@ -153,7 +157,7 @@ class _Counts:
     bits: float
 
     @classmethod
-    def of(cls, samples: Sequence[Sample], step: float) -> _Counts:
+    def of(cls, samples: Sequence[Sample], step: float, least_bits: float) -> _Counts:
         layers, counts = [_Rounded(sample, step) for sample in samples], _prior()
         for layer in layers:
             layer.count(counts)
@@ -162,7 +166,7 @@ class _Counts:
         shares = both / both.sum(1, keepdim=True)
         _, bits_of = tables_from(shares, torch.zeros(LEVELS))
         bits = [layer.bits(bits_of) for layer in layers]
-        kept = [int((each > _LEAST_BITS).sum()) for each in bits]
+        kept = [int((each > least_bits).sum()) for each in bits]
         whole = sum(float(each[:count].sum()) + TOKEN_BITS + _LANE_BITS for each, count in zip(bits, kept, strict=True))
         return cls(step, layers, shares, kept, whole)
 

@@ -22,6 +22,17 @@ from hf_kvcaches.kernels.rotation import Layout, Tables, rotate_
 BLOCK = 2**23
 
 
+def product_type(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return in which type to multiply for buffers of a type: where that is as fast, in float32.
+
+    float16 does not have the range. CPUs without instructions for bfloat16 multiply it more slowly.
+    """
+    if device.type == "cpu" and dtype == torch.bfloat16:
+        found = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+        return dtype if found.get("avx512_bf16") or found.get("amx_bf16") else torch.float32
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
 @torch.no_grad()
 def rebuild(
     side: torch.Tensor | None,
@@ -35,6 +46,7 @@ def rebuild(
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
     layout: Layout = "half",
+    product: torch.dtype | None = None,
     backend: Backend = "auto",
 ) -> None:
     """Writes `side @ decoder.side + codes @ decoder.codes + decoder.bias`, keys rotated, to the slots of `spans`. Nothing else is written.
@@ -42,8 +54,8 @@ def rebuild(
     It is summed up in float32, or in float64 for float64 buffers, and cast once. Numbers beyond the range of float16 buffers become the
     largest that these hold. There are no gradients.
 
-    The torch back-end multiplies in that same type, whatever was given, and converts weights of another type at each call: on CPUs keep
-    them in float32. Triton multiplies bfloat16 or float16 as it is where both factors are of that type, and the rest in float32.
+    The torch back-end multiplies in that same type or in `product`, and converts weights of another type at each call. Triton multiplies
+    bfloat16 or float16 as it is where both factors are of that type, and the rest in float32.
 
     Args:
         side: What is known of each of the N tokens beside its codes, (N, d), floating point; or None.
@@ -56,6 +68,8 @@ def rebuild(
             Dimensions from rotary_dim on pass unchanged. None for keys that are not rotated.
         sin: Like `cos`.
         layout: Which dimensions form a pair: `"half"`: i and i + rotary_dim / 2; `"interleaved"`: 2i and 2i + 1.
+        product: The type in which the torch back-end multiplies; each of the two products is rounded to it. With bfloat16, processors that
+            have it take a fourth of the time. None: the type that is summed up in.
         backend: See the module.
     """
     backend = choose(backend, key_out)
@@ -63,7 +77,7 @@ def rebuild(
         return None
     tables = None if cos is None or sin is None else (cos, sin)
     if backend == "torch":
-        return _rebuild_torch(side, codes, decoder, key_out, value_out, spans, side_rows, tables, layout)
+        return _rebuild_torch(side, codes, decoder, key_out, value_out, spans, side_rows, tables, layout, product)
     if side is not None and side_rows is not None:
         side = side[side_rows]
     from hf_kvcaches.kernels import rebuild_triton
@@ -81,6 +95,7 @@ def _rebuild_torch(
     side_rows: torch.Tensor | None,
     tables: Tables | None,
     layout: Layout,
+    product: torch.dtype | None,
 ) -> None:
     exact = torch.promote_types(key_out.dtype, torch.float32)
     tokens, heads = sum(span.tokens for span in spans), key_out.shape[1]
@@ -88,14 +103,14 @@ def _rebuild_torch(
     initial = torch.zeros(1, sum(widths), dtype=exact, device=key_out.device)  # of each token, before codes are added
     if decoder.bias is not None:
         initial += decoder.bias
-    factors = []
+    product, factors = product or exact, []
     if side is not None and decoder.side is not None:
         if side_rows is None:
-            factors.append((side, decoder.side.to(exact)))
+            factors.append((side, decoder.side.to(product)))
         else:
-            initial = torch.addmm(initial, side.to(exact), decoder.side.to(exact))
+            initial = _add_product(initial.repeat(len(side), 1), side, decoder.side.to(product))
     if codes is not None and decoder.codes is not None:
-        factors.append((codes, decoder.codes.to(exact)))
+        factors.append((codes, decoder.codes.to(product)))
     most = max(1, min(tokens, BLOCK // max(1, sum(widths))))
     buffer = torch.empty(most, sum(widths), dtype=exact, device=key_out.device)
     for here, row, slots in _pieces(spans, most):
@@ -105,7 +120,7 @@ def _rebuild_torch(
         else:
             torch.index_select(initial, 0, side_rows[here], out=numbers)
         for x, weights in factors:
-            numbers.addmm_(x[here].to(exact), weights)
+            _add_product(numbers, x[here], weights)
         keys, values = (part.unflatten(1, (heads, -1)).transpose(0, 1) for part in numbers.split(widths, 1))
         if tables is not None:
             rotate_(keys, tables[0][here], tables[1][here], layout)
@@ -113,6 +128,11 @@ def _rebuild_torch(
             numbers.clamp_(-torch.finfo(torch.float16).max, torch.finfo(torch.float16).max)
         key_out[row, :, slots] = keys
         value_out[row, :, slots] = values
+
+
+def _add_product(total: torch.Tensor, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Add `x @ weights`, in the type of the weights, in place."""
+    return total.addmm_(x.to(total), weights) if weights.dtype == total.dtype else total.add_(x.to(weights) @ weights)
 
 
 def _pieces(spans: Sequence[RowSpan], most: int) -> Iterator[tuple[slice, int, slice]]:

@@ -22,6 +22,8 @@ Indices = npt.NDArray[np.int64]
 SURROUNDINGS, SHINGLE = 128, 8
 # How many tokens at the end of a prompt are computed where text before them has changed; those that they attend to most are repaired.
 PROBING = 8
+# One in so many of a span's repaired tokens is among its first ones, which depend most on the text before.
+_FIRST = 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,12 +126,15 @@ class PromptRow:
         return len(self.ids) - max((piece.stop for piece in self.sources), default=self.begin)
 
     def picking(self, shares: npt.NDArray[np.float32], probed: int) -> PromptRow:
-        """Return the row with the tokens picked that are repaired: of all repaired spans those with the largest shares.
+        """Return the row with the tokens picked that are repaired: the first few of each span, and of all those with the largest shares.
 
         Args:
             shares: Of the weights of the last `probed` tokens, for each token of the row.
         """
         indices = _together(np.arange(span.start, span.stop) for span in self.spans if span.repair)
+        shares = shares.copy()
+        for span in self.spans:
+            shares[span.start : span.start + -(-span.repair // _FIRST)] = np.inf
         best = np.argsort(-shares[indices], kind="stable")[: sum(span.repair for span in self.spans)]
         picked = np.sort(indices[best])
         spans = []
@@ -271,7 +276,7 @@ class Admission(NamedTuple):
 
     Args:
         rule: A name for reports.
-        repair: How many of its tokens are recomputed in the new context: of all matches those that the prompt's end attends to most.
+        repair: How many tokens are recomputed: its first ones, and of all matches those that the prompt's end attends to most.
         repair_depth: The share of the layers that recompute them, from the lowest on; the others reuse them.
         reason: Why it is rejected, as a sentence.
     """
@@ -323,9 +328,8 @@ def _admitted(match: Match, admit: Admit, layers: int) -> PlannedSpan:
     return PlannedSpan(match.start, match.stop, admission.rule, match.run.pieces, repaired, depth if repaired and depth < layers else None)
 
 
-@lru_cache(1024)
+@lru_cache(1024)  # every prompt that has a stored span compares the tokens before it
 def _shingles(ids: bytes) -> frozenset[int]:
-    # Cached, because every prompt that has a stored span compares the tokens before it.
     return frozenset(window_hashes(np.frombuffer(ids, np.uint32), SHINGLE).tolist())
 
 

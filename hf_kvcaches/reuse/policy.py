@@ -30,7 +30,8 @@ class SegmentPolicy(Artifact):
     Args:
         guard: How many tokens directly before must be the same for reuse without repair; None: all.
         similarity: The least Jaccard similarity of the shingles of both surroundings.
-        repair: Share of the tokens that are recomputed in the new context: those that the prompt's last tokens attend to most.
+        repair: Share of the tokens that are recomputed in the new context: a third of them each segment's first ones, the others those that
+            the prompt's last tokens attend to most.
         repair_depth: Share of the layers that recompute these tokens: the lowest ones. The others reuse them.
         shortest: The least number of tokens that are reused behind another text.
         bound: The bound on the mean KL divergence that calibration kept, in nats; None without calibration.
@@ -42,7 +43,7 @@ class SegmentPolicy(Artifact):
 
     guard: int | None = None
     similarity: float = 0.9
-    repair: float = 0.25
+    repair: float = 0.3
     repair_depth: float = 1.0
     shortest: int = 16
     bound: float | None = None

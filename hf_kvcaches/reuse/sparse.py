@@ -191,13 +191,14 @@ class SparseView(TensorView):
                 outputs.append(merged([part, *_sinks(part, call.sink_logits)]))
             return torch.cat(outputs, 1)
         own, before = slice(block.start, block.stop), slice(lowest, block.start)
-        if block.consecutive:
-            part = _fused(query, keys[:, :, own], values[:, :, own], call.scaling, causal=True)
+        if block.consecutive or query.device.type == "cpu":
+            mask = None if block.consecutive else _mask(self.sparse.host_slots[row, block.first : block.last], query.dtype)
+            part = _fused(query, keys[:, :, own], values[:, :, own], call.scaling, block.consecutive, mask)
         else:
             part = self._masked(query, row, block, block.start, call)
         if block.start == lowest:
             return merged([part])
-        return merged([_fused(query, keys[:, :, before], values[:, :, before], call.scaling, causal=False), part])
+        return merged([_fused(query, keys[:, :, before], values[:, :, before], call.scaling), part])
 
     def _masked(self, query: torch.Tensor, row: int, block: Block, lowest: int, call: Call) -> AttentionPart:
         """Attention of a block over the slots from `lowest` on."""
@@ -266,16 +267,33 @@ def _sinks(part: AttentionPart, logits: torch.Tensor | None) -> list[AttentionPa
     return [AttentionPart(torch.zeros_like(part.sums), torch.ones_like(part.total), highest.clone())]
 
 
-def _fused(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, causal: bool) -> AttentionPart:
+def _mask(slots: Indices, dtype: torch.dtype) -> torch.Tensor:
+    """What is added to the scores of the queries in some slots with the tokens from the first of these slots on, (queries, slots)."""
+    own = torch.from_numpy(slots - slots[0])[:, None]
+    hidden = torch.arange(int(own[-1]) + 1) > own
+    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
+
+
+def _fused(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scaling: float,
+    causal: bool = False,
+    mask: torch.Tensor | None = None,
+) -> AttentionPart:
     """Attention by PyTorch's fused kernels, with the logarithm of its sum of exponentials.
 
     Args:
         query: (1, heads, queries, head_dim).
         keys: (1, kv_heads, tokens, head_dim); as many tokens as queries, if causal.
+        mask: What is added to the scores, (queries, tokens); on a CPU only.
     """
     (_, heads, tokens, _), kv_heads = query.shape, keys.shape[1]
     if query.device.type == "cpu":
-        output, total = compat.fused_attention("flash_attention_for_cpu")(query, keys, values, 0.0, causal, scale=scaling)
+        output, total = compat.fused_attention("flash_attention_for_cpu")(
+            query, keys, values, 0.0, causal, attn_mask=None if mask is None else mask[None, None], scale=scaling
+        )
     else:
         if causal and heads > kv_heads:  # of the run's own tokens alone
             keys, values = (states.repeat_interleave(heads // kv_heads, 1) for states in (keys, values))

@@ -1,4 +1,4 @@
-"""`TranslatedCache`: a prompt that another model has read is not prefilled again."""
+"""`TranslatedCache`: a prompt that another model has read needs no prefill."""
 
 from __future__ import annotations
 
@@ -27,10 +27,9 @@ class TranslatedReport(CacheReport):
     """What a `TranslatedCache` holds, and which of it was rebuilt.
 
     Args:
-        translated: Tokens whose keys and values came of codes, the first tokens of prompts included, in all rows; 0 where the model ran
-            the prompt.
-        payload_bytes: Of the messages. 0, like the fields below, in a cache that was unpickled or loaded: codes are not stored.
-        payload_share: Their share of these prompts' keys and values of all layers in bfloat16.
+        translated: Tokens of all rows that were filled in from codes, with the first tokens of prompts; 0 where the model ran the prompt.
+        payload_bytes: Bytes of the messages; 0, like the fields below, in a cache that was unpickled or loaded.
+        payload_share: The same as a share of the prompts' keys and values of all layers in bfloat16.
         run_layers: How many layers the model ran on these tokens; keys and values of one more are exact.
     """
 
@@ -41,13 +40,7 @@ class TranslatedReport(CacheReport):
 
 
 class _Filled(NamedTuple):
-    """What was filled in since the cache was empty.
-
-    Args:
-        translated: Tokens in all rows.
-        payload_bytes: Of the messages.
-        plain_bytes: Of the keys and values of what these messages are codes of, in bfloat16.
-    """
+    """What was filled in since the cache was empty: tokens, bytes of messages, and bytes of the coded keys and values in bfloat16."""
 
     translated: int = 0
     payload_bytes: int = 0
@@ -55,26 +48,25 @@ class _Filled(NamedTuple):
 
 
 class TranslatedCache(SplicingCache):
-    """Rebuilds the consumer's keys and values from codes of another model's; `generate` runs the prompt's last token only.
+    """Rebuilds the consumer's keys and values from codes of another model's; `generate` runs only the last token of the prompt.
 
     Paper: Semantic Cache Distillation: Efficient State Transfer via Reuse and Selective Patching (SCD).
 
-    **Departs from the paper**: see docs/translation.md. One code of keys and values of several layers, in the metric of what errors cost,
-    beside the token's embedding as side information, entropy coded.
+    **Departs from the paper**: several layers share one code of keys and values, in the metric of what errors cost. The token's embedding
+    is side information, and codes are entropy coded. See docs/translation.md.
 
     **Refuses**: codes of other prompts, other models or other adapters; models whose keys change with the length of the text.
 
     **Memory per token**: as `GrowingCache`.
 
-    The cache is filled when the prompt comes, by `generate` or `prefill`: only then can it be compared with the coded one. A prompt that
-    goes on behind the coded one is run from there. One that is shorter than the coded one is refused, and so is a pass that codes can't
-    serve (with gradients, under `torch.compile`, with the logits of the whole prompt, on embeddings). Without codes the model runs
-    prompts itself; `add` brings codes for the next one, also behind tokens that the cache has.
+    The cache is filled when `generate` or `prefill` passes the prompt, which is compared with the coded one. The model runs what follows
+    the coded prompt. A shorter prompt is refused, and so is a pass that codes can't serve (with gradients, under `torch.compile`, with the
+    logits of the whole prompt, on embeddings). Without codes the model runs prompts itself.
 
     Args:
         consumer: The model that the translator was fitted for.
         translator: The one that made the codes.
-        codes: In memory, or still arriving; None for later.
+        codes: In memory, or still arriving; None to `add` them later.
         decode_with: A new cache of the consumer that holds the tokens once the prompt is answered; None to keep them all here.
 
     Attributes:
@@ -96,28 +88,21 @@ class TranslatedCache(SplicingCache):
             self.add(codes)
 
     def add(self, codes: Codes) -> None:
-        """Take the codes of the next prompt, or of the next turn of a chat, in place of ones that were not used.
+        """Take the codes of the next prompt or turn, in place of unused ones.
 
         Args:
-            codes: Of the whole text, with codes of the tokens behind this cache's at least: `translator.encode(..., first=cache.seen)`.
+            codes: Of the whole text, from the tokens that this cache lacks on: `translator.encode(..., first=cache.seen)`.
         """
         if not isinstance(codes, Codes):
             hint = "Pass SemanticCodes.from_bytes(data)." if isinstance(codes, bytes) else "Pass what translator.encode gave."
             raise ConfigError.of("codes", "SemanticCodes or ArrivingCodes", type(codes).__name__, hint)
         if self.translator is None or self.stage is Stage.HANDED_OVER:
-            raise UnsupportedError(
-                "add: expected a cache that keeps its tokens and knows its translator. Leave out decode_with, or make a new cache in place "
-                "of one that was loaded."
-            )
+            raise UnsupportedError("add: expected a cache that keeps its tokens, and was not loaded from a file. Make a new cache.")
         self.translator.check_codes(codes.head)
         self.codes = codes
 
     def reset(self, codes: Codes | None = None) -> None:
-        """Forget all tokens, for another prompt.
-
-        Args:
-            codes: Of that prompt; None for the codes that the cache was made with.
-        """
+        """Forget all tokens, and take the codes of another prompt, or again those that the cache was made with."""
         super().reset()
         self._filled, self.codes = _Filled(), None
         self._first_codes = codes or self._first_codes
@@ -147,8 +132,8 @@ class TranslatedCache(SplicingCache):
         if self.codes is not None and self.stage is not Stage.FILLING:
             unserved = "Pass the input_ids of the whole prompt, with logits_to_keep=1 as generate does."
             raise UnsupportedError(
-                "TranslatedCache: the cache is still to be filled from its codes, and this call of the model can't be served by them. "
-                f"{self.reason or unserved} Or call cache.prefill(input_ids) first and go on behind it."
+                "TranslatedCache: the cache is still to be filled from its codes, which this call of the model can't use. "
+                f"{self.reason or unserved} Or call cache.prefill(input_ids) first, and pass the tokens that follow."
             )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
@@ -188,11 +173,11 @@ class TranslatedCache(SplicingCache):
             raise ConfigError(
                 f"codes: they are of another prompt (rows of {coded} tokens) than the one that came (rows of {lengths}). Encode this "
                 f"prompt, with the same tokens and chat template, and first=cache.seen ({self.seen}) or less, or use another cache for it. "
-                "A prompt is fed whole: not shorter than it was coded, nor in chunks that are shorter."
+                "Neither the prompt nor its first chunk may be shorter than what was coded."
             )
         if prompt.slots <= max(self.seen, *prompt.padding):
             raise ConfigError(
-                "codes: left padding makes one row start at or behind the slot where another row's codes end. Encode the whole batch, or "
+                "codes: left padding makes one row start at or after the slot where another row's codes end. Encode the whole batch, or "
                 "use one cache for each row."
             )
         return prompt
@@ -200,11 +185,9 @@ class TranslatedCache(SplicingCache):
     def _count(self, codes: Codes, prompt: CodedPrompt) -> None:
         numbers = sum(tensor.shape[1] * tensor.shape[3] for layer in self.layers for tensor in layer.owned_tensors().values())
         covered = sum(coded.tokens - (coded.first if prompt.seen else 0) for coded in codes.head.prompts)
-        self._filled = _Filled(
-            self._filled.translated + sum(prompt.slots - max(prompt.seen, padding) for padding in prompt.padding),
-            self._filled.payload_bytes + codes.nbytes,
-            self._filled.plain_bytes + 2 * numbers * covered,
-        )
+        new = sum(prompt.slots - max(prompt.seen, padding) for padding in prompt.padding)
+        tokens, payload, plain = self._filled
+        self._filled = _Filled(tokens + new, payload + codes.nbytes, plain + 2 * numbers * covered)
 
     def report(self) -> TranslatedReport:
         translated, payload, plain = self._filled
@@ -220,9 +203,5 @@ class TranslatedCache(SplicingCache):
 
     def __getstate__(self) -> dict[str, Any]:
         if self.codes is not None:
-            raise UnsupportedError(
-                "pickle: the cache is still to be filled from its codes. Send these instead, or call cache.prefill first."
-            )
-        # Another process goes on with the tokens.
-        kept = _Filled(self._filled.translated)
-        return {**super().__getstate__(), "translator": None, "_first_codes": None, "_filled": kept}
+            raise UnsupportedError("pickle: the cache is still to be filled from its codes. Send these, or call cache.prefill first.")
+        return {**super().__getstate__(), "translator": None, "_first_codes": None, "_filled": _Filled(self._filled.translated)}

@@ -1,8 +1,4 @@
-"""Coefficients as entropy-coded records: what translators share with `KVCodec`.
-
-The coefficients of all codes of a translator have one step, because their errors cost the same. To the codec a code is a layer whose basis
-is the identity: coefficients in steps are its keys, and one unused number is its value.
-"""
+"""Coefficients of a translator's codes as entropy-coded records, by the codec's packer without a transform of its own."""
 
 from __future__ import annotations
 
@@ -12,105 +8,110 @@ from typing import Any, Self
 
 import torch
 
-from hf_kvcaches.codec.basis import Basis
-from hf_kvcaches.codec.joint import JointBasis, PackedForm
+from hf_kvcaches.codec.coefficients import CoefficientPacker, pack, unpack
+from hf_kvcaches.codec.entropy import Tables
 from hf_kvcaches.codec.packing import Span
+from hf_kvcaches.codec.plan import TABLES, Plan
 from hf_kvcaches.codec.rates import Sample, fit
-from hf_kvcaches.codec.shape import Shape
+from hf_kvcaches.core.files import part_of
+from hf_kvcaches.errors import ArtifactError
 
 _TINY, _LARGEST = 1e-30, float(2**15 - 1)
+# Directions that take fewer bits are worth less than these bits, and each costs time in every token.
+_LEAST_BITS = 0.2
 
 
 @dataclass(frozen=True, eq=False)
 class Coding:
-    """How the coefficients of all codes become records.
+    """How the coefficients of all codes become records. All have one step, because their errors cost the same.
 
     Args:
-        form: Of coefficients in steps.
-        step: Of all coefficients.
-        orders: Of each code the directions that are sent, in the order of its coefficients.
+        tables: Of all codes.
+        plans: Of each code; the order of its directions is that of its deviations.
+        deviations: Of each code, in steps, in the order of its plan.
+        bits: Of a token in all codes, expected.
     """
 
-    form: PackedForm
-    step: float
-    orders: tuple[torch.Tensor, ...]
+    tables: Tables
+    plans: tuple[Plan, ...]
+    deviations: tuple[torch.Tensor, ...]
+    bits: float
 
     @classmethod
-    def fit(cls, samples: Sequence[torch.Tensor], bits: float) -> Self:
-        """The coding that takes so many bits of a token in all codes.
+    def fit(cls, samples: Sequence[torch.Tensor], bits: float) -> tuple[Self, float, list[torch.Tensor]]:
+        """Return the coding that takes so many bits of a token in all codes, its step, and the directions of each code that are sent.
 
         Args:
             samples: Coefficients, (tokens, directions) for each code.
         """
-        deviations, parts = [own.square().mean(0).sqrt().clamp_min(_TINY) for own in samples], []
-        for own, sizes in zip(samples, deviations, strict=True):
-            order = sizes.argsort(descending=True, stable=True)
-            parts.append(Sample(order, sizes[order], (own / sizes)[:, order].T.contiguous()))
-        quantizer = fit(parts, bits)
-        orders = tuple(plan.order for plan in quantizer.plans)
-        bases = {code: _identity(deviations[code][order] / quantizer.step) for code, order in enumerate(orders)}
+        sorted_samples, sizes = [], [own.square().mean(0).sqrt().clamp_min(_TINY) for own in samples]
+        for own, size in zip(samples, sizes, strict=True):
+            order = size.argsort(descending=True, stable=True)
+            sorted_samples.append(Sample(order, size[order], (own / size)[:, order].T.contiguous()))
+        quantizer = fit(sorted_samples, bits, _LEAST_BITS)
         plans = tuple(replace(plan, order=torch.arange(len(plan.order))) for plan in quantizer.plans)
-        return cls(PackedForm(bases, replace(quantizer, step=1.0, plans=plans)), quantizer.step, orders)
-
-    @property
-    def bits(self) -> float:
-        """Of a token in all codes, expected."""
-        return self.form.quantizer.bits
-
-    def directions(self, code: int) -> torch.Tensor:
-        """The directions of a code that are sent, in the order of its coefficients."""
-        return self.orders[code]
-
-    def integers(self, code: int, steps: torch.Tensor) -> torch.Tensor:
-        """Coefficients in steps, (tokens, directions), as they are packed; what is no number counts as 0. Nothing waits for the device."""
-        return steps.nan_to_num(0.0, _LARGEST, -_LARGEST).clamp(-_LARGEST, _LARGEST)
-
-    def steps(self, code: int, integers: torch.Tensor) -> torch.Tensor:
-        """Return what is decoded of coefficients in steps, (tokens, directions)."""
-        return self.unpack(self.pack({code: integers}))[code]
+        deviations = tuple(size[plan.order] / quantizer.step for size, plan in zip(sizes, quantizer.plans, strict=True))
+        return cls(quantizer.tables, plans, deviations, quantizer.bits), quantizer.step, [plan.integers for plan in quantizer.plans]
 
     def only(self, codes: Sequence[int]) -> Self:
         """The coding of some of the codes, numbered anew."""
-        bases = {number: self.form.bases[code] for number, code in enumerate(codes)}
-        plans = tuple(self.form.quantizer.plans[code] for code in codes)
-        form = PackedForm(bases, replace(self.form.quantizer, plans=plans))
-        return replace(self, form=form, orders=tuple(self.orders[code] for code in codes))
+        return replace(self, plans=tuple(self.plans[code] for code in codes), deviations=tuple(self.deviations[code] for code in codes))
 
-    def pack(self, integers: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Return the record of each code, (bytes,), uint8, on the device of its coefficients."""
-        return self.form.pack({code: (own[None], own.new_zeros(1, len(own), 1)) for code, own in integers.items()})
+    def pack(self, steps: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Return the record of each code, (bytes,), uint8, on the device of its coefficients; what is no number counts as 0.
+
+        Args:
+            steps: Coefficients in steps, (tokens, directions), by code.
+        """
+        records: dict[int, torch.Tensor] = {}
+        for device in {own.device for own in steps.values()}:
+            tokens = {code: len(own) for code, own in steps.items() if own.device == device}
+            records |= pack(self._on(device), tokens, lambda code, block: _bounded(steps[code][block].T))
+        return records
 
     def unpack(self, records: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Return coefficients in steps, (tokens, directions), float32, of records on one device; others are an `ArtifactError`."""
-        states = self.form.unpack([Span(*record) for record in records.items()])
-        return {code: keys[0] for code, (keys, _) in zip(records, states, strict=True)}
+        found: dict[int, torch.Tensor] = {}
+        packers = {} if not records else self._on(next(iter(records.values())).device)
+        for part, block, digits in unpack(packers, [Span(*record) for record in records.items()]):
+            coefficients = packers[part.layer].coefficients(digits)
+            if not block.start:
+                found[part.layer] = coefficients.new_empty(len(coefficients), part.tokens)
+            found[part.layer][:, block] = coefficients
+        return {code: own.T for code, own in found.items()}
+
+    def rounded(self, code: int, steps: torch.Tensor) -> torch.Tensor:
+        """Return what is decoded of coefficients in steps, (tokens, directions)."""
+        return self.unpack(self.pack({code: steps}))[code]
+
+    def _on(self, device: torch.device) -> dict[int, CoefficientPacker]:
+        packers: dict[torch.device, dict[int, CoefficientPacker]] = self.__dict__.setdefault("_packers", {})
+        if device not in packers:
+            with torch.inference_mode(False), torch.no_grad():
+                tables, parts = self.tables.to(device), zip(self.plans, self.deviations, strict=True)
+                packers[device] = {code: CoefficientPacker(*part, tables) for code, part in enumerate(parts)}
+        return packers[device]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_packers"}
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """By name."""
-        found = {f"tables.{name}": tensor for name, tensor in self.form.quantizer.tables.tensors().items()}
-        for code, plan in enumerate(self.form.quantizer.plans):
-            sizes = self.form.bases[code].deviations[:-1]
-            found |= {f"{code}.{name}": tensor for name, tensor in (plan.tensors() | {"deviations": sizes}).items()}
+        found = {f"tables.{name}": tensor for name, tensor in self.tables.tensors().items()}
+        for code, (plan, deviations) in enumerate(zip(self.plans, self.deviations, strict=True)):
+            found |= {f"{code}.{name}": tensor for name, tensor in (plan.tensors() | {"deviations": deviations}).items()}
         return found
 
-    def metadata(self) -> dict[str, Any]:
-        """All else, as JSON values."""
-        own = self.form.quantizer
-        return {"step": self.step, "bits": own.bits, "loss": own.loss, "codes": len(own.plans)}
-
     @classmethod
-    def restore(cls, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, Any]) -> Self:
-        """From `tensors` and `metadata`."""
-        bases, found = {code: _identity(tensors[f"{code}.deviations"]) for code in range(metadata["codes"])}, dict(tensors)
-        for code, basis in bases.items():
-            found |= {f"{code}.{name}": tensor for name, tensor in basis.tensors().items()}
-        shapes = {str(code): list(basis.basis.shape) for code, basis in bases.items()}
-        form = PackedForm.restore(found, {"shapes": shapes, "step": 1.0, "bits": metadata["bits"], "loss": metadata["loss"]})
-        return cls(form, float(metadata["step"]), tuple(plan.order for plan in form.quantizer.plans))
+    def restore(cls, tensors: Mapping[str, torch.Tensor], codes: int, bits: float) -> Self:
+        tables = Tables(**part_of(tensors, "tables"))
+        tables.require_valid(TABLES)
+        parts = [part_of(tensors, str(code)) for code in range(codes)]
+        deviations = tuple(part["deviations"] for part in parts)
+        plans = tuple(Plan.of(part, len(own)) for part, own in zip(parts, deviations, strict=True))
+        if any(own.shape != plan.order.shape for own, plan in zip(deviations, plans, strict=True)):
+            raise ArtifactError("The deviations of a code don't fit its directions. Fit the translator anew.")
+        return cls(tables, plans, deviations, bits)
 
 
-def _identity(deviations: torch.Tensor) -> JointBasis:
-    """A basis in which coefficients are what they are; the last one is not used."""
-    size = len(deviations) + 1
-    basis = Basis.rounded(Shape(1, size - 1, 1), torch.zeros(1, size), torch.eye(size, dtype=torch.float64)[None])
-    return JointBasis(basis, torch.cat([deviations.float(), torch.full((1,), _TINY)]), torch.zeros(0, size, dtype=torch.float16))
+def _bounded(steps: torch.Tensor) -> torch.Tensor:
+    return steps.nan_to_num(0.0, _LARGEST, -_LARGEST).clamp_(-_LARGEST, _LARGEST)

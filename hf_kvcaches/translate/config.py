@@ -27,19 +27,16 @@ class TranslatorConfig:
     """Options of `CacheTranslator.fit` that have good defaults.
 
     Args:
-        layers_per_code: How many consecutive layers share a code, which is sent once the producer has the last of them. More layers lose
-            less at the same bytes; rebuilding takes time in proportion, and fitting takes memory. None: up to 4, as long as their keys and
-            values together have at most 2,048 numbers a token.
-        metric: What errors cost: by gradients of the predictions behind a text (`"loss"`, where the model has them), or all of a layer the
-            same (`"plain"`).
-        layer_map: For each layer of the consumer the producer's layer that predicts it; None: the one nearest in depth; `"fit"`: the
-            best one on the first texts, none below that of the layer before.
-        prefill_share: With `recompute_layers="auto"`, the share of the consumer's layers that may be run.
-        exact_tokens: How many of a prompt's first tokens the consumer runs itself. They are unlike all others, and all others attend to
-            them.
+        layers_per_code: How many consecutive layers share a code. More layers lose less at the same bytes, but rebuilding takes more time,
+            and fitting more memory. None: up to 4, as long as their keys and values together have at most 2,048 numbers a token.
+        metric: What errors cost: by gradients of the predictions after a text (`"loss"`), or all of a layer the same (`"plain"`).
+        layer_map: The producer's layer that predicts each layer of the consumer. None: the one nearest in depth; `"fit"`: the best one on
+            the first texts, none below that of the layer before.
+        prefill_share: The share of the consumer's layers that `recompute_layers="auto"` may run.
+        exact_tokens: How many first tokens of a prompt the consumer runs itself. They are unlike all others, which attend to them.
         ridge: Regularisation, as a share of the mean variance. None: less the more tokens there are.
-        memory: What the sums over texts may take, a number of bytes or such as `"8GiB"`. Where they take more, layers are fitted in groups,
-            and both models read the texts once for each group.
+        memory: What the sums over texts may take, in bytes or such as `"8GiB"`. Where they take more, layers are fitted in groups, and both
+            models read the texts once for each group.
     """
 
     layers_per_code: int | None = None
@@ -67,7 +64,6 @@ class TranslatorConfig:
 
     @property
     def memory_bytes(self) -> int | None:
-        """`memory` as a number."""
         return bytes_of_size("memory", self.memory)
 
     def layers_of_width(self, width: int) -> int:
@@ -77,14 +73,7 @@ class TranslatorConfig:
 
 @dataclass(frozen=True)
 class TranslatorSettings:
-    """How a translator was fitted.
-
-    Args:
-        metric: The one in use, which is "plain" where the consumer has no gradients.
-        layers_per_code: The number in use.
-        layer_map: The producer's layer of each of the consumer's.
-        measured: KL divergences on held-out texts.
-    """
+    """How a translator was fitted: the options in use, how much it read, and KL divergences on held-out texts."""
 
     payload: float
     recompute_layers: int

@@ -21,8 +21,6 @@ from hf_kvcaches.translate.codes import CodesHead, Part, Prompt, SemanticCodes, 
 from hf_kvcaches.translate.maps import CodeEncoder, Maps
 from hf_kvcaches.translate.states import LayerState, PromptTokens, in_evaluation, read
 
-# What a code is on the device, before it is packed.
-Coefficients = torch.Tensor
 # Weights that are moved in and out of a model's own modules are there for one pass at a time.
 _passes: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()
 
@@ -30,15 +28,14 @@ _passes: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDiction
 class CacheEncoder:
     """Codes what a producer computes for prompts; made by `CacheTranslator.encoder`, and holds nothing of the consumer.
 
-    Weights are on the producer's devices from the first prompt on. While the producer runs, codes are computed where it runs, and nothing
-    waits for it; all codes of a prompt leave the device in one transfer. Any number of threads may encode at a time, also with a model in
-    training mode, which is read without dropout.
+    Weights stay on the producer's devices. Nothing waits for a device while the producer runs, and all codes of a prompt leave it in one
+    transfer. Any number of threads may encode at a time, also with a model in training mode, which is read without dropout.
 
     Args:
         digest: The translator's.
         models: The producer and the consumer that it was fitted for.
         maps: Those of the translator; only encoders are kept.
-        exact_tokens: How many of a prompt's first tokens have no codes.
+        exact_tokens: How many first tokens of a prompt have no codes.
     """
 
     def __init__(self, digest: str, models: Mapping[str, ModelFingerprint], maps: Maps, exact_tokens: int) -> None:
@@ -52,17 +49,17 @@ class CacheEncoder:
         Args:
             producer: The model that this was fitted for.
             input_ids: (batch, tokens) or (tokens,), two tokens at least.
-            attention_mask: 1 where a token is real, or None. Padding stands on the left, and is not sent.
-            first: The index of the first token with codes, where the consumer's cache has those before it: its `seen`.
+            attention_mask: 1 where a token is real, or None. Rows are padded on the left, and padding is not sent.
+            first: The index of the first token with codes: the `seen` of the consumer's cache.
         """
         head, tokens = self._begin(input_ids, attention_mask, first)
-        model, codes = self.check_producer(producer), dict[int, Coefficients]()
+        model, codes = self.check_producer(producer), dict[int, torch.Tensor]()
         if head.names:
             self._run(model, tokens, codes.__setitem__)
         return SemanticCodes(head, map(Part, head.names, self._packed(codes)))
 
     def stream(self, producer: Any, input_ids: Any, attention_mask: Any = None, *, first: int = 0) -> Iterator[bytes]:
-        """Yield the bytes of `encode`, each part as soon as the producer, in another thread, has its layers; arguments as in `encode`."""
+        """Yield the bytes of `encode`, each part as soon as the producer, in another thread, has its layers."""
         head, tokens = self._begin(input_ids, attention_mask, first)
         model = self.check_producer(producer)
         yield from message_of(head, self._parts_in_thread(head, model, tokens))
@@ -87,7 +84,7 @@ class CacheEncoder:
         head = CodesHead(self.digest, prompts, self._maps.names if bool(coded.any()) else ())
         return head, tokens._replace(chosen=coded.flatten().nonzero()[:, 0])
 
-    def _run(self, model: Any, tokens: PromptTokens, on_code: Callable[[int, Coefficients], Any]) -> None:
+    def _run(self, model: Any, tokens: PromptTokens, on_code: Callable[[int, torch.Tensor], Any]) -> None:
         """Pass on the coefficients of each code as soon as the producer has its layers."""
         encoders, side_layer = self._maps.encoders, self._maps.side_layer
         states, known, pending = dict[int, torch.Tensor](), list[torch.Tensor](), list(range(len(encoders)))
@@ -105,21 +102,17 @@ class CacheEncoder:
         with _alone(model):
             read(in_evaluation(model), tokens.to(compat.input_device(model)), on_state, hidden=[side_layer], last=last)
 
-    def _coefficients(self, code: int, states: Mapping[int, torch.Tensor], known: torch.Tensor) -> Coefficients:
+    def _coefficients(self, code: int, states: Mapping[int, torch.Tensor], known: torch.Tensor) -> torch.Tensor:
         encoder = self._maps.encoders[code]
         device = states[encoder.sources[-1]].device
         if (code, device) not in self._placed:
             self._placed[code, device] = encoder.to(device)
-        numbers = self._placed[code, device].coefficients(states, known)
-        return numbers if self._maps.coding is None else self._maps.coding.integers(code, numbers)
+        return self._placed[code, device].coefficients(states, known)
 
-    def _packed(self, codes: Mapping[int, Coefficients]) -> list[torch.Tensor]:
+    def _packed(self, codes: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
         """Return the record of each code, on the CPU, of one transfer from each device."""
-        records: dict[int, torch.Tensor] = {}
-        if self._maps.coding is None:
-            records = {code: own.flatten().view(torch.uint8) for code, own in codes.items()}
-        else:
-            records = self._maps.coding.pack(codes)
+        coding = self._maps.coding
+        records = {code: own.flatten().view(torch.uint8) for code, own in codes.items()} if coding is None else coding.pack(codes)
         for device in {record.device for record in records.values() if record.device.type != "cpu"}:
             own = {code: record for code, record in records.items() if record.device == device}
             records |= zip(own, torch.cat([*own.values()]).cpu().split([*map(len, own.values())]), strict=True)
@@ -127,7 +120,7 @@ class CacheEncoder:
 
     def _parts_in_thread(self, head: CodesHead, model: Any, tokens: PromptTokens) -> Iterator[Part]:
         """Yield each part while the producer runs in another thread; what is packed here does not keep it waiting."""
-        codes: SimpleQueue[tuple[int, Coefficients] | None] = SimpleQueue()
+        codes: SimpleQueue[tuple[int, torch.Tensor] | None] = SimpleQueue()
         if not head.names:
             return
         with ThreadPoolExecutor(1) as executor:
@@ -146,7 +139,6 @@ def require_fitted(model: Any, role: str, models: Mapping[str, ModelFingerprint]
 
     Args:
         role: "producer", which is run in evaluation mode whatever its mode, or "consumer".
-        models: Those that it was fitted for, by role.
         identity: Of the model, where it is known.
     """
     base = compat.base_model(model)

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from hf_kvcaches import compat
 from hf_kvcaches.core.decoder import decoder_layers
 from hf_kvcaches.kernels.arguments import RowSpan
-from hf_kvcaches.kernels.rebuild import rebuild
+from hf_kvcaches.kernels.rebuild import product_type, rebuild
 from hf_kvcaches.reuse.layer import SplicingCache
 from hf_kvcaches.reuse.partial import PassEnded, StoppingPass, run_module, with_layers
 from hf_kvcaches.translate.codes import ArrivingCodes, CodesHead, SemanticCodes
@@ -31,8 +31,8 @@ class CodedPrompt:
         spans: Slots that are rebuilt, in the order of their codes.
         starts: The index of each span's first token in the codes.
         copies: For each other row, the rebuilt one that has the same tokens in the same slots.
-        padding: Slots without a token at the start of each row of the batch.
-        slots: Slots that are filled in all rows afterwards, padding included.
+        padding: Slots without a token at the start of each row.
+        slots: Slots that are filled in all rows afterwards, with padding.
         seen: Slots that were filled before.
         run: How many of each row's first tokens have no codes, and are run.
     """
@@ -59,32 +59,28 @@ def match_prompts(head: CodesHead, tokens: PromptTokens, most: int, seen: int = 
         tokens: All tokens, also those in the cache.
         most: Slots that may be filled.
         seen: Slots that are filled already.
-        run: How many of a prompt's first tokens are run where none is there.
+        run: How many first tokens of a new prompt are run.
     """
     padding = (~tokens.real).sum(-1).tolist()
-    numbers, slots = list[int](), most
-    for before, ids in zip(padding, tokens.rows(), strict=True):
-        there = seen - before if seen > before else run
-        matches = [(prompt.tokens, -number) for number, prompt in enumerate(head.prompts) if prompt.first <= there and prompt.begins(ids)]
+    rows: dict[tuple[int, int], list[int]] = {}  # by their prompt's number and their padding
+    for row, (before, ids) in enumerate(zip(padding, tokens.rows(), strict=True)):
+        held = seen - before if seen > before else run
+        matches = [(prompt.tokens, -number) for number, prompt in enumerate(head.prompts) if prompt.first <= held and prompt.begins(ids)]
         if not matches:
             return None
         length, number = max(matches)
-        numbers.append(-number)
-        slots = min(slots, before + length)
-    rebuilt: dict[tuple[int, int], int] = {}
-    copies = {}
-    for row, alike in enumerate(zip(numbers, padding, strict=True)):
-        if (source := rebuilt.setdefault(alike, row)) != row:
-            copies[row] = source
-    spans, starts, offsets, missing = [], [], [0, *accumulate(prompt.coded for prompt in head.prompts)], 0
-    for (number, before), row in sorted(rebuilt.items(), key=lambda item: (item[0][0], item[1])):
-        prompt, first = head.prompts[number], max(seen, before)
-        if seen <= before:
-            missing = max(missing, prompt.first)
-        first = max(first, before + prompt.first)
-        spans.append(RowSpan(row, first, max(0, slots - first)))
-        starts.append(offsets[number] + first - before - prompt.first)
-    return CodedPrompt(tuple(spans), tuple(starts), copies, tuple(padding), slots, seen, missing)
+        most = min(most, before + length)
+        rows.setdefault((-number, before), []).append(row)
+    spans, starts, copies, missing = list[RowSpan](), list[int](), dict[int, int](), 0
+    offsets = [0, *accumulate(prompt.coded for prompt in head.prompts)]
+    for (number, before), (row, *others) in sorted(rows.items(), key=lambda item: (item[0][0], item[1][0])):
+        coded = before + head.prompts[number].first  # the slot of the first token with codes
+        missing = max(missing, coded - before if seen <= before else 0)
+        first = max(seen, coded)
+        spans.append(RowSpan(row, first, max(0, most - first)))
+        starts.append(offsets[number] + first - coded)
+        copies |= dict.fromkeys(others, row)
+    return CodedPrompt(tuple(spans), tuple(starts), copies, tuple(padding), most, seen, missing)
 
 
 def fill(
@@ -96,36 +92,28 @@ def fill(
         prompt: Which codes are used.
         tokens: Those in the cache afterwards, also those in it before.
     """
-    layers, model = decoder_layers(cache.model)[2], cache.model
-    side = _run_lowest(cache, translator, prompt, tokens)
-    like = cache.layers[0].key_buffer
-    for decoder in translator.maps.decoders:
+    maps, side, modules = translator.maps, _run_lowest(cache, translator, prompt, tokens), decoder_layers(cache.model)[2]
+    devices, like = [compat.layer_device(module) for module in modules], cache.layers[0].key_buffer
+    for decoder in maps.decoders:
         heads, *dims = decoder.shape
-        device = compat.layer_device(layers[decoder.layer])
-        empty = (like.new_empty(1, heads, 0, dim, device=device) for dim in dims)
+        empty = [like.new_empty(1, heads, 0, dim, device=devices[decoder.layer]) for dim in dims]
         cache.layers[decoder.layer].open(len(tokens.ids), prompt.slots, *empty, max(prompt.padding))
     if prompt.run:
         _run_first(cache, translator, prompt, tokens)
     if any(span.tokens for span in prompt.spans):
         rows, tables = _Side(side, prompt, tokens, distinct=not translator.settings.recompute_layers), _Rotations(cache, prompt, tokens)
         for code, coefficients in _coefficients(translator, codes, prompt, side.device):
-            for decoder in (own for own in translator.maps.decoders if own.code == code):
-                layer, device = cache.layers[decoder.layer], compat.layer_device(layers[decoder.layer])
-                weights = translator.weights_on(decoder, device, model.dtype)
-                numbers = None if coefficients is None else coefficients.to(device)
-                rebuild(
-                    rows.on(device),
-                    numbers,
-                    weights,
-                    layer.key_buffer,
-                    layer.value_buffer,
-                    prompt.spans,
-                    **rows.index_on(device),
-                    **tables.of(decoder, device),
-                )
+            for decoder in (own for own in maps.decoders if own.code == code):
+                layer, device = cache.layers[decoder.layer], devices[decoder.layer]
+                # Rounding of products is far below that of entropy-coded coefficients, but not of exact ones.
+                dtype = cache.model.dtype
+                precision = torch.promote_types(dtype, torch.float32) if maps.coding is None else product_type(dtype, device)
+                factors = None if coefficients is None else coefficients.to(device), translator.weights_on(decoder, device, precision)
+                options = tables.of(decoder, device) | rows.index_on(device)
+                rebuild(rows.on(device), *factors, layer.key_buffer, layer.value_buffer, prompt.spans, product=precision, **options)
     for row, source in prompt.copies.items():
-        for decoder in translator.maps.decoders:
-            for buffer in (cache.layers[decoder.layer].key_buffer, cache.layers[decoder.layer].value_buffer):
+        for layer in (cache.layers[decoder.layer] for decoder in maps.decoders):
+            for buffer in (layer.key_buffer, layer.value_buffer):
                 buffer[row, :, prompt.seen : prompt.slots] = buffer[source, :, prompt.seen : prompt.slots]
 
 
@@ -141,7 +129,7 @@ def _run_lowest(cache: SplicingCache, translator: CacheTranslator, prompt: Coded
 
 
 def _run_first(cache: SplicingCache, translator: CacheTranslator, prompt: CodedPrompt, tokens: PromptTokens) -> None:
-    """Run the first tokens of each row, which nothing stands before, through all layers."""
+    """Run the first tokens of each row through all layers."""
     padding = torch.tensor(prompt.padding, device=tokens.ids.device)
     columns = (padding[:, None] + torch.arange(prompt.run, device=padding.device)).clamp_max(prompt.slots - 1)
     exact = DynamicCache()
@@ -149,17 +137,16 @@ def _run_first(cache: SplicingCache, translator: CacheTranslator, prompt: CodedP
     for decoder in translator.maps.decoders:
         layer, own = cache.layers[decoder.layer], exact.layers[decoder.layer]
         for row, before in enumerate(prompt.padding):
-            if before < prompt.seen:
-                continue
-            slots = slice(before, min(before + prompt.run, prompt.slots))
-            for buffer, states in ((layer.key_buffer, own.keys), (layer.value_buffer, own.values)):
-                buffer[row, :, slots] = states[row, :, : slots.stop - slots.start]
+            if before >= prompt.seen:
+                slots = slice(before, min(before + prompt.run, prompt.slots))
+                for buffer, states in ((layer.key_buffer, own.keys), (layer.value_buffer, own.values)):
+                    buffer[row, :, slots] = states[row, :, : slots.stop - slots.start]
 
 
 def _coefficients(
     translator: CacheTranslator, codes: SemanticCodes | ArrivingCodes, prompt: CodedPrompt, device: torch.device
 ) -> Iterator[tuple[int | None, torch.Tensor | None]]:
-    """Yield the coefficients of each code as it arrives, all at once where all are there; first None, for layers without codes."""
+    """Yield the coefficients of each code as it arrives, decoded together where all are there; first None, for layers without codes."""
     yield None, None
     maps, tokens = translator.maps, codes.head.tokens
     indices = prompt.code_indices(tokens)
@@ -171,11 +158,10 @@ def _coefficients(
 
 
 class _Side:
-    """The side information of rebuilt tokens, on the devices where it is needed.
+    """The side information of rebuilt tokens, (tokens, hidden), on the devices where it is needed.
 
     Args:
-        side: (tokens, hidden).
-        distinct: Whether tokens of one id have the same, which then need be multiplied once only.
+        distinct: Whether tokens of one id have the same, which then is multiplied only once.
     """
 
     def __init__(self, side: torch.Tensor, prompt: CodedPrompt, tokens: PromptTokens, distinct: bool) -> None:
@@ -190,14 +176,11 @@ class _Side:
         self._device = side.device
 
     def on(self, device: torch.device) -> torch.Tensor:
-        """The rows."""
         return self._rows.setdefault(device, self._rows[self._device].to(device))
 
     def index_on(self, device: torch.device) -> dict[str, Any]:
-        """Which row each token has, as an argument of the kernel; nothing where each has its own."""
-        if not self._index:
-            return {}
-        return {"side_rows": self._index.setdefault(device, self._index[self._device].to(device))}
+        """Return which row each token has, as an argument of the kernel; nothing where each has its own."""
+        return {"side_rows": self._index.setdefault(device, self._index[self._device].to(device))} if self._index else {}
 
 
 class _Rotations:
@@ -208,7 +191,7 @@ class _Rotations:
         self._positions = torch.cat([tokens.positions[span.row, span.first :][: span.tokens] for span in prompt.spans])
 
     def of(self, decoder: LayerDecoder, device: torch.device) -> dict[str, Any]:
-        """The tables of a layer; nothing where keys are not rotated."""
+        """Return the tables of a layer; nothing where keys are not rotated."""
         geometry = self._cache.rotation.layers[decoder.layer]
         if geometry.kind != "rope":
             return {}

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
 from statistics import fmean
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
+from tqdm import tqdm
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.fingerprint import ModelFingerprint
@@ -16,15 +20,15 @@ from hf_kvcaches.core.identity import require_identity
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.evaluate.measures import divergence
 from hf_kvcaches.evaluate.runner import evaluating
-from hf_kvcaches.evaluate.texts import sequences
+from hf_kvcaches.evaluate.texts import add_up, sequences
 from hf_kvcaches.kernels.arguments import Decoder
 from hf_kvcaches.translate.coding import Coding
 from hf_kvcaches.translate.config import EXACT, FitOptions, Metric, TranslatorSettings
 from hf_kvcaches.translate.maps import CodeEncoder, LayerDecoder, Maps
 from hf_kvcaches.translate.pair import Pair, States
 from hf_kvcaches.translate.plan import FitPlan, Group, Widths
-from hf_kvcaches.translate.reading import SHORTEST, ErrorCosts, TextSums, pairs_of, split_of, timed, why_no_gradients
-from hf_kvcaches.translate.regression import LEAST_RIDGE, Columns, Known, Products, Regression, regress
+from hf_kvcaches.translate.reading import SHORTEST, ErrorCosts, split_of, why_no_gradients
+from hf_kvcaches.translate.regression import LEAST_RIDGE, Columns, Key, Known, Products, Regression, regress
 from hf_kvcaches.translate.states import cache_of
 
 # Every eighth text of so many tokens is held out to choose layers on, up to eight texts.
@@ -88,19 +92,66 @@ class Fitting:
         plan = FitPlan.of(self.widths, pair.sources, self.lowest, self.shared, config.memory_bytes, plain)
         costs, dtype = None if plain else ErrorCosts(), torch.float64 if self.options.payload == EXACT else torch.float32
         self.codes: dict[int, list[_Code]] = {lowest: [] for lowest in self.lowest}
-        self.samples: dict[Any, torch.Tensor] = {}
+        self.samples: dict[Key, torch.Tensor] = {}
         weights: dict[int, torch.Tensor] = {}
         for number, groups in enumerate(plan.passes):
             products = Products(pairs_of(groups, self.lowest, plain), dtype, compat.input_device(pair.consumer))
-            sums = TextSums(pair, groups, self.lowest, config.exact_tokens, products, None if number else costs, weights)
-            sums.read(self.fitted, plan.sample, self.options.progress, self.seconds)
-            self.samples |= sums.samples
+            self._read_texts(products, groups, plan.sample, None if number else costs, weights)
             with timed(self.seconds, "solving"):
                 for lowest in self.lowest:
                     self._solve(products, groups, lowest, costs)
 
+    def _read_texts(
+        self, products: Products, groups: Sequence[Group], sample: int, costs: ErrorCosts | None, weights: dict[int, torch.Tensor]
+    ) -> None:
+        """Add all texts to the products of some groups of layers; each process reads its share, and gets the sums of all.
+
+        Args:
+            sample: Tokens that are sampled.
+            costs: What errors cost, to be added to; None where it is known or all cost the same.
+            weights: Of the tokens of each text, added to with `costs`.
+        """
+        process, processes = compat.process()
+        size, hidden = -(-sample // len(self.fitted)), not self.options.progress or process > 0
+        for number, ids in enumerate(tqdm(self.fitted, unit=" texts", desc="Reading texts", disable=hidden)):
+            if number % processes != process:
+                continue
+            with timed(self.seconds, "reading"):
+                producer, consumer = self.pair.states(ids, self.lowest)
+            if costs is not None and len(ids) >= SHORTEST:
+                with timed(self.seconds, "gradients"):
+                    weights[number] = costs.add(self.pair, ids, consumer, self.config.exact_tokens, number)
+            with timed(self.seconds, "products"):
+                exact = min(self.config.exact_tokens, len(ids) - 2)
+                blocks = {name: block[exact:] for name, block in self._blocks(groups, producer, consumer)}
+                products.add(blocks, weights.get(number, torch.ones(len(ids)))[exact:])
+                self._add_sample(blocks, slice(number * size, (number + 1) * size))
+        products.finish(processes)
+        if processes > 1:
+            add_up([*self.samples.values(), *chain.from_iterable([] if costs is None else costs.sides.values())])
+
+    def _blocks(self, groups: Sequence[Group], producer: States, consumer: States) -> Iterator[tuple[Key, torch.Tensor]]:
+        """Yield what products are taken of, (tokens, width) each."""
+        for layer in self.lowest:
+            yield ("consumer input", layer), consumer[layer].known
+            yield ("producer input", layer), producer[self.pair.sources[layer]].known
+        for group in groups:
+            for role, states, layers in (("producer", producer, group.sources), ("consumer", consumer, group.layers)):
+                device = states[layers[-1]].states.device
+                yield (role, group.layers[0]), torch.cat([states[layer].states.to(device) for layer in layers], dim=1)
+
+    def _add_sample(self, blocks: Mapping[Key, torch.Tensor], rows: slice) -> None:
+        """Sample tokens of a text, in rows of its own so that the samples of processes can be added up."""
+        for name, block in blocks.items():
+            if name[0].startswith("producer"):
+                if name not in self.samples:
+                    size = (rows.stop - rows.start) * len(self.fitted)
+                    self.samples[name] = torch.zeros(size, block.shape[1], device=compat.input_device(self.pair.consumer))
+                chosen = torch.linspace(0, len(block) - 1, rows.stop - rows.start).long()
+                self.samples[name][rows] = block[chosen.to(block.device)].to(self.samples[name])
+
     def choose(self) -> int:
-        """Return the number of layers to run with which predictions behind held-out texts are best."""
+        """Return the number of layers to run with which predictions after held-out texts are best."""
         if len(self.lowest) == 1:
             return self.lowest[0]
         scores, maps = {}, {lowest: self.maps(lowest, self.options.payload) for lowest in self.lowest}
@@ -126,17 +177,16 @@ class Fitting:
     def maps(self, lowest: int, payload: float) -> Maps:
         """Return the maps for a payload, where the consumer runs its lowest layers: codes of a budget of bits, all together."""
         codes, exact = sorted(self.codes[lowest], key=lambda code: max(code.group.sources)), payload == EXACT
-        coding, directions = None, [torch.arange(len(code.regression.strengths) if exact else 0) for code in codes]
+        coding, step, directions = None, 1.0, [torch.arange(len(code.regression.strengths) if exact else 0) for code in codes]
         if payload and not exact and codes:
             with timed(self.seconds, "coding"):
                 known, coefficients = self.samples["producer input", lowest], []
                 for code in codes:
                     name, columns = code.producer
                     coefficients.append(code.regression.coefficients(self.samples[name][:, columns], known).cpu())
-                coding = Coding.fit(coefficients, 16.0 * payload * sum(self.widths.consumer.values()))
-                directions = [coding.directions(number) for number in range(len(codes))]
+                coding, step, directions = Coding.fit(coefficients, 16.0 * payload * sum(self.widths.consumer.values()))
         sent = [number for number, own in enumerate(directions) if len(own)]
-        step, encoders, decoders = 1.0 if coding is None else coding.step, [], []
+        encoders, decoders = [], []
         for number, ((layers, sources), own, _) in enumerate(codes):
             kept = directions[number].to(own.decode.device)
             if number in sent:
@@ -188,7 +238,7 @@ class Fitting:
         found, coefficients, exact = dict(consumer), dict[int, torch.Tensor](), self.config.exact_tokens
         for code, encoder in enumerate(maps.encoders):
             numbers = encoder.to(known.device).coefficients(states, producer[maps.side_layer].known)
-            coefficients[code] = numbers if maps.coding is None else maps.coding.steps(code, maps.coding.integers(code, numbers))
+            coefficients[code] = numbers if maps.coding is None else maps.coding.rounded(code, numbers)
         for decoder in maps.decoders:
             side, decode, bias = (torch.zeros(()) if part is None else part.to(known.device) for part in decoder.weights)
             rebuilt = known @ side + bias
@@ -199,8 +249,35 @@ class Fitting:
         return found
 
 
+@contextmanager
+def timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
+    """Add the time inside to the seconds of a stage."""
+    start = perf_counter()
+    yield
+    seconds[stage] = round(seconds.get(stage, 0.0) + perf_counter() - start, 3)
+
+
+def pairs_of(groups: Sequence[Group], lowest: Sequence[int], plain: bool) -> list[tuple[Key, Key]]:
+    """Return the pairs of blocks whose products are needed.
+
+    Args:
+        lowest: The numbers of layers that the consumer may run. The next layer's attention input is what is known of a token.
+        plain: Whether all errors of a layer cost the same, which takes their variance.
+    """
+    pairs: list[tuple[Key, Key]] = []
+    for layer in lowest:
+        own, theirs = ("consumer input", layer), ("producer input", layer)
+        pairs += [(own, own), (theirs, theirs), (own, theirs)]
+        of_groups = [(kind, group.layers[0]) for group in groups if group.layers[-1] > layer for kind in ("producer", "consumer")]
+        pairs += [(side, block) for block in of_groups for side in (own, theirs)]
+    for group in groups:
+        x, y = ("producer", group.layers[0]), ("consumer", group.layers[0])
+        pairs += [(x, x), (x, y), *([(y, y)] if plain else [])]
+    return pairs
+
+
 def columns_of(layers: Sequence[int], chosen: Sequence[int], widths: Mapping[int, int]) -> torch.Tensor:
-    """Return the columns of some layers among those of several that stand side by side."""
+    """Return the columns of some layers in the concatenation of several."""
     starts, start = {}, 0
     for layer in layers:
         starts[layer], start = start, start + widths[layer]
@@ -208,13 +285,17 @@ def columns_of(layers: Sequence[int], chosen: Sequence[int], widths: Mapping[int
 
 
 def _plain_roots(spread: torch.Tensor, widths: Sequence[int]) -> list[torch.Tensor]:
-    """The roots of costs with which what layers vary costs 1 in each, of the variances of their columns."""
+    """Return roots of costs with which the variance of each layer costs 1.
+
+    Args:
+        spread: The variances of all columns.
+    """
     units = [part.sum().clamp_min(1e-300).rsqrt() for part in spread.split(list(widths))]
     return [unit * torch.eye(width, dtype=spread.dtype, device=spread.device)[None] for width, unit in zip(widths, units, strict=True)]
 
 
 def predictions(pair: Pair, ids: torch.Tensor, states: States) -> torch.Tensor:
-    """Return the consumer's logits of a text's last tokens, (tokens, vocabulary), behind states of those before."""
+    """Return the consumer's logits of a text's last tokens, (tokens, vocabulary), given the states of those before."""
     split, model = split_of(len(ids)), pair.consumer
     cache = cache_of(pair.rotation, states, model.dtype)
     asked = ids[None, split:].to(compat.input_device(model))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, Self
 
 import torch
@@ -18,14 +19,14 @@ _ENCODER = ("states", "hidden", "shift")
 
 @dataclass(frozen=True, eq=False)
 class CodeEncoder:
-    """The producer's side of one code. Coefficients are in steps of the coding, or as they are where there is none.
+    """The producer's side of one code: an affine map to coefficients, in steps where these are entropy coded; float32.
 
     Args:
         name: Of the part that is sent.
         sources: The producer's layers whose states are coded.
-        states: From these states, side by side, (width, directions), float32.
-        hidden: From the input of one layer's attention, (hidden, directions), float32. What it predicts is not coded.
-        shift: Added to coefficients, (directions,), float32.
+        states: From these states, side by side, (width, directions).
+        hidden: From the input of one layer's attention, which takes out what follows from it, (hidden, directions).
+        shift: (directions,).
     """
 
     name: str
@@ -35,11 +36,10 @@ class CodeEncoder:
     shift: torch.Tensor
 
     def to(self, device: torch.device) -> CodeEncoder:
-        """The same on another device."""
         return replace(self, **{name: getattr(self, name).to(device) for name in _ENCODER})
 
     def coefficients(self, states: Mapping[int, torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
-        """Return the coefficients, (tokens, directions), float32, on the encoder's device; nothing waits for it.
+        """Return the coefficients, (tokens, directions), float32, on the encoder's device.
 
         Args:
             states: Of the producer's layers, (tokens, width) each.
@@ -59,9 +59,9 @@ class LayerDecoder:
     """The consumer's side of one layer.
 
     Args:
-        code: The number of the code that it is rebuilt from; None where the input of the lowest layer's attention is all.
+        code: The number of the code that it is rebuilt from, or None for a layer without one.
         shape: KV heads, and the dimensions of a key and a value.
-        weights: From that input and from coefficients, float32.
+        weights: From the attention input of the lowest layer that is not run, and from coefficients, float32.
     """
 
     layer: int
@@ -88,26 +88,23 @@ class Maps:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the parts of a message."""
         return tuple(encoder.name for encoder in self.encoders)
-
-    def directions(self, code: int) -> int:
-        """How many coefficients a code has."""
-        return len(self.encoders[code].shift)
 
     def decode(self, records: Mapping[int, torch.Tensor], tokens: int) -> dict[int, torch.Tensor]:
         """Return the coefficients of codes, (tokens, directions), float32, of their records, (bytes,), all on one device."""
-        if self.coding is None:
-            sizes = {code: 4 * tokens * self.directions(code) for code in records}
-            found = {code: record.view(torch.float32).view(tokens, -1) for code, record in records.items() if len(record) == sizes[code]}
+        if self.coding is not None:
+            found, sound = self.coding.unpack(records), True
         else:
-            found = self.coding.unpack(records)
-        if len(found) < len(records) or any(len(each) != tokens or not bool(each.isfinite().all()) for each in found.values()):
+            shapes = {code: (tokens, len(self.encoders[code].shift)) for code in records}
+            found = {
+                code: own.view(torch.float32).view(shapes[code]) for code, own in records.items() if len(own) == 4 * prod(shapes[code])
+            }
+            sound = len(found) == len(records) and all(bool(own.isfinite().all()) for own in found.values())
+        if not sound or any(len(own) != tokens for own in found.values()):
             raise ArtifactError(f"Codes are of other tokens than the {tokens} that their head says, or are damaged. Have them sent again.")
         return found
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors by name."""
         tensors: dict[str, torch.Tensor | None] = {}
         for number, encoder in enumerate(self.encoders):
             tensors |= {f"encoders.{number}.{name}": getattr(encoder, name) for name in _ENCODER}
@@ -118,17 +115,15 @@ class Maps:
         return {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items() if tensor is not None}
 
     def metadata(self) -> dict[str, Any]:
-        """All but the tensors, as JSON values."""
         return {
             "encoders": [[encoder.name, list(encoder.sources)] for encoder in self.encoders],
             "decoders": [[decoder.layer, decoder.code, list(decoder.shape)] for decoder in self.decoders],
             "side_layer": self.side_layer,
-            "coding": None if self.coding is None else self.coding.metadata(),
+            "coding_bits": None if self.coding is None else self.coding.bits,
         }
 
     @classmethod
     def restore(cls, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, Any]) -> Self:
-        """The inverse of `tensors` and `metadata`."""
         encoders = [
             CodeEncoder(name, tuple(sources), *(tensors[f"encoders.{number}.{part}"] for part in _ENCODER))
             for number, (name, sources) in enumerate(metadata["encoders"])
@@ -137,28 +132,29 @@ class Maps:
             LayerDecoder(layer, code, tuple(shape), Decoder(*(tensors.get(f"decoders.{layer}.{part}") for part in Decoder._fields)))
             for layer, code, shape in metadata["decoders"]
         ]
-        coding = None if metadata["coding"] is None else Coding.restore(part_of(tensors, "coding"), metadata["coding"])
+        bits = metadata["coding_bits"]
+        coding = None if bits is None else Coding.restore(part_of(tensors, "coding"), len(encoders), float(bits))
         maps = cls(tuple(encoders), tuple(decoders), metadata["side_layer"], coding)
         if not maps._fit_together():
             raise ArtifactError("The stored maps don't fit each other. Fit the translator anew.")
         return maps
 
     def _fit_together(self) -> bool:
-        codes = range(len(self.encoders))
-        layers = [self.side_layer, *(layer for encoder in self.encoders for layer in encoder.sources)]
-        layers += [decoder.layer for decoder in self.decoders]
-        sound = len({*self.names}) == len(codes) and all(type(layer) is int and 0 <= layer < MOST_LAYERS for layer in layers)
+        layers = [
+            self.side_layer,
+            *(source for encoder in self.encoders for source in encoder.sources),
+            *(own.layer for own in self.decoders),
+        ]
+        sound = len({*self.names}) == len(self.encoders) and all(type(layer) is int and 0 <= layer < MOST_LAYERS for layer in layers)
+        ranks: dict[int | None, int | None] = {None: None}  # directions by code
         for code, encoder in enumerate(self.encoders):
-            rank = len(encoder.shift)
+            rank = ranks[code] = len(encoder.shift)
             sound &= encoder.shift.ndim == 1 and all(part.ndim == 2 and part.shape[1] == rank for part in (encoder.states, encoder.hidden))
-            sound &= self.coding is None or len(self.coding.directions(code)) == rank
+            sound &= self.coding is None or len(self.coding.deviations[code]) == rank
         for decoder in self.decoders:
             side, coefficients, bias = decoder.weights
             heads, *dims = decoder.shape
-            sound &= decoder.code is None or decoder.code in codes
-            expected = None if decoder.code is None or not sound else self.directions(decoder.code)
-            sound &= (None if coefficients is None else len(coefficients)) == expected
+            sound &= decoder.code in ranks and (None if coefficients is None else len(coefficients)) == ranks[decoder.code]
             sound &= side is not None and side.ndim == 2 and bias is not None and bias.ndim == 1
-            widths = {part.shape[-1] for part in decoder.weights if part is not None}
-            sound &= widths == {heads * sum(dims)}
-        return sound and (self.coding is None or len(self.coding.orders) == len(codes))
+            sound &= {part.shape[-1] for part in decoder.weights if part is not None} == {heads * sum(dims)}
+        return sound

@@ -15,8 +15,7 @@ from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedErro
 from hf_kvcaches.evaluate.texts import Tokenized, require_whole
 from hf_kvcaches.translate.states import LayerState, PromptTokens, read, rotation_of_model
 
-# `layer_map="fit"` compares layers on so many tokens, and predicts so many random projections of a layer's keys and values: their errors
-# have the mean of the layer's own.
+# `layer_map="fit"` compares layers on so many tokens, by the errors of so many random projections of a layer's keys and values.
 _TOKENS, _PROJECTIONS, _RIDGE = 4096, 64, 1e-4
 
 States = dict[int, LayerState]

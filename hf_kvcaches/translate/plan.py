@@ -1,4 +1,4 @@
-"""What a fit takes: which layers share a code, and in how many passes over the texts their sums fit the memory."""
+"""Which layers share a code, and in how many passes over the texts their sums fit the memory."""
 
 from __future__ import annotations
 
@@ -7,26 +7,18 @@ from typing import NamedTuple, Self
 
 from hf_kvcaches.errors import ConfigError
 
-Shape = tuple[int, int, int]
-"""KV heads, and the dimensions of a key and a value."""
 # Numbers of the sample that codes are chosen on, and its tokens at the least and at the most.
 _SAMPLED, _LEAST_SAMPLE, _MOST_SAMPLE = 1 << 22, 256, 4096
 
 
 class Group(NamedTuple):
-    """Layers that share a code.
-
-    Args:
-        layers: The consumer's.
-        sources: The producer's that they are translated from, each once.
-    """
+    """The consumer's layers that share a code, and the producer's that they are translated from, each once."""
 
     layers: tuple[int, ...]
     sources: tuple[int, ...]
 
     @property
     def name(self) -> str:
-        """Of the part that carries the code."""
         return f"layer.{self.layers[0]}" if len(self.layers) == 1 else f"layers.{self.layers[0]}-{self.layers[-1]}"
 
 

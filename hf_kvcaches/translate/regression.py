@@ -99,7 +99,7 @@ class Regression(NamedTuple):
         shift: (directions,).
         decode: To the consumer's states, (directions, consumer).
         side: From the input of the consumer's attention, without codes, (hidden, consumer).
-        side_coefficients: What that input says of the coefficients, (hidden, directions).
+        side_coefficients: From that input to the coefficients, (hidden, directions).
         side_mean: Of that input, (hidden,).
         mean: Of the consumer's states, (consumer,).
     """
@@ -115,7 +115,6 @@ class Regression(NamedTuple):
     mean: torch.Tensor
 
     def coefficients(self, states: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Of the producer's states and attention inputs, (tokens, directions)."""
         return states @ self.encode + hidden @ self.encode_side + self.shift
 
     def decoder(self, directions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

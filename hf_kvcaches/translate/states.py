@@ -51,10 +51,10 @@ class PromptTokens(NamedTuple):
 
     Args:
         ids: (batch, tokens).
-        mask: 1 where a token is real, (batch, tokens), or None where all are.
+        mask: 1 where a token is real, or None where all are.
         real: The mask as booleans, never None.
-        positions: (batch, tokens), counted without padding.
-        chosen: Those of all tokens, row by row, whose states are read: the real ones; None for all.
+        positions: Counted without padding.
+        chosen: The indices, over all rows, of the tokens whose states are read: the real ones; None for all.
     """
 
     ids: torch.Tensor
@@ -82,11 +82,9 @@ class PromptTokens(NamedTuple):
         return cls(ids.long(), real.long(), real, positions, real.flatten().nonzero()[:, 0])
 
     def to(self, device: torch.device) -> PromptTokens:
-        """The same prompts on another device."""
         return PromptTokens(*(None if part is None else part.to(device) for part in self))  # type: ignore[arg-type]
 
     def first(self, count: int) -> PromptTokens:
-        """The first columns."""
         return PromptTokens.of(self.ids[:, :count], self.real[:, :count])
 
     def rows(self) -> list[torch.Tensor]:
@@ -95,7 +93,7 @@ class PromptTokens(NamedTuple):
 
 
 def _batch(argument: str, values: Any) -> torch.Tensor:
-    """Numbers as a tensor; a single row is a batch of one."""
+    """Return numbers as a tensor; a single row is a batch of one."""
     try:
         tensor = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -105,11 +103,7 @@ def _batch(argument: str, values: Any) -> torch.Tensor:
 
 
 class ReadingCache(KVCache):
-    """Hold nothing, and pass on each layer's keys and values as the model computes them.
-
-    Args:
-        on_layer: Called with a layer's index, keys and values.
-    """
+    """Hold nothing, and call `on_layer` with each layer's index, keys and values as the model computes them."""
 
     own_layer_types = ("full_attention", "sliding_attention", "chunked_attention")
 
@@ -182,17 +176,14 @@ def state_of(rotation: Rotation, layer: int, keys: torch.Tensor, values: torch.T
 
 
 def _real(states: torch.Tensor, tokens: PromptTokens) -> torch.Tensor:
-    """The chosen tokens of all rows, (tokens, width), of (batch, tokens, width)."""
+    """Return the chosen tokens of all rows, (tokens, width), of (batch, tokens, width)."""
     flat = states.flatten(0, 1)
     return flat if tokens.chosen is None else flat.index_select(0, tokens.chosen.to(states.device))
 
 
 def cache_of(rotation: Rotation, states: Mapping[int, LayerState], dtype: torch.dtype) -> DynamicCache:
-    """Return a cache of one prompt with these states of all layers; gradients pass.
-
-    It is made without the model's config, so no layer drops tokens behind its window; the attention mask has the window.
-    """
-    cache = DynamicCache()
+    """Return a cache of one prompt with these states of all layers; gradients pass."""
+    cache = DynamicCache()  # without the model's config no layer drops tokens behind its window, which the attention mask has
     for layer, state in sorted(states.items()):
         heads, key_dim, value_dim = state.shape
         sides = state.states.split([heads * key_dim, heads * value_dim], dim=1)
@@ -216,7 +207,7 @@ def with_watched_input(layer: nn.Module, watch: Callable[[torch.Tensor], Any]) -
 
 
 def in_evaluation(model: Module) -> Module:
-    """Return a model in evaluation mode: itself, or a twin that shares all weights, so that other threads' passes stay in training mode."""
+    """Return a model in evaluation mode, or else a twin that shares all weights: other threads' passes stay in training mode."""
     if not any(module.training for module in model.modules()):
         return model
     names = [name for name, module in model.named_modules(remove_duplicate=False) if name and next(module.children(), None) is None]

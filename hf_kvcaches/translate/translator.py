@@ -37,7 +37,7 @@ class CacheTranslator(Artifact):
     """
 
     artifact_type: ClassVar[str] = "cache-translator"
-    format_version: ClassVar[int] = 4
+    format_version: ClassVar[int] = 5
 
     maps: Maps
     settings: TranslatorSettings
@@ -73,14 +73,14 @@ class CacheTranslator(Artifact):
             producer: The model that will read prompts.
             consumer: The model that will answer. Other weights, adapters, widths or numbers of layers, but the same tokens.
             tokenizer: Of both models, or a pair (producer's, consumer's) that is compared; None where `texts` are token ids.
-            texts: Strings or lists of token ids, like the prompts to come: directions that do not occur in them are not coded.
-            payload: Bytes that are sent of a token, as a share of bfloat16 keys and values of all the consumer's layers: what texts like
-                these take. 2 sends coefficients as float32 numbers.
-            recompute_layers: How many of its lowest layers the consumer computes itself. Their keys and values and those of the next layer
-                are exact, and the next layer's attention input is side information: with 0 it is the token itself. `"auto"`: chosen on
-                held-out texts from 0, 1, 2, 4 and so on, up to `config.prefill_share` of the layers.
-            score: In place of minus the mean KL divergence, for that choice: called with logits of the consumer alone and with a
-                translated cache, (positions, vocabulary) each; greater is better.
+            texts: Strings or lists of token ids, like the prompts to come: what does not occur in them is not coded.
+            payload: Expected bytes of a token's codes, as a share of its bfloat16 keys and values in all the consumer's layers. 2 sends
+                coefficients as float32 numbers.
+            recompute_layers: How many of its lowest layers the consumer runs. Their keys and values and those of the next layer are exact,
+                and the next layer's attention input is side information. `"auto"`: chosen on held-out texts from 0, 1, 2, 4 and so on, up
+                to `config.prefill_share` of the layers.
+            score: What that choice maximises in place of minus the KL divergence: called with logits of the consumer alone and with a
+                translated cache, (positions, vocabulary) each.
             config: All other options.
             max_length: Tokens of a text that are read.
             progress: Whether to show bars.
@@ -90,12 +90,10 @@ class CacheTranslator(Artifact):
 
     @property
     def models(self) -> dict[str, ModelFingerprint]:
-        """Those that this was fitted for, by role."""
         return {"producer": self.producer, "consumer": self.consumer}
 
     @property
     def sent_layers(self) -> tuple[int, ...]:
-        """Layers that are rebuilt."""
         return tuple(decoder.layer for decoder in self.maps.decoders)
 
     @cached_property
@@ -129,16 +127,14 @@ class CacheTranslator(Artifact):
     def check_codes(self, head: CodesHead) -> None:
         """Refuse codes of another translator."""
         if head.translator != self.digest:
-            raise FingerprintMismatch(
-                f"codes: made by another translator ({head.translator[:12]} there, {self.digest[:12]} here). Load the one that made them."
-            )
+            digests = f"{head.translator[:12]} there, {self.digest[:12]} here"
+            raise FingerprintMismatch(f"codes: made by another translator ({digests}). Load the one that made them.")
         if head.names != (self.maps.names if head.tokens else ()):
             raise ArtifactError("codes: their head does not fit the translator that it names. Have them sent again.")
 
     def weights_on(self, decoder: LayerDecoder, device: torch.device, dtype: torch.dtype) -> Decoder:
         """Return a decoder's weights on a device; they are kept for later prompts."""
-        # A CPU multiplies in float32 anyway, and would convert at each call. Half precision can't hold what small gradients weigh.
-        key = decoder.layer, device, torch.float32 if device.type == "cpu" or dtype == torch.float16 else dtype
+        key = decoder.layer, device, dtype
         weights: dict[Any, Decoder] = self.__dict__.setdefault("_weights", {})
         if key not in weights:
             weights[key] = Decoder(*(None if part is None else part.to(*key[1:]) for part in decoder.weights))
@@ -154,8 +150,7 @@ class CacheTranslator(Artifact):
     @classmethod
     def restore(cls, tensors: dict[str, torch.Tensor], metadata: Mapping[str, Any]) -> Self:
         settings = TranslatorSettings(**metadata["settings"] | {"layer_map": tuple(metadata["settings"]["layer_map"])})
-        if checked_layers(settings.recompute_layers) >= checked_layers(len(settings.layer_map)):
-            layers = len(settings.layer_map)
+        if checked_layers(settings.recompute_layers) >= (layers := checked_layers(len(settings.layer_map))):
             raise ArtifactError(f"recompute_layers: expected fewer than {layers}, got {settings.recompute_layers}. Fit it anew.")
         models = (ModelFingerprint.from_dict(metadata[role]) for role in ("producer", "consumer"))
         return cls(Maps.restore(tensors, metadata["maps"]), settings, *models)

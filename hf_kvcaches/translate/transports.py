@@ -17,19 +17,10 @@ __all__ = ["receive", "receive_distributed", "send", "send_distributed"]
 
 
 def receive(sock: socket.socket) -> ArrivingCodes:
-    """Wait for the head of codes; their parts are received by iterating. No byte beyond the message is read.
-
-    Args:
-        sock: A connected, blocking stream socket; its timeout counts for each wait.
-    """
+    """Wait for the head of codes on a connected, blocking socket; parts are received by iterating, and no byte beyond the message."""
     return ArrivingCodes(reader(sock), ending="The other side closed the connection: semantic codes end")
 
 
 def receive_distributed(src: int, group: dist.ProcessGroup | None = None, device: torch.device | str | None = None) -> ArrivingCodes:
-    """Wait for the head of codes from a process; iterate to the end before anything else is received from it.
-
-    Args:
-        src: The rank of the process that calls `send_distributed`.
-        group: As in `send_distributed`; and `device`.
-    """
+    """Wait for the head of codes from the process of rank `src`; iterate to the end before anything else is received from it."""
     return ArrivingCodes(received(src, group, device))

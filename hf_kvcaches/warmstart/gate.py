@@ -21,7 +21,7 @@ class WarmStartGate(Artifact):
         tau: The least cosine of an earlier prompt for its tokens to be compared.
         reusable: The least share of a prompt's tokens that can be reused.
         similarity: The least Jaccard similarity of the text before a span, here and there; see `SegmentPolicy`.
-        repair: Share of the spans' tokens that are recomputed: those that the prompt's last tokens attend to most.
+        repair: Share of the spans' tokens that are recomputed; see `SegmentPolicy`.
         repair_depth: Share of the layers that recompute them: the lowest ones.
         encoder: The name of the encoder that `tau` was measured with, or None.
         bound: The bound on the mean KL divergence that calibration kept, in nats; None without calibration.
@@ -32,9 +32,9 @@ class WarmStartGate(Artifact):
     format_version: ClassVar[int] = 2
 
     tau: float = -1.0
-    reusable: float = 0.5
+    reusable: float = 0.4
     similarity: float = 0.0
-    repair: float = 0.15
+    repair: float = 0.2
     repair_depth: float = 1.0
     encoder: str | None = None
     bound: float | None = None

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import select
+import subprocess
+import sys
+import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +17,7 @@ import torch
 from hf_kvcaches import ArtifactError, ConfigError, FingerprintMismatch, UnsupportedError
 from hf_kvcaches.engines.engine_codec import EngineCodec
 from tests.engines.conftest import BASE, RATIOS
+from tests.stores.blob_helpers import free_port
 from tests.testbed import held_out, load
 
 pytest.importorskip("lmcache", reason="make engines installs it")
@@ -177,6 +183,29 @@ def test_lmcache_stores_and_loads_chunks_through_an_adapter_that_keeps_files(sta
     assert float((found.tensor - chunk).norm() / chunk.norm()) < 0.08
     processor.close()
     adapter.close()
+
+
+def test_the_server_of_lmcache_starts_with_the_adapter_and_the_serde_of_the_guide(lmcache_codecs, tmp_path):
+    adapter = {
+        "type": "plugin",
+        "module_path": "hf_kvcaches.engines.lmcache",
+        "class_name": "CodecAdapter",
+        "adapter_params": {"type": "fs", "base_path": str(tmp_path / "chunks")},
+        "serde": {"type": "hf-kvcaches", "codec": lmcache_codecs[0.125], "model": BASE},
+    }
+    ports = [argument for name in ("--port", "--http-port") for argument in (name, str(free_port()))]
+    options = ["--l1-size-gb", "1", "--eviction-policy", "LRU", "--disable-observability", *ports, "--l2-adapter", json.dumps(adapter)]
+    command = str(Path(sys.executable).with_name("lmcache"))
+    with (tmp_path / "log").open("w+b") as log, subprocess.Popen([command, "server", *options], stdout=log, stderr=log) as server:
+        try:
+            until = time.monotonic() + 120
+            while b"Application startup complete" not in (output := (tmp_path / "log").read_bytes()) and time.monotonic() < until:
+                assert server.poll() is None, output.decode()
+                time.sleep(0.2)
+        finally:
+            server.terminate()
+    assert b"Application startup complete" in output
+    assert (tmp_path / "chunks").is_dir()
 
 
 def memory_object(tensor: torch.Tensor) -> Any:

@@ -102,6 +102,22 @@ def test_half_precision_is_rounded_once() -> None:
     assert [out.item() for out in outs] == [1 + 2**-7] * 2
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_products_in_bfloat16_are_rounded_once_each_and_summed_up_in_float32(shared: bool) -> None:
+    random = torch.Generator().manual_seed(5)
+    side, codes, *weights = (torch.randn(shape, generator=random) for shape in ((9, 6), (20, 5), (6, 16), (5, 16), (16,)))
+    rows = torch.arange(20) % 9
+    decoder = Decoder(*weights)
+    given = (side, {"side_rows": rows}) if shared else (side[rows], {})
+    outs = [torch.zeros(1, 2, 20, 4) for _ in "kv"]
+    rebuild(given[0], codes, decoder, *outs, [RowSpan(0, 0, 20)], product=torch.bfloat16, **given[1])
+    products = [(x.bfloat16() @ part.bfloat16()).float() for x, part in ((side[rows], weights[0]), (codes, weights[1]))]
+    expected = (products[0] + products[1] + weights[2]).unflatten(1, (2, 2, 4)).permute(1, 2, 0, 3)
+    torch.testing.assert_close(torch.stack(outs)[:, 0], expected, rtol=1e-2, atol=1e-2)
+    exact = (side[rows] @ weights[0] + codes @ weights[1] + weights[2]).unflatten(1, (2, 2, 4)).permute(1, 2, 0, 3)
+    assert 0 < float((torch.stack(outs)[:, 0] - exact).norm()) < 2**-7 * float(exact.norm())
+
+
 def test_weights_that_learn_leave_no_gradient() -> None:
     case = Case()
     decoder = Decoder(*(part.requires_grad_() for part in case.decoder if part is not None))

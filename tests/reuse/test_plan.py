@@ -27,7 +27,7 @@ def rows(draw: st.DrawFn) -> PromptRow:
 
 
 @given(rows(), st.integers(0, 2**32 - 1))
-def test_the_tokens_with_the_largest_shares_are_repaired_as_many_as_before(row: PromptRow, seed: int) -> None:
+def test_first_tokens_of_spans_and_those_with_the_largest_shares_are_repaired_as_many_as_before(row: PromptRow, seed: int) -> None:
     shares = np.random.default_rng(seed).random(len(row.ids), dtype=np.float32)
     probed = min(8, row.behind)
     picked = row.picking(shares, probed)
@@ -36,7 +36,10 @@ def test_the_tokens_with_the_largest_shares_are_repaired_as_many_as_before(row: 
     assert set(repaired) <= candidates
     assert repaired == sorted(repaired)
     assert len(repaired) == sum(span.repair for span in row.spans) == sum(span.repair for span in picked.spans)
-    assert max((shares[index] for index in candidates - set(repaired)), default=0) <= min(shares[repaired], default=1)
+    first = {index for span in row.spans for index in range(span.start, span.start + -(-span.repair // 3))}
+    assert first <= set(repaired)
+    by_share = [shares[index] for index in repaired if index not in first]
+    assert max((shares[index] for index in candidates - set(repaired)), default=0) <= min(by_share, default=1)
     assert picked.reused == row.reused
 
 

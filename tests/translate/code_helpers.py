@@ -56,23 +56,13 @@ def message(head: bytes, bodies: list[bytes], version: int = 3, numbers=None, le
 
 def json_of(head: CodesHead) -> bytes:
     prompts = [[each.tokens, each.digest, *([each.first] if each.first else [])] for each in head.prompts]
-    content = {"kind": "semantic codes", "translator": head.translator, "prompts": prompts, "names": list(head.names)}
+    content = {"kind": "semantic codes", "version": 2, "translator": head.translator, "prompts": prompts, "names": list(head.names)}
     return json.dumps(content, separators=(",", ":")).encode()
 
 
-def part_json(name: str, after: bytes, size: int) -> bytes:
-    content = {"kind": "a part of semantic codes", "name": name, "after": after.hex(), "bytes": size}
-    return json.dumps(content, separators=(",", ":")).encode()
-
-
-def pieces_of(codes: SemanticCodes, head: bytes | None = None, **forged) -> list[bytes]:
-    """The message of the head, and those of the parts, put together by hand."""
-    head = json_of(codes.head) if head is None else head
-    found, before = [message(head, [])], blake(head)
-    for part in codes:
-        found.append(message(part_json(part.name, before, part.codes.numel()), [blob([("codes", part.codes)])], **forged))
-        before = blake(before.hex().encode() + part.codes.numpy().tobytes())
-    return found
+def message_by_hand(codes: SemanticCodes, head: bytes | None = None, **forged) -> bytes:
+    """The bytes of codes, put together by hand."""
+    return message(json_of(codes.head) if head is None else head, [blob([("codes", part.codes)]) for part in codes], **forged)
 
 
 def blob(tensors: list[tuple[str, torch.Tensor]]) -> bytes:

@@ -37,12 +37,6 @@ def in_step(port: str) -> None:
         assert sock.recv(1) == b"+"
 
 
-def broken_off(port: str, count: str) -> None:
-    """Sends the first bytes and closes the connection."""
-    with connection(port) as sock:
-        sock.sendall(codes_of().to_bytes()[: int(count)])
-
-
 def connection(port: str) -> socket.socket:
     return socket.create_connection(("127.0.0.1", int(port)), timeout=30)
 

@@ -110,21 +110,6 @@ def made_by(model: Any, ids: Tensor, mask: Tensor | None = None) -> list[Made]:
     return [parts_of(model.config, own) for own in taken]
 
 
-def projected(model: Any, layer: int, hidden: Tensor) -> Made:
-    """The keys and values that a layer's own projections make of an input (batch, tokens, hidden), without positions."""
-    own = layers_of(model)[layer]
-    watched = _watched(own)
-    if "keys" not in watched:
-        (name,) = {*watched} - {"hidden"}
-        return parts_of(model.config, {name: watched[name](hidden), "hidden": hidden})
-    keys = own.self_attn.k_proj(hidden)
-    if hasattr(own.self_attn, "k_norm"):
-        keys = own.self_attn.k_norm(keys.unflatten(-1, (-1, own.self_attn.head_dim)))
-    else:
-        keys = keys.unflatten(-1, (1, -1))
-    return parts_of(model.config, {"keys": keys, "values": own.self_attn.v_proj(hidden), "hidden": hidden})
-
-
 def left_padded(lengths: tuple[int, ...], seed: int = 0) -> tuple[Tensor, Tensor]:
     """Random prompts of these lengths, padded on the left, and their mask."""
     width = max(lengths)

@@ -112,7 +112,7 @@ def reference(translator: CacheTranslator, ids: torch.Tensor, pair: tuple[PreTra
     for code, encoder in enumerate(translator.maps.encoders):
         found = torch.cat([content[layer] for layer in encoder.sources], 1) @ encoder.states + encoder.shift
         found = found + entering["producer"] @ encoder.hidden
-        coefficients[code] = found if coding is None else coding.steps(code, coding.integers(code, found))
+        coefficients[code] = found if coding is None else coding.rounded(code, found)
     for index in range(lowest + 1):
         made.update(own.layers[index].keys, own.layers[index].values, index)
     for decoder in translator.maps.decoders:

@@ -11,10 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_kvcaches.codec.wire.messages import MessageReader, message_bytes
 from hf_kvcaches.errors import ArtifactError, ConfigError
-from hf_kvcaches.translate.codes import ArrivingCodes, PartHead, SemanticCodes
-from tests.translate.code_helpers import NAMES, SIZES, blake, blob, codes_of, head_of, json_of, message, part_json, pieces_of, refused, same
+from hf_kvcaches.translate.codes import ArrivingCodes, SemanticCodes
+from tests.translate.code_helpers import NAMES, blob, codes_of, head_of, json_of, message, message_by_hand, refused, same
 
 
 def test_every_truncation_is_refused_and_says_where_it_is():
@@ -22,11 +21,10 @@ def test_every_truncation_is_refused_and_says_where_it_is():
     data, starts = codes.to_bytes(), [len(chunk) for chunk in codes.chunks()]
     ends = [sum(starts[:number]) for number in range(1, 5)]
     for length in range(len(data)):
-        said = refused(data[:length])
-        assert "end" in said or length < 8
-        number = sum(end <= length for end in ends)
-        if number and length > ends[number - 1]:
-            assert f"in part {NAMES[number - 1]!r} ({number} of 3)" in said
+        message_text = refused(data[:length])
+        assert "end" in message_text or length < 8
+        if number := sum(end <= length for end in ends):
+            assert f"in part {NAMES[number - 1]!r} ({number} of 3) after {length} bytes" in message_text
 
 
 def test_every_flipped_bit_is_refused():
@@ -47,9 +45,9 @@ def test_parts_that_are_swapped_dropped_doubled_or_of_another_message_are_refuse
     for order in ((1, 0, 2), (0, 2, 1), (2, 1, 0), (0, 2), (1, 2), (0, 0, 1, 2), (0, 1, 1, 2), (0, 1, 2, 2), (0, 1), ()):
         refused(b"".join([start, *(parts[place] for place in order)]))
     for mixed in ([others[0], *parts[1:]], [parts[0], others[1], parts[2]], [*parts[:2], others[2]]):
-        refused(b"".join([start, *mixed]), "came where part .* of these semantic codes was next")
+        refused(b"".join([start, *mixed]), "is damaged, or of other codes")
     foreign, *_ = codes_of(head_of(translator="u")).chunks()
-    refused(b"".join([foreign, *parts]), "of these semantic codes was next")
+    refused(b"".join([foreign, *parts]), "is damaged, or of other codes")
 
 
 @pytest.mark.parametrize("extra", [b"\0", b"HFKVCODE", None])
@@ -63,17 +61,19 @@ def test_bytes_behind_the_end_are_refused(extra):
 
 def test_what_is_refused_says_why():
     codes = codes_of()
-    data, head, (_, *parts) = codes.to_bytes(), json_of(codes.head), pieces_of(codes)
+    data, head = codes.to_bytes(), json_of(codes.head)
     refused(b"", "end after 0 bytes")
     refused(b"PK\3\4" + data, r"Expected semantic codes, got bytes that begin with b'PK")
     refused(b"no", "Expected semantic codes")
-    refused(message(head, [], version=4) + b"".join(parts), "format version 4, this reads version 3. Upgrade hf-kvcaches")
-    refused(message(head, [], version=2) + b"".join(parts), "version 2, this reads version 3. Encode")
+    refused(message_by_hand(codes, version=4), "format version 4, this reads version 3. Upgrade hf-kvcaches")
+    refused(message_by_hand(codes, version=2), "version 2, this reads version 3. Encode")
+    for old, version in ((b'"version":2,', b""), (b'"version":2', b'"version":3')):
+        refused(message_by_hand(codes, head.replace(old, version)), r"Semantic codes have format version [13], this reads version 2")
     refused(data[:12] + (17 << 20).to_bytes(4, "little") + data[16:], "more than the 16777216 allowed")
     refused(data[:30] + b"X" + data[31:], "damaged head")
-    refused(data[:-1] + bytes([data[-1] ^ 1]), r"Part 'layers.3-5' \(1 of 1\) of a part of semantic codes is damaged")
-    refused(b"".join(pieces_of(codes, numbers=[1])), "came where part 0 was next")
-    refused(b"".join(pieces_of(codes, lengths={0: 1 << 60})), "has 1152921504606846976 bytes, their head says")
+    refused(data[:-1] + bytes([data[-1] ^ 1]), r"Part 'layers.3-5' \(3 of 3\) of semantic codes is damaged")
+    refused(message_by_hand(codes, numbers=[1, 0, 2]), "Part 1 of semantic codes came where part 0 was next")
+    refused(message_by_hand(codes, lengths={0: 1 << 60}), "too early")
     with pytest.raises(ConfigError, match="data: expected bytes"):
         SemanticCodes.from_bytes("HFKVCODE")
 
@@ -92,14 +92,10 @@ def reader_of(data: bytes, asked: list[int]):
 
 
 def test_a_length_that_promises_much_takes_no_memory_before_it_came():
-    """A head may announce a terabyte that never comes."""
-    head = json_of(head_of(names=NAMES[:1]))
-    part = message(part_json(NAMES[0], blake(head), 1 << 40), [])
-    size = MessageReader(message(part_json(NAMES[0], blake(head), 1 << 40), []), PartHead).head
-    body = message_bytes(size) - len(part) - 28
+    """A part may announce a terabyte that never comes."""
     asked: list[int] = []
-    start = (0).to_bytes(4, "little") + body.to_bytes(8, "little") + bytes(16)
-    arriving = ArrivingCodes(reader_of(message(head, []) + part + start + bytes(100), asked))
+    start = (0).to_bytes(4, "little") + (1 << 40).to_bytes(8, "little") + bytes(16)
+    arriving = ArrivingCodes(reader_of(message(json_of(head_of(names=NAMES[:1])), []) + start + bytes(100), asked))
     with pytest.raises(ArtifactError, match="too early"):
         list(arriving)
     assert max(asked) <= 1 << 20
@@ -111,7 +107,7 @@ HEAD = json.loads(json_of(head_of()))
 
 
 def with_head(**changes) -> bytes:
-    return b"".join(pieces_of(codes_of(), json.dumps(HEAD | changes, separators=(",", ":")).encode()))
+    return message_by_hand(codes_of(), json.dumps(HEAD | changes, separators=(",", ":")).encode())
 
 
 @pytest.mark.parametrize(
@@ -122,7 +118,6 @@ def with_head(**changes) -> bytes:
         {"prompts": [[*HEAD["prompts"][0], 0], HEAD["prompts"][1]]},
         {"names": HEAD["names"][:2]},
         {"names": [*HEAD["names"], "more"]},
-        {"names": HEAD["names"][::-1]},
         {"names": ["layer.1", "layer.1", "layers.3-5"]},
     ],
 )
@@ -134,18 +129,6 @@ def test_a_forged_head_that_fits_its_parts_is_what_it_says():
     """The control of the tests around it: the forger's digests are right."""
     assert SemanticCodes.from_bytes(with_head()).head == head_of()
     assert SemanticCodes.from_bytes(with_head(translator="other")).head == head_of(translator="other")
-
-
-@pytest.mark.parametrize(
-    "change", [{"name": ""}, {"name": 3}, {"after": "0" * 31}, {"after": 7}, {"bytes": -1}, {"bytes": 1.0}, {"bytes": True}, {"more": 1}]
-)
-def test_a_part_whose_head_makes_no_sense_is_refused_though_its_digest_is_right(change):
-    codes = codes_of(head_of(names=NAMES[:1]))
-    start, part = pieces_of(codes)
-    content = json.loads(part_json(NAMES[0], blake(json_of(codes.head)), SIZES[0])) | change
-    forged = message(json.dumps(content, separators=(",", ":")).encode(), [blob([("codes", codes.parts[0].codes)])])
-    assert SemanticCodes.from_bytes(start + part).head == codes.head
-    refused(start + forged)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +153,7 @@ def test_a_part_whose_head_makes_no_sense_is_refused_though_its_digest_is_right(
     ids=range(15),
 )
 def test_a_head_that_is_no_head_is_refused_though_its_digest_is_right(head):
-    assert len(refused(b"".join(pieces_of(codes_of(), head)))) < 1000
+    assert len(refused(message_by_hand(codes_of(), head))) < 1000
 
 
 @pytest.mark.parametrize("name", ["kind", "translator", "prompts", "names"])
@@ -186,20 +169,17 @@ def test_a_head_with_a_value_of_another_kind_is_refused(name, value):
         assert len(refused(data)) < 1000
 
 
-def test_a_body_that_does_not_fit_its_head_is_refused_though_its_digest_is_right():
+def test_a_body_that_is_not_of_one_record_is_refused_though_its_digest_is_right():
     codes = codes_of(head_of((7,), NAMES[:1]))
     head, code = json_of(codes.head), codes.parts[0].codes
-    start, own, body = message(head, []), part_json(NAMES[0], blake(head), len(code)), blob([("codes", code)])
-    assert same(SemanticCodes.from_bytes(start + message(own, [body])), codes)
-    for other in (b"", body + b"\0", body[:-1]):
-        refused(start + message(own, [other]), "their head says")
+    body = blob([("codes", code)])
+    assert same(SemanticCodes.from_bytes(message(head, [body])), codes)
     tensors = [[("code", code)], [("codes", code[None])], [("codes", code.view(torch.int8))], []]
     forged = [blob(each) for each in tensors] + [b"\0" * len(body), b"\xff" * len(body)]
-    for other in forged:
-        assert other != body
-        refused(start + message(own, [other]))
-        # A body of the expected length gets further.
-        refused(start + message(own, [(other + b"\0" * len(body))[: len(body)]]))
+    for other in (b"", body + b"\0", body[:-1], *forged):
+        refused(message(head, [other]), "fit their head|holds other tensors")
+        if other in forged:  # a body of the expected length gets further
+            refused(message(head, [(other + b"\0" * len(body))[: len(body)]]), "holds other tensors")
 
 
 @pytest.mark.parametrize(
@@ -227,12 +207,10 @@ def test_what_is_no_file_is_refused_without_waiting_for_it(tmp_path, kind):
 
 def check(data: bytes, original: bytes) -> None:
     """Only the original bytes are codes, and all else is an `ArtifactError`."""
-    try:
+    if data == original:
         SemanticCodes.from_bytes(data)
-    except ArtifactError:
-        assert data != original
     else:
-        assert data == original
+        refused(data)
 
 
 @given(data=st.binary(max_size=300), start=st.sampled_from([b"", b"HFKVCODE", b"HFKVCODE\1\0\0\0", b"HFKVCODE\1\0\0\0\2\0\0\0{}"]))
@@ -270,7 +248,7 @@ def test_random_edits_of_the_head_under_right_digests_give_codes_of_the_right_fo
     for place, new in edits:
         start = place % len(head)
         head[start : start + len(new)] = new
-    data = b"".join(pieces_of(codes, bytes(head)))
+    data = message_by_hand(codes, bytes(head))
     try:
         back = SemanticCodes.from_bytes(data)
     except ArtifactError:
@@ -303,16 +281,10 @@ def corrupted(original: bytes, chance: random.Random) -> bytes:
 
 def test_ten_thousand_corrupted_payloads_are_all_refused():
     originals = [codes_of(head_of((4, 3), first=first)).to_bytes() for first in range(3)]
-    chance, tried, taken = random.Random(7), 0, 0
+    assert all(SemanticCodes.from_bytes(original).to_bytes() == original for original in originals)
+    chance, tried = random.Random(7), 0
     while tried < 10_000:
         original = originals[tried % len(originals)]
-        data = corrupted(original, chance)
-        if data == original:
-            continue
-        tried += 1
-        try:
-            SemanticCodes.from_bytes(data)
-            taken += 1
-        except ArtifactError:
-            pass
-    assert taken == 0
+        if (data := corrupted(original, chance)) != original:
+            refused(data)
+            tried += 1

@@ -119,13 +119,6 @@ def test_more_payload_costs_less_in_the_metric_of_the_texts():
     assert errors[-1] < 0.95 * errors[0]
 
 
-def test_models_of_other_widths_and_heads_are_translated():
-    producer, consumer = MODELS["gpt2"](seed=1), tiny.llama(seed=2, num_hidden_layers=3)
-    translator = fitted(producer, consumer, payload=0.5)
-    assert {len(encoder.states) for encoder in translator.maps.encoders} == {64}
-    assert filled(translator, producer, consumer, PROMPT)[2][0].shape == (29, 16)
-
-
 def test_where_the_consumer_runs_all_layers_nothing_is_solved():
     model = MODELS["llama"]()
     translator = fitted(model, model, recompute_layers=3)

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hf_kvcaches.translate.fit import pairs_of
 from hf_kvcaches.translate.plan import Group
-from hf_kvcaches.translate.reading import pairs_of
 from hf_kvcaches.translate.regression import Known, Products, Regression, regress
 
 TINY = 1e-10

@@ -10,7 +10,6 @@ from transformers import LlamaConfig, Qwen3NextConfig
 
 from hf_kvcaches.core.decoder import attention_module
 from hf_kvcaches.errors import ConfigError, UnsupportedError
-from hf_kvcaches.reuse.partial import PassEnded
 from hf_kvcaches.translate.states import PromptTokens, ReadingCache, in_evaluation
 from hf_kvcaches.translate.states import read as read_states
 from tests import tiny
@@ -51,18 +50,6 @@ def test_states_of_a_padded_batch_are_what_projections_and_norms_gave_row_by_row
             rows = [part[-length:] for part, length in zip(getattr(made, name), LENGTHS, strict=True)]
             close(found, torch.cat(rows))
         assert state.shape[0] == (getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_row_says_the_same_alone_and_in_a_padded_batch(family):
-    model = MODELS[family]()
-    ids, mask = left_padded(LENGTHS)
-    together = read(model, PromptTokens.of(ids, mask))
-    start = 0
-    for row, length in enumerate(LENGTHS):
-        for (_, alone), (_, batch) in zip(read(model, PromptTokens.of(ids[row, -length:])), together, strict=True):
-            close(batch.states[start : start + length], alone.states)
-        start += length
 
 
 def test_a_model_in_bfloat16_is_read_in_bfloat16():
@@ -136,14 +123,6 @@ def test_a_model_in_training_mode_is_read_through_a_twin_in_evaluation_mode(fami
     for (_, one), (_, other) in zip(read(twin, PromptTokens.of(tiny.ids(1, 9))), expected, strict=True):
         assert torch.equal(one.states, other.states)
     assert traces_of(model) == before
-
-
-def test_what_ends_a_pass_ends_no_pass_that_was_to_go_on():
-    """An error of the caller's own is never taken for the end."""
-    model = MODELS["llama"]()
-    with pytest.raises(Broken):
-        read_states(model, PromptTokens.of(tiny.ids(1, 6)), lambda *_: (_ for _ in ()).throw(Broken), last=3)
-    assert not issubclass(Broken, PassEnded)
 
 
 @given(st.lists(st.integers(1, 7), min_size=1, max_size=4))

@@ -83,16 +83,6 @@ def test_a_part_is_received_before_the_producer_makes_the_next():
     assert names == ["layer.1", "layer.2", "layers.3-5"]
 
 
-@pytest.mark.full
-def test_a_process_that_ends_in_the_middle_is_said():
-    start, first, *_ = codes_of().chunks()
-    with producer("broken_off", str(len(start + first) + 40)) as sock:
-        parts = iter(receive(sock))
-        assert next(parts).name == "layer.1"
-        with pytest.raises(ArtifactError, match="closed the connection"):
-            next(parts)
-
-
 def test_a_connection_that_is_closed_at_any_byte_is_said():
     data, start = codes_of().to_bytes(), len(next(codes_of().chunks()))
     for count in range(0, len(data), 7):
@@ -103,24 +93,6 @@ def test_a_connection_that_is_closed_at_any_byte_is_said():
             said = "closed the connection: semantic codes end" + (" in part .* after" if count > start else " after|in part")
             with pytest.raises(ArtifactError, match=said):
                 receive(other).collect()
-
-
-def test_a_connection_that_is_closed_before_anything_came_is_said(pair):
-    one, other = pair
-    one.close()
-    with pytest.raises(ArtifactError, match="closed the connection: semantic codes end after 0 bytes"):
-        receive(other)
-
-
-def test_many_codes_go_both_ways(pair):
-    one, other = pair
-    for seed in range(3):
-        sent = codes_of(seed=seed)
-        assert send(one, sent) == sent.nbytes
-        assert send(other, list(sent.chunks())) == sent.nbytes
-    for seed in range(3):
-        assert same(receive(one).collect(), codes_of(seed=seed))
-        assert same(receive(other).collect(), codes_of(seed=seed))
 
 
 def test_codes_larger_than_any_buffer_arrive(pair):
@@ -219,7 +191,7 @@ def test_codes_go_between_processes_of_torch_distributed(tmp_path):
             assert list(parts) == []
             send_distributed(codes_of(seed=3), dst=1)
             reordered = receive_distributed(src=1)
-            with pytest.raises(ArtifactError, match=r"Part 'layer\.2' came where part 'layer\.1'"):
+            with pytest.raises(ArtifactError, match="Part 1 of semantic codes came where part 0 was next"):
                 list(reordered)
             for _ in range(3):
                 # What is still on its way of them: the rest of two parts and the end.

@@ -99,7 +99,7 @@ def test_stretches_give_what_one_token_after_the_other_gives(name: str, prompt: 
         got = logits_of(model, prompt, cache)
     report, positions = cache.report(), taken(cache)
     assert report.strategies == ("align",)
-    assert sum(seen) == report.computed_tokens + cache.plans[0].probed, "the last tokens run once more"
+    assert sum(seen) == report.computed_tokens + cache.plans[0].probed
     assert report.reused_tokens == len(positions) == prompt.shape[1] - report.computed_tokens
     assert len(positions) >= 40
     expected, reference = as_planned(model, prompt, cache.plans[0], Source(model, EARLIER))
@@ -127,7 +127,7 @@ def test_too_little_in_common_is_refused_with_the_share() -> None:
     close(logits_of(model, prompt, cache), logits_of(model, prompt))
     report = cache.report()
     assert report.strategies == ("cold",)
-    assert "below 50%" in report.refusals[0]
+    assert "below 40%" in report.refusals[0]
 
 
 def test_a_common_beginning_is_bit_equal_and_more_than_stretches_where_it_is_longer() -> None:
@@ -272,8 +272,8 @@ def test_a_report_says_what_was_done_by_which_entry_and_why_not_more() -> None:
     assert (report.strategy, report.neighbour, report.similarity) == ("align", key, report.similarities[0])
     assert report.similarities[0] == pytest.approx(library.near(CHANGED[0].numpy())[0][1])
     assert 0 < report.similarities[0] < 1
-    # 29 of the beginning, and of 47 all but 15%; the last 16 are computed, and of the others too few are left to look for.
-    assert (report.reused_tokens, report.computed_tokens) == (29 + 39, 115 - 68)
+    # 29 of the beginning, and of 47 all but a fifth; the last 16 are computed, and of the others too few are left to look for.
+    assert (report.reused_tokens, report.computed_tokens) == (29 + 37, 115 - 66)
     assert library.report().saved_tokens == 29 + 47
     assert report.as_dict()["neighbours"] == (key,)
     assert "align" in str(report)
@@ -289,8 +289,8 @@ def test_a_report_says_what_was_done_by_which_entry_and_why_not_more() -> None:
 def test_the_tokens_of_the_default_gate_are_those_reused() -> None:
     model = tiny.llama()
     library = library_of(model, EARLIER)
-    logits_of(model, CHANGED, served := WarmStartCache(model, library, gate=WarmStartGate(reusable=68 / 115)))
-    logits_of(model, CHANGED, refused := WarmStartCache(model, library, gate=WarmStartGate(reusable=69 / 115)))
+    logits_of(model, CHANGED, served := WarmStartCache(model, library, gate=WarmStartGate(reusable=66 / 115)))
+    logits_of(model, CHANGED, refused := WarmStartCache(model, library, gate=WarmStartGate(reusable=67 / 115)))
     assert (served.report().strategies, refused.report().strategies) == (("align",), ("prefix",))
 
 

@@ -14,8 +14,9 @@ body      a safetensors file
 ```
 
 Numbers are little-endian. Every digest takes the one before it in, so a part is accepted in its own place of its own message only.
-Names, shapes and dtypes of all tensors follow from the head, and with them each body's length and all of it but the numbers: a reader never
-takes more memory than it was sent bytes, and decoders never meet a tensor that they don't expect.
+Names, shapes and dtypes of all tensors follow from the head, and with them each body's length and all of it but the numbers; the length of
+an entropy-coded tensor follows from that of its body. A reader never takes more memory than it was sent bytes, and decoders never meet a
+tensor that they don't expect.
 
 The digests find accidents. Whoever can write codes can write their digests too: any bytes at all end in an `ArtifactError` or in codes of
 the right form, but whether a producer is to be believed is for others to say.
@@ -54,15 +55,19 @@ MOST_COMMAS = 1 << 17
 
 
 class BodyTensor(NamedTuple):
-    """A tensor in the body of a part; `dtype` is safetensors' name."""
+    """A tensor in the body of a part; `dtype` is safetensors' name.
+
+    A shape of None is that of the only tensor of a body, of one dimension and of a length that the head does not say.
+    """
 
     name: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...] | None
 
     @property
     def nbytes(self) -> int:
         """Of its numbers."""
+        assert self.shape is not None
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
@@ -123,12 +128,6 @@ def head_of(head_type: type[SomeHead], text: bytes | bytearray) -> SomeHead:
     return head
 
 
-def message_bytes(head: Head) -> int:
-    """The length of a message. The head and the form of its parts suffice to know it."""
-    bodies = (_body_size(head.tensors_of(part)) for part in head.parts)
-    return _START.size + len(json_of(head)) + DIGEST + sum(_PART.size + size for size in bodies)
-
-
 class MessageWriter:
     """A message part by part: a producer sends a layer while it computes the next.
 
@@ -159,7 +158,10 @@ class MessageWriter:
             tensors: As the head says, by name.
         """
         assert self._digest is not None, "begin() comes first"
-        expected = self.head.tensors_of(self.head.parts[self.number])
+        expected = [
+            tensor if tensor.shape is not None else tensor._replace(shape=(tensors[tensor.name].numel(),))
+            for tensor in self.head.tensors_of(self.head.parts[self.number])
+        ]
         form = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
         assert form == {tensor.name: (DTYPES[tensor.dtype], tensor.shape) for tensor in expected}, f"the head says {expected}, got {form}"
         body: list[Bytes] = [_body_header(expected), *(as_bytes(tensors[tensor.name].detach().cpu().contiguous()) for tensor in expected)]
@@ -180,13 +182,16 @@ class MessageReader(Generic[SomeHead]):
             number of bytes, and none at the end. Such a function is asked for no byte beyond the message.
         head_type: Of the message.
         ending: How it is said that no more bytes come.
+
+    Attributes:
+        nbytes: That were read.
     """
 
     def __init__(self, source: Source, head_type: type[SomeHead], ending: str = "") -> None:
         self._whole = not callable(source)
         self._read = reader_of(source)
         self._codes, self._ending = head_type.kind, ending or f"{_sentence(head_type.kind)} end"
-        self._at, self._failure = 0, ""
+        self.nbytes, self._failure = 0, ""
         self.taken, self.finished = 0, False
         self.head, self._digest = self._read_head(head_type)
 
@@ -202,7 +207,7 @@ class MessageReader(Generic[SomeHead]):
             if self.taken < len(self.head.parts):
                 return self._read_part(self.head.parts[self.taken])
             if self._whole and self._read(1):
-                raise ArtifactError(f"Bytes follow {self._codes} that end after {self._at} bytes. Give the bytes of one message only.")
+                raise ArtifactError(f"Bytes follow {self._codes} that end after {self.nbytes} bytes. Give the bytes of one message only.")
         except BaseException as error:
             # Bytes may be gone: who asks again must not be given what follows them.
             known = isinstance(error, ArtifactError)
@@ -218,7 +223,7 @@ class MessageReader(Generic[SomeHead]):
                 f"Expected {self._codes}, got bytes that begin with {bytes(start[:8])!r}. Give what was sent, from its start."
             )
         if len(start) < _START.size:
-            raise ArtifactError(f"{self._ending} after {self._at} bytes, in their head. {AGAIN}")
+            raise ArtifactError(f"{self._ending} after {self.nbytes} bytes, in their head. {AGAIN}")
         _, version, length = _START.unpack(start)
         if version != VERSION:
             hint = "Upgrade hf-kvcaches." if version > VERSION else "Encode the prompt again."
@@ -227,7 +232,7 @@ class MessageReader(Generic[SomeHead]):
             raise ArtifactError(f"{codes} say that their head has {length} bytes, more than the {LONGEST_HEAD} allowed. {AGAIN}")
         rest = self._available(length + DIGEST)
         if (missing := length + DIGEST - len(rest)) > 0:
-            raise ArtifactError(f"{self._ending} after {self._at} bytes, at least {missing} too early: in their head. {AGAIN}")
+            raise ArtifactError(f"{self._ending} after {self.nbytes} bytes, at least {missing} too early: in their head. {AGAIN}")
         text, digest = rest[:length], bytes(rest[length:])
         if _digest_of(start, text) != digest:
             raise ArtifactError(f"{codes} have a damaged head. {AGAIN}")
@@ -235,36 +240,37 @@ class MessageReader(Generic[SomeHead]):
 
     def _read_part(self, part: Any) -> dict[str, Tensor]:
         codes, parts = self._codes, len(self.head.parts)
-        tensors, name = self.head.tensors_of(part), f"{part.name!r} ({self.taken + 1} of {parts})"
-        number, length, digest = _PART.unpack(self._exactly(_PART.size))
+        name = f"{part.name!r} ({self.taken + 1} of {parts})"
+        number, length, digest = _PART.unpack(self._exactly(_PART.size, name))
         if number != self.taken:
             raise ArtifactError(f"Part {number} of {codes} came where part {self.taken} was next. {AGAIN}")
+        tensors = _with_shapes(self.head.tensors_of(part), length)
         if length != (size := _body_size(tensors)):
-            raise ArtifactError(f"Part {name} of {codes} has {length} bytes, their head says {size}. {AGAIN}")
-        body = self._exactly(size)
+            raise ArtifactError(f"Part {name} of {codes} has {length} bytes, where {size} fit their head. {AGAIN}")
+        body = self._exactly(size, name)
         if digest != _digest_of_part(self._digest, number, body):
             raise ArtifactError(f"Part {name} of {codes} is damaged, or of other codes. {AGAIN}")
         if not body.startswith(header := _body_header(tensors)):
             raise ArtifactError(f"Part {name} of {codes} holds other tensors than their head says. {AGAIN}")
         found, start = {}, len(header)
         for tensor in tensors:
-            found[tensor.name] = _tensor(body, start, DTYPES[tensor.dtype], tensor.shape)
+            found[tensor.name] = _tensor(body, start, DTYPES[tensor.dtype], tensor.shape or ())
             start += tensor.nbytes
         if self.head.finite and not all(bool(tensor.isfinite().all()) for tensor in found.values() if tensor.is_floating_point()):
             raise ArtifactError(f"Part {name} of {codes} has infinities or NaN. Look for them in what the producer computed.")
         self.taken, self._digest = number + 1, digest
         return found
 
-    def _exactly(self, count: int) -> bytearray:
+    def _exactly(self, count: int, part: str) -> bytearray:
         content = self._available(count)
-        if len(content) < count:
-            raise ArtifactError(f"{self._ending} after {self._at} bytes, {message_bytes(self.head) - self._at} too early. {AGAIN}")
+        if missing := count - len(content):
+            raise ArtifactError(f"{self._ending} in part {part} after {self.nbytes} bytes, at least {missing} too early. {AGAIN}")
         return content
 
     def _available(self, count: int) -> bytearray:
         """So many bytes, or fewer where the source ends."""
         content = take(self._read, count)
-        self._at += len(content)
+        self.nbytes += len(content)
         return content
 
 
@@ -277,6 +283,18 @@ def _body_header(tensors: Sequence[BodyTensor]) -> bytes:
     text = json.dumps(layout, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
+
+
+def _with_shapes(tensors: list[BodyTensor], length: int) -> list[BodyTensor]:
+    """The tensors of a body of this length, as the head says; one of unknown shape has the length that fits."""
+    if len(tensors) != 1 or tensors[0].shape is not None:
+        return tensors
+    sized = lambda numbers: [tensors[0]._replace(shape=(max(0, numbers),))]  # noqa: E731
+    itemsize = DTYPES[tensors[0].dtype].itemsize
+    # A header with more digits is longer, in steps of 8 bytes.
+    headers = range(len(_body_header(sized(0))), len(_body_header(sized(length))) + 1, 8)
+    fitting = (found for header in headers if _body_size(found := sized((length - header) // itemsize)) == length)
+    return next(fitting, sized(length // itemsize))
 
 
 def _body_size(tensors: Sequence[BodyTensor]) -> int:

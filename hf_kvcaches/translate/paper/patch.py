@@ -10,15 +10,12 @@ from torch.nn import functional
 
 from hf_kvcaches.translate.paper.reuse import fit_ridge
 
-# The share of the tokens that is held out, after how many steps the error on them is measured, and the tokens of a step.
+# The share of held-out tokens, after how many steps the error on them is measured, and the tokens of a step.
 _HELD_OUT, _EVALUATE_AFTER, _BATCH = 0.1, 50, 512
 
 
 class Aligner(nn.Module):
-    """From codes to the consumer's attention input (equation 11).
-
-    **Departs from the paper**, whose aligner is an MLP alone: a ridge solution stands beside it, from which the training starts.
-    """
+    """From codes to the consumer's attention input (equation 11): a ridge solution, which the paper lacks, and an MLP."""
 
     linear: torch.Tensor
     spread: torch.Tensor
@@ -29,11 +26,10 @@ class Aligner(nn.Module):
         self.register_buffer("linear", fit_ridge(inputs, targets, 1e-6))
         self.register_buffer("spread", codes.std(0).clamp_min(1e-6))
         self.inner, self.outer = nn.Linear(codes.shape[1], width), nn.Linear(width, targets.shape[1])
-        nn.init.zeros_(self.outer.weight)
-        nn.init.zeros_(self.outer.bias)
+        for weights in (self.outer.weight, self.outer.bias):
+            nn.init.zeros_(weights)
 
     def forward(self, codes: torch.Tensor) -> torch.Tensor:
-        """Map (tokens, rank) to (tokens, hidden)."""
         hidden = functional.gelu(self.inner(codes / self.spread))
         return codes @ self.linear[:-1] + self.linear[-1] + self.outer(hidden)
 
@@ -47,20 +43,17 @@ def train_aligner(codes: torch.Tensor, targets: torch.Tensor, steps: int, rate: 
         aligner = Aligner(codes[:split], targets[:split], 2 * targets.shape[1])
         optimizer = torch.optim.AdamW(aligner.parameters(), lr=rate)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, steps))
-        best, least = copy.deepcopy(aligner.state_dict()), _error(aligner, codes[split:], targets[split:])
-        for step in range(1, steps + 1):
+        best, least = copy.deepcopy(aligner.state_dict()), float("inf")
+        for step in range(steps + 1):
+            if step % _EVALUATE_AFTER == 0:
+                with torch.no_grad():
+                    error = float(functional.mse_loss(aligner(codes[split:]), targets[split:]))
+                if error < least:
+                    best, least = copy.deepcopy(aligner.state_dict()), error
             rows = torch.randint(split, (min(_BATCH, split),))
-            loss = (aligner(codes[rows]) - targets[rows]).square().mean()
             optimizer.zero_grad()
-            loss.backward()
+            functional.mse_loss(aligner(codes[rows]), targets[rows]).backward()
             optimizer.step()
             schedule.step()
-            if step % _EVALUATE_AFTER == 0 and (error := _error(aligner, codes[split:], targets[split:])) < least:
-                best, least = copy.deepcopy(aligner.state_dict()), error
     aligner.load_state_dict(best)
     return aligner.eval()
-
-
-@torch.no_grad()
-def _error(aligner: Aligner, codes: torch.Tensor, targets: torch.Tensor) -> float:
-    return float((aligner(codes) - targets).square().mean())

@@ -8,12 +8,7 @@ import torch
 
 
 class Translator(NamedTuple):
-    """The maps of one kind of states in one layer.
-
-    Args:
-        encode: From the producer's states, (producer, rank).
-        decode: To the consumer's states, (rank, consumer).
-    """
+    """From the producer's keys or values in one layer to codes, (producer, rank), and to the consumer's, (rank, consumer)."""
 
     encode: torch.Tensor
     decode: torch.Tensor

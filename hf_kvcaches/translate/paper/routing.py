@@ -11,30 +11,19 @@ Score = Callable[[frozenset[int]], float]
 
 
 class Route(NamedTuple):
-    """The patched layers, and the scores that they were chosen by.
-
-    Args:
-        patched: In ascending order.
-        sensitivity: The gain in score of patching each layer alone (equation 21).
-        order: The layers of the greedy search.
-        efficiencies: The gain of the first 1, 2, ... of them together, divided by their number.
-    """
+    """The patched layers, and the scores that they were chosen by."""
 
     patched: tuple[int, ...]
-    sensitivity: Mapping[int, float] = {}
-    order: tuple[int, ...] = ()
-    efficiencies: tuple[float, ...] = ()
+    sensitivity: Mapping[int, float] = {}  # the gain of patching each layer alone (equation 21)
+    order: tuple[int, ...] = ()  # of the greedy search
+    efficiencies: tuple[float, ...] = ()  # the gain of the first 1, 2, ... of these together, divided by their number
 
 
 def select(score: Score, layers: Sequence[int], *, pool: int, most: int) -> Route:
     """Choose the layers to patch.
 
-    The layers that gain most alone form a pool; a greedy search takes from it the layer with the largest gain over those before (equation
-    22), as long as there is a gain; the number of its steps with the largest gain for each layer is patched. Of equals, the lowest layer.
-
-    Args:
-        pool: How many layers enter the search.
-        most: The largest number of patched layers.
+    A greedy search among the `pool` layers that gain most alone takes the one with the largest gain over those before (equation 22), up to
+    `most`. As many of them are patched as give the largest gain for each layer. Of equals, the lowest layer.
     """
     score = functools.cache(score)
     nothing = score(frozenset())

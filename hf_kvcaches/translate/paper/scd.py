@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from transformers import DynamicCache
@@ -22,24 +22,13 @@ from hf_kvcaches.translate.states import LayerState, PromptTokens, cache_of, rea
 _PREDICTED = 32
 Codes = dict[int, tuple[torch.Tensor, ...]]
 """By layer: of keys and of values, or of the attention's input, (tokens, rank) each, in float16."""
-
-
-class Patch(NamedTuple):
-    """The maps of a patched layer: from the producer's attention input to codes, (hidden, rank), and from these to the consumer's."""
-
-    encode: torch.Tensor
-    aligner: Aligner
+Patch = tuple[torch.Tensor, Aligner]
+"""From a patched layer's attention input in the producer to codes, (hidden, rank), and from these to the consumer's."""
 
 
 @dataclass(frozen=True, eq=False)
 class SemanticCacheDistillation:
-    """The paper's method for a pair of models with as many layers and heads.
-
-    Args:
-        reuse: The translators of the keys and of the values of each layer.
-        patches: Of patched layers.
-        route: How these were chosen.
-    """
+    """The paper's method for a pair of models with as many layers and heads: translators of each layer's keys and values, and patches."""
 
     reuse: dict[int, tuple[Translator, Translator]]
     patches: dict[int, Patch]
@@ -62,10 +51,8 @@ class SemanticCacheDistillation:
         """Fit all maps to traces of both models (section 4.1), and choose the layers to patch on the last quarter of the texts.
 
         Args:
-            texts: Token ids.
             ranks: Of keys, values and attention inputs.
             patched: Layers to patch; None to choose up to `most` from a `pool`.
-            steps: Of the training of an aligner.
         """
         held_out = texts[len(texts) - len(texts) // 4 :] if patched is None else []
         fitted = texts[: len(texts) - len(held_out)]
@@ -78,7 +65,7 @@ class SemanticCacheDistillation:
         for layer in chosen:
             source, target = theirs[layer].known.float(), own[layer].known.float()
             encode = fit_reuse(source, target, ranks[2]).encode
-            patches[layer] = Patch(encode, train_aligner((source @ encode).half().float(), target, steps))
+            patches[layer] = encode, train_aligner((source @ encode).half().float(), target, steps)
         if patched is not None:
             return cls(reuse, patches, Route(tuple(sorted(patched))))
         whole = cls(reuse, patches, Route(()))
@@ -92,11 +79,10 @@ class SemanticCacheDistillation:
     @torch.no_grad()
     def encode(self, producer: Any, ids: Sequence[int], patched: frozenset[int] | None = None) -> Codes:
         """Run a producer over a prompt, and return the codes of each layer (equation 8)."""
-        patched = frozenset(self.patches) if patched is None else patched
         codes: Codes = {}
         for layer, state in enumerate(_traces(producer, [ids])):
-            if layer in patched:
-                parts = [state.known.float() @ self.patches[layer].encode]
+            if layer in (self.patches if patched is None else patched):
+                parts = [state.known.float() @ self.patches[layer][0]]
             else:
                 parts = [side @ own.encode for side, own in zip(_sides(state), self.reuse[layer], strict=True)]
             codes[layer] = tuple(part.half() for part in parts)
@@ -109,25 +95,20 @@ class SemanticCacheDistillation:
         shapes = [state.shape for state in _traces(model, [[0, 0]])]
         for layer, parts in codes.items():
             if len(parts) == 1:
-                hidden = self.patches[layer].aligner(parts[0].float())
-                states[layer] = _state_of_input(model, layer, hidden)
+                states[layer] = _state_of_input(model, layer, self.patches[layer][1](parts[0].float()))
             else:
                 sides = [part.float() @ own.decode for part, own in zip(parts, self.reuse[layer], strict=True)]
                 states[layer] = LayerState(torch.cat(sides, dim=1), shapes[layer])
         return cache_of(rotation_of_model(model), states, model.dtype)
 
     def _divergence(self, producer: Any, consumer: Any, ids: Sequence[int], patched: frozenset[int]) -> float:
-        """How far the consumer's predictions of a text's end are from those behind its own cache."""
+        """How far the consumer's predictions of a text's end are from those with its own cache."""
         split = len(ids) - min(_PREDICTED, len(ids) // 4)
         exact = dict(enumerate(_traces(consumer, [ids[:split]])))
-        model, found = compat.base_model(consumer), []
-        for cache in (
-            cache_of(rotation_of_model(model), exact, model.dtype),
-            self.decode(model, self.encode(producer, ids[:split], patched)),
-        ):
-            asked = torch.tensor([list(ids[split:])], device=model.device)
-            found.append(model(input_ids=asked, **compat.cache_kwargs(model, cache)).logits[0])
-        return float(divergence(*found).mean())
+        model, asked = compat.base_model(consumer), torch.tensor([list(ids[split:])], device=consumer.device)
+        own = cache_of(rotation_of_model(model), exact, model.dtype)
+        caches = own, self.decode(model, self.encode(producer, ids[:split], patched))
+        return float(divergence(*(model(input_ids=asked, **compat.cache_kwargs(model, cache)).logits[0] for cache in caches)).mean())
 
 
 def _traces(model: Any, texts: Sequence[Sequence[int]]) -> list[LayerState]:

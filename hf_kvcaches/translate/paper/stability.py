@@ -1,7 +1,6 @@
-"""The paper's stability constants: by how much a layer makes errors of its input, and of its cached keys and values, larger (appendix C).
+"""The paper's stability constants: how much a layer amplifies errors of its input, and of its cached keys and values (appendix C).
 
-**Departs from the paper**, which bounds them by norms of weights and activations: here they are the largest singular values of the layer's
-Jacobians at a text, by power iteration.
+**Departs from the paper**, which bounds them by norms: here they are singular values of Jacobians at a text, by power iteration.
 """
 
 from __future__ import annotations
@@ -54,7 +53,6 @@ def _of_layer(
 
 @torch.enable_grad()
 def _norm(function: Callable[[Tensor], Tensor], x: Tensor, iterations: int) -> float:
-    """The largest singular value of a function's Jacobian."""
     x = x.detach().clone().requires_grad_()
     output, step = function(x), _STEP * float(x.detach().norm())
     direction, size = torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x), 0.0
