@@ -18,6 +18,7 @@ VENV ?= .venv
 VENV_FLOOR ?= .venv-floor
 VENV_WHEEL ?= .venv-wheel
 VENV_NEWEST ?= .venv-newest
+VENV_EXTRAS ?= .venv-extras
 VENV_ENGINES ?= .venv-engines
 TORCH_INDEX ?= auto
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
@@ -38,7 +39,7 @@ PIP_INSTALL := -m pip install --quiet --quiet --no-input --disable-pip-version-c
 pytest = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -n $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo models test test-rest test-full test-real lint format docs test-floor test-newest engines test-engines wheel-check bench eval clean
+.PHONY: help demo models test test-rest test-full test-real lint format docs test-floor test-newest engines test-engines wheel-check extras-check bench eval clean
 # Two environments that build the same tree at once would write the same egg-info.
 .NOTPARALLEL:
 
@@ -57,6 +58,7 @@ help:
 	@echo 'make engines      install vLLM $(VLLM) for CPUs and LMCache $(LMCACHE) with this package into $(VENV_ENGINES); no test of it is part of make test'
 	@echo 'make test-engines run the tests of the plug-ins for them there: processes of vLLM and a Redis server, a few minutes'
 	@echo 'make wheel-check  build the wheel, install it in a clean environment, import it, run its command, check its types'
+	@echo 'make extras-check install the wheel with each extra into a clean environment, one after the other, and run what needs it'
 	@echo 'make bench        run the benchmarks and write docs/benchmarks (DEVICE=cuda for a GPU)'
 	@echo 'make eval         measure quality on the testbed and on the models in .models, and write docs/benchmarks (goes on where it was cut off)'
 	@echo 'make clean        remove the environments and what tools left behind'
@@ -130,11 +132,13 @@ eval: $(VENV)/.installed
 # What a user gets from `pip install`: no extras, no source tree on the path.
 define IMPORT_CHECK
 import sys
+from pathlib import Path
 import hf_kvcaches
 optional = {"triton", "faiss", "sentence_transformers", "peft", "redis", "accelerate"}
 found = sorted(optional & set(sys.modules))
 assert not found, f"importing hf_kvcaches imported {found}"
 assert "site-packages" in hf_kvcaches.__file__, hf_kvcaches.__file__
+assert Path(hf_kvcaches.__file__).with_name("py.typed").is_file()
 for name in hf_kvcaches.__all__:
     getattr(hf_kvcaches, name)
 print(f"hf_kvcaches {hf_kvcaches.__version__} from its wheel: {len(hf_kvcaches.__all__)} public names import")
@@ -155,8 +159,80 @@ wheel-check: $(VENV)/.installed
 	cd $(VENV_WHEEL) && $(abspath $(VENV))/bin/mypy --strict --config-file= --python-executable bin/python client.py
 	@rm -rf build $(VENV_WHEEL)
 
+# What each extra is for, run where that extra alone is installed. The examples and the site are those of the checkout.
+EXTRAS ?= retrieval peft triton distributed examples docs
+BASE_MODEL := $(abspath tests/testbed/base)
+define EXTRA_PRELUDE
+import sys
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+import hf_kvcaches
+assert "site-packages" in hf_kvcaches.__file__, hf_kvcaches.__file__
+base = sys.argv[1]
+model, tokenizer = AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(base)
+inputs = tokenizer("The ship left the harbour at dawn, and nobody saw it.", return_tensors="pt")
+endef
+define EXTRA_retrieval
+import sentence_transformers
+from hf_kvcaches import WarmStartCache, WarmStartLibrary
+from hf_kvcaches.segments.paper.near import signature_of
+library = WarmStartLibrary(model, tokenizer)
+model.generate(**inputs, cache=WarmStartCache(model, library, remember=True), max_new_tokens=2)
+assert len(library) == 1 and signature_of("The ship left the harbour at dawn").jaccard
+endef
+define EXTRA_peft
+from peft import LoraConfig, get_peft_model
+model = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+model.generate(**inputs, cache=hf_kvcaches.EquipCache(model, budget=64), max_new_tokens=2)
+endef
+define EXTRA_triton
+from hf_kvcaches.kernels.slots import slot_attention
+query, keys, values = (torch.randn(1, heads, slots, 64) for heads, slots in ((4, 1), (2, 40), (2, 40)))
+ours, reference = (slot_attention(query, keys, values, 0.125, backend=backend)[0] for backend in ("triton", "torch"))
+torch.testing.assert_close(ours, reference, atol=1e-5, rtol=1e-4)
+endef
+define EXTRA_distributed
+from accelerate import PartialState
+assert PartialState().num_processes == 1
+model = AutoModelForCausalLM.from_pretrained(base, device_map="cpu")
+model.generate(**inputs, cache=hf_kvcaches.GrowingCache(model), max_new_tokens=2)
+try:
+    hf_kvcaches.SegmentStore("redis://127.0.0.1:1/0", timeout=0.1)
+except hf_kvcaches.ConfigError as error:  # the client is there, and no server
+    assert "expected a Redis server" in str(error), error
+endef
+define EXTRA_examples
+import runpy
+sys.argv = ["chat_server.py", "--help"]
+runpy.run_path(base + "/../../../examples/chat_server.py", run_name="__main__")
+endef
+define EXTRA_docs
+import os, subprocess
+os.chdir(base + "/../../..")
+environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", os.path.join(sys.prefix, "site")]
+subprocess.run(build, env=environment, check=True)
+endef
+export EXTRA_PRELUDE EXTRA_retrieval EXTRA_peft EXTRA_triton EXTRA_distributed EXTRA_examples EXTRA_docs
+
+extras-check: $(VENV)/.installed
+	@rm -rf build $(VENV_EXTRAS)
+	$(VENV)/bin/python -m build --wheel --outdir $(VENV_EXTRAS)/dist . >/dev/null
+	@rm -rf build
+	@for extra in $(EXTRAS); do $(MAKE) --no-print-directory extra-check EXTRA=$$extra || exit 1; done
+	@rm -rf $(VENV_EXTRAS)
+
+.PHONY: extra-check
+extra-check:
+	$(call make_venv,$(VENV_EXTRAS)/$(EXTRA))
+	$(call install_torch,$(VENV_EXTRAS)/$(EXTRA),constraints.txt)
+	@$(VENV_EXTRAS)/$(EXTRA)/bin/python $(PIP_INSTALL) -c constraints.txt "$$(echo $(VENV_EXTRAS)/dist/*.whl)[$(EXTRA)]"
+	@cd $(VENV_EXTRAS) && $(if $(filter triton,$(EXTRA)),TRITON_INTERPRET=1) $(EXTRA)/bin/python -I -c "$$(printf '%s\n%s' "$$EXTRA_PRELUDE" "$$EXTRA_$(EXTRA)")" $(BASE_MODEL) >/dev/null
+	@echo 'hf-kvcaches[$(EXTRA)] works in an environment of its own'
+	@rm -rf $(VENV_EXTRAS)/$(EXTRA)
+
 clean:
-	rm -rf $(VENV) $(VENV_FLOOR) $(VENV_WHEEL) $(VENV_NEWEST) $(VENV_ENGINES) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VENV_FLOOR) $(VENV_WHEEL) $(VENV_NEWEST) $(VENV_EXTRAS) $(VENV_ENGINES) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(call make_venv,$(VENV))

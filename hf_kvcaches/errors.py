@@ -31,7 +31,7 @@ class ConfigError(KVCacheError, ValueError):
 
     @classmethod
     def of(cls, argument: str, expected: str, got: object, hint: str = "") -> ConfigError:
-        """The message in the house's order: the argument, what was expected, what came, what to do."""
+        """Build the error from the argument, what was expected, what came, and what to do."""
         return cls(f"{argument}: expected {expected}, got {_shown(got)}." + (f" {hint}" if hint else ""))
 
 

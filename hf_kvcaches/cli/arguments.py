@@ -12,6 +12,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dtype": {"default": "auto", "choices": ("auto", "float32", "bfloat16", "float16"), "help": "of the weights; auto: as they are saved"},
     "threads": {"type": int, "help": "of the CPU; default: as torch has it"},
     "csv": {"type": Path, "help": "write every number here"},
+    "json": {"action": "store_true", "help": "print one JSON document in place of tables"},
 }
 CACHE_HELP = (
     "such as \"EquipCache(policy='streaming', budget=512)\", \"SubspaceCache(KVCodec('FOLDER'))\" or "
@@ -38,7 +39,7 @@ def add_cache(parser: argparse.ArgumentParser, *, several: bool = False) -> None
 
 
 def recommend(parser: argparse.ArgumentParser) -> None:
-    add_options(parser, "model", "dtype", "csv")
+    add_options(parser, "model", "dtype", "csv", "json")
     parser.add_argument("--context", default="8k", help="tokens of prompt and answer, such as 32k; default: 8k")
     parser.add_argument("--batch", type=int, default=1, help="rows at a time")
     parser.add_argument("--memory", help="of the device, such as 16GiB, for weights and cache")
@@ -47,7 +48,7 @@ def recommend(parser: argparse.ArgumentParser) -> None:
 
 
 def verify(parser: argparse.ArgumentParser) -> None:
-    add_options(parser, "model", "device", "dtype", "threads")
+    add_options(parser, "model", "device", "dtype", "threads", "json")
     add_cache(parser)
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", help="the prompt")
@@ -59,7 +60,7 @@ def verify(parser: argparse.ArgumentParser) -> None:
 
 
 def evaluate(parser: argparse.ArgumentParser) -> None:
-    add_options(parser, "model", "device", "dtype", "threads", "csv")
+    add_options(parser, "model", "device", "dtype", "threads", "csv", "json")
     add_cache(parser, several=True)
     parser.add_argument("--texts", **TEXTS)
     parser.add_argument("--context", type=int, default=1024, help="tokens of a text that are read as its prompt, at most")
@@ -71,7 +72,7 @@ def evaluate(parser: argparse.ArgumentParser) -> None:
 
 
 def bench(parser: argparse.ArgumentParser) -> None:
-    add_options(parser, "model", "device", "dtype", "threads", "csv")
+    add_options(parser, "model", "device", "dtype", "threads", "csv", "json")
     add_cache(parser, several=True)
     parser.add_argument("--random", action="store_true", help="random weights for the model's config: nothing but that is downloaded")
     parser.add_argument("--context", type=int, default=1024, help="tokens of the prompt")
@@ -94,7 +95,7 @@ def calibrate(parser: argparse.ArgumentParser) -> None:
         if name != "translator":  # which names two models
             add_options(kind, "model")
         add(kind)
-        kind.set_defaults(kind=name)
+        kind.set_defaults(kind=name, parser=kind)
 
 
 def codec(parser: argparse.ArgumentParser) -> None:

@@ -13,12 +13,13 @@ import transformers
 from transformers import Cache, DynamicCache
 
 from hf_kvcaches import compat
-from hf_kvcaches.cli.options import begin, check_counts, load, model_source
-from hf_kvcaches.cli.specs import CallSpec, caches_of, parse
-from hf_kvcaches.cli.tables import Row, hardware, print_environment, show, write_csv
+from hf_kvcaches.cli.calls import CallSpec, parse
+from hf_kvcaches.cli.options import begin, load, load_config
+from hf_kvcaches.cli.specs import caches_of
+from hf_kvcaches.cli.tables import Row, environment, hardware, print_environment, print_json, show, write_csv
 from hf_kvcaches.cli.timing import in_turns, ratios, spread
 from hf_kvcaches.core.rope_families import head_sizes
-from hf_kvcaches.errors import ConfigError, UnsupportedError
+from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.evaluate.measures import cache_bytes
 from hf_kvcaches.evaluate.runner import ModelRunner, Seconds
 
@@ -40,16 +41,18 @@ SPEED_COLUMNS = (
 
 @torch.no_grad()
 def run(args: argparse.Namespace) -> int:
-    check_counts(args, ["context", "batch", "steps"])
-    check_counts(args, ["rounds"], least=2)
     device, specs = begin(args), [parse(text) for text in args.cache]
     model, tokenizer = _random_model(args.model, device, args.dtype) if args.random else load(args.model, device, args.dtype)
-    print_environment(device)
+    if not args.json:
+        print_environment(device)
     recipes = [(spec, caches_of(spec, model, tokenizer)) for spec in specs]
     sides = [TimedSide(CallSpec("DynamicCache", (), {}), lambda: DynamicCache(config=model.config))]
     sides += [TimedSide(spec, lambda caches=caches: caches.new_cache(model)) for spec, caches in recipes]  # type: ignore[misc]
     rows = _measured(model, sides, args)
-    print(show(rows, COLUMNS))
+    if args.json:
+        print_json({"environment": environment(device), "model": args.model, "caches": rows})
+    else:
+        print(show(rows, COLUMNS))
     if args.csv:
         write_csv(args.csv, [{name: row[name] for name in SPEED_COLUMNS} for row in rows])
     return 0
@@ -65,7 +68,7 @@ class TimedSide:
 
 def _random_model(name: str, device: torch.device, dtype: str) -> tuple[Any, None]:
     """A model with random weights; `auto` is the dtype that its config names."""
-    config = transformers.AutoConfig.from_pretrained(model_source(name))
+    config = load_config(name)
     chosen = (getattr(config, "dtype", None) or torch.float32) if dtype == "auto" else getattr(torch, dtype)
     torch.manual_seed(0)
     with device:
@@ -89,8 +92,6 @@ def _measured(model: Any, sides: Sequence[TimedSide], args: argparse.Namespace) 
         return Seconds(prefill, decode / args.steps)
 
     works = {repr(side.spec): lambda _, side=side: timed(side) for side in sides}
-    if len(works) < len(sides):
-        raise ConfigError.of("--cache", "caches that differ", ", ".join(args.cache), "Name each once.")
     seconds = in_turns(works, args.rounds, warm_up=1)
     base = seconds[repr(sides[0].spec)]
     shape = _shape(model, args)

@@ -6,7 +6,7 @@ import argparse
 import time
 
 from hf_kvcaches.cli import calibrate_segments, calibrate_translator, calibrate_warmstart
-from hf_kvcaches.cli.options import begin, check_counts, load, model_source, require_files
+from hf_kvcaches.cli.options import begin, load, model_source
 from hf_kvcaches.cli.texts import read_texts
 from hf_kvcaches.codec.codec import KVCodec
 from hf_kvcaches.engines import engine_codec
@@ -25,10 +25,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def calibrate_codec(args: argparse.Namespace) -> None:
-    check_counts(args, ["length", "max_tokens"], least=2)
-    check_counts(args, ["shards"])
     device = begin(args)
-    require_files("--texts", args.texts)
     rotation = engine_codec.ROTATIONS[args.engine] if args.engine else args.rotation or "aware"
     recent = args.recent if args.recent is not None else 0 if args.engine else 64
     # Where keys are coded with their rotation, codes of positions that no text reached take half as many bytes again.

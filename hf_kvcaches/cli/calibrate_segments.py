@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 
-from hf_kvcaches.cli.options import begin, check_counts, load, require_files
+from hf_kvcaches.cli.options import begin, load
 from hf_kvcaches.cli.tables import show_measured
 from hf_kvcaches.cli.texts import read_prompts
 from hf_kvcaches.codec.codec import KVCodec
@@ -14,9 +14,7 @@ from hf_kvcaches.segments.calibration import calibrate
 
 def run(args: argparse.Namespace) -> None:
     """Calibrates, prints all settings that were measured, and saves."""
-    check_counts(args, ["requests", "asked"])
     device = begin(args)
-    require_files("--prompts", [args.prompts])
     model, tokenizer = load(args.model, device, getattr(args, "dtype", "auto"))
     prompts = {args.prompts.stem: read_prompts(args.prompts, tokenizer)[: args.requests]}
     quantization = None if args.quantization == "none" else args.quantization

@@ -7,7 +7,7 @@ import os
 import time
 from typing import Any
 
-from hf_kvcaches.cli.options import begin, check_counts, load, require_files
+from hf_kvcaches.cli.options import begin, load
 from hf_kvcaches.cli.tables import table
 from hf_kvcaches.cli.texts import read_texts, spaced
 from hf_kvcaches.errors import require
@@ -17,10 +17,8 @@ from hf_kvcaches.translate.translator import CacheTranslator
 
 def run(args: argparse.Namespace) -> None:
     """Calibrates, prints what each stage took, and saves."""
-    check_counts(args, ["prefixes", "length"])
     device, state = begin(args), _launched()
     first = state is None or state.is_main_process
-    require_files("--texts", args.texts)
     device = state.device if state is not None and args.device == "auto" else device
     dtype = getattr(args, "dtype", "auto")
     (producer, one), (consumer, other) = (load(name, device, dtype) for name in (args.producer, args.consumer))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 
-from hf_kvcaches.cli.options import begin, load, require_files
+from hf_kvcaches.cli.options import begin, load
 from hf_kvcaches.cli.tables import show_measured
 from hf_kvcaches.cli.texts import read_pairs
 from hf_kvcaches.warmstart.calibration import CLOSED, calibrate_gate
@@ -14,7 +14,6 @@ from hf_kvcaches.warmstart.calibration import CLOSED, calibrate_gate
 def run(args: argparse.Namespace) -> None:
     """Calibrates, prints the limits that were tried, and saves."""
     device = begin(args)
-    require_files("--pairs", [args.pairs])
     pairs = read_pairs(args.pairs)
     model, tokenizer = load(args.model, device, getattr(args, "dtype", "auto"))
     options = {"encoder": args.encoder, "quantization": None if args.quantization == "none" else args.quantization}

@@ -13,9 +13,10 @@ from tqdm import tqdm
 from transformers import Cache
 
 from hf_kvcaches.cli import evaluate_suite
-from hf_kvcaches.cli.options import begin, check_counts, load, require_files
-from hf_kvcaches.cli.specs import caches_of, parse
-from hf_kvcaches.cli.tables import Row, environment, show, write_csv
+from hf_kvcaches.cli.calls import parse
+from hf_kvcaches.cli.options import begin, load
+from hf_kvcaches.cli.specs import caches_of
+from hf_kvcaches.cli.tables import Row, environment, print_json, show, write_csv
 from hf_kvcaches.cli.texts import Text, read_texts, spaced
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.evaluate.verify import VerifyReport, verify_text
@@ -34,17 +35,15 @@ _LEAST_CONTEXT = 16
 
 
 def run(args: argparse.Namespace) -> int:
-    check_counts(args, ["context", "following", "limit"])
     device, specs = begin(args), [parse(text) for text in args.cache]
-    if not args.texts and not args.suite:
-        raise ConfigError.of("--texts", "files of text, or --suite", None, "Try --suite needles.")
-    require_files("--texts", args.texts or [])
     model, tokenizer = load(args.model, device, args.dtype)
     texts = [] if args.suite else _long_enough(args.texts, tokenizer, args.context, args.following)
     recipes = {repr(spec): caches_of(spec, model, tokenizer) for spec in specs}
     fixed = {**environment(device), "model": args.model, "dtype": str(model.dtype).removeprefix("torch.")}
     if args.suite:
         found = evaluate_suite.evaluate(args, model, tokenizer, recipes)
+        if args.json:
+            print_json({"environment": fixed, "caches": found})
         if args.csv:
             write_csv(args.csv, found, fixed)
         return 0
@@ -54,7 +53,11 @@ def run(args: argparse.Namespace) -> int:
         prompt, following = torch.tensor([ids[: -args.following]]), torch.tensor([ids[-args.following :]])
         reports = verify_text(model, makers, prompt, following)
         rows += [{"cache": name, "text": number, **_numbers(report, len(ids))} for name, report in reports.items()]
-    print(show([_summary(name, [row for row in rows if row["cache"] == name]) for name in recipes], COLUMNS))
+    summaries = [_summary(name, [row for row in rows if row["cache"] == name]) for name in recipes]
+    if args.json:
+        print_json({"environment": fixed, "caches": summaries, "rows": rows})
+    else:
+        print(show(summaries, COLUMNS))
     if args.csv:
         write_csv(args.csv, rows, fixed)
     return 0

@@ -30,7 +30,7 @@ REUSE_COLUMNS = {
 
 
 def evaluate(args: argparse.Namespace, model: Any, tokenizer: Any, recipes: Mapping[str, PerCall]) -> list[Row]:
-    """Measures the tasks of `--suite`, prints a table of each kind, and returns their rows.
+    """Measures the tasks of `--suite`, prints a table of each kind, if not `--json`, and returns their rows.
 
     Args:
         recipes: Caches by their specs.
@@ -44,7 +44,7 @@ def evaluate(args: argparse.Namespace, model: Any, tokenizer: Any, recipes: Mapp
         names = [*([suite.FULL_CACHE] if is_needle else []), *caches]
         summaries += [{"task": task} | (suite.needle_summary if is_needle else suite.reuse_summary)(own, name) for name in names]
     for columns, column in ((NEEDLE_COLUMNS, "right"), (REUSE_COLUMNS, "kl")):
-        if chosen := [row for row in summaries if column in row]:
+        if not args.json and (chosen := [row for row in summaries if column in row]):
             print(show(chosen, columns), end="\n\n")
     return summaries
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import re
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +12,10 @@ import torch
 import transformers
 from transformers.utils import logging
 
+from hf_kvcaches.cli.checks import REAL_MODELS as REAL_MODELS
+from hf_kvcaches.cli.checks import check_counts as check_counts
+from hf_kvcaches.cli.checks import model_source as model_source
 from hf_kvcaches.errors import ConfigError
-
-REAL_MODELS = ("smollm2", "gemma3")  # folders that `make models` makes
-
-
-def check_counts(args: argparse.Namespace, names: Sequence[str], least: int = 1) -> None:
-    """Refuses arguments below a number; those left out (None) and lists element by element included."""
-    for name in names:
-        value = getattr(args, name)
-        smallest = min(value) if isinstance(value, list) else value
-        if smallest is not None and smallest < least:
-            raise ConfigError.of(f"--{name.replace('_', '-')}", f"at least {least}", smallest)
 
 
 def begin(args: argparse.Namespace) -> torch.device:
@@ -48,38 +40,31 @@ def pick_device(name: str) -> torch.device:
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 
 
-def model_source(name: str) -> str:
-    """The folder or the hub id that a model's name stands for: `smollm2` and `gemma3` are folders that `make models` makes.
-
-    Args:
-        name: As on the command line.
-    """
-    if Path(name).is_dir():
-        return name
-    if name in REAL_MODELS:
-        here = Path.cwd()
-        made = next((folder / ".models" / name for folder in (here, *here.parents) if (folder / ".models" / name).is_dir()), None)
-        if made is None:
-            hint = "`make models`, in a checkout of the repository, makes it; then run this there."
-            raise ConfigError.of("model", f"a folder .models/{name} here or in a folder above", name, hint)
-        return str(made)
-    if not re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", name):
-        raise ConfigError.of("model", "a folder that exists, or a hub id such as owner/name", name, "There is no such folder.")
-    return name
+@contextmanager
+def reading(name: str) -> Iterator[None]:
+    """Say, where a name that is no folder can't be read, that neither a folder nor a model of the Hub was found."""
+    try:
+        yield
+    except OSError as error:
+        if Path(name).is_dir():
+            raise
+        hint = f"There is no such folder, and from the Hub came: {' '.join(str(error).split())}"
+        raise ConfigError.of("model", "a folder that exists, or a model of the Hub", name, hint) from error
 
 
 def load(name: str, device: torch.device, dtype: str = "auto") -> tuple[Any, Any]:
     """A model and its tokenizer from a folder or the Hub; `name` is as in `model_source`."""
     name = model_source(name)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-    model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+    with reading(name):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
     if dtype == "auto" and device.type == "cpu" and model.dtype == torch.float16:
         model = model.float()  # half precision on a CPU is a storage format
     return model.to(device).eval(), tokenizer
 
 
-def require_files(option: str, paths: Sequence[Path]) -> None:
-    """Refuses files that do not exist, before anything that takes long."""
-    for path in paths:
-        if not path.is_file():
-            raise ConfigError.of(option, "files that exist", str(path))
+def load_config(name: str) -> Any:
+    """The config of a model from a folder or the Hub; `name` is as in `model_source`."""
+    name = model_source(name)
+    with reading(name):
+        return transformers.AutoConfig.from_pretrained(name)

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from hf_kvcaches import compat
+from hf_kvcaches.cli.checks import tokens_of
 from hf_kvcaches.cli.knowledge import Measured, family_of, nearest, speed_table
-from hf_kvcaches.cli.options import begin, check_counts, model_source, require_files
+from hf_kvcaches.cli.options import begin, load_config
 from hf_kvcaches.cli.sizes import ModelSize, model_size
-from hf_kvcaches.cli.tables import Row, show, write_csv
-from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.cli.tables import Row, print_json, show, write_csv
 from hf_kvcaches.stores.catalog import bytes_of_size
 
 GIB = 2**30
@@ -92,9 +92,8 @@ def choices(size: ModelSize, tokens: int) -> list[CacheChoice]:
 
 
 def run(args: argparse.Namespace) -> int:
-    check_counts(args, ["batch"])
-    device, tokens, memory = begin(args), _tokens(args.context), bytes_of_size("--memory", args.memory)
-    config = AutoConfig.from_pretrained(model_source(args.model))
+    device, tokens, memory = begin(args), tokens_of(args.context), bytes_of_size("--memory", args.memory)
+    config = load_config(args.model)
     dtype = _dtype(config, args.dtype)
     size = model_size(config, dtype)
     family, support = family_of(config)
@@ -102,31 +101,49 @@ def run(args: argparse.Namespace) -> int:
     case = {"hidden": getattr(text, "hidden_size", None), "layers": len(size.layers), "batch": args.batch, "context": tokens}
     case |= {"dtype": str(dtype).removeprefix("torch."), "device": device.type}
     offered = choices(size, tokens)
-    require_files("--speed", [] if args.speed is None else [args.speed])
-    table = speed_table(args.speed)
-    # What was measured on a CPU says nothing about a GPU.
-    table = [row for row in table if row["device"] == device.type]
     answers = [_answer(choice, support, latents=getattr(text, "kv_lora_rank", None) is not None) for choice in offered]
+    # What was measured on a CPU says nothing about a GPU.
+    table = [row for row in speed_table(args.speed) if row["device"] == device.type]
     speeds = [
         None if answer.startswith("no") else nearest(table, choice.cache, choice.measured, case)
         for choice, answer in zip(offered, answers, strict=True)
     ]
-    rows = []
-    for choice, answer, speed in zip(offered, answers, speeds, strict=True):
-        row: Row = {"cache": f"{choice.cache}({_shown(choice)})", "fits": "", "works": _verdict(answer), "answer": answer}
-        if not answer.startswith("no"):
-            held = args.batch * choice.row_bytes
-            total = held + size.weight_bytes
-            row |= {"gib": held / GIB, "share": choice.row_bytes / size.full(tokens), "total_gib": total / GIB}
-            row |= {"fits": "" if memory is None else "yes" if total <= memory else "no", "text": "same" if choice.exact else "close"}
-        rows.append(row | ({} if speed is None else {name: float(speed[name]) for name in ("prefill_ratio", "decode_ratio")}))
-    print(f"{args.model}: {family}, {len(size.layers)} layers, {case['dtype']}; {args.batch} x {tokens:,} tokens")
-    print(f"weights: {size.weight_bytes / GIB:.2f} GiB; activations come on top of what is listed\n\n{show(rows, COLUMNS)}\n")
-    _print_notes(family, support, offered, speeds, device.type)
-    found = _print_choice(offered, rows, size.weight_bits is not None)
+    rows = [_row(choice, answer, speed, size, case, memory) for choice, answer, speed in zip(offered, answers, speeds, strict=True)]
+    found = next((number for number, choice in enumerate(offered) if _is_chosen(choice, rows[number])), None)
+    if args.json:
+        chosen = None if found is None else {"cache": rows[found]["cache"], "code": offered[found].code}
+        about = {"model": args.model, "family": family, **case, "full_attention_layers": _full_layers(size)}
+        print_json({**about, "weight_bytes": size.weight_bytes, "memory_bytes": memory, "caches": rows, "choice": chosen})
+    else:
+        print(f"{args.model}: {family}, {len(size.layers)} layers, {case['dtype']}; {args.batch} x {tokens:,} tokens")
+        print(f"weights: {size.weight_bytes / GIB:.2f} GiB; activations come on top of what is listed\n\n{show(rows, COLUMNS)}\n")
+        _print_notes(family, support, offered, speeds, size, device.type)
+        _print_choice(None if found is None else (rows[found]["cache"], offered[found].code), size.weight_bits is not None)
     if args.csv:
         write_csv(args.csv, rows, {"model": args.model, **case})
-    return 0 if found else 1
+    return 1 if found is None else 0
+
+
+def _row(choice: CacheChoice, answer: str, speed: Measured | None, size: ModelSize, case: Row, memory: int | None) -> Row:
+    """What a cache costs; without numbers where it does not work."""
+    row: Row = {"cache": f"{choice.cache}({_shown(choice)})", "fits": "", "works": _verdict(answer), "answer": answer}
+    if answer.startswith("no"):
+        return row
+    held = case["batch"] * choice.row_bytes
+    total = held + size.weight_bytes
+    row |= {"gib": held / GIB, "share": choice.row_bytes / size.full(case["context"]), "total_gib": total / GIB}
+    row |= {"fits": "" if memory is None else "yes" if total <= memory else "no", "text": "same" if choice.exact else "close"}
+    return row | ({} if speed is None else {name: float(speed[name]) for name in ("prefill_ratio", "decode_ratio")})
+
+
+def _is_chosen(choice: CacheChoice, row: Row) -> bool:
+    """Whether a cache saves memory or time of steps, fits and works."""
+    return not choice.source and row["fits"] != "no" and not row["answer"].startswith("no")
+
+
+def _full_layers(size: ModelSize) -> int:
+    """How many layers keep all tokens: the others have windows or states, which no cache changes."""
+    return sum(layer.window is None and layer.numbers > 0 for layer in size.layers)
 
 
 def _answer(choice: CacheChoice, support: Measured | None, latents: bool) -> str:
@@ -154,9 +171,16 @@ def _shown(choice: CacheChoice) -> str:
 
 
 def _print_notes(
-    family: str, support: Measured | None, offered: Sequence[CacheChoice], speeds: Sequence[Measured | None], device: str
+    family: str,
+    support: Measured | None,
+    offered: Sequence[CacheChoice],
+    speeds: Sequence[Measured | None],
+    size: ModelSize,
+    device: str,
 ) -> None:
     """What the columns mean, and why a cache is refused."""
+    if (full := _full_layers(size)) < len(size.layers):
+        print(f"pruning and codes apply to {full} of {len(size.layers)} layers; the others keep windows or states of the model's own.")
     if support is None:
         print(f"family: {family!r} was not tried; run hf-kvcaches verify.")
     else:
@@ -173,29 +197,20 @@ def _print_notes(
     print(f"prefill, step: times as fast as DynamicCache where it was measured nearest ({'; '.join(cases)}); sources with a hit.")
 
 
-def _print_choice(offered: Sequence[CacheChoice], rows: Sequence[Row], quantized: bool) -> bool:
-    """The first that fits and works, and its code; return whether there is one.
+def _print_choice(chosen: tuple[str, str] | None, quantized: bool) -> None:
+    """The first that fits and works, and its code.
 
     Args:
+        chosen: A cache and its code.
         quantized: Whether the weights are quantized.
     """
-    for choice, row in zip(offered, rows, strict=True):
-        if not choice.source and row["fits"] != "no" and not row["answer"].startswith("no"):
-            print(f"\nThe first that fits and works is {row['cache']}:\n\n{choice.code}")
-            return True
-    others = "or make the batch smaller" if quantized else "make the batch smaller, or quantize the weights"
-    print(f"\nNothing fits: shorten the context, {others}.")
-    return False
+    if chosen is None:
+        others = "or make the batch smaller" if quantized else "make the batch smaller, or quantize the weights"
+        print(f"\nNothing fits: shorten the context, {others}.")
+    else:
+        print("\nThe first that fits and works is {}:\n\n{}".format(*chosen))
 
 
 def _dtype(config: PreTrainedConfig, name: str) -> torch.dtype:
     chosen: Any = getattr(config, "dtype", None) if name == "auto" else getattr(torch, name)
     return chosen if isinstance(chosen, torch.dtype) else torch.float32
-
-
-def _tokens(text: str) -> int:
-    """A number of tokens, also one such as 32k."""
-    match = re.fullmatch(r"([1-9]\d*)(k?)", text.strip().lower())
-    if match is None:
-        raise ConfigError.of("--context", "a number of tokens, such as 4096 or 32k", text)
-    return int(match[1]) * (1024 if match[2] else 1)

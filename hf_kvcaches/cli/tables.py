@@ -1,8 +1,10 @@
-"""Rows of results: as an aligned table, and in a CSV file with the computer that they were measured on."""
+"""Rows of results: as an aligned table, as JSON, and in a CSV file with the computer that they were measured on."""
 
 from __future__ import annotations
 
 import csv
+import json
+import math
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -72,6 +74,19 @@ def show_measured(rows: Iterable[Mapping[str, Any]]) -> str:
     texts = [{name: as_text(value) for name, value in row.items()} | {"chosen": "*" if row["chosen"] else ""} for row in rows]
     names = [name for row in texts[:1] for name in row if name != "chosen"]
     return show(texts, {"": "{chosen}", **{name: f"{{{name}}}" for name in names}})
+
+
+def print_json(document: Mapping[str, Any]) -> None:
+    """Print a document; numbers that are not finite, which JSON lacks, are null."""
+    print(json.dumps(_plain(document), indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_csv(path: Path, rows: Sequence[Row], fixed: Mapping[str, Any] | None = None, columns: Iterable[str] | None = None) -> None:

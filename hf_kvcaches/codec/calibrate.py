@@ -93,7 +93,9 @@ def _read(base: PreTrainedModel, cache: MeterCache, blocks: Iterable[Block], lis
                 if index not in cache.sums:
                     raise UnsupportedError(f"calibrate: layer {index} did not ask the cache's attention, so it can't be measured.")
     if totals[0] == 0:
-        raise ConfigError.of("texts", "at least 2 tokens", "none", "Sequences of one token have nothing to attend to.")
+        raise ConfigError(
+            "texts: expected a text of at least 2 tokens, got none. Pass strings or token ids; one token has nothing to attend to."
+        )
     return totals[0], totals[1]
 
 

@@ -59,6 +59,7 @@ class KVCache(continuation.CacheArgument, SavedCache, Cache, ABC):
         base, self.config = compat.split_model(model)
         self._model = None if base is None else weakref.ref(base)
         self.provenance, self.log = Provenance(), TokenLog()
+        self.thread: int | None = None  # in which `generate` fills it, or did last
         self.learned_prompt = compat.has_learned_prompt(model)
         if offloading and not torch.cuda.is_available():
             raise UnsupportedError("offloading: needs a CUDA device to move layers to and from. Leave it out.")

@@ -10,6 +10,7 @@ cache's log of tokens before anything runs, and writes down the tokens of each p
 from __future__ import annotations
 
 import weakref
+from threading import get_ident
 from typing import Any, Self
 
 import torch
@@ -20,6 +21,7 @@ from hf_kvcaches.core.attachments import Attachment
 from hf_kvcaches.errors import ConfigError, UnsupportedError, with_article
 
 METHOD = "prepare_inputs_for_generation"
+_SEVERAL = -1  # in place of the thread of a cache that two threads use at once
 
 
 class CacheArgument(compat.MarkedCache):
@@ -67,6 +69,10 @@ class Preparation:
             _BEGINNING.discard(cache)
             if cache.seen:
                 _require_continuation(cache, input_ids, kwargs)
+            cache.thread = get_ident()
+        elif prepared and cache.thread not in (None, get_ident()):
+            cache.thread = _SEVERAL  # the other thread's next pass is refused, too
+            raise _used_by_threads(cache)
         inputs: dict[str, Any] = self.__wrapped__(input_ids, *args, **kwargs)
         if not prepared:
             return inputs
@@ -163,10 +169,19 @@ def _require_same(cache: Any, beginning: torch.Tensor, options: dict[str, Any]) 
         raise not_continued(cache, f"one whose row {row} has another token at {index}")
 
 
+def _used_by_threads(cache: Any) -> ConfigError:
+    kind = type(cache).__name__
+    return ConfigError(
+        f"past_key_values: expected a cache that one thread uses at a time, got {with_article(kind)} that two calls of generate fill at "
+        f"once, in different threads. Call reset(), and make a cache for each of them, as custom_generate=per_call({kind}, ...) does."
+    )
+
+
 def not_continued(cache: Any, got: str) -> ConfigError:
     """The error for a prompt that does not go on with a cache."""
+    other = "" if cache.thread == get_ident() else " Another thread has filled it: a cache serves one text, in one thread at a time."
     return ConfigError(
         f"input_ids: expected a prompt that begins with the {cache.seen} tokens that this {type(cache).__name__} has seen and goes on, "
-        f"got {got}. Call reset() before another text, or make a new cache for it; generate makes one for each call with "
+        f"got {got}.{other} Call reset() before another text, or make a new cache for it; generate makes one for each call with "
         f"custom_generate=per_call({type(cache).__name__}, ...)."
     )

@@ -241,8 +241,8 @@ class AnsweringCache(HolderCache):
         lengths = {int(layer.get_seq_length()) for layer in self.layers if isinstance(layer, CacheLayerMixin)}
         if len(lengths) > 1:
             raise UnsupportedError(
-                f"The layers of this cache saw {sorted(lengths)} tokens: a forward pass or a crop failed on the way. "
-                "Call reset() and feed the text again."
+                f"The layers of this cache saw {sorted(lengths)} tokens: a forward pass or a crop failed on the way, or "
+                "two threads used it at once. Call reset() and feed the text again."
             )
 
     def activate_past_recording(self) -> None:

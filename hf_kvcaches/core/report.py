@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -9,6 +10,9 @@ from typing import Any
 
 import torch
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
+
+_MOST = 8  # items of a list that are shown
+_ID = re.compile(r"\b([0-9a-f]{8})[0-9a-f]{24}\b")
 
 
 @dataclass(frozen=True)
@@ -45,15 +49,28 @@ class CacheReport:
         if self.others:
             others = [f"{count} {'keeps' if count == 1 else 'keep'} {what}" for what, count in Counter(self.others.values()).items()]
             rows["layers"] = f"{len(self.own_kept)} of {len(self.kept)}; {', '.join(others)}"
-        rows |= {f.name.replace("_", " "): self._shown(f.name) for f in fields(self) if f.name not in CacheReport.__dataclass_fields__}
+        shown = {f.name: self._shown(f.name) for f in fields(self) if f.name not in CacheReport.__dataclass_fields__}
+        rows |= {name.replace("_", " "): text for name, text in shown.items() if text}
         width = max(map(len, rows))
         text = self.cache + "".join(f"\n  {name:<{width}}  {value}" for name, value in rows.items())
         return text if self.decode_with is None else f"{text}\ndecodes with {self.decode_with}"
 
     def _shown(self, name: str) -> str:
-        """Return the value of a method's own field on one line, with no more digits than people read."""
+        """Return the value of a method's own field on one line, with no more digits than people read; "" where there is none."""
         value = getattr(self, name)
-        return f"{value:.4g}" if isinstance(value, float) else str(value)
+        return f"{value:.1%}" if isinstance(value, float) and name.endswith(("_saved", "_share")) else _text(value)
+
+
+def _text(value: Any) -> str:
+    """Return a value as people read it: of a long list the beginning, and of ids of 32 digits the first 8; "" where there is nothing."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_text(item)}" for key, item in value.items())
+    if type(value) in (tuple, list):
+        more = [f"{len(value) - _MOST} more"] if len(value) > _MOST else []
+        return ", ".join([*map(_text, value[:_MOST]), *more]) if any(item is not None and item != "" for item in value) else ""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "" if value is None else f"{value:,}" if isinstance(value, int) else _ID.sub(r"\1…", str(value))
 
 
 def measured_bytes(tensors: Iterable[torch.Tensor]) -> int:

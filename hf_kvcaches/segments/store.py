@@ -116,16 +116,19 @@ class SegmentStore(SpanStore):
         quantization, indices = self.quantization, self.contents.indices
         scope = _scope_of(identity, model, tokenizer, quantization)
         if scope not in indices and self.catalog.entries:
-            others: list[tuple[Any, Quantization, str]] = [(tokenizer, other, f"with quantization={other!r}.") for other in _PLAIN]
-            without = "without a tokenizer: pass the tokenizer to all caches, or to none."
+            stored = "It has segments of this model that were stored"
+            others = [(tokenizer, other, f"{stored} with quantization={other!r}.") for other in _PLAIN]
+            without = f"{stored} without a tokenizer: pass the tokenizer to all caches, or to none."
             others = [(None, quantization, without), *others] if tokenizer is not None else others
-            # What differs where segments of this model have another scope.
-            differs = [what for words, other, what in others if _scope_of(identity, model, words, other) in indices]
+            # What differs where segments of this model have another scope, as far as that can be told.
+            differs = [sentence for words, other, sentence in others if _scope_of(identity, model, words, other) in indices]
+            if tokenizer is None:
+                own = "This cache has no tokenizer, and segments stored with one are not its own"
+                differs = [f"{own}: pass the tokenizer to all caches, or to none.", *differs]
             self.catalog.warn_once(
                 "foreign",
                 f"{self.catalog.blobs.place} holds {len(self._lengths())} segments, but none for this model with its adapters, tokenizer "
-                "and format, so nothing is reused until it has stored its own."
-                + "".join(f" It has segments of this model that were stored {what}" for what in differs),
+                "and format, so nothing is reused until it has stored its own." + "".join(f" {sentence}" for sentence in differs),
             )
         with self.catalog.lock:
             return Segments(scope, indices[scope])

@@ -64,7 +64,9 @@ class SubspaceCache(AnsweringCache):
             )
             raise ConfigError.of("codec, adaptive", "one of them", "none" if codec is None else "both", hint)
         if codec is not None:
-            require_instance("codec", codec, KVCodec, {"model": model}, "KVCodec.calibrate makes one for a model.")
+            require_instance(
+                "codec", codec, KVCodec, {"model": model}, "KVCodec.from_pretrained(folder) loads one, KVCodec.calibrate makes one."
+            )
         if adaptive is not None:
             require_instance("adaptive", adaptive, AdaptiveSubspace, {"model": model}, "Try AdaptiveSubspace(bytes_ratio=0.25).")
         sinks = whole_number("sinks", sinks, 0, "a number of tokens, 0 or more")

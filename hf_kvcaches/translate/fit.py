@@ -216,7 +216,7 @@ class Fitting:
         """Solve for the maps of some groups of layers above the lowest."""
         tokens, least = float(products.tokens), LEAST_RIDGE[products.dtype]
         known = Known(products, lowest, self.config.ridge or least)
-        for group in groups:
+        for group in tqdm(groups, unit=" groups of layers", desc="Solving", disable=not self.options.progress):
             layers = tuple(layer for layer in group.layers if layer > lowest)
             if not layers:
                 continue

@@ -34,7 +34,7 @@ class WarmStartGate(Artifact):
     tau: float = -1.0
     reusable: float = 0.4
     similarity: float = 0.0
-    repair: float = 0.2
+    repair: float = 0.3
     repair_depth: float = 1.0
     encoder: str | None = None
     bound: float | None = None

@@ -257,7 +257,7 @@ def test_a_pass_between_reused_tokens_that_breaks_off_while_it_hands_over_asks_f
     of.generate(torch.cat(spans[:3], 1), past_key_values=SegmentReuseCache(of, store, mode="auto"), max_new_tokens=1, pad_token_id=0)
     store.flush()
     prompt = torch.cat([spans[3], spans[1], spans[2]], 1)
-    cache = SegmentReuseCache(of, store, mode="approximate", repair=0, decode_with=new_holder(holder, of))
+    cache = SegmentReuseCache(of, store, mode="approximate", repair=0.0, decode_with=new_holder(holder, of))
     handle = of.model.layers[2].mlp.register_forward_pre_hook(tiny.observing(_fail))
     with pytest.raises(KeyboardInterrupt):
         answer(of, prompt, cache)

@@ -373,7 +373,7 @@ def test_reports_are_short_enough_to_read():
     assert ids
     assert not any(key in str(report) or key in repr(report) for key in ids)
     assert all(key[:8] in str(report) for key in ids[:3])
-    assert f"{report.flops_saved:.4g}" in str(report)
+    assert f"{report.flops_saved:.1%}" in str(report)
     assert str(report.flops_saved) not in str(report)
 
 

@@ -272,8 +272,8 @@ def test_a_report_says_what_was_done_by_which_entry_and_why_not_more() -> None:
     assert (report.strategy, report.neighbour, report.similarity) == ("align", key, report.similarities[0])
     assert report.similarities[0] == pytest.approx(library.near(CHANGED[0].numpy())[0][1])
     assert 0 < report.similarities[0] < 1
-    # 29 of the beginning, and of 47 all but a fifth; the last 16 are computed, and of the others too few are left to look for.
-    assert (report.reused_tokens, report.computed_tokens) == (29 + 37, 115 - 66)
+    # 29 of the beginning, and of 47 all but 30%; the last 16 are computed, and of the others too few are left to look for.
+    assert (report.reused_tokens, report.computed_tokens) == (29 + 32, 115 - 61)
     assert library.report().saved_tokens == 29 + 47
     assert report.as_dict()["neighbours"] == (key,)
     assert "align" in str(report)
@@ -289,8 +289,8 @@ def test_a_report_says_what_was_done_by_which_entry_and_why_not_more() -> None:
 def test_the_tokens_of_the_default_gate_are_those_reused() -> None:
     model = tiny.llama()
     library = library_of(model, EARLIER)
-    logits_of(model, CHANGED, served := WarmStartCache(model, library, gate=WarmStartGate(reusable=66 / 115)))
-    logits_of(model, CHANGED, refused := WarmStartCache(model, library, gate=WarmStartGate(reusable=67 / 115)))
+    logits_of(model, CHANGED, served := WarmStartCache(model, library, gate=WarmStartGate(reusable=60.5 / 115)))
+    logits_of(model, CHANGED, refused := WarmStartCache(model, library, gate=WarmStartGate(reusable=61.5 / 115)))
     assert (served.report().strategies, refused.report().strategies) == (("align",), ("prefix",))
 
 

@@ -78,7 +78,9 @@ class Corpus:
             self.tokens += len(ids)
             yield ids.to(compat.input_device(self.base))
         if not self.tokens:
-            raise ConfigError.of("texts", f"a text of at least {self.least} tokens", "none")
+            raise ConfigError(
+                f"texts: expected a text of at least {self.least} tokens, got none. Pass longer strings or lists of token ids."
+            )
 
     def fingerprint(self) -> ModelFingerprint:
         """Of the model, and of the tokenizer if a text needed it."""
