@@ -300,7 +300,7 @@ def input_device(model: PreTrainedModel) -> torch.device:
 
 def layer_device(layer: nn.Module) -> torch.device:
     """Where a part of a model computes; its weights may be elsewhere between its turns, offloaded by accelerate."""
-    hooks = (hook for module in modules_of(layer) if "_hf_hook" in module.__dict__ for hook in _accelerate_hooks(module))
+    hooks = (hook for module in layer.modules() if "_hf_hook" in module.__dict__ for hook in _accelerate_hooks(module))
     devices = (getattr(hook, "execution_device", None) for hook in hooks)
     return next((torch.device(device) for device in devices if device is not None), next(layer.parameters()).device)
 

@@ -5,7 +5,8 @@
 `launches` are tensor operations of a layer that are no views, beyond DynamicCache's: on a GPU each is a kernel launch, and a layer of a
 plain decode step has some forty. `syncs` are operations whose result Python waits for (`.item()`, `bool(tensor)`, `nonzero`,
 `.cpu()`), beyond DynamicCache's: each stalls the queue of a GPU. `calls` are the functions of hf_kvcaches that Python enters for a layer,
-in `files`: what a reader has to follow, and what the host pays.
+in `files`: what a reader has to follow, and what the host pays. The phase `look-up` is the part of a prompt with a hit before the first
+stored token is written: its calls are those of the whole model.
 
 A small Llama of 4 layers reads 300 tokens: a single text, and a batch of three padded on the left. Each number is that of the second
 prompt, and of the fourth step behind it. On CPU tensors the PyTorch paths are counted; the Triton kernels have fewer launches, and no more
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
+from inspect import unwrap
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ import hf_kvcaches as kv
 from hf_kvcaches.cli.tables import Row, write_csv
 from hf_kvcaches.compat import cache_kwargs
 from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.kernels.splice import splice
 
 LAYERS, TOKENS, BUDGET = 4, 300, 128
 PADDING = (0, 40, 9)  # of the rows of the batch
@@ -44,6 +47,7 @@ _PACKAGE = str(Path(kv.__file__).parent)
 # Operations that launch nothing, though their schemas name no alias; and those whose result the host waits for.
 _NO_LAUNCH = ("_unsafe_view", "empty", "new_empty", "lift_fresh")
 _WAITING = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "_unique", "unique", "masked_select", "bincount")
+_SPLICE = unwrap(splice).__code__  # what writes stored tokens
 _COMPREHENSIONS = ("<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>")
 
 
@@ -55,6 +59,7 @@ class Count:
     syncs: int = 0
     calls: int = 0
     files: set[str] = field(default_factory=set)
+    look_up: tuple[int, int] | None = None  # calls and files before the first write of stored tokens
 
 
 class Operations(TorchDispatchMode):
@@ -93,6 +98,8 @@ def entered_functions(count: Count) -> Iterator[None]:
     def profile(frame: Any, event: str, arg: Any) -> None:
         code = frame.f_code
         if event == "call" and code.co_filename.startswith(_PACKAGE) and code.co_name not in _COMPREHENSIONS:
+            if code is _SPLICE and count.look_up is None:
+                count.look_up = count.calls, len(count.files)
             count.calls += 1
             count.files.add(code.co_filename)
         elif event == "c_call" and arg.__name__ == "cpu" and isinstance(getattr(arg, "__self__", None), torch.Tensor):
@@ -224,6 +231,11 @@ def measure(names: Sequence[str] = ()) -> list[Row]:
                 over = (count.launches - base[phase].launches) / LAYERS, count.syncs - base[phase].syncs
                 numbers = {"launches": over[0], "syncs": over[1], "calls": count.calls / LAYERS, "files": len(count.files)}
                 rows.append({"cache": name, "batch": batch, "phase": phase, **numbers})
+                if count.look_up is not None:
+                    calls, files = count.look_up
+                    rows.append(
+                        {"cache": name, "batch": batch, "phase": "look-up", "launches": "", "syncs": "", "calls": calls, "files": files}
+                    )
     return rows
 
 

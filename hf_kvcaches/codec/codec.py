@@ -32,7 +32,7 @@ from hf_kvcaches.core.rope import RotaryGeometry, undoable_rotation
 from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError
 from hf_kvcaches.kernels.checksum import digest_of
 from hf_kvcaches.kernels.code_format import TILE
-from hf_kvcaches.stores.streams import Source
+from hf_kvcaches.stores.files import Source
 
 # Numbers of a basis that attention reads: with more, less is lost, and projecting the query takes longer than all else.
 _LARGEST_BASIS = 512

@@ -20,8 +20,8 @@ from hf_kvcaches.core import continuation, view
 from hf_kvcaches.core.attachments import Attachment
 from hf_kvcaches.core.call import AnsweringLayer, NewTokens
 from hf_kvcaches.core.decoder import attention_configs
+from hf_kvcaches.core.identity import Provenance
 from hf_kvcaches.core.layers import KVLayer, row_picker
-from hf_kvcaches.core.provenance import Provenance
 from hf_kvcaches.core.report import CacheReport, foreign_kept, foreign_kind, foreign_tensors, measured_bytes, summarise
 from hf_kvcaches.core.save import SavedCache
 from hf_kvcaches.core.token_log import TokenLog
@@ -161,10 +161,10 @@ class KVCache(continuation.CacheArgument, SavedCache, Cache, ABC):
         """Take the model's identity before a pass that adds some tokens. Decode steps are by the model of the pass before."""
         until = self.provenance.until
         # Up to `until` a source's hook has taken it.
-        if (tokens == 1 and until) or self.seen + tokens <= until or torch.compiler.is_compiling():
+        if (tokens == 1 and until) or (seen := self.seen) + tokens <= until or torch.compiler.is_compiling():
             return
         if (model := self.living_model) is not None:
-            self.provenance.begin_pass(model, self.seen, tokens)
+            self.provenance.begin_pass(model, seen, tokens)
 
     def reset(self) -> None:
         """Forget all tokens; settings, and what does not belong to a sequence, stay."""

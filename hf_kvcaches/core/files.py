@@ -19,8 +19,7 @@ from torch import Tensor
 
 from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError
 from hf_kvcaches.stores.blobs_format import as_bytes, dense, header_of, read_tensors
-from hf_kvcaches.stores.files import opened, parse_json
-from hf_kvcaches.stores.streams import Bytes, Source, reader_of
+from hf_kvcaches.stores.files import Bytes, Source, opened, parse_json, reader_of
 
 MOST_LAYERS = 1 << 10  # of a model: each is worked out, however short a file is that says how many there are
 _VERSION = "2"

@@ -15,10 +15,9 @@ from hf_kvcaches import compat
 from hf_kvcaches.core.attachments import ForwardHook
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.call import AnsweringLayer
-from hf_kvcaches.core.identity import Identity
+from hf_kvcaches.core.identity import Identity, Provenance
 from hf_kvcaches.core.layers import KVLayer
 from hf_kvcaches.core.parallel import is_tensor_parallel
-from hf_kvcaches.core.provenance import Provenance
 from hf_kvcaches.core.refusal import Refusal
 from hf_kvcaches.core.rope_families import head_sizes
 from hf_kvcaches.core.step import Pass, Passes, padding_of

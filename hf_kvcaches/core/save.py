@@ -15,14 +15,12 @@ from hf_kvcaches.core.decoder import decoder_layers
 from hf_kvcaches.core.files import Content, artifact_errors, container, part_of, read_file, read_message, require_header
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.hub import local_file, make_folder
-from hf_kvcaches.core.identity import LOOKS, identity_of, require_identity
+from hf_kvcaches.core.identity import LOOKS, Provenance, identity_of, require_identity
 from hf_kvcaches.core.layers import KVLayer
 from hf_kvcaches.core.parallel import require_all_heads
-from hf_kvcaches.core.provenance import Provenance
 from hf_kvcaches.core.step import padding_of
 from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch, UnsupportedError, with_article
-from hf_kvcaches.stores.files import write_atomically
-from hf_kvcaches.stores.streams import Source
+from hf_kvcaches.stores.files import Source, write_atomically
 
 FILE_NAME = "kvcache.safetensors"  # in the folder that `save_pretrained` makes
 _TYPE, _VERSION = "cache", 7

@@ -95,9 +95,9 @@ class SourceCache(KVCache):
         Called before every prompt, and before decode steps where `watches_steps`; not for embeddings and images.
         """
         # Anew, because a pass that was told of before may have failed.
-        self.provenance.until = min(self.provenance.until, self.seen)
+        self.provenance.until = min(self.provenance.until, seen := self.seen)
         self.begin_pass(input_ids.shape[1])
-        self.log.append(input_ids, self.seen, attention_mask, position_ids)
+        self.log.append(input_ids, seen, attention_mask, position_ids)
         self.watches_steps = input_ids.shape[1] > 1 or self.steps_matter()
 
     def steps_matter(self) -> bool:
@@ -125,6 +125,11 @@ class SourceCache(KVCache):
 
     def abandon_prefill(self, seen: int) -> None:
         """Undo a `take_prefill` that failed, and open the stage; where a source does not, passes are refused until `reset`."""
+
+    @property
+    def seen(self) -> int:
+        # The source's own layers all count; a holder may have some of transformers'.
+        return int(self.layers[0].seen) if self.stage in (Stage.OPEN, Stage.FILLING) else super().seen
 
     @property
     def broken(self) -> bool:

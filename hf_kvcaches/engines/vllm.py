@@ -26,7 +26,7 @@ from hf_kvcaches.engines.engine_codec import EngineCodec, require_version
 from hf_kvcaches.engines.paged import BlockLayout
 from hf_kvcaches.errors import ConfigError, KVCacheError, UnsupportedError, whole_number
 from hf_kvcaches.kernels.checksum import digest_of
-from hf_kvcaches.stores.location import TIMEOUT, open_blobs
+from hf_kvcaches.stores.catalog import TIMEOUT, open_blobs
 
 require_version("vllm", vllm.__version__)
 

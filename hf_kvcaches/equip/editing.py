@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.call import Call
-from hf_kvcaches.core.provenance import Provenance
+from hf_kvcaches.core.identity import Provenance
 from hf_kvcaches.core.step import Pass
 from hf_kvcaches.equip.block import Questions
 from hf_kvcaches.equip.prompt import PromptLayer

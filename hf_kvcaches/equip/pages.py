@@ -15,7 +15,7 @@ import torch
 
 from hf_kvcaches.compat import split_model
 from hf_kvcaches.errors import ConfigError, PoolExhausted, UnsupportedError, whole_number
-from hf_kvcaches.reuse.streams import Event, wait_for
+from hf_kvcaches.reuse.record import Event, wait_for
 
 _lock = threading.Lock()
 

@@ -11,7 +11,7 @@ import torch
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.call import Call
-from hf_kvcaches.core.provenance import Provenance
+from hf_kvcaches.core.identity import Provenance
 from hf_kvcaches.core.step import Pass
 from hf_kvcaches.equip.policies.kvzip import even_chunks, most_received
 from hf_kvcaches.equip.prompt import Detour, PromptLayer

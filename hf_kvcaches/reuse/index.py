@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from hf_kvcaches.reuse.plan import COMPUTED, EXACT, SourceTokens
-from hf_kvcaches.reuse.tokens import Ids, array_as_text, array_of_text, common_prefix, common_suffix, window_hashes
+from hf_kvcaches.core.token_log import Ids as Ids
 
+# The rule of tokens that the model computes, and of those that were computed behind the same tokens.
+COMPUTED, EXACT = "computed", "exact"
 # An anchor is this many consecutive tokens, which are found at any index of a prompt.
 ANCHOR = 16
 # How many records with the same anchor are kept: the newest.
@@ -119,10 +122,9 @@ class Piece(NamedTuple):
         """The first token's position when it was computed."""
         return self.record.start + self.offset
 
-    @property
-    def source(self) -> SourceTokens:
-        """The same as a part of a plan."""
-        return SourceTokens(self.start, self.stop, self.record.key, self.offset, self.position, self.record.form)
+    def cut(self, stop: int) -> Piece:
+        """Return the tokens before an index."""
+        return self._replace(stop=min(stop, self.stop))
 
 
 class Run(NamedTuple):
@@ -287,3 +289,48 @@ class TokenIndex:
             if shared > (best[1] if best else 0):
                 best = record, shared
         return best
+
+
+def as_ids(values: Any) -> Ids:
+    """Return token ids as an array, from a list, a tensor on the CPU or an array."""
+    return np.ascontiguousarray(np.asarray(values), dtype=np.uint32)
+
+
+def array_as_text(values: npt.ArrayLike, dtype: str) -> str:
+    """Return an array as a string for JSON; `dtype` is NumPy's name with the byte order, such as "<u4"."""
+    return base64.b64encode(np.ascontiguousarray(values, dtype).tobytes()).decode()
+
+
+def array_of_text(text: str, dtype: str) -> npt.NDArray[Any]:
+    """Undo `array_as_text`; raise a `ValueError` or `TypeError` for any other string."""
+    return np.frombuffer(base64.b64decode(text, validate=True), dtype)
+
+
+def common_prefix(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
+    """Return how many tokens two rows share at their starts."""
+    length = min(len(a), len(b))
+    different = (a[:length] != b[:length]).nonzero()[0]
+    return int(different[0]) if len(different) else length
+
+
+def common_suffix(a: Ids, b: Ids) -> int:
+    """Return how many tokens two rows share at their ends."""
+    return common_prefix(a[::-1], b[::-1])
+
+
+def window_hashes(ids: Ids, width: int) -> npt.NDArray[np.uint64]:
+    """Hash every window of `width` consecutive tokens, (tokens - width + 1,); equal windows have equal hashes."""
+    if len(ids) < width:
+        return np.zeros(0, np.uint64)
+    mixed = ids.astype(np.uint64)
+    # The finaliser of splitmix64: small ids fill all 64 bits.
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB) + np.uint64(0x9E3779B97F4A7C15)
+    windows = np.lib.stride_tricks.sliding_window_view(mixed, width)
+    hashes: npt.NDArray[np.uint64] = (windows * _powers(width)).sum(axis=1, dtype=np.uint64)
+    return hashes
+
+
+@cache
+def _powers(width: int) -> npt.NDArray[np.uint64]:
+    return np.array([pow(0x9E3779B97F4A7C15, width - 1 - i, 2**64) for i in range(width)], dtype=np.uint64)

@@ -1,14 +1,22 @@
-"""A growing layer whose tokens can be written in any order."""
+"""A cache, and its layers, whose tokens can be written in any order."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn import functional
 
+from hf_kvcaches import compat
+from hf_kvcaches.core.cache import KVCache
+from hf_kvcaches.core.decoder import decoder_layers
 from hf_kvcaches.core.layers import GrowingLayer, append, capacity_for
-from hf_kvcaches.errors import ArtifactError, UnsupportedError
+from hf_kvcaches.core.parallel import is_tensor_parallel, shard_of
+from hf_kvcaches.core.prompt import Stage
+from hf_kvcaches.core.refusal import Refusal
+from hf_kvcaches.core.source import SourceCache
+from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError
 
 
 class SplicedLayer(GrowingLayer):
@@ -151,10 +159,11 @@ class SplicedLayer(GrowingLayer):
         """
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
+        missing = total + 1 - self.seen
+        capacity = capacity_for(missing)
         for name, like in (("key_buffer", keys), ("value_buffer", values)):
-            missing = total + 1 - self.seen
             if getattr(self, name) is None and not torch.is_grad_enabled():
-                buffer = like.new_empty(rows, like.shape[-3], capacity_for(missing), like.shape[-1])
+                buffer = like.new_empty(rows, like.shape[-3], capacity, like.shape[-1])
                 buffer[:, :, : total if padding is None else padding].zero_()
                 buffer[:, :, total - 1 :].zero_()
             else:
@@ -191,3 +200,131 @@ def _has_room(buffer: torch.Tensor | None, total: int) -> bool:
     """Whether a buffer is writable and has room for a prompt's slots and the filler slot."""
     frozen = buffer is not None and buffer.is_inference() and not torch.is_inference_mode_enabled()
     return buffer is not None and buffer.shape[2] > total and not frozen
+
+
+class SplicingCache(SourceCache):
+    """Keeps every token, in buffers that stored tokens can be written into at any index.
+
+    A subclass implements `take_prefill`.
+
+    Args:
+        model: A transformers model.
+        decode_with: A cache that takes over the prompt's tokens once it is answered; None to keep them all here.
+        offloading: Keep all layers but the running one in CPU memory; needs CUDA.
+
+    Attributes:
+        reason: Why the last prompt was neither looked up nor stored, as a sentence; "" where it was.
+        exchanged: Whether rows were reordered, selected or repeated.
+    """
+
+    def __init__(self, model: Any, *, decode_with: KVCache | None = None, offloading: bool = False) -> None:
+        super().__init__(model, decode_with=decode_with, offloading=offloading)
+        foreign = sorted({kind for kind, _ in compat.layer_plan(self.config) if kind not in self.own_layer_types})
+        if foreign:
+            raise UnsupportedError(f"model: layers of the types {foreign} keep no keys and values that could be reused. Use DynamicCache.")
+        if self.rotation.refused:
+            raise UnsupportedError(f"model: {self.rotation.why}. Use DynamicCache.")
+        if self._model is not None:
+            decoder_layers(self.model)  # refuses models without decoder layers
+        if compat.is_family(self.config, "inserts_tokens"):
+            raise UnsupportedError("model: it inserts tokens before every text, which count in the cache. Use DynamicCache.")
+        if self.learned_prompt:
+            raise UnsupportedError("model: a learned prompt stands before every text, and is in no fingerprint. Use DynamicCache.")
+        if self.holder is None:  # which takes all tokens of a layer
+            for layer, (kind, plain) in zip(self.layers, compat.layer_plan(self.config), strict=True):
+                if kind == "sliding_attention":
+                    layer.see_window(plain.sliding_window)
+        self.shard = shard_of(model)
+        if self.shard is None and self._model is not None and is_tensor_parallel(self.model):
+            raise UnsupportedError(
+                f"model: {type(self).__name__} serves tensor parallelism that splits keys and values by head, and this model's plan splits "
+                "other modules only. Use GrowingCache."
+            )
+        self.exchanged, self.reason = False, ""
+
+    def observe(self, input_ids: torch.Tensor, attention_mask: Any, position_ids: Any) -> None:
+        super().observe(input_ids, attention_mask, position_ids)
+        if self.holder is None and not self.offloading:
+            for layer in self.layers:
+                if layer.window is not None:
+                    layer.drop_unseen() if input_ids.shape[1] == 1 else layer.fit_slots(input_ids.shape[1])
+
+    def steps_matter(self) -> bool:
+        return any(layer.window is not None for layer in self.source_layers)
+
+    @property
+    def dropped(self) -> int:
+        """How many of the first slots are lost in some layer: the model's windows no longer reach back to them."""
+        return max(layer.dropped for layer in self.source_layers)
+
+    def make_layer(self, layer_idx: int) -> SplicedLayer:
+        return SplicedLayer()
+
+    def prefill(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> int:
+        """Fill the cache with all tokens of a prompt but the last, as `generate` does.
+
+        Args:
+            input_ids: (batch, tokens), the tokens that follow those in the cache.
+            attention_mask: (batch, tokens seen before + new tokens), 1 for real tokens; or None.
+
+        Returns:
+            How many tokens the cache has seen. Go on with `model(input_ids[:, -1:], past_key_values=cache)` or `generate(input_ids, ...)`.
+        """
+        if self.holder is not None:
+            raise UnsupportedError(
+                "prefill: with decode_with, the pass that answers the prompt hands it over. Pass the prompt to generate."
+            )
+        if input_ids.ndim != 2 or input_ids.shape[1] < 2:
+            raise ConfigError.of("input_ids", "at least two tokens a row, (batch, tokens)", tuple(input_ids.shape))
+        with torch.no_grad():
+            self.read_prompt(input_ids, attention_mask)
+        return self.seen
+
+    def read_prompt(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> None:
+        """Have the model read all tokens of a prompt but the last."""
+        self.read(input_ids[:, :-1], None if attention_mask is None else attention_mask[:, :-1])
+
+    def read(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> None:
+        """Run the model, with the positions that `generate` passes for a padded batch."""
+        arguments = compat.cache_kwargs(self.model, self)
+        if attention_mask is not None and "position_ids" in compat.parameter_names(type(self.model)):
+            arguments["position_ids"] = (attention_mask.long().cumsum(-1) - 1).clamp_min(0)[:, -input_ids.shape[1] :]
+        self.model(input_ids=input_ids, attention_mask=attention_mask, logits_to_keep=1, **arguments)
+
+    def prompt_left(self, refusal: Refusal) -> None:
+        self.reason = str(refusal)
+
+    def take(self, slots: int) -> int:
+        """Count the first slots as seen, now that they hold the prompt's tokens; return how many of them are new."""
+        before = self.seen
+        for layer in self.layers:
+            layer.seen = slots
+        return slots - before
+
+    def abandon_prefill(self, seen: int) -> None:
+        # Passes write behind the seen slots, so these are unchanged.
+        for layer in self.layers:
+            if seen == 0:
+                layer.reset()
+            layer.seen = seen
+        self.log.crop(seen)
+        self.stage = Stage.OPEN
+
+    def crop(self, tokens_to_remove: int) -> None:
+        for layer in self.source_layers:
+            layer.require_croppable(tokens_to_remove)
+        super().crop(tokens_to_remove)
+
+    def reset(self) -> None:
+        super().reset()
+        self.exchanged, self.reason = False, ""
+
+    def pick_rows(self, of_layer: Callable[[Any], None], pick: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().pick_rows(of_layer, pick)
+        self.exchanged = True
+
+
+class PlainCache(SplicingCache):
+    """A cache that no hook tells of prompts."""
+
+    hooks_forward = False

@@ -166,7 +166,7 @@ def check_form(form: Mapping[str, Any]) -> None:
     try:
         if not is_coded(form):
             check_quantization(form["quantization"])
-        dtype_of(form)
+        _DTYPES[form["dtype"]]
         indices = sorted(index for members in form["piles"] for index in members)
         dims = [dim for _, sizes in zip(form["piles"], form["dims"], strict=True) for dim in sizes]
         # `True` and 1.0 are equal to integers, but can't be indices.
@@ -178,8 +178,7 @@ def check_form(form: Mapping[str, Any]) -> None:
 
 
 def check(tensors: Mapping[str, torch.Tensor], form: Mapping[str, Any], tokens: int) -> None:
-    """Raise an `ArtifactError` unless tensors are finite and such as `encode` returns for a number of tokens."""
-    check_form(form)
+    """Raise an `ArtifactError` unless tensors are finite and such as `encode` returns for a number of tokens, with a checked form."""
     coded = is_coded(form)
     for number, (members, (heads, *_)) in enumerate(zip(form["piles"], form["dims"], strict=True)):
         for name in (f"keys.{number}", f"values.{number}"):
@@ -201,36 +200,31 @@ def is_coded(form: Mapping[str, Any]) -> bool:
     return isinstance(form["quantization"], str) and codec_digest(form["quantization"]) is not None
 
 
-def dtype_of(form: Mapping[str, Any]) -> torch.dtype:
-    """Return the dtype of the keys before they were stored."""
-    return _DTYPES[form["dtype"]]
+def states_of(form: Mapping[str, Any], layers: int) -> tuple[torch.dtype, list[tuple[int, int, int]]]:
+    """Return the dtype of the keys before they were stored, and heads, head_dim and value_dim of each layer.
 
-
-def shapes_of(form: Mapping[str, Any], layers: int) -> list[tuple[int, int, int]]:
-    """Return heads, head_dim and value_dim of each layer; of layers that are not stored, those of the highest stored one."""
+    Layers that are not stored have the sizes of the highest stored one.
+    """
     sizes = {index: tuple(dims) for members, dims in zip(form["piles"], form["dims"], strict=True) for index in members}
-    return [sizes.get(index, sizes[max(sizes)]) for index in range(layers)]
+    return _DTYPES[form["dtype"]], [sizes.get(index, sizes[max(sizes)]) for index in range(layers)]
 
 
 def bytes_per_token(form: Mapping[str, Any]) -> int:
     """Return the bytes of a token's key and value in a cache, for the layer with the most."""
-    return dtype_of(form).itemsize * max(heads * (keys + values) for heads, keys, values in form["dims"])
+    return _DTYPES[form["dtype"]].itemsize * max(heads * (keys + values) for heads, keys, values in form["dims"])
 
 
-def parts(spans: Sequence[BlobSpan], number: int, chosen: slice, codec: TokenCodec | None) -> Iterator[tuple[Packed, Packed]]:
-    """Yield keys and values of each span, which are of one form, in some layers of a pile; those of a codec are unrotated.
+def parts(spans: Sequence[BlobSpan], number: int, chosen: slice, codec: TokenCodec | None) -> list[tuple[Packed, Packed]]:
+    """Return keys and values of each span, which are of one form, in some layers of a pile.
 
     Args:
         number: The pile's index.
         chosen: The pile's layers.
+        codec: What the spans are the codes of, whose keys are unrotated; None where they are no codes.
     """
-    if is_coded(spans[0].form):
-        assert codec is not None
-        yield from _decoded(spans, number, chosen, codec)
-    else:
-        for span in spans:
-            keys, values = (_packed(span, f"{name}.{number}", chosen) for name in ("keys", "values"))
-            yield keys, values
+    if codec is not None:
+        return list(_decoded(spans, number, chosen, codec))
+    return [(_packed(span, f"keys.{number}", chosen), _packed(span, f"values.{number}", chosen)) for span in spans]
 
 
 def _packed(span: BlobSpan, name: str, chosen: slice) -> Packed:
@@ -251,7 +245,7 @@ def _decoded(spans: Sequence[BlobSpan], number: int, chosen: slice, codec: Token
     form = spans[0].form
     members = form["piles"][number][chosen]
     asked = [(index, span.tensors[f"codes.{index}"], span.start, span.stop) for span in spans for index in members]
-    states = codec.unpack(asked, dtype_of(form))
+    states = codec.unpack(asked, _DTYPES[form["dtype"]])
     for place, span in enumerate(spans):
         pair = []
         for side, name in enumerate(("keys", "values")):

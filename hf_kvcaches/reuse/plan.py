@@ -2,48 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from hf_kvcaches.reuse.tokens import Ids
+from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.reuse.index import COMPUTED, EXACT, Ids, Piece, Record, Run, common_suffix, window_hashes
 
 # Indices of tokens in their row, padding not counted, ascending.
 Indices = npt.NDArray[np.int64]
 
-# The rule of tokens that the model computes, and of those that were computed behind the same tokens.
-COMPUTED, EXACT = "computed", "exact"
+# How many tokens before a match are compared, by their shingles, and how many consecutive tokens a shingle is.
+SURROUNDINGS, SHINGLE = 128, 8
 # How many tokens at the end of a prompt are computed where text before them has changed; those that they attend to most are repaired.
 PROBING = 8
 # One in so many of a span's repaired tokens is among its first ones, which depend most on the text before.
 _FIRST = 3
-
-
-class SourceTokens(NamedTuple):
-    """Consecutive tokens of a row, and the blob that has their keys and values.
-
-    Args:
-        offset: The first token's index in the blob.
-        position: The first token's position when it was computed.
-        form: What `layout.encode` returned with the blob's tensors.
-    """
-
-    start: int
-    stop: int
-    key: str
-    offset: int
-    position: int
-    form: Mapping[str, Any]
-
-    def cut(self, start: int, stop: int) -> SourceTokens:
-        """Return the part of the tokens that lies between two indices."""
-        start, stop = max(start, self.start), min(stop, self.stop)
-        skipped = start - self.start
-        return self._replace(start=start, stop=stop, offset=self.offset + skipped, position=self.position + skipped)
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,19 +42,16 @@ class PlannedSpan:
     start: int
     stop: int
     rule: str = COMPUTED
-    sources: tuple[SourceTokens, ...] = ()
+    sources: tuple[Piece, ...] = ()
     repair: int = 0
     repair_depth: int | None = None
     reason: str = ""
     picked: tuple[int, ...] | None = None
 
-    def __len__(self) -> int:
-        return self.stop - self.start
-
     @property
     def reused(self) -> int:
         """How many tokens no layer computes."""
-        return len(self) - self.repair if self.sources else 0
+        return self.stop - self.start - self.repair if self.sources else 0
 
     @property
     def computed(self) -> Indices:
@@ -85,26 +62,13 @@ class PlannedSpan:
 
     def outline(self) -> tuple[Any, ...]:
         """What it computes and reuses; not from which blobs, where tokens were computed behind the same text."""
-        sources = [] if self.rule == EXACT else [(tokens.start, tokens.stop, tokens.offset, tokens.position) for tokens in self.sources]
+        sources = [] if self.rule == EXACT else [(piece.start, piece.stop, piece.offset, piece.position) for piece in self.sources]
         return self.start, self.stop, self.rule, bool(self.sources), sources, self.repair, self.repair_depth
 
     def cut(self, stop: int) -> PlannedSpan:
         """Return the span up to an index inside of it."""
-        sources = tuple(tokens.cut(self.start, stop) for tokens in self.sources if tokens.start < stop)
+        sources = tuple(piece.cut(stop) for piece in self.sources if piece.start < stop)
         return replace(self, stop=min(self.stop, stop), sources=sources, repair=min(self.repair, stop - self.start))
-
-    def without(self, keys: Collection[str], reason: str) -> list[PlannedSpan]:
-        """Return the spans that replace this one when blobs are missing; a span that is not repaired keeps its other blobs."""
-        if not any(tokens.key in keys for tokens in self.sources):
-            return [self]
-        if self.repair:
-            return [PlannedSpan(self.start, self.stop, reason=reason)]
-        return [
-            PlannedSpan(tokens.start, tokens.stop, reason=reason)
-            if tokens.key in keys
-            else replace(self, start=tokens.start, stop=tokens.stop, sources=(tokens,))
-            for tokens in self.sources
-        ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,9 +93,9 @@ class PromptRow:
     probed: int = 0
 
     @property
-    def sources(self) -> Iterator[SourceTokens]:
+    def sources(self) -> Iterator[Piece]:
         """All stored tokens that are reused."""
-        return (tokens for span in self.spans for tokens in span.sources)
+        return (piece for span in self.spans for piece in span.sources)
 
     @property
     def reused(self) -> int:
@@ -141,25 +105,25 @@ class PromptRow:
     @cached_property
     def computed(self) -> Indices:
         """The indices of the tokens that the lowest layer computes, without the last one."""
-        return np.concatenate([np.zeros(0, np.int64), *(span.computed for span in self.spans)])
+        return _together(span.computed for span in self.spans)
 
     @property
     def new(self) -> Indices:
         """The indices of the tokens for which nothing is reused, without the last one."""
-        return np.concatenate([np.zeros(0, np.int64), *(span.computed for span in self.spans if not span.sources)])
+        return _together(span.computed for span in self.spans if not span.sources)
 
     @property
     def remaining(self) -> Indices:
         """The indices of the tokens that still run when repaired ones are picked, without the last one."""
         if not self.probed:
             return self.computed
-        repaired = [span.computed for span in self.spans if span.sources]
-        return np.unique(np.concatenate([*repaired, np.arange(len(self.ids) - self.probed, len(self.ids) - 1)]))
+        repaired = _together(span.computed for span in self.spans if span.sources)
+        return np.union1d(repaired, np.arange(len(self.ids) - self.probed, len(self.ids) - 1))
 
     @property
     def behind(self) -> int:
         """How many tokens are behind the last reused one."""
-        return len(self.ids) - max((tokens.stop for tokens in self.sources), default=self.begin)
+        return len(self.ids) - max((piece.stop for piece in self.sources), default=self.begin)
 
     def picking(self, shares: npt.NDArray[np.float32], probed: int) -> PromptRow:
         """Return the row with the tokens picked that are repaired: the first few of each span, and of all those with the largest shares.
@@ -167,7 +131,7 @@ class PromptRow:
         Args:
             shares: Of the weights of the last `probed` tokens, for each token of the row.
         """
-        indices = np.concatenate([np.zeros(0, np.int64), *(np.arange(span.start, span.stop) for span in self.spans if span.repair)])
+        indices = _together(np.arange(span.start, span.stop) for span in self.spans if span.repair)
         shares = shares.copy()
         for span in self.spans:
             shares[span.start : span.start + -(-span.repair // _FIRST)] = np.inf
@@ -186,10 +150,18 @@ class PromptRow:
         return replace(self, spans=(*spans, PlannedSpan(stop, end, reason=reason)) if stop < end else tuple(spans))
 
     def without(self, keys: Collection[str], reason: str) -> PromptRow:
-        """Return the row without reuse of missing blobs."""
-        lost = [tokens.start for tokens in self.sources if tokens.key in keys]
-        spans = tuple(part for span in self.spans for part in span.without(keys, reason))
-        return replace(self, spans=spans, prefix=min([self.prefix, *lost]))
+        """Return the row without reuse of missing blobs; a span that is not repaired keeps its others."""
+        spans, prefix = list[PlannedSpan](), self.prefix
+        for span in self.spans:
+            lost = [piece.start for piece in span.sources if piece.record.key in keys]
+            prefix = min([prefix, *lost])
+            if not lost or span.repair:
+                spans.append(PlannedSpan(span.start, span.stop, reason=reason) if lost else span)
+                continue
+            for piece in span.sources:
+                kept = {"rule": COMPUTED, "sources": (), "reason": reason} if piece.start in lost else {"sources": (piece,)}
+                spans.append(replace(span, start=piece.start, stop=piece.stop, **kept))
+        return replace(self, spans=tuple(spans), prefix=prefix)
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,15 +175,15 @@ class PromptPlan:
     rows: tuple[PromptRow, ...]
     total: int
 
-    @property
-    def keys(self) -> list[str]:
-        """The blobs that are reused."""
-        return list(dict.fromkeys(tokens.key for row in self.rows for tokens in row.sources))
+    @cached_property
+    def records(self) -> dict[str, Record]:
+        """The spans that are reused, by the keys of their blobs."""
+        return {piece.record.key: piece.record for row in self.rows for piece in row.sources}
 
     @property
-    def repairs(self) -> bool:
-        """Whether some tokens of a span are recomputed, and others are not."""
-        return any(0 < span.repair < len(span) for row in self.rows for span in row.spans)
+    def padding(self) -> list[int]:
+        """The padding of each row."""
+        return [row.padding for row in self.rows]
 
     @property
     def repair_depths(self) -> list[int]:
@@ -236,7 +208,7 @@ class PromptPlan:
 
     def without(self, keys: Collection[str], reason: str) -> PromptPlan:
         """Return the plan without reuse of missing blobs."""
-        return replace(self, rows=tuple(row.without(keys, reason) for row in self.rows)) if keys else self
+        return replace(self, rows=tuple(row.without(keys, reason) for row in self.rows))
 
     def with_common_prefix(self) -> PromptPlan:
         """Return the plan with reuse of as many first slots as all rows can, and nothing else."""
@@ -244,19 +216,135 @@ class PromptPlan:
         return replace(self, rows=tuple(row.cut(max(common - row.padding, row.begin)) for row in self.rows))
 
 
-def joined(spans: Sequence[PlannedSpan]) -> tuple[PlannedSpan, ...]:
+@dataclass(frozen=True, eq=False)
+class Match:
+    """Consecutive tokens of a row that an earlier prompt had behind another text.
+
+    Args:
+        ids: All tokens of the row.
+    """
+
+    run: Run
+    ids: Ids
+
+    @property
+    def start(self) -> int:
+        """Index of the first token."""
+        return self.run.start
+
+    @property
+    def stop(self) -> int:
+        """Index behind the last token."""
+        return self.run.stop
+
+    def __len__(self) -> int:
+        return len(self.run)
+
+    @property
+    def tokens(self) -> Ids:
+        """Its own tokens."""
+        return self.ids[self.start : self.stop]
+
+    @property
+    def before(self) -> Ids:
+        """The tokens before it in the row."""
+        return self.ids[: self.start]
+
+    @cached_property
+    def stored_before(self) -> Ids:
+        """The last tokens before it in the text where it was stored."""
+        first = self.run.pieces[0]
+        return np.concatenate((first.record.context, first.record.ids[: first.offset]))
+
+    @cached_property
+    def same(self) -> int:
+        """How many tokens directly before it are the same in both texts."""
+        return common_suffix(self.stored_before, self.before)
+
+    @cached_property
+    def likeness(self) -> float:
+        """How similar both texts end before it: the Jaccard similarity of the shingles of their last `SURROUNDINGS` tokens."""
+        first, second = (_shingles(ids[-SURROUNDINGS:].tobytes()) for ids in (self.stored_before, self.before))
+        if not first or not second:
+            return float(np.array_equal(self.stored_before, self.before))
+        shared = len(first & second)
+        return shared / (len(first) + len(second) - shared)
+
+
+class Admission(NamedTuple):
+    """The decision on a match; without a `rule` it is rejected.
+
+    Args:
+        rule: A name for reports.
+        repair: How many tokens are recomputed: its first ones, and of all matches those that the prompt's end attends to most.
+        repair_depth: The share of the layers that recompute them, from the lowest on; the others reuse them.
+        reason: Why it is rejected, as a sentence.
+    """
+
+    rule: str = ""
+    repair: int = 0
+    repair_depth: float = 1.0
+    reason: str = ""
+
+
+Admit = Callable[[Match], Admission]
+
+
+def plan_row(row: PromptRow, prefix: Sequence[Piece], runs: Sequence[Run], admit: Admit | None, layers: int) -> PromptRow:
+    """Plan a row from what is stored: exact tokens of the prefix are reused, and `admit` decides on all others.
+
+    Args:
+        prefix: Stored tokens from `row.begin` on, behind the same tokens. What is not exact was repaired for another end of the prompt,
+            unless the whole prompt is stored.
+        runs: Stored tokens behind the prefix, in order and without overlaps; the last token of the row is in none.
+        admit: None to reuse an exact prefix alone.
+        layers: Of the model.
+    """
+    reached = end = prefix[-1].stop if prefix else row.begin
+    spans: list[PlannedSpan] = []
+    whole = end == len(row.ids) - 1
+    for as_stored, pieces in groupby(prefix, lambda piece: whole or piece.record.origin == EXACT):
+        if as_stored:
+            spans += [PlannedSpan(piece.start, piece.stop, piece.record.origin, (piece,)) for piece in pieces]
+        elif admit is not None:
+            spans.append(_admitted(Match(Run(tuple(pieces)), row.ids), admit, layers))
+    for run in runs if admit is not None else ():
+        assert admit is not None
+        spans += [PlannedSpan(end, run.start), _admitted(Match(run, row.ids), admit, layers)]
+        end = run.stop
+    spans.append(PlannedSpan(end, len(row.ids) - 1))
+    return replace(row, spans=_joined(spans), prefix=reached)
+
+
+def _admitted(match: Match, admit: Admit, layers: int) -> PlannedSpan:
+    admission = admit(match)
+    if not isinstance(admission, Admission) or admission.rule in (EXACT, COMPUTED) or not 0 <= admission.repair <= len(match):
+        expected = f"an Admission with a rule of another name than 'exact' and 'computed', and a repair of 0 to {len(match)} tokens"
+        raise ConfigError.of("admit", expected, admission)
+    if not admission.rule:
+        return PlannedSpan(match.start, match.stop, reason=admission.reason)
+    depth = math.ceil(admission.repair_depth * layers)
+    repaired = admission.repair if depth else 0
+    return PlannedSpan(match.start, match.stop, admission.rule, match.run.pieces, repaired, depth if repaired and depth < layers else None)
+
+
+@lru_cache(1024)  # every prompt that has a stored span compares the tokens before it
+def _shingles(ids: bytes) -> frozenset[int]:
+    return frozenset(window_hashes(np.frombuffer(ids, np.uint32), SHINGLE).tolist())
+
+
+def _together(indices: Iterable[Indices]) -> Indices:
+    return np.concatenate([np.zeros(0, np.int64), *indices])
+
+
+def _joined(spans: Sequence[PlannedSpan]) -> tuple[PlannedSpan, ...]:
     """Drop empty spans, and merge consecutive ones of one rule that are not repaired."""
     merged: list[PlannedSpan] = []
-    for span in spans:
+    for span in (span for span in spans if span.start < span.stop):
         last = merged[-1] if merged else None
-        if not len(span):
-            continue
-        if last is None or last.repair or span.repair or _kind(last) != _kind(span):
+        alike = last is not None and (last.rule, not last.sources, last.reason) == (span.rule, not span.sources, span.reason)
+        if last is None or not alike or last.repair or span.repair:
             merged.append(span)
         else:
             merged[-1] = replace(last, stop=span.stop, sources=last.sources + span.sources)
     return tuple(merged)
-
-
-def _kind(span: PlannedSpan) -> tuple[Any, ...]:
-    return span.rule, bool(span.sources), span.reason

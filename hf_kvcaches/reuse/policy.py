@@ -1,107 +1,24 @@
-"""Which stored tokens may be reused behind another text: `SegmentPolicy`, and the functions that admit a match."""
+"""`SegmentPolicy`: which stored tokens may be reused behind another text."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
-from itertools import groupby
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
-import numpy as np
 from torch import Tensor
 
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.hub import Artifact, markdown_table
 from hf_kvcaches.errors import ConfigError, is_number, whole_number
-from hf_kvcaches.reuse.index import Piece, Run
-from hf_kvcaches.reuse.plan import COMPUTED, EXACT, PlannedSpan, PromptRow, joined
-from hf_kvcaches.reuse.tokens import Ids, common_suffix, window_hashes
-
-# How many tokens before a match are compared, by their shingles, and how many consecutive tokens a shingle is.
-SURROUNDINGS, SHINGLE = 128, 8
+from hf_kvcaches.reuse.plan import Admission as Admission
+from hf_kvcaches.reuse.plan import Match as Match
 
 _RANGES = (
     ("similarity", 1.01, "0 reuses matches in any surroundings, 1.01 none."),
     ("repair", 1.0, "0.15 computes three tokens of twenty again."),
     ("repair_depth", 1.0, "0.5 computes them in the lower half of the layers, 1 in all."),
 )
-
-
-@dataclass(frozen=True, eq=False)
-class Match:
-    """Consecutive tokens of a row that an earlier prompt had behind another text.
-
-    Args:
-        ids: All tokens of the row.
-    """
-
-    run: Run
-    ids: Ids
-
-    @property
-    def start(self) -> int:
-        """Index of the first token."""
-        return self.run.start
-
-    @property
-    def stop(self) -> int:
-        """Index behind the last token."""
-        return self.run.stop
-
-    def __len__(self) -> int:
-        return len(self.run)
-
-    @property
-    def tokens(self) -> Ids:
-        """Its own tokens."""
-        return self.ids[self.start : self.stop]
-
-    @property
-    def before(self) -> Ids:
-        """The tokens before it in the row."""
-        return self.ids[: self.start]
-
-    @cached_property
-    def stored_before(self) -> Ids:
-        """The last tokens before it in the text where it was stored."""
-        first = self.run.pieces[0]
-        return np.concatenate((first.record.context, first.record.ids[: first.offset]))
-
-    @cached_property
-    def same(self) -> int:
-        """How many tokens directly before it are the same in both texts."""
-        return common_suffix(self.stored_before, self.before)
-
-    @cached_property
-    def likeness(self) -> float:
-        """How similar both texts end before it: the Jaccard similarity of the shingles of their last `SURROUNDINGS` tokens."""
-        first, second = (_shingles(ids[-SURROUNDINGS:].tobytes()) for ids in (self.stored_before, self.before))
-        if not first or not second:
-            return float(np.array_equal(self.stored_before, self.before))
-        shared = len(first & second)
-        return shared / (len(first) + len(second) - shared)
-
-
-class Admission(NamedTuple):
-    """The decision on a match; without a `rule` it is rejected.
-
-    Args:
-        rule: A name for reports.
-        repair: How many tokens are recomputed in the new context: its first ones, and of all matches those that the prompt's end attends to
-            most.
-        repair_depth: The share of the layers that recompute them, from the lowest on; the others reuse them.
-        reason: Why it is rejected, as a sentence.
-    """
-
-    rule: str = ""
-    repair: int = 0
-    repair_depth: float = 1.0
-    reason: str = ""
-
-
-Admit = Callable[[Match], Admission]
 
 
 @dataclass(frozen=True)
@@ -192,49 +109,3 @@ class SegmentPolicy(Artifact):
             return "Not calibrated: strict guesses."
         kept = f"Settings at which prompts with reused tokens kept a mean KL divergence of at most {self.bound:g} nats on the next tokens"
         return f"{kept}; `same`: the share of these whose most likely token is the model's own.\n\n{markdown_table(self.measured)}"
-
-
-def plan_row(row: PromptRow, prefix: Sequence[Piece], runs: Sequence[Run], admit: Admit | None, layers: int) -> PromptRow:
-    """Plan a row from what is stored: exact tokens of the prefix are reused, and `admit` decides on all others.
-
-    Args:
-        prefix: Stored tokens from `row.begin` on, behind the same tokens. What is not exact was repaired for another end of the prompt,
-            unless the whole prompt is stored.
-        runs: Stored tokens behind the prefix, in order and without overlaps; the last token of the row is in none.
-        admit: None to reuse an exact prefix alone.
-        layers: Of the model.
-    """
-    end = prefix[-1].stop if prefix else row.begin
-    spans: list[PlannedSpan] = []
-    whole = end == len(row.ids) - 1
-    for as_stored, pieces in groupby(prefix, lambda piece: whole or piece.record.origin == EXACT):
-        if as_stored:
-            spans += [PlannedSpan(piece.start, piece.stop, piece.record.origin, (piece.source,)) for piece in pieces]
-        elif admit is not None:
-            spans.append(_admitted(Match(Run(tuple(pieces)), row.ids), admit, layers))
-    reached = end
-    for run in runs if admit is not None else ():
-        assert admit is not None
-        spans += [PlannedSpan(end, run.start), _admitted(Match(run, row.ids), admit, layers)]
-        end = run.stop
-    spans.append(PlannedSpan(end, len(row.ids) - 1))
-    return replace(row, spans=joined(spans), prefix=reached)
-
-
-def _admitted(match: Match, admit: Admit, layers: int) -> PlannedSpan:
-    admission = admit(match)
-    if not isinstance(admission, Admission) or admission.rule in (EXACT, COMPUTED) or not 0 <= admission.repair <= len(match):
-        expected = f"an Admission with a rule of another name than 'exact' and 'computed', and a repair of 0 to {len(match)} tokens"
-        raise ConfigError.of("admit", expected, admission)
-    if not admission.rule:
-        return PlannedSpan(match.start, match.stop, reason=admission.reason)
-    depth = math.ceil(admission.repair_depth * layers)
-    sources = tuple(piece.source for piece in match.run.pieces)
-    repaired = admission.repair if depth else 0
-    return PlannedSpan(match.start, match.stop, admission.rule, sources, repaired, depth if repaired and depth < layers else None)
-
-
-@lru_cache(1024)
-def _shingles(ids: bytes) -> frozenset[int]:
-    # Cached, because every prompt that has a stored span compares the tokens before it.
-    return frozenset(window_hashes(np.frombuffer(ids, np.uint32), SHINGLE).tolist())

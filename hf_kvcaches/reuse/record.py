@@ -12,19 +12,21 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from hf_kvcaches.reuse.layer import SplicedLayer
 from hf_kvcaches.reuse.layout import LayerStates
-from hf_kvcaches.reuse.streams import mark, own_stream
 
 # Bytes of prompts that may wait to be stored; one alone may be larger.
 MOST = 2**31
 # A request waits for what earlier ones store, as it may reuse it, if that is at most so many bytes, and for at most so many seconds.
 SMALL, PATIENCE = 2**25, 0.5
+
+# Work that was queued on a device.
+Event = tuple[torch.device, torch.cuda.Event]
 
 
 class PromptStates(NamedTuple):
@@ -63,11 +65,14 @@ class Recorder:
 
     Args:
         layers: The cache's layers.
+
+    Attributes:
+        prompt: What is stored as soon as it is computed, or None.
     """
 
     def __init__(self, layers: Sequence[SplicedLayer], queue: Queue) -> None:
         self._layers, self._queue = layers, queue
-        self._prompt: NewPrompt | None = None
+        self.prompt: NewPrompt | None = None
         # Reentrant: a finalizer may call `release` while this thread holds the lock.
         self._lock = threading.RLock()
         self._reading_until = 0
@@ -76,12 +81,7 @@ class Recorder:
     def expect(self, prompt: NewPrompt) -> None:
         """Store a prompt as soon as it is computed."""
         with self._lock:
-            self._prompt = prompt
-
-    @property
-    def waiting(self) -> bool:
-        """Whether a prompt still has to be handed over."""
-        return self._prompt is not None
+            self.prompt = prompt
 
     def release(self, drop: bool = True) -> None:
         """Hand the prompt to the queue, if it is computed; it is not waited for.
@@ -90,12 +90,12 @@ class Recorder:
             drop: Whether to give up a prompt that is not computed, since no later pass will. False while another thread may compute it.
         """
         with self._lock:
-            prompt = self._prompt
+            prompt = self.prompt
             if prompt is None:
                 return
             computed = all(layer.seen >= prompt.slots for layer in self._layers)
             if computed or drop:
-                self._prompt = None
+                self.prompt = None
             if not computed:
                 return
             buffers = [(layer.key_buffer, layer.value_buffer) for layer in self._layers]
@@ -172,7 +172,7 @@ class Queue:
     @property
     def idle(self) -> bool:
         """Whether no job waits or runs."""
-        return self._bytes == 0 and not self._jobs
+        return self._bytes == 0
 
     def has_room(self, size: int) -> bool:
         """Whether a prompt of so many bytes may be added; if not, it counts as dropped."""
@@ -211,12 +211,6 @@ class Queue:
             self._process, self._running, self._lock = os.getpid(), threading.RLock(), threading.RLock()
             self._bytes = sum(size for _, size in self._jobs)
 
-    def _release(self) -> None:
-        self._own()
-        for reference in self._recorders:
-            if (recorder := reference()) is not None:
-                recorder.release(drop=False)
-
     def flush(self) -> None:
         """Wait until all computed prompts are written."""
         self._release()
@@ -226,8 +220,15 @@ class Queue:
         """Begin to store all computed prompts, and wait a moment for few of them."""
         self._release()
         deadline = time.monotonic() + PATIENCE
-        while not self.idle and self._bytes <= SMALL and time.monotonic() < deadline:
+        while 0 < self._bytes <= SMALL and time.monotonic() < deadline:
             time.sleep(0.0005)
+
+    def _release(self) -> None:
+        if self._process != os.getpid():
+            self._own()
+        for reference in self._recorders:
+            if (recorder := reference()) is not None and recorder.prompt is not None:
+                recorder.release(drop=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Queue:
         return self  # a copied cache shares the store
@@ -237,3 +238,33 @@ def _finish(reference: weakref.ref[Queue]) -> None:
     """Write all computed prompts when the interpreter ends."""
     if (queue := reference()) is not None:
         queue.flush()
+
+
+def mark(tensors: Iterable[torch.Tensor | None]) -> list[Event]:
+    """Record events behind the work that this thread has queued on the devices of some tensors, for another thread to wait for."""
+    devices = {tensor.device for tensor in tensors if tensor is not None and tensor.is_cuda}
+    return [(device, torch.cuda.current_stream(device).record_event()) for device in devices]
+
+
+def wait_for(events: Iterable[Event], tensors: Iterable[torch.Tensor | None] = ()) -> None:
+    """Make this thread's streams, not the CPU, wait for events.
+
+    Args:
+        tensors: Tensors of the thread that recorded the events, which this thread uses from now on.
+    """
+    for device, event in events:
+        torch.cuda.current_stream(device).wait_event(event)
+    for tensor in tensors:
+        if tensor is not None and tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+@contextlib.contextmanager
+def own_stream(events: Iterable[Event]) -> Iterator[None]:
+    """Switch to a new stream on each device of some events, behind these; other devices keep their streams."""
+    with contextlib.ExitStack() as stack:
+        for device, event in events:
+            stream = torch.cuda.Stream(device)
+            stream.wait_event(event)
+            stack.enter_context(torch.cuda.stream(stream))
+        yield

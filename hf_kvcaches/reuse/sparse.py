@@ -78,44 +78,50 @@ class SparsePass:
     fillers, tokens that are written to the slot behind the prompt, which no query sees.
 
     Args:
+        ids: The token ids, (batch, tokens), on the device of the model's input; any for fillers.
         host_slots: (batch, tokens), ascending in each row but for fillers, which have `total`.
         padding: How many slots at the start of each row hold no token.
-        device: Of the model's input.
+        kinds: The type of each of the model's layers, one of transformers' names, and its window.
+        total: How many tokens the cache has seen behind the pass.
     """
 
+    ids: torch.Tensor
     host_slots: np.ndarray[Any, np.dtype[np.int64]]
     padding: Sequence[int]
+    kinds: Sequence[tuple[str, int | None]]
     total: int
-    device: torch.device
 
     @classmethod
-    def of(cls, indices: Sequence[Indices], padding: Sequence[int], total: int, device: torch.device) -> SparsePass:
-        """Return the pass over some indices of each row."""
+    def of(cls, call: PrefillCall, indices: Sequence[Indices], padding: Sequence[int], total: int) -> Self:
+        """Return the pass over some indices of each row of a prompt."""
         slots = np.full((len(indices), max(map(len, indices))), total)
         for row_slots, row_indices, pad in zip(slots, indices, padding, strict=True):
             row_slots[len(row_slots) - len(row_indices) :] = row_indices + pad
-        return cls(slots, padding, total, device)
+        columns = np.minimum(slots - (total - call.input_ids.shape[1]), call.input_ids.shape[1] - 1)
+        ids = call.input_ids.gather(1, torch.from_numpy(columns).to(call.input_ids.device))
+        plan = compat.layer_plan(compat.decoder_config(call.model.config))
+        return cls(ids, slots, padding, [(kind, getattr(layer, "sliding_window", None)) for kind, layer in plan], total)
 
     @cached_property
     def slots(self) -> torch.Tensor:
         """(batch, tokens), on the device."""
-        return torch.from_numpy(self.host_slots).to(self.device)
+        return torch.from_numpy(self.host_slots).to(self.ids.device)
 
     @cached_property
     def positions(self) -> torch.Tensor:
         """(batch, tokens); 0 for fillers."""
         pads = np.asarray(self.padding)[:, None]
-        return torch.from_numpy(np.where(self.host_slots < self.total, self.host_slots - pads, 0)).to(self.device)
+        return torch.from_numpy(np.where(self.host_slots < self.total, self.host_slots - pads, 0)).to(self.ids.device)
 
     @cached_property
     def blocks(self) -> list[list[Block]]:
         """The blocks of each row, which leave out fillers."""
         return [list(_blocks(slots, int((slots == self.total).sum()))) for slots in self.host_slots]
 
-    def ids(self, call: PrefillCall) -> torch.Tensor:
-        """Return the token ids of a prompt that the pass runs; fillers get any."""
-        columns = np.minimum(self.host_slots - (self.total - call.input_ids.shape[1]), call.input_ids.shape[1] - 1)
-        return call.input_ids.gather(1, torch.from_numpy(columns).to(self.device))
+    def write(self, layer: SplicedLayer, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> SparseView:
+        """Write the pass's tokens into their slots of a layer, and return the view that answers their queries."""
+        keys, values = layer.write(key_states, value_states, self.slots, self.total)
+        return SparseView(self, *self.kinds[layer_idx], keys, values)
 
 
 def _blocks(slots: Indices, fillers: int) -> Iterator[Block]:
@@ -129,30 +135,6 @@ def _blocks(slots: Indices, fillers: int) -> Iterator[Block]:
 
 def _block(slots: Indices, first: int, last: int) -> Block:
     return Block(first, last, int(slots[first]), int(slots[last - 1]) + 1)
-
-
-@dataclass(frozen=True, eq=False)
-class RunningPass:
-    """A sparse pass with the types of a model's layers."""
-
-    sparse: SparsePass
-    kinds: Sequence[tuple[str, int | None]]
-
-    @property
-    def total(self) -> int:
-        """How many tokens the cache has seen behind the pass."""
-        return self.sparse.total
-
-    @classmethod
-    def of(cls, sparse: SparsePass, model: PreTrainedModel) -> Self:
-        """Return the pass for a model."""
-        plan = compat.layer_plan(compat.decoder_config(model.config))
-        return cls(sparse, [(kind, getattr(layer, "sliding_window", None)) for kind, layer in plan])
-
-    def write(self, layer: SplicedLayer, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> SparseView:
-        """Write the pass's tokens into their slots of a layer, and return the view that answers their queries."""
-        keys, values = layer.write(key_states, value_states, self.sparse.slots, self.total)
-        return SparseView(self.sparse, *self.kinds[layer_idx], keys, values)
 
 
 class SparseView(TensorView):
@@ -235,7 +217,7 @@ class SparseView(TensorView):
 
 
 @dataclass(frozen=True, eq=False)
-class ProbingPass(RunningPass):
+class ProbingPass(SparsePass):
     """A pass over the last tokens of a prompt that measures which tokens they attend to.
 
     Args:

@@ -15,10 +15,8 @@ from hf_kvcaches.reuse import layout
 from hf_kvcaches.reuse.index import Record
 from hf_kvcaches.reuse.layout import LayerStates, Quantization, TokenCodec
 from hf_kvcaches.reuse.record import Queue
-from hf_kvcaches.stores.blobs import BlobStore, NewBlob
-from hf_kvcaches.stores.catalog import Catalog, Contents
-from hf_kvcaches.stores.hot import bytes_of
-from hf_kvcaches.stores.location import TIMEOUT
+from hf_kvcaches.stores.blobs import BlobStore, NewBlob, bytes_of
+from hf_kvcaches.stores.catalog import TIMEOUT, Catalog, Contents
 
 
 @dataclass(frozen=True)
@@ -70,10 +68,10 @@ class SpanStore:
     """Spans in a catalog, and the queue that stores them in the background.
 
     Args:
-        contents: The index of what is stored; it has `record(key)`, None for no span.
+        contents: The index of what is stored.
         noun: The user's word for a span.
         quantization: How keys and values are stored: None for bit-equal ones, a `KVCodec` of the model, `"int8"` or `"int4"`.
-        location: See `stores.location.open_blobs`.
+        location: See `stores.catalog.open_blobs`.
     """
 
     def __init__(
@@ -103,29 +101,23 @@ class SpanStore:
         """The cap on the bytes of all spans, or None."""
         return self.catalog.max_bytes
 
-    def record(self, key: str) -> Record | None:
-        """Return the record of a blob, or None."""
-        raise NotImplementedError
-
     def refresh(self) -> None:
         """Begin a request: begin to store computed prompts, and apply changes of other processes."""
         self.queue.settle()
         self.catalog.refresh()
 
-    def load(self, keys: Sequence[str], device: torch.device | None = None) -> dict[str, dict[str, torch.Tensor]]:
-        """Return the tensors of spans, which are read-only, without those that are missing, expired or damaged.
+    def load(self, records: Mapping[str, Record], device: torch.device | None = None) -> dict[str, dict[str, torch.Tensor]]:
+        """Return the tensors of spans, by key and read-only, without those that are missing, expired or damaged.
 
         Args:
+            records: The spans by key.
             device: Where the hot tier keeps them, if no earlier call named a device.
         """
 
         def check(key: str, tensors: dict[str, torch.Tensor]) -> None:
-            with self.catalog.lock:
-                record = self.record(key)
-            if record is not None:
-                layout.check(tensors, record.form, len(record))
+            layout.check(tensors, records[key].form, len(records[key].ids))
 
-        return self.catalog.read(keys, check, device) if keys else {}
+        return self.catalog.read(list(records), check, device)
 
     def put(self, spans: Sequence[NewSpan], geometries: Sequence[RotaryGeometry | None] = ()) -> bool:
         """Store spans that are not stored yet, evict others above the cap, and return whether the back-end took all.

@@ -7,7 +7,7 @@ pass waits for each layer when it gets there: the next layers are sent while it 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,8 +18,9 @@ from hf_kvcaches.kernels.arguments import Packed
 from hf_kvcaches.kernels.rotation import Layout
 from hf_kvcaches.kernels.splice import splice
 from hf_kvcaches.reuse import layout
+from hf_kvcaches.reuse.index import Piece
 from hf_kvcaches.reuse.layer import SplicedLayer
-from hf_kvcaches.reuse.plan import PromptRow, SourceTokens
+from hf_kvcaches.reuse.plan import PromptRow
 
 # Bytes in a cache that are decoded at a time on a CPU.
 PORTION = 2**25
@@ -48,13 +49,15 @@ def write_rows(
         blobs: Tensors by the keys of the plan.
         geometries: How each layer's keys are rotated; None where they can't be, and keep their positions.
     """
-    groups = [_Group(row, sources, blobs, geometries, codec) for row in rows for sources in _alike(list(row.sources))]
+    groups = [_Group(row, pieces, blobs, geometries, codec) for row in rows for pieces in _alike(row.sources)]
     devices = {layer.key_buffer.device for layer in layers if layer.key_buffer is not None}
     if len(devices) == 1 and not any(device.type == "cuda" for device in devices):
         for group in groups:
+            # All, unless they are decoded first.
+            step = len(layers) if group.codec is None else max(1, PORTION // (group.tokens * layout.bytes_per_token(group.form)))
             for number, members in enumerate(group.form["piles"]):
-                for start in range(0, len(members), group.layers_at_once):
-                    group.write(layers, number, slice(start, start + group.layers_at_once))
+                for start in range(0, len(members), step):
+                    group.write(layers, number, slice(start, start + step))
         return
     places = [_places(group.form) for group in groups]
     streams = {device: _stream(device) for device in devices if device.type == "cuda"}
@@ -86,40 +89,41 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return _streams[device]
 
 
-def _alike(sources: Sequence[SourceTokens]) -> list[list[SourceTokens]]:
-    """Group sources that are stored in the same form."""
-    groups: list[list[SourceTokens]] = []
-    for source in sources:
-        group = next((group for group in groups if group[0].form == source.form), None)
+def _alike(sources: Iterable[Piece]) -> list[list[Piece]]:
+    """Group pieces that are stored in the same form."""
+    groups: list[list[Piece]] = []
+    for piece in sources:
+        group = next((group for group in groups if group[0].record.form == piece.record.form), None)
         if group is None:
             groups.append(group := [])
-        group.append(source)
+        group.append(piece)
     return groups
 
 
 class _Group:
-    """The tokens of one row that are stored in one form."""
+    """The tokens of one row that are stored in one form.
+
+    Attributes:
+        codec: What they are the codes of; None where they are no codes.
+    """
 
     def __init__(
         self,
         row: PromptRow,
-        sources: Sequence[SourceTokens],
+        pieces: Sequence[Piece],
         blobs: Mapping[str, Mapping[str, torch.Tensor]],
         geometries: Sequence[RotaryGeometry | None],
         codec: layout.TokenCodec | None,
     ) -> None:
-        self.row, self.sources, self.geometries, self.codec = row, sources, geometries, codec
-        self.form: Mapping[str, Any] = sources[0].form
-        self.coded = layout.is_coded(self.form)
-        self.spans = [layout.BlobSpan(blobs[each.key], each.form, each.offset, each.offset + each.stop - each.start) for each in sources]
+        self.row, self.pieces, self.geometries, self.form = row, pieces, geometries, pieces[0].record.form
+        self.codec = codec if layout.is_coded(self.form) else None
+        spans = [(blobs[each.record.key], self.form, each.offset, each.offset + each.stop - each.start) for each in pieces]
+        self.spans = [layout.BlobSpan(*span) for span in spans]
+        self.tokens = sum(each.stop - each.start for each in pieces)
+        # Codes are not rotated. Others are rotated by how far they moved.
+        self._rotates = self.codec is not None or any(each.start != each.position for each in pieces)
         self._angles: dict[Any, _Angles] = {}
         self._slots: dict[Any, torch.Tensor] = {}
-
-    @property
-    def layers_at_once(self) -> int:
-        """How many layers are written at once on a CPU: all, unless they are decoded first."""
-        tokens = sum(span.stop - span.start for span in self.spans)
-        return max(1, PORTION // (tokens * layout.bytes_per_token(self.form))) if self.coded else len(self.geometries)
 
     def write(self, layers: Sequence[SplicedLayer], number: int, chosen: slice) -> None:
         """Write some layers of a pile."""
@@ -127,14 +131,12 @@ class _Group:
         buffers = [(layers[index].key_buffer, layers[index].value_buffer) for index in members]
         outs = [[side[self.row.number] for side in sides if side is not None] for sides in zip(*buffers, strict=True)]
         device = outs[0][0].device
-        parts: Iterator[tuple[Packed, Packed]] = layout.parts(self.spans, number, chosen, self.codec)
-        pieces: list[tuple[Packed, Packed, int | None]]
-        if device.type != "cpu":
-            sides = zip(*parts, strict=True)
-            pieces = [(_sent(next(sides), device), _sent(next(sides), device), None)]
-        else:
-            pieces = [(keys, values, place) for place, (keys, values) in enumerate(parts)]
-        for keys, values, place in pieces:
+        parts = layout.parts(self.spans, number, chosen, self.codec)
+        places: Sequence[int | None] = range(len(parts))
+        if device.type != "cpu":  # all in one
+            key_parts, value_parts = zip(*parts, strict=True)
+            parts, places = [(_sent(key_parts, device), _sent(value_parts, device))], [None]
+        for place, (keys, values) in zip(places, parts, strict=True):
             slots = self._slots_of(place, device)
             for positions, angles in self._rotations(members, place, device):
                 every = len(positions) == len(members)
@@ -143,16 +145,19 @@ class _Group:
             splice(values, outs[1], slots)
 
     def _slots_of(self, place: int | None, device: torch.device) -> torch.Tensor:
-        """Return the slots of one source, or of all."""
+        """Return the slots of one piece, or of all."""
         key = place, device
         if key not in self._slots:
-            chosen = self.sources if place is None else [self.sources[place]]
-            slots = np.concatenate([np.arange(source.start, source.stop) for source in chosen]) + self.row.padding
+            chosen = self.pieces if place is None else [self.pieces[place]]
+            slots = np.concatenate([np.arange(piece.start, piece.stop) for piece in chosen]) + self.row.padding
             self._slots[key] = _to_device(torch.from_numpy(slots), device)
         return self._slots[key]
 
     def _rotations(self, members: Sequence[int], place: int | None, device: torch.device) -> Iterator[tuple[list[int], _Angles]]:
-        """Yield layers that rotate alike, as places in `members`, with the angles of one source or of all."""
+        """Yield layers that rotate alike, as places in `members`, with the angles of one piece or of all."""
+        if not self._rotates:
+            yield list(range(len(members))), _Angles()
+            return
         groups: dict[int, list[int]] = {}
         for position, index in enumerate(members):
             groups.setdefault(id(self.geometries[index]), []).append(position)
@@ -164,19 +169,17 @@ class _Group:
             yield positions, self._angles[key]
 
     def _tables(self, geometry: RotaryGeometry | None, place: int | None, device: torch.device) -> _Angles:
-        sources = self.sources if place is None else [self.sources[place]]
-        # Codes are not rotated. Others are rotated by how far they moved.
-        moves = [source.start - source.position for source in sources]
-        if geometry is None or geometry.kind != "rope" or not (self.coded or any(moves)):
+        pieces = self.pieces if place is None else [self.pieces[place]]
+        moved = self.codec is not None or any(piece.start != piece.position for piece in pieces)
+        if geometry is None or geometry.kind != "rope" or not moved:
             return _Angles()
-        if self.coded:
-            angles = torch.from_numpy(np.concatenate([np.arange(source.start, source.stop) for source in sources]))
-            tables = geometry.cos_sin(angles, torch.float32)
-            cos, sin = (table * geometry.attention_scaling for table in tables)
+        if self.codec is not None:
+            positions = torch.from_numpy(np.concatenate([np.arange(piece.start, piece.stop) for piece in pieces]))
+            cos, sin = (table * geometry.attention_scaling for table in geometry.cos_sin(positions, torch.float32))
         else:
-            lengths = torch.tensor([source.stop - source.start for source in sources])
-            tables = geometry.cos_sin(torch.tensor(moves), torch.float32)
-            cos, sin = (table.repeat_interleave(lengths, dim=0) for table in tables)
+            moves = torch.tensor([piece.start - piece.position for piece in pieces])
+            lengths = torch.tensor([piece.stop - piece.start for piece in pieces])
+            cos, sin = (table.repeat_interleave(lengths, dim=0) for table in geometry.cos_sin(moves, torch.float32))
         return _Angles(_to_device(cos, device), _to_device(sin, device), geometry.layout)
 
 

@@ -14,21 +14,17 @@ from hf_kvcaches.codec.codec import KVCodec
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.identity import Identity, require_identity
 from hf_kvcaches.core.parallel import require_all_heads
-from hf_kvcaches.core.prompt import PrefillCall, Remaining
 from hf_kvcaches.core.refusal import Refusal
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ConfigError, UnsupportedError, require_choice, require_instance, require_tokenizer
 from hf_kvcaches.reuse.cache import ReuseCache
-from hf_kvcaches.reuse.fill import fill
-from hf_kvcaches.reuse.index import CONTEXT, Chain, Record, Run, TokenIndex
-from hf_kvcaches.reuse.plan import EXACT, PROBING, PlannedSpan, PromptPlan, PromptRow
-from hf_kvcaches.reuse.policy import Admit, SegmentPolicy, plan_row
+from hf_kvcaches.reuse.index import CONTEXT, EXACT, Chain, Record, Run, TokenIndex
+from hf_kvcaches.reuse.plan import PROBING, Admit, PlannedSpan, PromptPlan, PromptRow, plan_row
+from hf_kvcaches.reuse.policy import SegmentPolicy
 from hf_kvcaches.reuse.record import PromptStates
 from hf_kvcaches.reuse.store import NewSpan
-from hf_kvcaches.segments.discovery import Discovery, checked_spans
-from hf_kvcaches.segments.flops import Costs
-from hf_kvcaches.segments.report import SegmentReport, report_of
-from hf_kvcaches.segments.scope import discovery_for, other_scopes, scope_of
+from hf_kvcaches.segments.discovery import Discovery, checked_spans, discovery_for
+from hf_kvcaches.segments.report import Costs, SegmentReport, report_of
 from hf_kvcaches.segments.store import SegmentStore
 
 Mode = Literal["exact", "approximate", "auto"]
@@ -107,7 +103,7 @@ class SegmentReuseCache(ReuseCache):
             raise UnsupportedError(f"{name}: {refusal}. Use mode='exact', or 'auto'.")
         self.discovery = discovery_for(tokenizer, tuple(separators))
         self.caller_spans = None if spans is None else [checked_spans(own) for own in spans]
-        self._flops = [0.0, 0.0]
+        self._costs: Any = None if self._model is None else Costs.of(self.model)  # without a model there is no prompt
 
     @property
     def admit(self) -> Admit | None:
@@ -117,44 +113,40 @@ class SegmentReuseCache(ReuseCache):
         policy = replace(self.policy, similarity=0.0) if self.mode == "approximate" else self.policy
         return self.own_rule or policy.admit
 
-    def take_prefill(self, call: PrefillCall) -> int | Remaining:
-        return fill(self, call)
-
     def find(self, rows: tuple[PromptRow, ...], identity: Identity) -> PromptPlan | Refusal:
         if identity.reason:
             return Refusal(identity.reason)
         self.store.refresh()
-        about = identity, self.model, self.tokenizer
-        scope = scope_of(*about, self.store.quantization)
-        self.store.warn_of_other_scopes(scope, partial(other_scopes, *about, self.store.quantization))
-        admit = self.admit
+        index, admit = self.store.look_up(identity, self.model, self.tokenizer).tokens, self.admit
         with self.store.catalog.lock:
-            planned = [self._planned(row, self.store.index(scope), admit) for row in rows]
-        plan = PromptPlan(tuple(planned), rows[0].padding + len(rows[0].ids))
-        return plan.with_common_prefix() if self.moving_refused else plan
+            plan = PromptPlan(tuple(self._planned(row, index, admit) for row in rows), rows[0].padding + len(rows[0].ids))
+        # Of one row without a rule, nothing but a prefix is reused.
+        return plan.with_common_prefix() if len(rows) > 1 and self.moving_refused else plan
 
     def _planned(self, row: PromptRow, index: TokenIndex, admit: Admit | None) -> PromptRow:
         ids = row.ids[:-1]
-        prefix, _ = index.prefix(ids, Chain().extend(ids[: row.begin]), row.begin, exact_only=self.mode == "exact")
+        prefix, _ = index.prefix(ids, Chain().extend(ids[: row.begin]), row.begin, exact_only=admit is None)
         end = prefix[-1].stop if prefix else row.begin
         runs = [] if admit is None else self.runs(index, row, end)
         planned = plan_row(row, prefix, runs, admit, len(self.layers))
         # Where too few tokens are stored, reuse of the prefix alone, or of nothing, takes less time.
-        tokens, reason = len(row.ids) - row.begin, f"{planned.reused} tokens are stored, too few for reuse to pay."
+        tokens, reused = len(row.ids) - row.begin, planned.reused
+        reason = f"{reused} tokens are stored, too few for reuse to pay."
         on_cpu = self.model.device.type == "cpu"
-        if planned.reused > end - row.begin and planned.reused < max(self.policy.shortest, tokens * LEAST_BETWEEN if on_cpu else 0):
+        if reused > end - row.begin and reused < max(self.policy.shortest, tokens * LEAST_BETWEEN if on_cpu else 0):
             planned = planned.cut(end, reason)
-        return planned if planned.reused >= int(tokens * LEAST) else planned.cut(row.begin, reason)
+            reused = planned.reused
+        return planned if reused >= int(tokens * LEAST) else planned.cut(row.begin, reason)
 
     def runs(self, index: TokenIndex, row: PromptRow, start: int) -> list[Run]:
         """Return the stored tokens behind an index of a row, in order and without overlaps."""
         return index.runs(row.ids[:-PROBING], start, self.policy.shortest)
 
     def note(self, plan: PromptPlan, identity: Identity) -> None:
-        costs, store = Costs.of(self.model), self.store
-        scope = scope_of(identity, self.model, self.tokenizer, store.quantization)
+        store = self.store
+        scope, index = store.look_up(identity, self.model, self.tokenizer)
         with store.catalog.lock:
-            firsts = [self._stored_up_to(row, store.index(scope)) for row in plan.rows]
+            firsts = [self._stored_up_to(row, index) for row in plan.rows]
         new = [
             _NewRow(row, first, self._earlier_spans(row), tuple(self.caller_spans[row.number]) if self.caller_spans else ())
             for row, first in zip(plan.rows, firsts, strict=True)
@@ -162,11 +154,9 @@ class SegmentReuseCache(ReuseCache):
         ]
         self.plans += plan.rows
         for row in plan.rows:
-            self._flops[0] += costs.of_row(row)
-            self._flops[1] += costs.of_prompt(row.begin, len(row.ids))
             # The last first: among equally useful segments, the start of a prompt is evicted last.
-            for tokens in reversed(list(row.sources)):
-                store.catalog.used(tokens.key, tokens.stop - tokens.start)
+            for piece in reversed(list(row.sources)):
+                store.catalog.used(piece.record.key, piece.stop - piece.start)
         if new:
             # Without a reference to the cache, which is stored when it is dropped.
             put = partial(_put, store, new, identity, self.discovery, scope, self.rotation.layers)
@@ -188,11 +178,7 @@ class SegmentReuseCache(ReuseCache):
         return [replace(span, start=0) for _, span in self.reused_spans if span.rule != EXACT]
 
     def report(self) -> SegmentReport:
-        return report_of(self.plans, *self._flops, **self._report_fields(), reason=self.reason)
-
-    def reset(self) -> None:
-        super().reset()
-        self._flops = [0.0, 0.0]
+        return report_of(self.plans, self._costs, **self._report_fields(), reason=self.reason)
 
     def settings(self) -> dict[str, Any]:
         if self.own_rule is not None:

@@ -22,8 +22,8 @@ from hf_kvcaches.errors import ConfigError, is_number, whole_number
 from hf_kvcaches.evaluate.measures import divergence
 from hf_kvcaches.evaluate.runner import next_tokens
 from hf_kvcaches.evaluate.texts import require_whole
+from hf_kvcaches.reuse.index import COMPUTED, EXACT
 from hf_kvcaches.reuse.layout import Quantization, check_quantization, label_of
-from hf_kvcaches.reuse.plan import COMPUTED, EXACT
 from hf_kvcaches.reuse.policy import SegmentPolicy
 from hf_kvcaches.segments.cache import SegmentReuseCache
 from hf_kvcaches.segments.store import SegmentStore

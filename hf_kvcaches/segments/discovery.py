@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -87,14 +88,10 @@ class Discovery:
 
     def pieces(self, ids: Ids) -> list[str]:
         """Return the text of each token: a private character for a part of a character, "" for an unknown id."""
-        row = _as_list(ids)
-        texts = self._pieces
-        try:
-            return [texts[token] for token in row]
-        except KeyError:
-            for token in set(row) - texts.keys():
-                texts[token] = self._decoded(token)
-            return [texts[token] for token in row]
+        row, texts = _as_list(ids), self._pieces
+        for token in set(row) - texts.keys():
+            texts[token] = self._decoded(token)
+        return [texts[token] for token in row]
 
     def _decoded(self, token: int) -> str:
         # Decoded behind another token, because some tokenizers drop the space at the start of a text.
@@ -247,3 +244,15 @@ def _without_end(between: str, end: str, special: tuple[str, ...]) -> str:
     while not between.startswith(end[:size]) or (0 < size < len(end) and not end[size - 1].isspace() and not end[:size].endswith(special)):
         size -= 1
     return between[size:].strip() or between.strip()
+
+
+_discoveries: weakref.WeakKeyDictionary[Any, dict[tuple[str, ...], Discovery]] = weakref.WeakKeyDictionary()
+_without_tokenizer: dict[tuple[str, ...], Discovery] = {}
+
+
+def discovery_for(tokenizer: Any, separators: tuple[str, ...]) -> Discovery:
+    """Return the discovery of a tokenizer, which is shared because it caches the text of tokens."""
+    discoveries = _without_tokenizer if tokenizer is None else _discoveries.setdefault(tokenizer, {})
+    if separators not in discoveries:
+        discoveries[separators] = Discovery(tokenizer, separators=separators)
+    return discoveries[separators]

@@ -1,4 +1,4 @@
-"""The report of a `SegmentReuseCache`."""
+"""The report of a `SegmentReuseCache`, and what a prefill costs: multiplications and additions in the decoder layers."""
 
 from __future__ import annotations
 
@@ -6,9 +6,15 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
+import numpy as np
+from transformers import PreTrainedModel
+
+from hf_kvcaches import compat
+from hf_kvcaches.core.decoder import decoder_layers
 from hf_kvcaches.core.report import CacheReport
-from hf_kvcaches.reuse.plan import PromptRow
+from hf_kvcaches.reuse.plan import Indices, PromptRow
 
 
 class ReusedSpan(NamedTuple):
@@ -63,18 +69,12 @@ class SegmentReport(CacheReport):
     reason: str = ""
 
 
-def report_of(plans: Sequence[PromptRow], cost: float, full_cost: float, **fields: Any) -> SegmentReport:
-    """Report executed plans.
-
-    Args:
-        cost: Operations of the plans.
-        full_cost: Operations of prefills without reuse.
-        **fields: The other fields of the report.
-    """
+def report_of(plans: Sequence[PromptRow], costs: Costs, **fields: Any) -> SegmentReport:
+    """Report executed plans; `fields` are the other fields of the report."""
     spans = tuple(
         ReusedSpan(
             *(row.number, span.start, span.stop, span.rule, span.repair, span.repair_depth),
-            tuple(tokens.key for tokens in span.sources),
+            tuple(piece.record.key for piece in span.sources),
             span.reason,
         )
         for row in plans
@@ -83,12 +83,61 @@ def report_of(plans: Sequence[PromptRow], cost: float, full_cost: float, **field
     tiers: Counter[str] = Counter()
     for span in spans:
         tiers[span.tier] += span.stop - span.start
+    full_cost = sum(costs.of_prompt(row.begin, len(row.ids)) for row in plans)
     return SegmentReport(
         **fields,
         reused_tokens=sum(row.reused for row in plans),
         repaired_tokens=sum(span.repaired for span in spans),
         computed_tokens=sum(span.stop - span.start for span in spans if not span.segments),
         tiers=dict(tiers),
-        flops_saved=1 - cost / full_cost if full_cost else 0.0,
+        flops_saved=1 - sum(map(costs.of_row, plans)) / full_cost if full_cost else 0.0,
         spans=spans,
     )
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The cost of one token in one layer, in floating-point operations.
+
+    Args:
+        linear: Of each layer's matrices.
+        scores: Of each layer's attention, for each key that the token attends to.
+    """
+
+    linear: tuple[float, ...]
+    scores: tuple[float, ...]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Costs:
+        """Read the costs from a model's weights and config, once. All experts of a mixture are counted."""
+        if model in _COSTS:
+            return _COSTS[model]
+        _, _, layers = decoder_layers(model)
+        linear = tuple(float(2 * sum(weight.numel() for weight in layer.parameters() if weight.ndim >= 2)) for layer in layers)
+        configs = compat.decoder_config(model.config).per_layer_config
+        sizes = [getattr(each, "head_dim", None) or each.hidden_size // each.num_attention_heads for each in configs]
+        # A product of queries and keys, and one of weights and values.
+        scores = tuple(4.0 * each.num_attention_heads * size for each, size in zip(configs, sizes, strict=True))
+        return _COSTS.setdefault(model, cls(linear, scores))
+
+    def of_tokens(self, indices: Indices, start: int = 0) -> float:
+        """Return the cost of running tokens through the layers from `start` on.
+
+        Args:
+            indices: The tokens' indices in their row: each attends to all tokens up to itself.
+        """
+        return len(indices) * sum(self.linear[start:]) + sum(self.scores[start:]) * float((indices + 1).sum())
+
+    def of_prompt(self, begin: int, stop: int) -> float:
+        """Return the cost of a span of tokens."""
+        return self.of_tokens(np.arange(begin, stop))
+
+    def of_row(self, row: PromptRow) -> float:
+        """Return the cost of the tokens that a plan does not reuse, of the last token, and of those that ran once more."""
+        repaired = [(span.computed, span.repair_depth) for span in row.spans if span.repair and span.repair_depth is not None]
+        saved = sum(self.of_tokens(indices, depth) for indices, depth in repaired)
+        probed = self.of_prompt(len(row.ids) - row.probed, len(row.ids))
+        return self.of_tokens(np.append(row.computed, len(row.ids) - 1)) + probed - saved
+
+
+_COSTS: WeakKeyDictionary[PreTrainedModel, Costs] = WeakKeyDictionary()

@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+from transformers import PreTrainedModel
+
+from hf_kvcaches.core.identity import Identity
+from hf_kvcaches.core.tokenizer_digest import digest_of_tokenizer
 from hf_kvcaches.reuse.index import Record, TokenIndex
-from hf_kvcaches.reuse.layout import Quantization, check_form
+from hf_kvcaches.reuse.layout import Quantization, check_form, name_of
 from hf_kvcaches.reuse.store import CatalogReport, SpanStore
 from hf_kvcaches.stores.blobs import BlobHead, BlobStore
-from hf_kvcaches.stores.location import TIMEOUT
+from hf_kvcaches.stores.catalog import TIMEOUT
+
+# The version of the format of stored segments.
+FORMAT = 4
+
+
+class Segments(NamedTuple):
+    """The segments that a cache may reuse.
+
+    Args:
+        scope: A digest of everything that must be equal for a stored segment to be reused.
+        tokens: They themselves, to be used under the catalog's lock.
+    """
+
+    scope: str
+    tokens: TokenIndex
 
 
 @dataclass(frozen=True)
@@ -44,20 +64,15 @@ class SegmentContents:
             with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError, OverflowError):
                 record = Record.from_dict(blob.head)
                 check_form(record.form)
-                if record.key != blob.key:
-                    raise ValueError("another name")
-                self.indices[record.scope].add(blob.key, record)
-                tokens[blob.key] = len(record)
+                if record.key == blob.key:
+                    self.indices[record.scope].add(blob.key, record)
+                    tokens[blob.key] = len(record)
         return tokens
 
     def remove(self, keys: Sequence[str]) -> None:
         for key in keys:
             for index in self.indices.values():
                 index.remove(key)
-
-    def lengths(self) -> dict[str, int]:
-        """Return how many tokens each segment has, by its id."""
-        return {key: len(record) for index in self.indices.values() for key, record in index.records.items()}
 
 
 class SegmentStore(SpanStore):
@@ -96,27 +111,27 @@ class SegmentStore(SpanStore):
         limits: dict[str, Any] = {"max_bytes": max_bytes, "hot_bytes": hot_bytes, "time_to_live": time_to_live, "timeout": timeout}
         super().__init__(self.contents, "segment", quantization, location, **limits)
 
-    def index(self, scope: str) -> TokenIndex:
-        """Return the segments of a scope, to be used under the catalog's lock."""
-        return self.contents.indices[scope]
-
-    def record(self, key: str) -> Record | None:
-        return next((index.records[key] for index in self.contents.indices.values() if key in index.records), None)
-
-    def warn_of_other_scopes(self, scope: str, others: Callable[[], Mapping[str, str]]) -> None:
-        """Warn once if the store has segments, but none of a scope.
-
-        Args:
-            others: What differs where segments have another scope, as a sentence by scope; by "" what may differ.
-        """
-        if scope in self.contents.indices or not self.catalog.entries:
-            return
-        known = [sentence for other, sentence in others().items() if not other or other in self.contents.indices]
-        self.catalog.warn_once(
-            "foreign",
-            f"{self.catalog.blobs.place} holds {len(self._lengths())} segments, but none for this model with its adapters, tokenizer "
-            f"and format, so nothing is reused until it has stored its own.{''.join(f' {sentence}' for sentence in known)}",
-        )
+    def look_up(self, identity: Identity, model: PreTrainedModel, tokenizer: Any) -> Segments:
+        """Return the segments of a model; warn once if the store has segments, but none of this model."""
+        quantization, indices = self.quantization, self.contents.indices
+        scope = _scope_of(identity, model, tokenizer, quantization)
+        if scope not in indices and self.catalog.entries:
+            stored = "It has segments of this model that were stored"
+            others = [(tokenizer, other, f"{stored} with quantization={other!r}.") for other in _PLAIN]
+            without = f"{stored} without a tokenizer: pass the tokenizer to all caches, or to none."
+            others = [(None, quantization, without), *others] if tokenizer is not None else others
+            # What differs where segments of this model have another scope, as far as that can be told.
+            differs = [sentence for words, other, sentence in others if _scope_of(identity, model, words, other) in indices]
+            if tokenizer is None:
+                own = "This cache has no tokenizer, and segments stored with one are not its own"
+                differs = [f"{own}: pass the tokenizer to all caches, or to none.", *differs]
+            self.catalog.warn_once(
+                "foreign",
+                f"{self.catalog.blobs.place} holds {len(self._lengths())} segments, but none for this model with its adapters, tokenizer "
+                "and format, so nothing is reused until it has stored its own." + "".join(f" {sentence}" for sentence in differs),
+            )
+        with self.catalog.lock:
+            return Segments(scope, indices[scope])
 
     def report(self) -> StoreReport:
         """Report what the store holds, after writing pending segments."""
@@ -133,5 +148,15 @@ class SegmentStore(SpanStore):
         return f"SegmentStore({catalog.blobs.place!r}, {len(self._lengths())} segments, {catalog.bytes / 2**20:.1f}{cap} MiB)"
 
     def _lengths(self) -> dict[str, int]:
+        """Return how many tokens each segment has, by its id."""
         with self.catalog.lock:
-            return self.contents.lengths()
+            return {key: len(record) for index in self.contents.indices.values() for key, record in index.records.items()}
+
+
+_PLAIN: tuple[Quantization, ...] = (None, "int8", "int4")
+
+
+def _scope_of(identity: Identity, model: PreTrainedModel, tokenizer: Any, quantization: Quantization) -> str:
+    words = "" if tokenizer is None else digest_of_tokenizer(tokenizer)
+    parts = (str(FORMAT), identity.digest, words, str(name_of(quantization)), str(model.dtype))
+    return hashlib.blake2b("|".join(parts).encode(), digest_size=16).hexdigest()

@@ -6,7 +6,8 @@ import contextlib
 import json
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,8 @@ from torch import Tensor
 
 from hf_kvcaches.errors import ArtifactError
 from hf_kvcaches.stores.blobs_format import checked_key, dense, head_as_json
-from hf_kvcaches.stores.hot import aliases, bytes_of, slab
+
+_ALIGNMENT = 64  # bytes of a cache line, of which tensors in a slab begin at multiples
 
 
 class BlobHead(NamedTuple):
@@ -125,9 +127,13 @@ class BlobStore(ABC):
 
     def tensors(self, key: str) -> dict[str, Tensor] | None:
         """Return the tensors of a blob, which are read-only; None if it is missing or damaged. Discard a damaged blob."""
-        with self.discarding(key), contextlib.suppress(FileNotFoundError):
+        try:
             return self.read(checked_key(key))
-        return None
+        except FileNotFoundError:
+            return None
+        except ArtifactError as error:
+            self.discard(key, error)
+            return None
 
     def get_many(self, keys: Sequence[str]) -> Loaded:
         """Read several blobs, as `tensors` does. A back-end with slow reads overlaps them; one that can't be reached is asked once."""
@@ -171,16 +177,12 @@ class BlobStore(ABC):
     def close(self) -> None:  # noqa: B027 - most have nothing to close
         """Close connections. Blobs stay, unless they are in memory."""
 
-    @contextlib.contextmanager
-    def discarding(self, key: str) -> Iterator[None]:
-        """Delete a blob if an `ArtifactError` is raised, with a complaint unless another thread or process deleted it."""
-        try:
-            yield
-        except ArtifactError as error:
-            with contextlib.suppress(OSError):  # the next read detects the damage again
-                if not self.delete(key):
-                    return
-            self.complaints.append(f"{self.place}: the blob {key} was damaged, {error}. It has been deleted.")
+    def discard(self, key: str, error: ArtifactError) -> None:
+        """Delete a damaged blob, with a complaint unless another thread or process deleted it."""
+        with contextlib.suppress(OSError):  # the next read detects the damage again
+            if not self.delete(key):
+                return
+        self.complaints.append(f"{self.place}: the blob {key} was damaged, {error}. It has been deleted.")
 
 
 class MemoryBlobs(BlobStore):
@@ -190,6 +192,7 @@ class MemoryBlobs(BlobStore):
         super().__init__("memory")
         # Each blob, its tensors, and an object of its own as version.
         self._blobs: dict[str, tuple[BlobHead, dict[str, Tensor], object]] = {}
+        self._state = object()  # replaced behind each change
 
     def put(self, key: str, head: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
         return self._put(key, head, tensors, slab)
@@ -206,6 +209,7 @@ class MemoryBlobs(BlobStore):
             text, kept = head_as_json(head), keep(dense(tensors))
             entry = BlobHead(key, json.loads(text), len(text) + bytes_of(kept))
             blob = self._blobs.setdefault(key, (entry, kept, object()))
+            self._state = object()
         return blob[0].bytes
 
     def read(self, key: str) -> dict[str, Tensor] | None:
@@ -213,10 +217,79 @@ class MemoryBlobs(BlobStore):
         return None if blob is None else aliases(blob[1])
 
     def delete(self, key: str) -> bool:
-        return self._blobs.pop(checked_key(key), None) is not None
+        blob = self._blobs.pop(checked_key(key), None)
+        self._state = object()
+        return blob is not None
+
+    def state(self) -> Hashable:
+        return self._state
 
     def versions(self) -> dict[str, Hashable]:
         return {key: version for key, (_, _, version) in self._blobs.copy().items()}
 
     def heads(self, keys: list[str]) -> list[BlobHead]:
         return [blob[0] for key in keys if (blob := self._blobs.get(key)) is not None]
+
+
+class HotTier:
+    """The tensors of the blobs that were used last, at most `max_bytes` of them; 0 keeps none. The caller locks it."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes, self.bytes = max_bytes, 0
+        self.device: torch.device | None = None  # of all tensors; the first reader names it
+        self._blobs: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._blobs
+
+    def get(self, key: str) -> dict[str, Tensor] | None:
+        """Return the tensors of a blob, which are read-only, or None."""
+        if key not in self._blobs:
+            return None
+        self._blobs.move_to_end(key)
+        return aliases(self._blobs[key])
+
+    def to_device(self, tensors: dict[str, Tensor], device: torch.device | None) -> dict[str, Tensor]:
+        """Return a blob's tensors on the tier's device if they fit into the tier. It copies, so it is called without a lock."""
+        if bytes_of(tensors) > self.max_bytes:
+            return tensors
+        self.device = self.device or device or torch.device("cpu")
+        # Without CUDA no memory is pinned, and tensors on the CPU need no copy.
+        return slab(tensors, self.device) if self.device.type != "cpu" or torch.cuda.is_available() else tensors
+
+    def keep(self, key: str, tensors: Mapping[str, Tensor]) -> None:
+        """Keep the tensors of a blob if they fit into the tier, and evict those used longest ago."""
+        if bytes_of(tensors) > self.max_bytes or key in self._blobs:
+            return
+        self._blobs[key] = aliases(tensors)
+        self.bytes += bytes_of(tensors)
+        while self.bytes > self.max_bytes:
+            self.remove([next(iter(self._blobs))])
+
+    def remove(self, keys: Iterable[str]) -> None:
+        """Remove blobs; ignore unknown keys."""
+        for key in keys:
+            self.bytes -= bytes_of(self._blobs.pop(key, {}))
+
+
+def slab(tensors: Mapping[str, Tensor], device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    """Return copies of tensors in one allocation on a device; on the CPU in pinned memory if there is CUDA, for asynchronous transfers."""
+    sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors.values()]
+    memory = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+    if memory.device.type == "cpu" and torch.cuda.is_available():
+        with contextlib.suppress(RuntimeError):  # no more memory can be pinned: transfers are synchronous
+            memory = memory.pin_memory()
+    copies = {}
+    for (name, tensor), block in zip(tensors.items(), memory.split(sizes), strict=True):
+        copies[name] = block[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    return copies
+
+
+def aliases(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return other tensors on the same memory, which a reader may reshape in place."""
+    return {name: tensor.detach() for name, tensor in tensors.items()}
+
+
+def bytes_of(tensors: Mapping[str, Tensor]) -> int:
+    """Return the bytes of all tensors."""
+    return sum(tensor.nbytes for tensor in tensors.values())

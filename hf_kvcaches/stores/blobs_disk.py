@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.errors import ArtifactError, ConfigError
 from hf_kvcaches.stores.blobs import BlobHead, BlobStore, Loaded
 from hf_kvcaches.stores.blobs_format import KEY, checked_key, encode, read_blob, read_header
 from hf_kvcaches.stores.files import TEMPORARY_SUFFIX, opened, temporary_beside
@@ -94,9 +94,13 @@ class DiskBlobs(BlobStore):
     def heads(self, keys: list[str]) -> Iterator[BlobHead]:
         for key in keys:
             try:
-                with self.discarding(key), contextlib.suppress(FileNotFoundError), opened(self._path(key)) as file:
+                with opened(self._path(key)) as file:
                     header = read_header(key, os.fstat(file.fileno()).st_size, file.read)
-                    yield BlobHead(key, header.head, header.start + header.layout.size)
+                yield BlobHead(key, header.head, header.start + header.layout.size)
+            except ArtifactError as error:
+                self.discard(key, error)
+            except FileNotFoundError:
+                pass
             except OSError as error:
                 self.unreadable = f"{self.place}: the blob {key} can't be read: {error}. It is left alone."
 

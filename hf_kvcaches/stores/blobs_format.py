@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from hf_kvcaches.errors import ArtifactError, ConfigError
-from hf_kvcaches.stores.files import MOST_JSON, parse_json
-from hf_kvcaches.stores.streams import Bytes, take
+from hf_kvcaches.stores.files import MOST_JSON, Bytes, parse_json, take
 
 KEY = re.compile(r"[0-9a-f]{1,128}")
 DIGEST, _FRONT, _LENGTH = 16, 24, 8  # bytes; the digest differs from that of any other blob under the key

@@ -20,7 +20,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 import numpy as np
 from torch import Tensor
 
-from hf_kvcaches.errors import ConfigError, require
+from hf_kvcaches.errors import ArtifactError, ConfigError, require
 from hf_kvcaches.stores.blobs import BlobHead, BlobStore, Loaded, NewBlob, StoreUnavailable
 from hf_kvcaches.stores.blobs_format import DIGEST, KEY, checked_key, decode, encode, read_header
 
@@ -162,9 +162,11 @@ class RedisBlobs(BlobStore):
                 self._sizes.pop(key, None)  # missing, or deleted and put again since
                 stale |= {key: size} if exists and size != len(content) else {}
                 continue
-            with self.discarding(key):
+            try:
                 blobs[key] = decode(key, content, verify=self._verified.get(key) != digest)
                 self._verified[key], self._sizes[key] = digest, size
+            except ArtifactError as error:
+                self.discard(key, error)
         return stale
 
     def delete(self, key: str) -> bool:
@@ -194,12 +196,14 @@ class RedisBlobs(BlobStore):
             for key, header, size, *versions in zip(batch, headers, sizes, before, after, strict=True):
                 if versions[0] != versions[1]:
                     continue
-                with self.discarding(key):
-                    if header and size:
-                        yield BlobHead(key, read_header(key, size, io.BytesIO(header).read).head, size)
-                        self._sizes[key] = size
-                    else:
-                        self.delete(key)
+                if not header or not size:
+                    self.delete(key)
+                    continue
+                try:
+                    yield BlobHead(key, read_header(key, size, io.BytesIO(header).read).head, size)
+                    self._sizes[key] = size
+                except ArtifactError as error:
+                    self.discard(key, error)
 
     def state(self) -> Hashable:
         return self._run(("GET", self._state))[0]

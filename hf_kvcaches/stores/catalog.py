@@ -11,16 +11,18 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from hf_kvcaches.errors import ConfigError, is_number
-from hf_kvcaches.stores.blobs import BlobHead, BlobStore, NewBlob
-from hf_kvcaches.stores.hot import HotTier, bytes_of
-from hf_kvcaches.stores.location import TIMEOUT, open_blobs
+from hf_kvcaches.errors import ArtifactError, ConfigError, is_number
+from hf_kvcaches.stores.blobs import BlobHead, BlobStore, HotTier, Loaded, MemoryBlobs, NewBlob, bytes_of
+from hf_kvcaches.stores.blobs_disk import DiskBlobs
+from hf_kvcaches.stores.blobs_redis import RedisBlobs
 
+TIMEOUT = 1.0  # seconds: a server in the same building answers within milliseconds, and a hit saves a second or two
 _TOGETHER = 2**23  # bytes of small blobs that are written at once
 
 
@@ -99,11 +101,14 @@ class Catalog:
 
     def follow(self) -> None:
         """Apply all changes, also those of this process: the entries are the blobs that the store reports, and no others."""
-        with self._count_failures(), self._changes_lock:
-            added, removed = self.blobs.changes()
-            self.read_once = True
-            if added or removed:
-                self._apply(added, removed)
+        try:
+            with self._changes_lock:
+                added, removed = self.blobs.changes()
+                self.read_once = True
+                if added or removed:
+                    self._apply(added, removed)
+        except OSError as error:
+            self._count_failure(error)
         if self.blobs.complaints:
             self.warn_once("damaged", f"A damaged {self.noun} is made anew. {self.blobs.complaints[0]}")
         if self.blobs.unreadable:
@@ -140,36 +145,31 @@ class Catalog:
             now = self.clock()
             entries = {key: self.entries.get(key) for key in keys}
             living = [key for key, entry in entries.items() if entry is None or entry.expires >= now]
-            hot = {key: tensors for key in living if (tensors := self.hot.get(key)) is not None}
-            self.counts["hot_hits"] += len(hot)
-        missing = [key for key in living if key not in hot]
-        blobs = hot | (self._load(missing) if missing else {})
-        for key in list(blobs):
-            entry, valid = entries[key], False
+            blobs = {key: tensors for key in living if (tensors := self.hot.get(key)) is not None} if self.hot.max_bytes else {}
+            self.counts["hot_hits"] += len(blobs)
+        missing = [key for key in living if key not in blobs]
+        loaded, error = self.blobs.get_many(missing) if missing else Loaded({})
+        if error is not None:
+            self._count_failure(error)
+        for key, tensors in loaded.items():
+            entry = entries[key]
             if entry is None or not entry.checked:
-                with self.blobs.discarding(key):
-                    check(key, blobs[key])
-                    valid = True
-                if not valid:
-                    del blobs[key]
+                try:
+                    check(key, tensors)
+                except ArtifactError as damage:
+                    self.blobs.discard(key, damage)
                     continue
-            tensors = blobs[key] = blobs[key] if key in hot else self.hot.to_device(blobs[key], device)
+            blobs[key] = self.hot.to_device(tensors, device) if self.hot.max_bytes else tensors
             with self.lock:
                 # A blob that another thread deleted or replaced must not be a hit later.
                 if entry is not None and self.entries.get(key) is entry:
                     entry.checked = True
-                    self.hot.keep(key, tensors)
+                    if self.hot.max_bytes:
+                        self.hot.keep(key, blobs[key])
+        with self.lock:
+            self.counts["loads"] += len(loaded)
         if len(blobs) < len(living):
             self.follow()
-        return blobs
-
-    def _load(self, keys: Sequence[str]) -> dict[str, dict[str, Tensor]]:
-        blobs, error = self.blobs.get_many(keys)
-        with self.lock:
-            self.counts["loads"] += len(blobs)
-        if error is not None:
-            with self._count_failures():
-                raise error
         return blobs
 
     def put(self, blobs: Iterable[NewBlob]) -> bool:
@@ -261,9 +261,12 @@ class Catalog:
         try:
             yield
         except OSError as error:
-            with self.lock:
-                self.counts["failures"] += 1
-            self.warn_once("unavailable", f"{self.blobs.place}: {str(error).rstrip('.')}. Prompts are computed instead, until it works.")
+            self._count_failure(error)
+
+    def _count_failure(self, error: OSError) -> None:
+        with self.lock:
+            self.counts["failures"] += 1
+        self.warn_once("unavailable", f"{self.blobs.place}: {str(error).rstrip('.')}. Prompts are computed instead, until it works.")
 
 
 def _grouped(blobs: Iterable[NewBlob]) -> Iterator[list[NewBlob]]:
@@ -289,3 +292,29 @@ def bytes_of_size(argument: str, value: int | str | None) -> int | None:
     if not 1 <= number < math.inf:
         raise ConfigError.of(argument, "a number of bytes, at least 1, or None", value, "Write such as '4GiB', or '500 MB'.")
     return int(number)
+
+
+def open_blobs(location: str | BlobStore, timeout: float = TIMEOUT) -> BlobStore:
+    """Open a store of blobs, or create it.
+
+    Args:
+        location: `memory` (of this object alone), `disk:FOLDER`, or `redis://host:port/db` or `rediss://...`, both with `?prefix=NAME` if
+            several stores share a database; or a `BlobStore` that serves no other store.
+        timeout: Seconds that one answer of Redis may take, and all calls of a request together.
+    """
+    if not is_number(timeout) or not 0 < timeout < math.inf:
+        raise ConfigError.of("timeout", "a number of seconds above 0", timeout, f"{TIMEOUT:g} is the default.")
+    if isinstance(location, BlobStore):
+        if location.in_use:
+            raise ConfigError.of("location", "a BlobStore that serves no other store", location.place, "Make another object of it.")
+        location.in_use = True
+        return location
+    kind, _, rest = location.partition(":") if isinstance(location, str) else ("", "", "")
+    if location == "memory":
+        return MemoryBlobs()
+    if kind == "disk" and rest:
+        return DiskBlobs(Path(rest).expanduser())
+    if kind in ("redis", "rediss"):
+        return RedisBlobs(location, float(timeout))
+    expected = "'memory', 'disk:FOLDER', 'redis://host:port/db' or an object of a BlobStore of your own"
+    raise ConfigError.of("location", expected, f"{kind}:..." if "@" in rest else location, "For a folder write disk: before it.")

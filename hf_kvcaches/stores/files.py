@@ -12,13 +12,17 @@ import math
 import os
 import secrets
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 from hf_kvcaches.errors import ArtifactError
 
+Bytes = bytes | bytearray | memoryview
+Source = Bytes | Iterable[Bytes] | Callable[[int], Bytes]
+
+_STEP = 1 << 20  # bytes asked for at once
 TEMPORARY_SUFFIX = ".hf_kvcaches.tmp"  # tells which files of a killed process can be deleted
 MOST_JSON = 64 << 20  # bytes, in a file or as the header of one
 # Values in JSON, since small ones take many times their length in memory; levels of nesting; and integers, which must fit a float.
@@ -76,3 +80,36 @@ def _check_bounds(value: Any, levels: int) -> None:
             raise ValueError(f"more than {_MOST_LEVELS} levels")
         for item in value.values() if isinstance(value, dict) else value:
             _check_bounds(item, levels - 1)
+
+
+def reader_of(source: Source) -> Callable[[int], Bytes]:
+    """Return a function that gives between 1 and the given number of bytes, and none at the end of the source."""
+    return source if callable(source) else _Pieces(source).read
+
+
+def take(read: Callable[[int], Bytes], count: int) -> bytearray:
+    """Return the next `count` bytes, or fewer at the end. Memory grows with what arrives, not with what a length promises."""
+    content = bytearray()
+    while len(content) < count and (piece := read(min(count - len(content), _STEP))):
+        content += piece
+    assert len(content) <= count, "a source gave more than was asked for"
+    return content
+
+
+class _Pieces:
+    """Pieces of any sizes as something to read from."""
+
+    def __init__(self, pieces: Bytes | Iterable[Bytes]) -> None:
+        # Bytes are iterable too, as numbers.
+        self._pieces = iter([pieces] if isinstance(pieces, bytes | bytearray | memoryview) else pieces)
+        self._rest = memoryview(b"")
+
+    def read(self, count: int) -> memoryview:
+        while not self._rest:
+            piece = next(self._pieces, None)
+            if piece is None:
+                break
+            view = memoryview(piece)
+            self._rest = view.cast("B") if view.c_contiguous else memoryview(view.tobytes())
+        taken, self._rest = self._rest[:count], self._rest[count:]
+        return taken

@@ -13,7 +13,7 @@ from hf_kvcaches.core.prompt import PrefillCall, Stage
 from hf_kvcaches.core.refusal import Refusal
 from hf_kvcaches.core.report import CacheReport
 from hf_kvcaches.errors import ConfigError, UnsupportedError, require_instance
-from hf_kvcaches.reuse.cache import SplicingCache
+from hf_kvcaches.reuse.layer import SplicingCache
 from hf_kvcaches.translate.codes import ArrivingCodes, CodesHead, SemanticCodes
 from hf_kvcaches.translate.fill import CodedPrompt, fill, match_prompts
 from hf_kvcaches.translate.states import PromptTokens

@@ -20,8 +20,7 @@ from torch import Tensor
 from hf_kvcaches.codec.wire.messages import BodyTensor, MessageReader, MessageWriter
 from hf_kvcaches.core.files import MOST_LAYERS
 from hf_kvcaches.errors import ArtifactError, ConfigError
-from hf_kvcaches.stores.files import opened, write_atomically
-from hf_kvcaches.stores.streams import Bytes
+from hf_kvcaches.stores.files import Bytes, opened, write_atomically
 
 VERSION = 2
 _LONGEST_NAME = 1000  # names are repeated in errors

@@ -15,7 +15,7 @@ from hf_kvcaches import compat
 from hf_kvcaches.core.decoder import decoder_layers
 from hf_kvcaches.kernels.arguments import RowSpan
 from hf_kvcaches.kernels.rebuild import product_type, rebuild
-from hf_kvcaches.reuse.cache import SplicingCache
+from hf_kvcaches.reuse.layer import SplicingCache
 from hf_kvcaches.reuse.partial import PassEnded, StoppingPass, run_module, with_layers
 from hf_kvcaches.translate.codes import ArrivingCodes, CodesHead, SemanticCodes
 from hf_kvcaches.translate.maps import LayerDecoder

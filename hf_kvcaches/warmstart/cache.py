@@ -2,31 +2,82 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, NamedTuple, Self, get_args
+
+import numpy as np
 
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.identity import Identity, identity_of
 from hf_kvcaches.core.prompt import PrefillCall, Remaining
 from hf_kvcaches.core.refusal import Refusal
+from hf_kvcaches.core.report import CacheReport
 from hf_kvcaches.errors import FingerprintMismatch, UnsupportedError, require_choice, require_instance, require_tokenizer, whole_number
 from hf_kvcaches.reuse.cache import ReuseCache
-from hf_kvcaches.reuse.fill import fill
-from hf_kvcaches.reuse.index import Piece
-from hf_kvcaches.reuse.plan import EXACT, PromptPlan, PromptRow
-from hf_kvcaches.reuse.policy import plan_row
+from hf_kvcaches.reuse.index import EXACT, Piece, Record
+from hf_kvcaches.reuse.plan import PromptPlan, PromptRow, plan_row
 from hf_kvcaches.reuse.record import PromptStates
 from hf_kvcaches.warmstart.gate import WarmStartGate
 from hf_kvcaches.warmstart.library import WarmStartLibrary, runs_in
-from hf_kvcaches.warmstart.report import Choice, WarmStartReport, report_of
 
 Strategy = Literal["auto", "align", "exact"]
+Served = Literal["exact", "align", "prefix", "cold"]
 
 # Fewer reused tokens take longer than computing them.
 WORTH = 96
 # On a CPU, attention behind a prefix is slower than that of a whole prompt, so a prefix alone pays only from 1 / SHARE of the prompt on.
 SHARE = 3
+
+
+class Choice(NamedTuple):
+    """How a row was served, in the order of the fields of a report of several rows.
+
+    Args:
+        served: See `WarmStartReport.strategy`.
+        neighbour: The id of the entry that most tokens are from, or None.
+        similarity: The cosine of that entry; None where it was looked up by its tokens.
+        refused: Why nothing more was reused, as a sentence, or "".
+    """
+
+    served: Served
+    neighbour: str | None
+    similarity: float | None
+    refused: str
+
+
+@dataclass(frozen=True)
+class WarmStartReport(CacheReport):
+    """What a `WarmStartCache` holds, and how its prompt was served.
+
+    Args:
+        strategy: What served the prompt: "exact" (the same prompt), "align" (spans of similar ones), "prefix" (a common prefix) or "cold";
+            "mixed" if rows of a batch were served differently, "" before a prompt.
+        neighbour: The id of the entry that served it; None if there is none, or if rows have several.
+        similarity: The cosine of that entry; None if it was looked up by its tokens.
+        reused_tokens: Tokens of the prompt that were not computed, in all rows.
+        computed_tokens: Tokens of the prompt that were computed.
+        refused: Why no better strategy served the prompt, or "".
+        reason: Why the prompt was not looked up at all, as a sentence; "" if it was.
+        strategies: `strategy` of each row.
+        neighbours: `neighbour` of each row.
+        similarities: `similarity` of each row.
+        refusals: `refused` of each row.
+    """
+
+    strategy: str = ""
+    neighbour: str | None = None
+    similarity: float | None = None
+    reused_tokens: int = 0
+    computed_tokens: int = 0
+    refused: str = ""
+    reason: str = ""
+    strategies: tuple[Served, ...] = ()
+    neighbours: tuple[str | None, ...] = ()
+    similarities: tuple[float | None, ...] = ()
+    refusals: tuple[str, ...] = ()
 
 
 class WarmStartCache(ReuseCache):
@@ -83,9 +134,7 @@ class WarmStartCache(ReuseCache):
         self.strategy: Strategy = strategy
         self.gate, self.tail = gate or WarmStartGate(), max(1, tail)
         self._policy, self._remember = self.gate.policy, remember
-        # Of the prompt: the cosines of the entries that were compared, and how each row was served.
-        self._cosines: dict[str, float] = {}
-        self.choices: tuple[Choice, ...] = ()
+        self._cosines: dict[str, float] = {}  # of the entries that were compared with the prompt
 
     @property
     def library(self) -> WarmStartLibrary:
@@ -100,19 +149,20 @@ class WarmStartCache(ReuseCache):
         if self.seen or self.store is None:  # a cache that came from another process has no library
             self.reason = "Only the first prompt of a chat is looked up." if self.seen else "The cache came without its library."
             return 0
-        return fill(self, call)
+        return super().take_prefill(call)
 
     def find(self, rows: tuple[PromptRow, ...], identity: Identity) -> PromptPlan | Refusal:
-        if reason := self.library.refusal(identity):
+        if reason := self.store.refusal(identity):
             return Refusal(reason)
-        self.library.refresh()
+        self.store.refresh()
         self._cosines = {}
         plan = PromptPlan(tuple(map(self._planned, rows)), rows[0].padding + len(rows[0].ids))
-        return plan.with_common_prefix() if self.moving_refused else plan
+        # Of one row of a model whose tokens can't be moved, nothing but a prefix is planned.
+        return plan.with_common_prefix() if len(rows) > 1 and self.moving_refused else plan
 
     def _planned(self, row: PromptRow) -> PromptRow:
         """Plan a row: the same prompt, or spans of similar ones, or a common prefix."""
-        library, ids = self.library, row.ids
+        library, ids = self.store, row.ids
         record, shared = library.beginning(ids)
         shared = min(shared, len(ids) - 1)
         prefix = [] if record is None or not shared else [Piece(0, shared, record, 0)]
@@ -134,41 +184,47 @@ class WarmStartCache(ReuseCache):
 
     def note(self, plan: PromptPlan, identity: Identity) -> None:
         self.plans = list(plan.rows)
-        self.choices = tuple(map(self._choice, plan.rows))
         for row in plan.rows:
-            for key in dict.fromkeys(tokens.key for tokens in row.sources):
-                self.library.used(key, sum(tokens.stop - tokens.start for tokens in row.sources if tokens.key == key))
-        new = [row for row, choice in zip(plan.rows, self.choices, strict=True) if choice.served in ("cold", "prefix")]
+            for record, tokens in _tokens_by_entry(row).items():
+                self.store.used(record.key, tokens)
+        new = [row for row in plan.rows if self._choice(row).served in ("cold", "prefix")]
         if self._remember and new and not self.why_inexact:
             # Without a reference to the cache, which is stored when it is dropped.
-            self.expect(plan, min(row.padding for row in new), partial(_keep, self.library, new, identity))
+            self.expect(plan, min(row.padding for row in new), partial(_keep, self.store, new, identity))
 
     def leave(self, refusal: Refusal, rows: tuple[PromptRow, ...] = ()) -> int:
-        self.choices = tuple(Choice("cold", None, None, 0, str(refusal)) for _ in rows)
-        self.plans = list(rows)
+        self.plans = [row.cut(row.begin, str(refusal)) for row in rows]
         return super().leave(refusal, rows)
 
     def _choice(self, row: PromptRow) -> Choice:
         """How a row was served by its executed plan."""
-        reused: dict[str, int] = {}
-        for tokens in row.sources:
-            reused[tokens.key] = reused.get(tokens.key, 0) + tokens.stop - tokens.start
         refused = next((span.reason for span in row.spans if span.reason), "")
-        if not reused:
-            return Choice("cold", None, None, 0, refused)
-        neighbour = max(reused, key=lambda key: reused[key])
+        tokens = _tokens_by_entry(row)
+        if not tokens:
+            return Choice("cold", None, None, refused)
+        record = max(tokens, key=lambda record: tokens[record])
         if any(span.sources and span.rule != EXACT for span in row.spans):
-            return Choice("align", neighbour, self._cosines.get(neighbour), row.reused, refused)
-        same = row.reused == len(row.ids) - 1 and self.library.exact(row.ids) == neighbour
-        return Choice("exact" if same else "prefix", neighbour, None, row.reused, refused)
+            return Choice("align", record.key, self._cosines.get(record.key), refused)
+        return Choice("exact" if np.array_equal(record.ids, row.ids) else "prefix", record.key, None, refused)
 
     def report(self) -> WarmStartReport:
-        tokens = sum(len(row.ids) for row in self.plans)
-        return report_of(self.choices, tokens, **self._report_fields(), reason=self.reason)
-
-    def reset(self) -> None:
-        super().reset()
-        self.choices = ()
+        reused = sum(row.reused for row in self.plans)
+        # Of each field the values of all rows, and the one that all share.
+        served, neighbours, similarities, refusals = zip(*map(self._choice, self.plans), strict=True) if self.plans else ((), (), (), ())
+        return WarmStartReport(
+            **self._report_fields(),
+            reason=self.reason,
+            strategy=_common(served, "mixed" if served else ""),
+            neighbour=_common(neighbours, None),
+            similarity=_common(similarities, None),
+            reused_tokens=reused,
+            computed_tokens=sum(len(row.ids) for row in self.plans) - reused,
+            refused=_common(refusals, ""),
+            strategies=served,
+            neighbours=neighbours,
+            similarities=similarities,
+            refusals=refusals,
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         memo[id(self.tokenizer)] = self.tokenizer
@@ -176,6 +232,19 @@ class WarmStartCache(ReuseCache):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "tokenizer": None}
+
+
+def _common(values: Sequence[Any], default: Any) -> Any:
+    """Return the value that all rows share, else a default."""
+    return values[0] if len(set(values)) == 1 else default
+
+
+def _tokens_by_entry(row: PromptRow) -> Counter[Record]:
+    """How many tokens of a row each entry has."""
+    tokens: Counter[Record] = Counter()
+    for piece in row.sources:
+        tokens[piece.record] += piece.stop - piece.start
+    return tokens
 
 
 def _keep(library: WarmStartLibrary, rows: Sequence[PromptRow], identity: Identity, states: PromptStates) -> None:

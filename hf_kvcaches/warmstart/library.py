@@ -23,15 +23,13 @@ from hf_kvcaches.core.save import named_codec
 from hf_kvcaches.core.tokenizer_digest import digest_of_tokenizer
 from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch, require_tokenizer
 from hf_kvcaches.reuse import layout
-from hf_kvcaches.reuse.index import Record, Run, TokenIndex
+from hf_kvcaches.reuse.index import Ids, Record, Run, TokenIndex, as_ids
 from hf_kvcaches.reuse.layout import LayerStates, Quantization
 from hf_kvcaches.reuse.store import NewSpan, SpanStore
-from hf_kvcaches.reuse.tokens import Ids, as_ids
 from hf_kvcaches.stores.blobs import BlobStore, NewBlob
-from hf_kvcaches.stores.location import TIMEOUT
+from hf_kvcaches.stores.catalog import TIMEOUT
 from hf_kvcaches.warmstart.encoders import EmbeddingsEncoder, Encoder, encoder_of
-from hf_kvcaches.warmstart.entries import Entry, EntryContents, EntryReport, record_of
-from hf_kvcaches.warmstart.packed import PackedEntry, PackedLibrary
+from hf_kvcaches.warmstart.entries import Entry, EntryContents, EntryReport, PackedEntry, PackedLibrary, record_of
 from hf_kvcaches.warmstart.reading import read_prompt, states_of_cache
 
 Prompt = str | Sequence[int] | torch.Tensor
@@ -169,7 +167,8 @@ class WarmStartLibrary(SpanStore):
 
     def _read(self, key: str) -> dict[str, Any]:
         self.catalog.blobs.begin()  # each is a request of its own
-        return self.load([key])
+        entry = self.contents.entries.get(key)
+        return {} if entry is None else self.load({key: entry.record})
 
     def exact(self, ids: Ids) -> str | None:
         """Return the id of the entry with exactly these tokens, or None."""
@@ -189,10 +188,6 @@ class WarmStartLibrary(SpanStore):
         with self.catalog.lock:
             entries = [(self.contents.entries.get(key), cosine) for key, cosine in nearest if cosine >= least]
         return [(entry.record, cosine) for entry, cosine in entries if entry is not None]
-
-    def record(self, key: str) -> Record | None:
-        entry = self.contents.entries.get(key)
-        return None if entry is None else entry.record
 
     def used(self, key: str, tokens: int) -> None:
         """Count the tokens that an entry saved in a request."""
@@ -221,7 +216,7 @@ class WarmStartLibrary(SpanStore):
 
     def refresh(self) -> None:
         super().refresh()
-        if len(self.catalog.entries) > len(self):
+        if len(self.catalog.entries) > len(self.contents.entries):
             sentence = f"{self.catalog.blobs.place} also holds prompts of another model, tokenizer or encoder; they are of no use here."
             self.catalog.warn_once("foreign", sentence)
 

@@ -11,18 +11,12 @@ from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.holder import exact_states
 from hf_kvcaches.core.source import SourceCache
 from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.reuse.cache import SplicingCache
+from hf_kvcaches.reuse.layer import PlainCache
 from hf_kvcaches.reuse.layout import LayerStates
 from hf_kvcaches.reuse.partial import run_span
 
 # The states of the last token in a cache may differ from recomputed ones by at most this share of their norm.
 _SAME = 0.05
-
-
-class PlainCache(SplicingCache):
-    """A cache that no hook tells of prompts."""
-
-    hooks_forward = False
 
 
 @torch.no_grad()

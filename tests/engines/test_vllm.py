@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_kvcaches import ConfigError, UnsupportedError
-from hf_kvcaches.stores.location import open_blobs
+from hf_kvcaches.stores.catalog import open_blobs
 from tests.engines.conftest import RATIOS
 from tests.helpers.stores import Server
 from tests.testbed import held_out, load

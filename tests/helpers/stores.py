@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from hf_kvcaches.stores.blobs import BlobHead, BlobStore, NewBlob
-from hf_kvcaches.stores.catalog import Catalog
-from hf_kvcaches.stores.location import open_blobs
+from hf_kvcaches.stores.catalog import Catalog, open_blobs
 
 # A process that has loaded what its children are asked to do, and forks from then on: a killed child costs milliseconds.
 PROCESSES = multiprocessing.get_context("forkserver")

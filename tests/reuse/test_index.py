@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_kvcaches.reuse.index import ALIKE, ANCHOR, CONTEXT, Chain, Record, Run, TokenIndex
-from hf_kvcaches.reuse.tokens import Ids, as_ids, common_prefix, window_hashes
+from hf_kvcaches.reuse.index import ALIKE, ANCHOR, CONTEXT, Chain, Ids, Record, Run, TokenIndex, as_ids, common_prefix, window_hashes
 
 SURE = 2 * ANCHOR - 1
 

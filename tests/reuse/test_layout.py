@@ -79,25 +79,22 @@ def read(layers: list[LayerStates], tensors, form, start: int, stop: int, way: s
     assert not left
 
 
-@every_way
-@every_plan
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_layers_come_back(way: str | None, plan: str, dtype: torch.dtype) -> None:
-    layers = states(PLANS[plan], dtype=dtype)
-    tensors, stored = layout.encode(layers, way)
-    assert layout.dtype_of(stored) == dtype
-    read(layers, tensors, json.loads(json.dumps(stored)), 0, 6, way)
-
-
-@given(data=st.data(), way=st.sampled_from(WAYS), tokens=st.integers(1, 9), seed=st.integers(0, 99))
-def test_any_tokens_come_back(data: st.DataObject, way: str | None, tokens: int, seed: int) -> None:
+@given(
+    data=st.data(),
+    way=st.sampled_from(WAYS),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]),
+    tokens=st.integers(1, 9),
+    seed=st.integers(0, 99),
+)
+def test_any_tokens_come_back(data: st.DataObject, way: str | None, dtype: torch.dtype, tokens: int, seed: int) -> None:
     shapes = [(1, 4, 4), (2, 4, 4), (1, 4, 6), (1, 40, 4)]
-    plan = data.draw(st.lists(st.sampled_from(shapes), min_size=1, max_size=5))
-    layers = states(plan, tokens, seed=seed)
+    plan = data.draw(st.sampled_from(list(PLANS.values())) | st.lists(st.sampled_from(shapes), min_size=1, max_size=5))
+    layers = states(plan, tokens, seed=seed, dtype=dtype)
     tensors, stored = layout.encode(layers, way)
+    assert layout.states_of(stored, len(layers))[0] == dtype
     start = data.draw(st.integers(0, tokens - 1))
     stop = data.draw(st.integers(start + 1, tokens))
-    read(layers, tensors, stored, start, stop, way)
+    read(layers, tensors, json.loads(json.dumps(stored)), start, stop, way)
 
 
 @every_plan

@@ -6,7 +6,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_kvcaches.reuse.plan import PlannedSpan, PromptRow, SourceTokens
+from hf_kvcaches.reuse.index import Piece, Record
+from hf_kvcaches.reuse.plan import PlannedSpan, PromptRow
+
+STORED = Record("", np.zeros(1, np.uint32), "", "", 0, np.zeros(0, np.uint32))
 
 
 @st.composite
@@ -15,7 +18,7 @@ def rows(draw: st.DrawFn) -> PromptRow:
     spans, start = list[PlannedSpan](), 0
     for kind in draw(st.lists(st.sampled_from(("computed", "exact", "repaired")), min_size=1, max_size=6)):
         stop = start + draw(st.integers(1, 30))
-        sources = () if kind == "computed" else (SourceTokens(start, stop, "key", 0, 0, {}),)
+        sources = () if kind == "computed" else (Piece(start, stop, STORED, 0),)
         repair = draw(st.integers(0, stop - start)) if kind == "repaired" else 0
         spans.append(PlannedSpan(start, stop, kind, sources, repair))
         start = stop

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.hub import FILE_NAME
 from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch
-from hf_kvcaches.reuse.index import Piece, Record, Run
-from hf_kvcaches.reuse.plan import PromptRow
-from hf_kvcaches.reuse.policy import Admission, Match, SegmentPolicy, plan_row
-from hf_kvcaches.reuse.tokens import as_ids
+from hf_kvcaches.reuse.index import Piece, Record, Run, as_ids
+from hf_kvcaches.reuse.plan import PromptRow, plan_row
+from hf_kvcaches.reuse.policy import Admission, Match, SegmentPolicy
 from tests import tiny
 
 POLICIES = st.builds(

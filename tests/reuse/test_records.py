@@ -12,8 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_kvcaches.reuse.index import Chain, Record
-from hf_kvcaches.reuse.tokens import Ids, as_ids, common_prefix, common_suffix
+from hf_kvcaches.reuse.index import Chain, Ids, Record, as_ids, common_prefix, common_suffix
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=12)
 FEW = st.lists(st.integers(0, 1), max_size=6)

@@ -12,8 +12,8 @@ from transformers import DynamicCache, GptOssConfig, PreTrainedModel
 
 from hf_kvcaches.core.prompt import PrefillCall
 from hf_kvcaches.reuse import sparse
-from hf_kvcaches.reuse.cache import SplicingCache
-from hf_kvcaches.reuse.sparse import Block, ProbingPass, RunningPass, SparsePass
+from hf_kvcaches.reuse.layer import SplicingCache
+from hf_kvcaches.reuse.sparse import Block, ProbingPass, SparsePass
 from tests.tiny import VOCABULARY, build, gemma2, ids, llama
 
 TOKENS = 150
@@ -41,9 +41,8 @@ def ran(model: PreTrainedModel, prompt: torch.Tensor, pads: list[int], passes: l
     cache, tokens = _AnyCache(model), prompt.shape[1]
     call = PrefillCall(model, prompt, None, None, tokens - 1)
     for indices in passes:
-        pass_over = SparsePass.of(indices, pads, tokens, prompt.device)
-        cache.sparse_pass = RunningPass.of(pass_over, model)
-        model(input_ids=pass_over.ids(call), position_ids=pass_over.positions, past_key_values=cache, logits_to_keep=1)
+        cache.sparse_pass = pass_over = SparsePass.of(call, indices, pads, tokens)
+        model(input_ids=pass_over.ids, position_ids=pass_over.positions, past_key_values=cache, logits_to_keep=1)
         cache.take(0)
     cache.take(tokens)
     return cache
@@ -81,11 +80,12 @@ def test_tokens_that_run_apart_have_the_keys_and_values_of_an_ordinary_pass(make
 
 def test_blocks_are_of_near_slots_and_fillers_come_first() -> None:
     indices = [np.array([1, 4, 5, 200]), np.array([2, 3])]
-    found = SparsePass.of(indices, [0, 1], 300, torch.device("cpu"))
+    model = llama()
+    found = SparsePass.of(PrefillCall(model, ids(2, 300), None, None, 299), indices, [0, 1], 300)
     assert found.slots.tolist() == [[1, 4, 5, 200], [300, 300, 3, 4]]
     assert found.positions.tolist() == [[1, 4, 5, 200], [0, 0, 2, 3]]
     assert found.blocks == [[Block(0, 3, 1, 6), Block(3, 4, 200, 201)], [Block(2, 4, 3, 5)]]
-    long = SparsePass.of([np.arange(0, 1200, 2)], [0], 1200, torch.device("cpu"))
+    long = SparsePass.of(PrefillCall(model, ids(1, 1200), None, None, 1199), [np.arange(0, 1200, 2)], [0], 1200)
     assert [(block.first, block.last) for block in long.blocks[0]] == [(0, 256), (256, 512), (512, 600)]
 
 
@@ -100,10 +100,9 @@ def test_a_probing_pass_measures_the_largest_weights_of_the_last_tokens_in_the_u
     weights = model(input_ids=prompt, attention_mask=mask, position_ids=positions, output_attentions=True).attentions
     expected = torch.stack([layer[:, :, -last:].amax((1, 2)) for layer in weights[len(weights) // 2 :]])
     cache = ran(model, prompt, pads, [[np.arange(TOKENS - pad) for pad in pads]])
-    pass_over = SparsePass.of([np.arange(TOKENS - pad - last, TOKENS - pad) for pad in pads], pads, TOKENS, prompt.device)
-    cache.sparse_pass = probing = ProbingPass.of(pass_over, model)
     call = PrefillCall(model, prompt, None, None, TOKENS - 1)
-    model(input_ids=pass_over.ids(call), position_ids=pass_over.positions, past_key_values=cache, logits_to_keep=1)
+    cache.sparse_pass = probing = ProbingPass.of(call, [np.arange(TOKENS - pad - last, TOKENS - pad) for pad in pads], pads, TOKENS)
+    model(input_ids=probing.ids, position_ids=probing.positions, past_key_values=cache, logits_to_keep=1)
     torch.testing.assert_close(torch.stack(probing.shares), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -124,10 +123,9 @@ def test_no_mask_over_all_slots_and_no_expanded_key_is_made() -> None:
     cache = _AnyCache(model)
     call = PrefillCall(model, prompt, None, None, tokens - 1)
     for indices in (np.arange(500), np.arange(500, tokens)):
-        pass_over = SparsePass.of([indices], [0], tokens, prompt.device)
-        cache.sparse_pass = RunningPass.of(pass_over, model)
+        cache.sparse_pass = pass_over = SparsePass.of(call, [indices], [0], tokens)
         with Sizes():
-            model(input_ids=pass_over.ids(call), position_ids=pass_over.positions, past_key_values=cache, logits_to_keep=1)
+            model(input_ids=pass_over.ids, position_ids=pass_over.positions, past_key_values=cache, logits_to_keep=1)
         cache.take(0)
     # Keys of the cache are the largest: neither (tokens, total) nor one of each query head is made.
     assert largest <= (tokens + 1 + 128) * 8

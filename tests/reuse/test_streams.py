@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_kvcaches import SegmentReuseCache, SegmentStore, WarmStartCache
-from hf_kvcaches.reuse.streams import mark, own_stream, wait_for
+from hf_kvcaches.reuse.record import mark, own_stream, wait_for
 from tests import tiny
 from tests.warmstart.warm import OPEN, library_of
 

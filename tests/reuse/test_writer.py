@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.reuse import layout, writer
+from hf_kvcaches.reuse.index import Piece, Record
 from hf_kvcaches.reuse.layer import SplicedLayer
 from hf_kvcaches.reuse.layout import LayerStates
-from hf_kvcaches.reuse.plan import PlannedSpan, PromptRow, SourceTokens
+from hf_kvcaches.reuse.plan import PlannedSpan, PromptRow
 from hf_kvcaches.reuse.writer import write_rows
 from tests.core.ropes import CONFIGS
 from tests.kernels.cases import restored
@@ -61,21 +62,20 @@ def opened(plan: Plan, rows: int, total: int, dtype: torch.dtype = torch.float32
     return layers
 
 
-def place(stored: Stored, start: int, offset: int = 0, length: int | None = None) -> tuple[SourceTokens, Stored]:
+def place(stored: Stored, start: int, offset: int = 0, length: int | None = None) -> tuple[Piece, Stored]:
     stop = start + (stored.tokens - offset if length is None else length)
-    return SourceTokens(start, stop, str(id(stored)), offset, stored.start + offset, stored.form), stored
+    none = np.zeros(0, np.uint32)
+    return Piece(start, stop, Record("", none, str(id(stored)), "", stored.start, none, form=stored.form), offset), stored
 
 
-def splice_row(
-    layers: list[SplicedLayer], row: int, padding: int, placed: Sequence[tuple[SourceTokens, Stored]], geometries: Geometries
-) -> None:
+def splice_row(layers: list[SplicedLayer], row: int, padding: int, placed: Sequence[tuple[Piece, Stored]], geometries: Geometries) -> None:
     """Write pieces into one row, as a plan of spans of their own."""
     spans = tuple(PlannedSpan(tokens.start, tokens.stop, "mine", (tokens,)) for tokens, _ in placed)
-    blobs = {tokens.key: stored.tensors for tokens, stored in placed}
+    blobs = {tokens.record.key: stored.tensors for tokens, stored in placed}
     write_rows(layers, [PromptRow(row, padding, np.zeros(0, np.uint32), 0, spans)], blobs, geometries, None)
 
 
-def slow_splice(buffers: list, row: int, padding: int, placed: Sequence[tuple[SourceTokens, Stored]], geometries: Geometries) -> None:
+def slow_splice(buffers: list, row: int, padding: int, placed: Sequence[tuple[Piece, Stored]], geometries: Geometries) -> None:
     """One token of one layer after the other."""
     for piece, stored in placed:
         for layer in range(len(stored.layers)):
@@ -89,9 +89,7 @@ def slow_splice(buffers: list, row: int, padding: int, placed: Sequence[tuple[So
                     buffer[row, :, token + padding] = new
 
 
-def check(
-    layers: list[SplicedLayer], row: int, padding: int, placed: Sequence[tuple[SourceTokens, Stored]], geometries: Geometries
-) -> None:
+def check(layers: list[SplicedLayer], row: int, padding: int, placed: Sequence[tuple[Piece, Stored]], geometries: Geometries) -> None:
     """Splices, and compares all that is in the buffers, untouched slots included."""
     slow = [(layer.key_buffer.clone(), layer.value_buffer.clone()) for layer in layers]
     slow_splice(slow, row, padding, placed, geometries)

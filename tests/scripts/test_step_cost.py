@@ -44,13 +44,15 @@ PROMPTS = {
     "SegmentReuseCache, no hit": (7.75, 8),  # no sync
     "WarmStartCache, no hit": (19, 11),  # no sync
 }
+# Of a prompt with a hit, before the first stored token is written: calls and files, of which 12 are the target.
+LOOK_UPS = {"SegmentReuseCache, hit": (133, 23), "WarmStartCache, hit": (125, 24)}
 
 
 @pytest.fixture(scope="module")
 def rows() -> list[dict[str, Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compat, "compiles", lambda device: False)  # as where nobody has compiled anything
-        return script.measure(list(STEPS))
+        return script.measure([*STEPS, *(LOOK_UPS.keys() - STEPS.keys())])
 
 
 @pytest.mark.parametrize("cache", STEPS)
@@ -67,6 +69,14 @@ def test_a_prompt_of_which_nothing_is_stored_costs_no_more_than_its_bar(rows: li
     launches, syncs = PROMPTS[cache]
     assert row["launches"] <= launches, row
     assert row["syncs"] <= syncs, row
+
+
+@pytest.mark.parametrize("cache", LOOK_UPS)
+def test_a_hit_is_looked_up_in_no_more_than_its_bar(rows: list[dict[str, Any]], cache: str) -> None:
+    [row] = [row for row in rows if (row["cache"], row["batch"], row["phase"]) == (cache, 1, "look-up")]
+    calls, files = LOOK_UPS[cache]
+    assert 0 < row["calls"] <= calls, row
+    assert 0 < row["files"] <= files, row
 
 
 class Blind(AnsweringLayer):

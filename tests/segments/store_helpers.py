@@ -16,10 +16,9 @@ import transformers.models.llama.modeling_llama  # noqa: F401 - the forkserver h
 from transformers import PreTrainedModel
 
 from hf_kvcaches import SegmentReuseCache, SegmentStore
-from hf_kvcaches.reuse.index import Chain, Record
+from hf_kvcaches.reuse.index import Chain, Record, as_ids
 from hf_kvcaches.reuse.layout import LayerStates
 from hf_kvcaches.reuse.store import NewSpan
-from hf_kvcaches.reuse.tokens import as_ids
 from tests import tiny
 from tests.helpers.stores import PROCESSES
 

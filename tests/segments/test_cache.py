@@ -173,17 +173,6 @@ def test_a_chat_goes_on_in_one_cache_and_is_known_to_others():
     assert other.report().reused_tokens == turn.shape[1] - 1
 
 
-@pytest.mark.parametrize("options", [{"num_beams": 3}, {"prefill_chunk_size": 20}, {"num_beams": 2, "num_return_sequences": 2}])
-def test_beams_and_chunks_go_on_as_without_reuse(options):
-    model, store = tiny.llama(), SegmentStore("memory", quantization=None)
-    for prompt in (joined(A, B, C), joined(A, B, D)):
-        expected = model.generate(prompt, max_new_tokens=7, do_sample=False, **options)
-        cache = SegmentReuseCache(model, store, mode="exact")
-        assert torch.equal(model.generate(prompt, past_key_values=cache, max_new_tokens=7, do_sample=False, **options), expected)
-    # The last token of each chunk is always computed.
-    assert cache.report().reused_tokens >= 73
-
-
 def test_prefill_by_hand_fills_the_cache_up_to_the_last_token():
     model, store = tiny.llama(), SegmentStore("memory", quantization=None)
     for _ in range(2):
@@ -230,14 +219,6 @@ def test_what_the_cache_was_not_told_of_is_never_stored_nor_matched():
         model(input_ids=A, position_ids=torch.arange(29)[None] + 5, past_key_values=positions, logits_to_keep=1)
         model(input_ids=B, past_key_values=positions, logits_to_keep=1)
     assert store.report().segments == 0
-
-
-def test_training_does_not_take_from_the_store():
-    model = tiny.llama()
-    cache = SegmentReuseCache(model, stored(model, joined(A, B)))
-    logits = model(input_ids=joined(A, B), past_key_values=cache, logits_to_keep=1).logits
-    assert logits.requires_grad
-    assert cache.report().reused_tokens == 0
 
 
 def test_copies_share_the_store_and_go_on_alike():
@@ -313,18 +294,6 @@ def test_with_all_that_is_stored_run_again_the_cache_holds_what_a_full_one_does(
     longer = {"max_new_tokens": 8, "do_sample": False}
     more = joined(prompt, tiny.ids(1, 6, seed=9))
     assert torch.equal(model.generate(more, past_key_values=cache, **longer), model.generate(more, **longer))
-
-
-def test_padded_rows_of_a_fresh_batch_get_the_logits_of_each_alone():
-    model, store = tiny.llama(), SegmentStore("memory", quantization=None)
-    rows = [A, joined(B, D)]
-    width = max(row.shape[1] for row in rows)
-    ids = torch.cat([torch.cat([torch.zeros(1, width - row.shape[1], dtype=torch.long), row], 1) for row in rows])
-    mask = torch.cat([torch.cat([torch.zeros(1, width - row.shape[1], dtype=torch.long), torch.ones_like(row)], 1) for row in rows])
-    cache = SegmentReuseCache(model, store, mode="auto")
-    found = first_logits(model, ids, cache, attention_mask=mask)
-    for line, row in zip(found, rows, strict=True):
-        assert torch.allclose(line[None], plain(model, row), atol=1e-4)
 
 
 @torch.no_grad()

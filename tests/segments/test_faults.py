@@ -11,7 +11,7 @@ import torch
 
 from hf_kvcaches import SegmentStore
 from hf_kvcaches.stores.blobs import Changes
-from hf_kvcaches.stores.location import open_blobs
+from hf_kvcaches.stores.catalog import open_blobs
 from tests import tiny
 from tests.helpers.stores import header_end
 from tests.segments.store_helpers import LENGTH, PART, WHOLE, ask, blob_files, opened, prompt, right, said
@@ -205,15 +205,6 @@ def test_segments_of_other_weights_are_not_reused(model, folder):
     assert right(model, prompt(0), opened(folder)).reused == WHOLE
 
 
-def test_segments_of_before_a_weight_changed_are_not_reused(folder):
-    model = tiny.llama(num_hidden_layers=2, hidden_size=16, intermediate_size=16)
-    store = opened(folder)
-    assert right(model, prompt(0), store).reused == WHOLE
-    with torch.no_grad():
-        model.model.layers[1].self_attn.v_proj.weight[0, 0] += 0.5
-    nothing_is_reused(model, store, prompt(0))
-
-
 def test_segments_of_another_format_are_not_reused(model, folder):
     store = SegmentStore(f"disk:{folder}", quantization="int8")
     with said() as sentences:
@@ -238,41 +229,6 @@ def test_it_is_said_what_differs_where_that_can_be_known(tmp_path):
     with said() as sentences:
         ask(model, ids, opened(tmp_path / "int8"))
     assert "stored with quantization='int8'" in sentences[0]
-
-
-def test_each_adapter_and_none_have_segments_of_their_own(tmp_path):
-    pytest.importorskip("peft")
-    from peft import LoraConfig
-
-    from tests.testbed import load
-
-    model, tokenizer = load("lora")
-    torch.manual_seed(0)
-    ids = torch.randint(3, 200, (1, LENGTH))
-    model.add_adapter("other", LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
-    model.set_adapter("default")
-    ask(model, ids, first := opened(tmp_path), tokenizer=tokenizer)
-    assert right(model, ids, first, tokenizer=tokenizer).reused == WHOLE
-    first.close()
-    model.set_adapter("other")
-    nothing_is_reused(model, opened(tmp_path), ids, tokenizer)
-    with model.disable_adapter():
-        nothing_is_reused(model, opened(tmp_path), ids, tokenizer)
-    # A tokenizer with one token more.
-    model.set_adapter("default")
-    _, changed = load()
-    changed.add_tokens(["<one more>"])
-    nothing_is_reused(model, opened(tmp_path), ids, changed)
-    # All of them lie beside each other now.
-    last = opened(tmp_path)
-    with said() as sentences:
-        for adapter in ("other", "default"):
-            model.set_adapter(adapter)
-            assert right(model, ids, last, tokenizer=tokenizer).reused == WHOLE
-        with model.disable_adapter():
-            assert right(model, ids, last, tokenizer=tokenizer).reused == WHOLE
-        assert right(model, ids, last, tokenizer=changed).reused == WHOLE
-    assert sentences == []
 
 
 # Segments with right checksums that somebody wrote who is no store

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from hf_kvcaches.segments.flops import Costs
+from hf_kvcaches.segments.report import Costs
 from tests import tiny
 
 MODELS = {

@@ -11,7 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_kvcaches import SegmentReuseCache, SegmentStore
-from hf_kvcaches.stores.location import open_blobs
+from hf_kvcaches.reuse.index import Record
+from hf_kvcaches.stores.catalog import open_blobs
 from tests import tiny
 from tests.helpers.stores import blob
 from tests.segments.store_helpers import (
@@ -34,7 +35,7 @@ def written(location: str) -> int:
     with said() as sentences, SegmentStore(location, quantization=None) as store:
         report = store.report()
         for stored in open_blobs(location).changes().added:
-            assert store.load([stored.key]).get(stored.key) is not None
+            assert store.load({stored.key: Record.from_dict(stored.head)}).get(stored.key) is not None
     assert sentences == []
     assert report.bytes == real_bytes(location)
     return report.segments

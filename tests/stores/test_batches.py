@@ -3,7 +3,7 @@
 import torch
 
 from hf_kvcaches.stores.blobs import NewBlob
-from hf_kvcaches.stores.location import open_blobs
+from hf_kvcaches.stores.catalog import open_blobs
 from tests.helpers.stores import blob, key_of
 
 KEYS = [key_of(number) for number in range(12)]

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.stores.location import open_blobs
+from hf_kvcaches.stores.catalog import open_blobs
 from tests.helpers.stores import DTYPES, HEAD, PROCESSES, Follower, blob, key_of, put_on_and_on, put_some, same
 
 KEY = key_of(7)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.stores.catalog import open_blobs
 from hf_kvcaches.stores.files import TEMPORARY_SUFFIX
-from hf_kvcaches.stores.location import open_blobs
 from tests.helpers.stores import HEAD, PROCESSES, Follower, blob, header_end, key_of, put_with_little_room, same
 
 KEY = key_of(7)

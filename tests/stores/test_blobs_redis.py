@@ -10,7 +10,7 @@ import torch
 from hf_kvcaches.errors import ConfigError, MissingDependencyError
 from hf_kvcaches.stores import blobs_redis
 from hf_kvcaches.stores.blobs import BlobStore, StoreUnavailable
-from hf_kvcaches.stores.location import open_blobs
+from hf_kvcaches.stores.catalog import open_blobs
 from tests.helpers.stores import HEAD, Follower, blob, header_end, key_of, same
 
 KEY = key_of(7)

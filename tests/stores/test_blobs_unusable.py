@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from hf_kvcaches.stores import blobs_disk
+from hf_kvcaches.stores.catalog import open_blobs
 from hf_kvcaches.stores.files import TEMPORARY_SUFFIX
-from hf_kvcaches.stores.location import open_blobs
 from tests.helpers.stores import HEAD, Follower, blob, key_of, same
 
 KEY = key_of(7)

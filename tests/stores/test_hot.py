@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.stores.blobs import NewBlob
-from hf_kvcaches.stores.hot import HotTier, slab
-from hf_kvcaches.stores.location import open_blobs
+from hf_kvcaches.stores.blobs import HotTier, NewBlob, slab
+from hf_kvcaches.stores.catalog import open_blobs
 from tests.helpers.stores import DTYPES, HEAD, blob, catalog, fine, key_of, put, read, same
 
 ONE = 400  # bytes of the tensors that `put` stores

@@ -19,7 +19,7 @@ EARLIER, CHANGED = joined(A, B, C), joined(A, D[:, :5], B, D[:, 5:8], C)
 
 
 def entry(library: Any, key: str | None) -> dict[str, torch.Tensor]:
-    return library.load([key])[key]
+    return library.load({key: library.contents.entries[key].record})[key]
 
 
 def filled(model: Any, cache: Any, ids: torch.Tensor = EARLIER, new: int = 4) -> Any:

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 from hf_kvcaches import ModelFingerprint, WarmStartCache, WarmStartGate, WarmStartLibrary
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedError
 from hf_kvcaches.warmstart import cache as warmstart
-from tests import testbed, tiny
+from tests import tiny
 from tests.segments.reference import Source, as_planned
-from tests.segments.test_cache import MODELS, A, B, C, D, joined, loop
+from tests.segments.test_cache import MODELS, A, B, C, D, joined
 from tests.warmstart.warm import OPEN, SHUT, answer, forced, left_padded, library_of, logits_of, taken, tokens_run, words
 
 E = tiny.ids(1, 40, seed=11)
@@ -229,22 +228,6 @@ def test_a_talk_in_another_cache_begins_with_what_the_library_has_of_it() -> Non
     close(got, logits_of(model, turn, new=3))
 
 
-@pytest.mark.parametrize("options", [{"prefill_chunk_size": 20}, {"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}])
-def test_the_same_prompt_in_chunks_and_with_beams_is_as_without_a_library(options: dict[str, Any]) -> None:
-    model = tiny.llama()
-    cache = WarmStartCache(model, library_of(model, EARLIER))
-    assert torch.equal(answer(model, EARLIER, cache, 7, **options).sequences, answer(model, EARLIER, None, 7, **options).sequences)
-    assert cache.report().reused_tokens >= 19
-
-
-def test_prefill_by_hand_fills_the_cache_up_to_the_last_token() -> None:
-    model = tiny.llama()
-    cache = WarmStartCache(model, library_of(model, EARLIER))
-    assert cache.prefill(EARLIER) == 106
-    close(forced(model, EARLIER[:, -1:], cache), logits_of(model, EARLIER))
-    assert cache.report().reused_tokens == 105
-
-
 def test_a_cache_that_was_emptied_is_served_again() -> None:
     model = tiny.llama()
     cache = WarmStartCache(model, library_of(model, EARLIER), gate=OPEN)
@@ -257,19 +240,6 @@ def test_a_cache_that_was_emptied_is_served_again() -> None:
         else:
             cache.crop(-cache.seen)
         assert cache.seen == 0
-
-
-def test_training_and_embeddings_do_not_take_from_the_library() -> None:
-    model = tiny.llama()
-    library = library_of(model, EARLIER)
-    cache = WarmStartCache(model, library)
-    assert model(input_ids=EARLIER, past_key_values=cache, logits_to_keep=1).logits.requires_grad
-    assert cache.report().strategies == ()
-    other = WarmStartCache(model, library)
-    with torch.no_grad():
-        model(inputs_embeds=model.get_input_embeddings()(A), past_key_values=other)
-    close(logits_of(model, joined(A, B), other), logits_of(model, joined(A, B)))
-    assert other.report().strategies == ()
 
 
 def test_copies_go_on_alike_and_share_the_library() -> None:
@@ -363,28 +333,6 @@ def test_a_model_that_changed_is_served_cold_and_the_report_says_so() -> None:
         cache.library.add(A[0])
 
 
-def test_another_adapter_is_another_model() -> None:
-    peft = pytest.importorskip("peft")
-    model, tokenizer = testbed.load("lora")
-    ids = torch.randint(3, 200, (1, 40), generator=torch.Generator().manual_seed(0))
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    model.add_adapter("other", config)
-    model.set_adapter("default")
-    library = WarmStartLibrary(model, tokenizer, quantization=None)
-    library.add(ids[0])
-    cache = WarmStartCache(model, library)
-    for change, strategy in ((lambda: None, "exact"), (lambda: model.set_adapter("other"), "cold")):
-        change()
-        cache.reset()
-        close(logits_of(model, ids, cache, 3), logits_of(model, ids, new=3))
-        assert cache.report().strategies == (strategy,)
-    assert "other adapters are active" in cache.report().refusals[0]
-    with model.disable_adapter():
-        cache.reset()
-        close(logits_of(model, ids, cache), logits_of(model, ids))
-        assert cache.report().strategies == ("cold",)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -460,31 +408,3 @@ def test_a_library_stays_as_it_is_unless_the_cache_is_told_to_remember() -> None
     library.flush()
     library.refresh()
     assert len(library.ids()) == 1
-
-
-@pytest.mark.parametrize(
-    ("prompt", "served"),
-    [
-        (SUMMED, "exact"),
-        (joined(SUMMED[:, :40], D[:, :4], SUMMED[:, 40:]), "align"),
-        (joined(A, B[:, :12], D), "prefix"),
-        (joined(D, C), "cold"),
-    ],
-)
-def test_auto_takes_the_best_there_is(prompt: torch.Tensor, served: str) -> None:
-    model = tiny.llama()
-    library = library_of(model, SUMMED)
-    cache = WarmStartCache(model, library)
-    logits_of(model, prompt, cache)
-    assert cache.report().strategies == (served,)
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma2", "partial"])
-def test_a_loop_without_positions_gets_what_a_full_cache_gives(name: str) -> None:
-    model, prompts = MODELS[name](), (joined(A, B, C), joined(A, B))
-    library = library_of(model, *prompts)
-    ids, mask = left_padded(*prompts)
-    for inputs in ((ids, mask), (ids, None), (prompts[0], torch.ones_like(prompts[0])), (prompts[0], None)):
-        cache = WarmStartCache(model, library, strategy="exact")
-        close(loop(model, cache, *inputs), loop(model, DynamicCache(config=model.config), *inputs))
-        assert (cache.report().reused_tokens == 0) == (inputs[1] is mask)

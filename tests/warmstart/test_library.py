@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from hf_kvcaches import GrowingCache, WarmStartCache, WarmStartLibrary
 from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch
-from hf_kvcaches.reuse.tokens import as_ids, common_prefix
+from hf_kvcaches.reuse.index import as_ids, common_prefix
 from hf_kvcaches.stores.blobs import BlobHead
 from hf_kvcaches.warmstart.entries import Entry, EntryContents
 from tests import tiny
@@ -324,7 +324,7 @@ def test_threads_that_add_and_ask_get_right_answers() -> None:
         alone = GrowingCache(model)
         with torch.no_grad():
             model(prompt(seed), past_key_values=alone)
-        tensors = library.load([key])[key]
+        tensors = library.load({key: library.contents.entries[key].record})[key]
         for layer, own in enumerate(alone.layers):
             close(tensors["keys.0"][layer], own.keys[0])
             close(tensors["values.0"][layer], own.values[0])
@@ -390,6 +390,6 @@ def test_the_longest_common_beginning_is_found_among_entries_that_share_the_firs
         library.add(torch.cat([shared, tiny.ids(1, 80, seed=9)[0][:length], tiny.ids(1, 30, seed=seed)[0]]).tolist())
     asked = as_ids(torch.cat([shared, tiny.ids(1, 80, seed=9)[0]]))
     found, count = library.beginning(asked)
-    longest = max(common_prefix(library.record(key).ids, asked) for key in library.ids())
+    longest = max(common_prefix(library.contents.entries[key].record.ids, asked) for key in library.ids())
     assert found is not None
     assert count == common_prefix(found.ids, asked) == longest >= 1160

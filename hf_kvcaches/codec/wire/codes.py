@@ -12,7 +12,7 @@ import torch
 from hf_kvcaches.codec.wire.messages import BodyTensor, Bytes, MessageReader, MessageWriter
 from hf_kvcaches.core.files import MOST_LAYERS
 from hf_kvcaches.errors import ArtifactError
-from hf_kvcaches.stores.streams import Source
+from hf_kvcaches.stores.files import Source
 
 _MOST = 1 << 40
 

@@ -36,8 +36,7 @@ from torch import Tensor
 
 from hf_kvcaches.errors import ArtifactError, ConfigError
 from hf_kvcaches.stores.blobs_format import DTYPES, as_bytes
-from hf_kvcaches.stores.files import parse_json
-from hf_kvcaches.stores.streams import Source, reader_of, take
+from hf_kvcaches.stores.files import Source, parse_json, reader_of, take
 
 Bytes = bytes | bytearray | memoryview
 VERSION = 3

@@ -9,16 +9,12 @@ from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
 from hf_kvcaches.errors import whole_number
-from hf_kvcaches.reuse.cache import SplicingCache
+from hf_kvcaches.reuse.layer import PlainCache
 from hf_kvcaches.reuse.partial import run_layers
 from hf_kvcaches.reuse.policy import Admission, Match
 
 # How many of a match's first tokens are compared.
 TOKENS = 4
-
-
-class _PlainCache(SplicingCache):
-    hooks_forward = False
 
 
 class ProbeRule:
@@ -55,10 +51,10 @@ class ProbeRule:
         piece = match.run.pieces[0]
         stop = match.start + min(TOKENS, piece.stop - piece.start)
         ids = torch.from_numpy(match.ids[:stop].astype("int64"))[None].to(compat.input_device(self.model))
-        fresh = _PlainCache(self.model)
+        fresh = PlainCache(self.model)
         run_layers(self.model, 0, self.layer + 1, ids, fresh, torch.arange(stop, device=ids.device))
         computed = fresh.layers[self.layer].keys[0, :, match.start : stop].float().cpu()
-        blob = self.store.load([piece.record.key]).get(piece.record.key)
+        blob = self.store.load({piece.record.key: piece.record}).get(piece.record.key)
         if blob is None or piece.record.form["quantization"] is not None:
             return 0.0
         pile = next(number for number, members in enumerate(piece.record.form["piles"]) if self.layer in members)

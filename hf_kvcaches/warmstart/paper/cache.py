@@ -20,8 +20,7 @@ from hf_kvcaches.core.rope import rotation_of
 from hf_kvcaches.core.view import LayerView, previous_implementation
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedError, require_choice, require_instance, whole_number
 from hf_kvcaches.evaluate.observer import Attended, WatchedView
-from hf_kvcaches.reuse.cache import SplicingCache
-from hf_kvcaches.reuse.layer import SplicedLayer
+from hf_kvcaches.reuse.layer import PlainCache, SplicedLayer, SplicingCache
 from hf_kvcaches.reuse.partial import run_span
 from hf_kvcaches.stores.vectors import VectorIndex
 from hf_kvcaches.warmstart.encoders import Encoder, encoder_of
@@ -33,7 +32,6 @@ from hf_kvcaches.warmstart.paper.positions import PositionCorrection
 from hf_kvcaches.warmstart.paper.projector import SlotProjector
 from hf_kvcaches.warmstart.paper.slots import LayerSlots, Slots
 from hf_kvcaches.warmstart.paper.swapping import ExactPrefill, Swap
-from hf_kvcaches.warmstart.reading import PlainCache
 
 
 class _ReadLayer(SplicedLayer):

@@ -10,9 +10,9 @@ from typing import Literal
 import torch
 from transformers import PreTrainedModel
 
+from hf_kvcaches.reuse.layer import PlainCache
 from hf_kvcaches.reuse.partial import run_span
-from hf_kvcaches.reuse.streams import Event, mark, own_stream, wait_for
-from hf_kvcaches.warmstart.reading import PlainCache
+from hf_kvcaches.reuse.record import Event, mark, own_stream, wait_for
 
 Swap = Literal["off", "sync", "background"]
 

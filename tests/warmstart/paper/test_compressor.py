@@ -120,32 +120,6 @@ def test_slots_are_finite_in_order_and_before_the_tail(tokens: int, slots: int, 
             assert bool((layer.counts.sum(-1) < tokens - tail + 1e-2).all())
 
 
-def test_with_equal_attention_the_counts_are_numbers_of_tokens() -> None:
-    prompt = made_up(2, 1, 101, 8)
-    keys, values, query, length = prompt.before(1)
-    layer = SlotCompressor(16).compress(keys, values, [own * 0 for own in query], length).layers[0]
-    assert layer.counts.sum(-1).tolist() == pytest.approx([100, 100], rel=1e-5)
-
-
-def test_the_last_tokens_and_a_first_one_are_exact_whatever_attention_says() -> None:
-    prompt = made_up(2, 2, 301, 8)
-    keys, values, query, length = prompt.before(1)
-    keys[0][:, 100:200] += 10 * query[0].view(2, 2, 8).sum(1)[:, None]
-    positions = SlotCompressor(32).compress(keys, values, query, length).layers[0].positions
-    for head in positions:
-        assert {0.0, 1.0, *map(float, range(292, 300))} <= set(head.tolist())
-
-
-def test_grouped_heads_choose_together_and_key_heads_by_themselves() -> None:
-    prompt = made_up(2, 2, 201, 8)
-    keys, values, query, length = prompt.before(1)
-    for head, token in enumerate((50, 60, 70, 80)):
-        keys[0][head // 2, token] = 8 * query[0][head]
-    positions = SlotCompressor(16).compress(keys, values, query, length).layers[0].positions
-    assert {50.0, 60.0} <= set(positions[0].tolist())
-    assert {70.0, 80.0} <= set(positions[1].tolist())
-
-
 def test_scaling_is_what_logits_are_multiplied_with() -> None:
     prompt = made_up(2, 2, 90, 8, layers=2)
     keys, values, query, length = prompt.before(1)

@@ -147,17 +147,6 @@ def test_a_prompt_s_own_slots_at_another_length_are_no_change() -> None:
     assert all(each.identity_error < 1e-10 for each in projector.reports)
 
 
-def test_a_strong_gamma_draws_to_the_identity() -> None:
-    pairs = pairs_of(structured("shared"))
-    sizes = []
-    for gamma in (1e-3, 1.0, 1e3):
-        maps = SlotProjector.fit(pairs, WHERE, gamma=gamma).maps
-        assert all(each is not None for each in maps)
-        sizes.append(sum(float((each - torch.eye(SLOTS)).norm()) for each in maps if each is not None))
-    assert sizes[0] > sizes[1] > sizes[2]
-    assert sizes[2] < 0.01
-
-
 def test_keys_of_learned_positions_are_projected_as_they_are() -> None:
     learned = [RotaryGeometry.from_config(tiny.gpt2().config)] * 2
     generator = torch.Generator().manual_seed(2)
