@@ -42,24 +42,12 @@ def exact_part(
         visible: Which tokens a query sees, (batch or 1, queries or 1, tokens), or None for all.
         softcap: If given, scores are softcap * tanh(scores * scaling / softcap).
     """
-    return part_of(*exact_weights(query, keys, scaling, visible, softcap), values)
-
-
-def part_of(weights: torch.Tensor, highest: torch.Tensor, values: torch.Tensor) -> AttentionPart:
-    """Attention over tokens by the exponentials of their scores, as `exact_weights` returns them."""
-    batch, heads, queries, tokens = weights.shape
-    sums = weights.view(batch, values.shape[1], -1, tokens) @ values.to(weights.dtype)
-    return AttentionPart(sums.view(batch, heads, queries, -1), weights.sum(-1, keepdim=True), highest)
-
-
-def exact_weights(
-    query: torch.Tensor, keys: torch.Tensor, scaling: float, visible: torch.Tensor | None = None, softcap: float | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Exponentials of the scores of `exact_part`, (batch, heads, queries, tokens), and the score that was subtracted."""
     (batch, heads, queries, dim), kv_heads = query.shape, keys.shape[1]
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     grouped = query.to(dtype).reshape(batch, kv_heads, -1, dim) * scaling
-    return exponentials((grouped @ keys.to(dtype).mT).view(batch, heads, queries, -1), visible, softcap)
+    weights, highest = exponentials((grouped @ keys.to(dtype).mT).view(batch, heads, queries, -1), visible, softcap)
+    sums = weights.view(batch, kv_heads, -1, weights.shape[-1]) @ values.to(dtype)
+    return AttentionPart(sums.view(batch, heads, queries, -1), weights.sum(-1, keepdim=True), highest)
 
 
 def exponentials(scores: torch.Tensor, visible: torch.Tensor | None, softcap: float | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -25,7 +25,7 @@ from hf_kvcaches.core.refusal import Refusal
 from hf_kvcaches.core.source import TensorView
 from hf_kvcaches.core.view import previous_implementation, why_not_answering
 from hf_kvcaches.errors import UnsupportedError
-from hf_kvcaches.kernels.parts import AttentionPart, exact_weights, merged, part_of
+from hf_kvcaches.kernels.parts import AttentionPart, exact_part, exponentials, merged
 from hf_kvcaches.reuse.layer import SplicedLayer
 from hf_kvcaches.reuse.plan import PROBING, Indices
 
@@ -202,18 +202,18 @@ class SparseView(TensorView):
 
     def _masked(self, query: torch.Tensor, row: int, block: Block, lowest: int, call: Call) -> AttentionPart:
         """Attention of a block over the slots from `lowest` on."""
-        weights, highest, seen = self._weights(query, row, block, lowest, call)
-        return part_of(weights, highest, self.values[row : row + 1, :, seen])
+        seen, visible = self._seen(row, block, lowest, query.device)
+        keys, values = self.keys[row : row + 1, :, seen], self.values[row : row + 1, :, seen]
+        return exact_part(query, keys, values, call.scaling, visible, call.softcap)
 
-    def _weights(self, query: torch.Tensor, row: int, block: Block, lowest: int, call: Call) -> tuple[torch.Tensor, torch.Tensor, slice]:
-        """Return what `exact_weights` does for the queries of a block, and the slots from `lowest` on that they are of."""
+    def _seen(self, row: int, block: Block, lowest: int, device: torch.device) -> tuple[slice, torch.Tensor]:
+        """The slots from `lowest` on that a block sees, and which of them each query does, (1, queries, slots)."""
         window = self.window if self.kind == "sliding_attention" else None
         low = lowest if window is None else max(lowest, block.start - window + 1)
-        own = self.sparse.slots[row, block.first : block.last, None].to(query.device)
-        slots = torch.arange(low, block.stop, device=query.device)
+        own = self.sparse.slots[row, block.first : block.last, None].to(device)
+        slots = torch.arange(low, block.stop, device=device)
         visible = slots <= own if window is None else (slots <= own) & (slots > own - window)
-        keys = self.keys[row : row + 1, :, low : block.stop]
-        return *exact_weights(query, keys, call.scaling, visible[None], call.softcap), slice(low, block.stop)
+        return slice(low, block.stop), visible[None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -250,7 +250,10 @@ class ProbingView(SparseView):
         first = max(block.first, self.sparse.host_slots.shape[1] - PROBING)
         if first < block.last:
             last = _block(self.sparse.host_slots[row], first, block.last)
-            weights, highest, seen = self._weights(query[:, :, first - block.first :], row, last, lowest, call)
+            seen, visible = self._seen(row, last, lowest, query.device)
+            states, keys = query[:, :, first - block.first :].float(), self.keys[row : row + 1, :, seen].float()
+            scores = (states.reshape(1, keys.shape[1], -1, states.shape[-1]) * call.scaling) @ keys.mT
+            weights, highest = exponentials(scores.view(1, -1, last.last - first, scores.shape[-1]), visible, call.softcap)
             total = weights.sum(-1, keepdim=True)
             if call.sink_logits is not None:
                 total += (call.sink_logits.to(total.dtype).view(1, -1, 1, 1) - highest).exp()
