@@ -43,7 +43,7 @@ class SegmentPolicy(Artifact):
 
     guard: int | None = None
     similarity: float = 0.9
-    repair: float = 0.3
+    repair: float = 0.25
     repair_depth: float = 1.0
     shortest: int = 16
     bound: float | None = None

@@ -43,7 +43,7 @@ def test_a_policy_knows_the_model_that_it_was_made_for_also_with_another_repair(
     model, policy = tiny.llama(), SegmentPolicy(bound=0.1)
     object.__setattr__(policy, "fingerprint", ModelFingerprint.of(model))
     changed = policy.with_changes(repair=0.5)
-    assert (changed.repair, changed.fingerprint, policy.repair) == (0.5, policy.fingerprint, 0.3)
+    assert (changed.repair, changed.fingerprint, policy.repair) == (0.5, policy.fingerprint, 0.25)
     changed.save_pretrained(tmp_path)
     assert SegmentPolicy.from_pretrained(tmp_path, model=model) == changed
     with pytest.raises(FingerprintMismatch):
@@ -135,8 +135,8 @@ def test_a_plan_has_no_gaps_and_ends_before_the_last_token(share: float, depth: 
 def test_damaged_policies_are_refused(tmp_path) -> None:
     SegmentPolicy().save_pretrained(tmp_path)
     content = (tmp_path / FILE_NAME).read_bytes()
-    assert content.count(b": 0.3,") == 1
-    (tmp_path / FILE_NAME).write_bytes(content.replace(b": 0.3,", b": 0.95,"))
+    assert content.count(b": 0.25,") == 1
+    (tmp_path / FILE_NAME).write_bytes(content.replace(b": 0.25,", b": 0.95,"))
     with pytest.raises(ArtifactError):
         SegmentPolicy.from_pretrained(tmp_path)
 
