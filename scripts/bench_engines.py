@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,13 +39,18 @@ def cast(dtype: torch.dtype) -> tuple[Encode, Decode]:
     return encode, lambda sides, first, like: tuple(side.float() for side in sides)
 
 
+def stacked(layers: Iterable[States]) -> States:
+    keys, values = (torch.stack(side) for side in zip(*layers, strict=True))
+    return keys, values
+
+
 def connector(coder: ChunkCoder) -> tuple[Encode, Decode]:
     def encode(states: States, first: int) -> tuple[Any, int]:
         blob = coder.encode(states, first)
         exact = sum(tensor.numel() * 2 for name, tensor in blob.items() if name.startswith("first"))
         return blob, blob["codes"].nbytes + blob["sizes"].nbytes + exact
 
-    return encode, lambda blob, first, like: coder.decode([blob], first, 0, torch.device("cpu"))
+    return encode, lambda blob, first, like: stacked(coder.decode([blob], first, 0, torch.device("cpu")))
 
 
 def serde(own: Any) -> tuple[Encode, Decode]:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import hashlib
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
 from hf_kvcaches.codec.codec import KVCodec
-from hf_kvcaches.core.rope import RotaryGeometry, rotation_of
+from hf_kvcaches.core.rope import rotation_of
 from hf_kvcaches.errors import ArtifactError, KVCacheError, whole_number
+from hf_kvcaches.kernels.rotation import Layout, rotate_
 from hf_kvcaches.stores.blobs import BlobStore
 
 _PENDING = 1 << 28  # bytes of keys and values that may wait for the thread; chunks beyond are not stored
@@ -48,23 +49,21 @@ class ChunkCoder:
 
     def __init__(self, codec: KVCodec, config: PreTrainedConfig) -> None:
         self._codec, geometries = codec, rotation_of(config).layers
-        self._rotated: dict[int, tuple[RotaryGeometry, list[int]]] = {}
-        for layer in range(codec.layer_count):
-            if codec.geometry(config, layer) is not None:
-                self._rotated.setdefault(id(geometries[layer]), (geometries[layer], []))[1].append(layer)
+        self._geometries = {layer: geometries[layer] for layer in range(codec.layer_count) if codec.geometry(config, layer) is not None}
 
     def encode(self, states: States, first: int) -> dict[str, torch.Tensor]:
         """Return the blob of a chunk whose first token is at position `first`."""
         keys, values = states
-        exact = max(0, self._codec.exact_tokens - first)
-        sides = self._moved(keys, first, back=True).unbind(), values.unbind()
-        by_layer = self._codec.pack(dict(enumerate(sides[0])), dict(enumerate(sides[1])), left_out=exact)
+        exact, unrotated = max(0, self._codec.exact_tokens - first), dict(enumerate(keys))
+        for layer, rotation in self._rotations(first, keys.shape[2], keys.device, back=True).items():
+            unrotated[layer] = rotate_(keys[layer].to(torch.float32, copy=True), *rotation)
+        by_layer = self._codec.pack(unrotated, dict(enumerate(values)), left_out=exact)
         records = [by_layer[layer] for layer in range(len(keys))]
         blob = {"sizes": torch.tensor([len(record) for record in records], dtype=torch.int32), "codes": torch.cat(records)}
         return blob | ({"first_keys": keys[:, :, :exact].clone(), "first_values": values[:, :, :exact].clone()} if exact else {})
 
-    def decode(self, blobs: Sequence[Mapping[str, torch.Tensor]], first: int, skip: int, device: torch.device) -> States:
-        """Return keys and values of consecutive chunks from position `first` on, without the first `skip` tokens, float32."""
+    def decode(self, blobs: Sequence[Mapping[str, torch.Tensor]], first: int, skip: int, device: torch.device) -> Iterator[States]:
+        """Yield keys and values of each layer, float32: consecutive chunks from position `first` on, without the first `skip` tokens."""
         spans, layers = list[tuple[int, torch.Tensor, int, int | None]](), self._codec.layer_count
         for number, blob in enumerate(blobs):
             sizes = blob["sizes"].tolist()
@@ -72,21 +71,26 @@ class ChunkCoder:
                 raise ArtifactError("The records of a chunk don't fit each other.")
             records = blob["codes"].to(device).split(sizes)
             spans += [(layer, record, 0 if number else skip, None) for layer, record in enumerate(records)]
-        pairs = self._codec.unpack(spans)
-        keys, values = (
-            torch.stack([torch.cat([pair[side] for pair in pairs[layer::layers]], 1) for layer in range(layers)]) for side in range(2)
-        )
-        keys = self._moved(keys, first + skip)
-        if (exact := self._codec.exact_tokens - first - skip) > 0:
-            keys[:, :, :exact], values[:, :, :exact] = (blobs[0][name][:, :, skip:] for name in ("first_keys", "first_values"))
-        return keys, values
+        pairs, start = self._codec.unpack(spans), first + skip
+        rotations = self._rotations(start, sum(keys.shape[1] for keys, _ in pairs[::layers]), device)
+        for layer in range(layers):
+            keys, values = (torch.cat(side, 1) for side in zip(*pairs[layer::layers], strict=True))
+            if layer in rotations:
+                rotate_(keys, *rotations[layer])
+            if (exact := self._codec.exact_tokens - start) > 0:
+                keys[:, :exact], values[:, :exact] = (blobs[0][name][layer, :, skip:] for name in ("first_keys", "first_values"))
+            yield keys, values
 
-    def _moved(self, keys: torch.Tensor, first: int, back: bool = False) -> torch.Tensor:
-        """Keys rotated to their positions, or back; float32."""
-        positions, result = torch.arange(first, first + keys.shape[2], device=keys.device), keys.to(torch.float32, copy=True)
-        for geometry, layers in self._rotated.values():
-            result[layers] = (geometry.unrotate if back else geometry.rotate)(result[layers], positions)
-        return result
+    def _rotations(
+        self, first: int, tokens: int, device: torch.device, back: bool = False
+    ) -> dict[int, tuple[torch.Tensor, torch.Tensor, Layout]]:
+        """By layer, what rotates keys from position `first` on: cosines, sines and which dimensions form a pair."""
+        positions, tables = torch.arange(first, first + tokens, device=device), dict[int, tuple[torch.Tensor, torch.Tensor, Layout]]()
+        for geometry in {id(geometry): geometry for geometry in self._geometries.values()}.values():
+            cos, sin = geometry.cos_sin(positions)
+            scaling = 1 / geometry.attention_scaling if back else geometry.attention_scaling
+            tables[id(geometry)] = cos * scaling, sin * (-scaling if back else scaling), geometry.layout
+        return {layer: tables[id(geometry)] for layer, geometry in self._geometries.items()}
 
 
 class ChunkWriter:

@@ -155,17 +155,18 @@ class CodecConnector(KVConnectorBase_V1):
 
     @torch.inference_mode()
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        group = get_tp_group()
-        first_head = group.rank_in_group * self._heads // group.world_size
+        processes = get_tp_group()
+        first_head = processes.rank_in_group * self._heads // processes.world_size
         own = slice(first_head, first_head + self._spec.num_kv_heads)
         for blobs, blocks, first, skip in self._get_connector_metadata().loads:
             try:
                 for start in range(0, len(blobs), _TOGETHER):
-                    keys, values = self._coder.decode(blobs[start : start + _TOGETHER], first, skip, self._layers[0][0].device)
-                    count = keys.shape[2] // self._block
-                    for (cache, layout), *states in zip(self._layers, keys[:, own], values[:, own], strict=True):
-                        layout.write(cache, blocks[:count], states)
-                    first, skip, blocks = first + skip + keys.shape[2], 0, blocks[count:]
+                    group = blobs[start : start + _TOGETHER]
+                    count = (len(group) * self._chunk - skip) // self._block
+                    by_layer = self._coder.decode(group, first, skip, self._layers[0][0].device)
+                    for (cache, layout), states in zip(self._layers, by_layer, strict=True):
+                        layout.write(cache, blocks[:count], [side[own] for side in states])
+                    first, skip, blocks = first + len(group) * self._chunk, 0, blocks[count:]
             except (KVCacheError, KeyError, RuntimeError) as error:
                 logger.warning("Chunks of a prompt could not be decoded: %s", error)
                 self._failed.update(blocks)

@@ -35,6 +35,11 @@ def states(model):
     return tuple(torch.stack([getattr(layer, side)[0] for layer in cache.layers]) for side in ("keys", "values"))
 
 
+def decoded(coder, blobs, first, skip):
+    """Keys and values of all layers."""
+    return [torch.stack(side) for side in zip(*coder.decode(blobs, first, skip, CPU), strict=True)]
+
+
 def parts(states, *sizes):
     return zip(*(side.split(list(sizes), 2) for side in states), strict=True)
 
@@ -54,18 +59,18 @@ def test_a_key_says_all_tokens_up_to_the_end_of_its_chunk(ids, size, data):
 
 def test_chunks_come_back_at_their_positions_whatever_their_number(coder, states):
     blobs = [coder.encode(part, start) for part, start in zip(parts(states, 16, 32, 16), (0, 16, 48), strict=True)]
-    for found, expected in zip(coder.decode(blobs, 0, 0, CPU), states, strict=True):
+    for found, expected in zip(decoded(coder, blobs, 0, 0), states, strict=True):
         torch.testing.assert_close(found, expected, atol=0.05, rtol=0)
-    later = coder.decode(blobs[1:], 16, 5, CPU)
+    later = decoded(coder, blobs[1:], 16, 5)
     for found, expected in zip(later, states, strict=True):
         torch.testing.assert_close(found, expected[:, :, 21:], atol=0.05, rtol=0)
 
 
 def test_the_first_tokens_of_a_prompt_come_back_as_they_were(coder, states):
     (first, *_) = parts(states, 16, 48)
-    for found, expected in zip(coder.decode([coder.encode(first, 0)], 0, 0, CPU), states, strict=True):
+    for found, expected in zip(decoded(coder, [coder.encode(first, 0)], 0, 0), states, strict=True):
         assert torch.equal(found[:, :, :4], expected[:, :, :4])
-    for found, expected in zip(coder.decode([coder.encode(first, 0)], 0, 3, CPU), states, strict=True):
+    for found, expected in zip(decoded(coder, [coder.encode(first, 0)], 0, 3), states, strict=True):
         assert torch.equal(found[:, :, 0], expected[:, :, 3])
 
 
@@ -78,9 +83,9 @@ def test_encoding_leaves_what_it_is_given_as_it_was(coder, states):
 def test_records_that_do_not_fit_each_other_are_refused(coder, states):
     blob = coder.encode(states, 0)
     with pytest.raises(ArtifactError, match="don't fit"):
-        coder.decode([blob | {"codes": blob["codes"][:-1]}], 0, 0, CPU)
+        decoded(coder, [blob | {"codes": blob["codes"][:-1]}], 0, 0)
     with pytest.raises(ArtifactError, match="don't fit"):
-        coder.decode([blob | {"sizes": blob["sizes"][:-1]}], 0, 0, CPU)
+        decoded(coder, [blob | {"sizes": blob["sizes"][:-1]}], 0, 0)
 
 
 class SlowBlobs(MemoryBlobs):
