@@ -61,6 +61,7 @@ def answer(task: dict[str, Any]) -> list[dict[str, Any]]:
 
 if __name__ == "__main__":
     os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # else as many processes as NUMA nodes
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     with open(sys.argv[1], encoding="utf-8") as file:
         given = json.load(file)

@@ -121,6 +121,20 @@ def test_chunks_that_vllm_has_in_part_are_completed_from_the_store(ask, prompts,
     require_equal_texts([answer], plain[:1])
 
 
+@pytest.mark.timeout(600)
+def test_instances_of_one_process_and_of_two_share_a_store(ask, prompts, filled, plain, shared_server, vllm_codecs):
+    some, exact = prompts[:20:7], plain[:20:7]
+    read = ask(some, vllm_codecs[0.25], filled[0], processes=2)
+    assert [answer["cached"] for answer in read] == [whole_chunks(ids) for ids in some]
+    require_equal_texts(read, exact)
+
+    location = f"{shared_server.location}?prefix=sharded"
+    require_equal_texts(ask(some, vllm_codecs[0.25], location, processes=2), exact)
+    read = ask(some, vllm_codecs[0.25], location)
+    assert [answer["cached"] for answer in read] == [whole_chunks(ids) for ids in some]
+    require_equal_texts(read, exact)
+
+
 def config(spec: Any = None, groups: int = 1, **changes: int) -> tuple[Any, Any, Any]:
     """What `require_served` looks at: of vLLM's configs, and of a codec of four layers."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
