@@ -4,24 +4,29 @@
 
 `make engines` makes the environment. The folders are what `hf-kvcaches calibrate codec --for vllm` and `--for lmcache` write; other shares
 of the bytes are made from them. Prompts of 1,024 tokens are stored and read in chunks of 256, and the next 256 tokens are compared with
-those after the exact prompt. `--engine FOLDER` measures first tokens of vLLM in place of that, with a store there: run it twice.
+those after the exact prompt; so are answers about needles in contexts of 1,000 tokens. `--engine FOLDER` measures first tokens of vLLM in
+place of that, with an empty store there.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from shared.cli import arguments
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
+from hf_kvcaches.cli.prompts import needle_prompts
+from hf_kvcaches.cli.suite import answers
 from hf_kvcaches.cli.tables import write_csv
+from hf_kvcaches.codec.codec import KVCodec
 from hf_kvcaches.engines.chunks import ChunkCoder, States
 from hf_kvcaches.engines.engine_codec import EngineCodec
 
@@ -29,6 +34,10 @@ PROMPT, FOLLOWING, CHUNK = 1024, 256, 256
 RATIOS = (0.25, 0.125, 0.0625)
 Encode = Callable[[States, int], tuple[Any, int]]
 Decode = Callable[[Any, int, States], States]
+Prompt = tuple[torch.Tensor, States, torch.Tensor]
+"""Token ids, keys and values of the first ones, log-probabilities behind the others."""
+NeedleTest = tuple[States, list[tuple[list[int], list[int]]]]
+"""Keys and values of a context, and questions with their answers."""
 
 
 def cast(dtype: torch.dtype) -> tuple[Encode, Decode]:
@@ -39,6 +48,37 @@ def cast(dtype: torch.dtype) -> tuple[Encode, Decode]:
     return encode, lambda sides, first, like: tuple(side.float() for side in sides)
 
 
+class TimedCodec:
+    """A codec, and the seconds of a processor that its own packing and unpacking took."""
+
+    def __init__(self, codec: KVCodec) -> None:
+        self._codec, self.seconds = codec, 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._codec, name)
+
+    def pack(self, *args: Any, **kwargs: Any) -> Any:
+        return self._timed(self._codec.pack, *args, **kwargs)
+
+    def unpack(self, *args: Any, **kwargs: Any) -> Any:
+        return self._timed(self._codec.unpack, *args, **kwargs)
+
+    def _timed(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        began = time.process_time()
+        result = call(*args, **kwargs)
+        self.seconds += time.process_time() - began
+        return result
+
+
+class Side(NamedTuple):
+    """What is compared."""
+
+    name: str
+    encode: Encode
+    decode: Decode
+    codec: TimedCodec | None = None
+
+
 def stacked(layers: Iterable[States]) -> States:
     keys, values = (torch.stack(side) for side in zip(*layers, strict=True))
     return keys, values
@@ -46,7 +86,7 @@ def stacked(layers: Iterable[States]) -> States:
 
 def connector(coder: ChunkCoder) -> tuple[Encode, Decode]:
     def encode(states: States, first: int) -> tuple[Any, int]:
-        blob = coder.encode(states, first)
+        (blob,) = coder.encode(states, first)
         exact = sum(tensor.numel() * 2 for name, tensor in blob.items() if name.startswith("first"))
         return blob, blob["codes"].nbytes + blob["sizes"].nbytes + exact
 
@@ -74,55 +114,65 @@ def serde(own: Any) -> tuple[Encode, Decode]:
     return encode, decode
 
 
-def sides(args: argparse.Namespace, config: Any) -> Iterator[tuple[str, Encode, Decode]]:
-    """What is compared, by name."""
-    yield "exact, bfloat16", *cast(torch.bfloat16)
-    yield "fp8 (e4m3)", *cast(torch.float8_e4m3fn)
+def sides(args: argparse.Namespace, config: Any) -> Iterator[Side]:
+    yield Side("exact, bfloat16", *cast(torch.bfloat16))
+    yield Side("fp8 (e4m3)", *cast(torch.float8_e4m3fn))
     codec = EngineCodec.load(args.vllm, "vllm").codec
     for ratio in RATIOS:
-        yield f"connector, {ratio:g}", *connector(ChunkCoder(codec.at(ratio), config))
+        timed = TimedCodec(codec.at(ratio))
+        yield Side(f"connector, {ratio:g}", *connector(ChunkCoder(timed, config, CHUNK)), timed)  # type: ignore[arg-type]
     if args.lmcache:
         from hf_kvcaches.engines.lmcache import CodecSerde
 
         codec = EngineCodec.load(args.lmcache, "lmcache").codec
         for ratio in RATIOS:
-            yield f"serde, {ratio:g}", *serde(CodecSerde(codec.at(ratio), "model"))
+            timed = TimedCodec(codec.at(ratio))
+            yield Side(f"serde, {ratio:g}", *serde(CodecSerde(timed, "model")), timed)  # type: ignore[arg-type]
 
 
 @torch.no_grad()
-def measure(model: Any, prompts: list[torch.Tensor], encode: Encode, decode: Decode, exact: list[Any]) -> dict[str, float]:
+def measure(model: Any, prompts: list[Prompt], needles: list[NeedleTest], side: Side) -> dict[str, float]:
     """Bytes as a share of those in 16 bits, what is lost, and MB of exact keys and values in 16 bits a second and thread."""
     totals = {"bytes": 0, "exact": 0, "encode": 0.0, "decode": 0.0}
-    kls, losses = [], []
-    for ids, (states, reference) in zip(prompts, exact, strict=True):
+
+    def read(states: States) -> DynamicCache:
+        """Keys and values of a prompt, chunk by chunk, as they come back."""
         found = []
-        for start in range(0, PROMPT, CHUNK):
-            part = tuple(side[:, :, start : start + CHUNK] for side in states)
+        for start in range(0, states[0].shape[2], CHUNK):
+            part = states[0][:, :, start : start + CHUNK], states[1][:, :, start : start + CHUNK]
             began = time.process_time()
-            coded, size = encode(part, start)
+            coded, size = side.encode(part, start)
             between = time.process_time()
-            found.append(decode(coded, start, part))
+            found.append(side.decode(coded, start, part))
             totals["decode"] += time.process_time() - between
             totals["encode"] += between - began
             totals["bytes"] += size
-            totals["exact"] += sum(side.numel() * 2 for side in part)
+            totals["exact"] += sum(numbers.numel() * 2 for numbers in part)
         cache = DynamicCache(config=model.config)
         for layer in range(len(states[0])):
-            cache.update(*(torch.cat([part[side][layer] for part in found], 1)[None] for side in range(2)), layer)
-        logits = model(ids[:, PROMPT:], past_key_values=cache).logits[0].log_softmax(-1)
+            cache.update(*(torch.cat([part[which][layer] for part in found], 1)[None] for which in range(2)), layer)
+        return cache
+
+    right = [answer.matches for states, questions in needles for answer in answers(model, read(states), questions)]
+    kls, losses = [], []
+    for ids, states, reference in prompts:
+        logits = model(ids[:, PROMPT:], past_key_values=read(states)).logits[0].log_softmax(-1)
         kls.append(float((reference.exp() * (reference - logits)).sum(-1).mean()))
         losses.append(float(torch.nn.functional.nll_loss(logits[:-1], ids[0, PROMPT + 1 :])))
     return {
         "share of bytes": totals["bytes"] / totals["exact"],
         "KL": statistics.mean(kls),
         "perplexity": float(torch.tensor(statistics.mean(losses)).exp()),
+        "needles": sum(right),
+        "of needles": len(right),
         "encode MB/s": totals["exact"] / totals["encode"] / 1e6,
         "decode MB/s": totals["exact"] / totals["decode"] / 1e6,
+        "the codec's share of this time": side.codec.seconds / (totals["encode"] + totals["decode"]) if side.codec else None,
     }
 
 
 def engine(args: argparse.Namespace, prompts: list[list[int]]) -> Iterator[dict[str, Any]]:
-    """Seconds to the first token in a process of vLLM's, and how many tokens came from the store."""
+    """Seconds to the first token in a process of vLLM's, cold and then from the store, and how many tokens came from there."""
     from vllm import LLM, SamplingParams
 
     extra = {"codec": args.vllm, "store": f"disk:{args.engine}", "timeout": 60}
@@ -134,18 +184,32 @@ def engine(args: argparse.Namespace, prompts: list[list[int]]) -> Iterator[dict[
     transfer |= {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
     sizes = {"max_model_len": 2304, "max_num_seqs": 4, "block_size": 128}
     llm = LLM(args.model, dtype="float32", enforce_eager=True, enable_prefix_caching=False, kv_transfer_config=transfer, **sizes)
-    for ids in ([3, 4, 5], *prompts):  # the first pass of a process is slow
+    for number, ids in enumerate([[3, 4, 5], *prompts, *prompts]):  # the first pass of a process is slow
+        if number == 1 + len(prompts):
+            time.sleep(10)  # chunks are stored in the background
         began = time.perf_counter()
         (done,) = llm.generate([{"prompt_token_ids": ids}], SamplingParams(max_tokens=1, temperature=0), use_tqdm=False)
         yield {"tokens": len(ids), "from the store": done.num_cached_tokens, "seconds": time.perf_counter() - began}
 
 
 @torch.no_grad()
-def read_exactly(model: Any, prompt: torch.Tensor) -> tuple[States, torch.Tensor]:
-    """Keys and values of a prompt, (layers, kv_heads, tokens, head_dim), and log-probabilities of what follows."""
-    cache = model(prompt[:, :PROMPT], logits_to_keep=1).past_key_values
-    states = tuple(torch.stack([getattr(layer, side)[0] for layer in cache.layers]) for side in ("keys", "values"))
-    return states, model(prompt[:, PROMPT:], past_key_values=cache).logits[0].log_softmax(-1)
+def states_of(model: Any, ids: torch.Tensor) -> tuple[States, DynamicCache]:
+    """Keys and values of a prompt, (layers, kv_heads, tokens, head_dim), and the cache that has them."""
+    cache = model(ids, logits_to_keep=1).past_key_values
+    keys, values = (torch.stack([getattr(layer, side)[0] for layer in cache.layers]) for side in ("keys", "values"))
+    return (keys, values), cache
+
+
+@torch.no_grad()
+def needle_tests(model: Any, tokenizer: Any, prose: str, contexts: int) -> list[NeedleTest]:
+    """Contexts of about 1,000 tokens, and those of their questions that the exact prompt answers."""
+    tests = []
+    for prompt in needle_prompts(tokenizer, contexts, "digits", 4, tokens=1000, seed=1, prose=prose):
+        states, cache = states_of(model, torch.tensor([prompt.context]))
+        asked = [(prompt.question, prompt.answer), *prompt.others]
+        known = [answer.matches for answer in answers(model, cache, asked)]
+        tests.append((states, list(itertools.compress(asked, known))))
+    return tests
 
 
 def main() -> None:
@@ -155,22 +219,29 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--lmcache")
     parser.add_argument("--prompts", type=int, default=4)
-    parser.add_argument("--engine", type=Path, metavar="FOLDER", help="of a store that vLLM fills and reads")
+    parser.add_argument("--contexts", type=int, default=12, help="of four needles each")
+    parser.add_argument("--engine", type=Path, metavar="FOLDER", help="of a store that vLLM fills and then reads")
     parser.add_argument("--csv", type=Path)
     args = parser.parse_args()
     args.threads = args.threads or 1
     torch.set_num_threads(args.threads)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    ids = torch.tensor(tokenizer(args.text.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"])
+    text = args.text.read_text(encoding="utf-8")
+    ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
     if args.engine:
         print(*engine(args, [ids[number * 2000 :][:2000].tolist() for number in range(2)]), sep="\n")
         return
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
-    prompts = [ids[None, start : start + PROMPT + FOLLOWING] for start in range(0, args.prompts * 2000, 2000)]
-    exact, rows = [read_exactly(model, prompt) for prompt in prompts], []
-    for name, encode, decode in sides(args, model.config):
-        rows.append({"": name} | measure(model, prompts, encode, decode, exact))
-        print(name, {key: round(value, 4) for key, value in list(rows[-1].items())[1:]}, flush=True)
+    prompts, rows = list[Prompt](), []
+    for start in range(0, args.prompts * 2000, 2000):
+        prompt = ids[None, start : start + PROMPT + FOLLOWING]
+        states, cache = states_of(model, prompt[:, :PROMPT])
+        with torch.no_grad():
+            prompts.append((prompt, states, model(prompt[:, PROMPT:], past_key_values=cache).logits[0].log_softmax(-1)))
+    needles = needle_tests(model, tokenizer, text, args.contexts)
+    for side in sides(args, model.config):
+        rows.append({"": side.name} | measure(model, prompts, needles, side))
+        print(side.name, {name: round(value, 4) for name, value in list(rows[-1].items())[1:] if value is not None}, flush=True)
     if args.csv:
         write_csv(args.csv, rows)
 

@@ -9,9 +9,11 @@ Numbers are little-endian. A tile of n tokens has ceil(n / 2) lanes. Lane i code
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from hf_kvcaches.codec.entropy import LANES, LOWEST, TILE, CodedTiles
@@ -133,3 +135,48 @@ def tiles_of(parts: Sequence[SpanTiles]) -> CodedTiles:
 def _lanes_before(tokens: int) -> int:
     """Lanes of the tiles of so many tokens."""
     return tokens // TILE * LANES + lanes_of(tokens % TILE)[0]
+
+
+def join(records: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One record of consecutive ones of a layer, on the CPU, all but the last of whole tiles."""
+    parts = [_sections(record) for record in records]
+    if any(tokens % TILE for tokens, *_ in parts[:-1]):
+        raise ArtifactError(DAMAGED)
+    return _joined(sum(tokens for tokens, *_ in parts), zip(*(sections for _, *sections in parts), strict=True))
+
+
+def cut(record: torch.Tensor, tokens: int) -> list[torch.Tensor]:
+    """The inverse: records of so many tokens each, a multiple of 64, the last one of what is left."""
+    whole, heads, states, words, escaped = _sections(record)
+    ends = np.concatenate([np.zeros((1, 2), np.int64), heads.view("<i4").reshape(-1, 2).cumsum(0, dtype=np.int64)])
+    records = []
+    for start in range(0, whole, tokens):
+        stop = min(start + tokens, whole)
+        first, last = start // TILE, -(-stop // TILE)
+        sections = (
+            heads[_HEAD * first : _HEAD * last],
+            states[_STATE * _lanes_before(start) : _STATE * _lanes_before(stop)],
+            *(side[_INTEGER * ends[first, column] : _INTEGER * ends[last, column]] for column, side in enumerate((words, escaped))),
+        )
+        records.append(_joined(stop - start, [[section] for section in sections]))
+    return records
+
+
+def _sections(record: torch.Tensor) -> tuple[int, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens, and the bytes of heads, states, words and escaped integers of a record on the CPU."""
+    data = record.numpy()
+    tokens = int(data[:_TOKENS].view("<i4")[0]) if len(data) >= _TOKENS else -1
+    heads = data[_TOKENS : _TOKENS + _HEAD * -(-tokens // TILE)]
+    if tokens < 0 or len(heads) % _HEAD:
+        raise ArtifactError(DAMAGED)
+    counts = heads.view("<i4").reshape(-1, 2)
+    sizes = [_TOKENS, len(heads), _STATE * _lanes_before(tokens), *(_INTEGER * counts.sum(0, dtype=np.int64))]
+    if (counts < 0).any() or sum(sizes) != len(data):
+        raise ArtifactError(DAMAGED)
+    _, heads, states, words, escaped, _ = np.split(data, np.cumsum(sizes))
+    return tokens, heads, states, words, escaped
+
+
+def _joined(tokens: int, sections: Iterable[Sequence[np.ndarray]]) -> torch.Tensor:
+    """A record of so many tokens, whose sections come in parts."""
+    return torch.from_numpy(np.concatenate([np.array([tokens], "<i4").view(np.uint8), *itertools.chain.from_iterable(sections)]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,7 +13,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from hf_kvcaches.codec.codec import KVCodec
-from hf_kvcaches.core.rope import rotation_of
+from hf_kvcaches.codec.packing import cut, join
+from hf_kvcaches.core.rope import RotaryGeometry, rotation_of
 from hf_kvcaches.errors import ArtifactError, KVCacheError, whole_number
 from hf_kvcaches.kernels.rotation import Layout, rotate_
 from hf_kvcaches.stores.blobs import BlobStore
@@ -21,6 +23,8 @@ _PENDING = 1 << 28  # bytes of keys and values that may wait for the thread; chu
 
 States = tuple[torch.Tensor, torch.Tensor]
 """Keys and values, (layers, heads, tokens, dim) each; of one layer without the first dimension."""
+RotationTables = tuple[torch.Tensor, torch.Tensor, Layout]
+"""Cosines and sines, (tokens, pairs), and which dimensions form a pair."""
 
 
 def chain(root: bytes, ids: Sequence[int], size: int) -> list[str]:
@@ -45,52 +49,53 @@ class ChunkCoder:
 
     Args:
         config: The model's.
+        size: Tokens of a chunk, a multiple of 64.
     """
 
-    def __init__(self, codec: KVCodec, config: PreTrainedConfig) -> None:
-        self._codec, geometries = codec, rotation_of(config).layers
+    def __init__(self, codec: KVCodec, config: PreTrainedConfig, size: int) -> None:
+        self._codec, self._size, geometries = codec, size, rotation_of(config).layers
         self._geometries = {layer: geometries[layer] for layer in range(codec.layer_count) if codec.geometry(config, layer) is not None}
 
-    def encode(self, states: States, first: int) -> dict[str, torch.Tensor]:
-        """Return the blob of a chunk whose first token is at position `first`."""
+    def encode(self, states: States, first: int) -> list[dict[str, torch.Tensor]]:
+        """Return the blobs of chunks, the first of which begins at position `first`."""
         keys, values = states
         exact, unrotated = max(0, self._codec.exact_tokens - first), dict(enumerate(keys))
         for layer, rotation in self._rotations(first, keys.shape[2], keys.device, back=True).items():
             unrotated[layer] = rotate_(keys[layer].to(torch.float32, copy=True), *rotation)
         by_layer = self._codec.pack(unrotated, dict(enumerate(values)), left_out=exact)
-        records = [by_layer[layer] for layer in range(len(keys))]
-        blob = {"sizes": torch.tensor([len(record) for record in records], dtype=torch.int32), "codes": torch.cat(records)}
-        return blob | ({"first_keys": keys[:, :, :exact].clone(), "first_values": values[:, :, :exact].clone()} if exact else {})
+        chunks = zip(*(cut(by_layer[layer].cpu(), self._size) for layer in range(len(keys))), strict=True)
+        blobs = [{"sizes": torch.tensor([*map(len, records)], dtype=torch.int32), "codes": torch.cat(records)} for records in chunks]
+        if exact:
+            blobs[0] |= {"first_keys": keys[:, :, :exact].clone(), "first_values": values[:, :, :exact].clone()}
+        return blobs
 
     def decode(self, blobs: Sequence[Mapping[str, torch.Tensor]], first: int, skip: int, device: torch.device) -> Iterator[States]:
         """Yield keys and values of each layer, float32: consecutive chunks from position `first` on, without the first `skip` tokens."""
-        spans, layers = list[tuple[int, torch.Tensor, int, int | None]](), self._codec.layer_count
-        for number, blob in enumerate(blobs):
+        chunks, start = list[tuple[torch.Tensor, ...]](), first + skip
+        for blob in blobs:
             sizes = blob["sizes"].tolist()
-            if len(sizes) != layers or min(sizes) < 0 or sum(sizes) != len(blob["codes"]):
+            if len(sizes) != self._codec.layer_count or min(sizes) < 0 or sum(sizes) != len(blob["codes"]):
                 raise ArtifactError("The records of a chunk don't fit each other.")
-            records = blob["codes"].to(device).split(sizes)
-            spans += [(layer, record, 0 if number else skip, None) for layer, record in enumerate(records)]
-        pairs, start = self._codec.unpack(spans), first + skip
-        rotations = self._rotations(start, sum(keys.shape[1] for keys, _ in pairs[::layers]), device)
-        for layer in range(layers):
-            keys, values = (torch.cat(side, 1) for side in zip(*pairs[layer::layers], strict=True))
+            chunks.append(blob["codes"].split(sizes))
+        records = [join(of_layer) for of_layer in zip(*chunks, strict=True)]
+        on_device = torch.cat(records).to(device).split([*map(len, records)])
+        pairs = self._codec.unpack([(layer, record, skip, None) for layer, record in enumerate(on_device)])
+        rotations = self._rotations(start, pairs[0][0].shape[1], device)
+        for layer, (keys, values) in enumerate(pairs):
             if layer in rotations:
                 rotate_(keys, *rotations[layer])
             if (exact := self._codec.exact_tokens - start) > 0:
                 keys[:, :exact], values[:, :exact] = (blobs[0][name][layer, :, skip:] for name in ("first_keys", "first_values"))
             yield keys, values
 
-    def _rotations(
-        self, first: int, tokens: int, device: torch.device, back: bool = False
-    ) -> dict[int, tuple[torch.Tensor, torch.Tensor, Layout]]:
-        """By layer, what rotates keys from position `first` on: cosines, sines and which dimensions form a pair."""
-        positions, tables = torch.arange(first, first + tokens, device=device), dict[int, tuple[torch.Tensor, torch.Tensor, Layout]]()
-        for geometry in {id(geometry): geometry for geometry in self._geometries.values()}.values():
+    def _rotations(self, first: int, tokens: int, device: torch.device, back: bool = False) -> dict[int, RotationTables]:
+        """By layer, what rotates keys from position `first` on, or undoes that."""
+        positions, tables = torch.arange(first, first + tokens, device=device), dict[RotaryGeometry, RotationTables]()
+        for geometry in set(self._geometries.values()):
             cos, sin = geometry.cos_sin(positions)
             scaling = 1 / geometry.attention_scaling if back else geometry.attention_scaling
-            tables[id(geometry)] = cos * scaling, sin * (-scaling if back else scaling), geometry.layout
-        return {layer: tables[id(geometry)] for layer, geometry in self._geometries.items()}
+            tables[geometry] = cos * scaling, sin * (-scaling if back else scaling), geometry.layout
+        return {layer: tables[geometry] for layer, geometry in self._geometries.items()}
 
 
 class ChunkWriter:
@@ -105,19 +110,23 @@ class ChunkWriter:
         self._store, self._coder, self._complain = store, coder, complain
         self._cap = None if cap is None else whole_number("cap", cap, 1, "a number of bytes")
         self._sizes, self._unchecked, self._waiting, self._lock = dict[str, int](), cap or 0, 0, threading.Lock()
-        self._queue: queue.Queue[tuple[str, Sequence[torch.Tensor], int, torch.cuda.Event | None] | None] = queue.Queue()
+        self._queue: queue.Queue[tuple[list[str], States, int, torch.cuda.Event | None] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._run, name="hf-kvcaches-writer", daemon=True)
         self._thread.start()
 
-    def submit(self, key: str, states: Sequence[torch.Tensor], first: int) -> None:
-        """Store keys and values from position `first` on later, if there is room for them. Nobody else writes to them."""
+    def submit(self, names: list[str], states: States, first: int) -> None:
+        """Store chunks from position `first` on later, if there is room for them. Nobody else writes to their keys and values.
+
+        Args:
+            names: Of the chunks in the store.
+        """
         size = sum(side.nbytes for side in states)
         if self._waiting + size > _PENDING:
-            return self._complain("Chunks come faster than they are encoded, and one is not stored.")
+            return self._complain(f"Chunks come faster than they are encoded, and {len(names)} are not stored.")
         with self._lock:
             self._waiting += size
         copied = torch.cuda.current_stream(states[0].device).record_event() if states[0].is_cuda else None
-        return self._queue.put((key, states, first, copied))
+        return self._queue.put((names, states, first, copied))
 
     def close(self, timeout: float = 30.0) -> None:
         """Store what waits, for so many seconds at most."""
@@ -127,7 +136,7 @@ class ChunkWriter:
     @torch.inference_mode()
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            key, (keys, values), first, copied = item
+            names, (keys, values), first, copied = item
             try:
                 if copied is not None:  # this thread has a stream of its own
                     torch.cuda.set_device(keys.device)
@@ -135,12 +144,14 @@ class ChunkWriter:
                     for side in (keys, values):
                         side.record_stream(torch.cuda.current_stream())
                 self._store.begin()
-                if not any(True for _ in self._store.heads([key])):
-                    blob = self._coder.encode((keys, values), first)
-                    self._make_room(sum(tensor.nbytes for tensor in blob.values()))
-                    self._store.put(key, {"tokens": keys.shape[2]}, blob)
+                missing = [not any(True for _ in self._store.heads([name])) for name in names]
+                if any(missing):
+                    blobs = zip(names, self._coder.encode((keys, values), first), strict=True)
+                    for name, blob in itertools.compress(blobs, missing):
+                        self._make_room(sum(tensor.nbytes for tensor in blob.values()))
+                        self._store.put(name, {}, blob)
             except (OSError, KVCacheError, RuntimeError) as error:
-                self._complain(f"A chunk is not stored: {error}")
+                self._complain(f"Chunks are not stored: {error}")
             with self._lock:
                 self._waiting -= keys.nbytes + values.nbytes
 

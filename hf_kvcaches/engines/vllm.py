@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -74,7 +75,7 @@ class CodecConnector(KVConnectorBase_V1):
     - `store`: `disk:FOLDER` or `redis://host:port/db?prefix=NAME`
     - `codec`: the folder that `hf-kvcaches calibrate codec --for vllm` wrote
     - `cap`: the most bytes of the store, beyond which the oldest blobs are deleted; without it there is no limit
-    - `chunk`: tokens of a chunk, a multiple of vLLM's block size (128)
+    - `chunk`: tokens of a chunk, a multiple of 64 and of vLLM's block size (128)
     - `timeout`: seconds that all reads of a prompt may wait for the store (1)
     """
 
@@ -83,12 +84,13 @@ class CodecConnector(KVConnectorBase_V1):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         model, self._block = vllm_config.model_config, vllm_config.cache_config.block_size
-        options = {"cap": None, "chunk": max(128, self._block), "timeout": TIMEOUT} | self._kv_transfer_config.kv_connector_extra_config
+        defaults = {"cap": None, "chunk": math.lcm(128, self._block), "timeout": TIMEOUT}
+        options = defaults | self._kv_transfer_config.kv_connector_extra_config
         if options.keys() != {"store", "codec", "cap", "chunk", "timeout"}:
             raise ConfigError.of("kv_connector_extra_config", "store, codec, and perhaps cap, chunk and timeout", sorted(options))
         self._chunk = whole_number("chunk", options["chunk"], 1)
-        if self._chunk % self._block:
-            raise ConfigError.of("chunk", f"a multiple of vLLM's block size, {self._block}", self._chunk)
+        if self._chunk % self._block or self._chunk % 64:
+            raise ConfigError.of("chunk", f"a multiple of 64 and of vLLM's block size, {self._block}", self._chunk)
         engine_codec = EngineCodec.load(options["codec"], "vllm")
         require_served(vllm_config, kv_cache_config, engine_codec)
         engine_codec.require_checkpoint(model.model, model.revision)
@@ -99,8 +101,9 @@ class CodecConnector(KVConnectorBase_V1):
             self._loads, self._reader = list[Any](), ThreadPoolExecutor(1, "hf-kvcaches-reader")
         else:
             self._spec, self._heads = kv_cache_config.kv_cache_groups[0].kv_cache_spec, model.get_total_num_kv_heads()
-            self._coder, self._layers = ChunkCoder(engine_codec.codec, model.hf_text_config), list[tuple[torch.Tensor, BlockLayout]]()
-            self._writer, self._failed = ChunkWriter(self._store, self._coder, options["cap"], logger.warning), set[int]()
+            self._layers, self._failed = list[tuple[torch.Tensor, BlockLayout]](), set[int]()
+            self._coder = ChunkCoder(engine_codec.codec, model.hf_text_config, self._chunk)
+            self._writer = ChunkWriter(self._store, self._coder, options["cap"], logger.warning)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         name, start = request.request_id, num_computed_tokens // self._chunk
@@ -181,9 +184,11 @@ class CodecConnector(KVConnectorBase_V1):
                 # Where there are fewer heads than processes, several processes have the same.
                 sides = [group.all_gather(side, 1) for side in sides]
                 sides = [side[:, :: side.shape[1] // self._heads] for side in sides]
-            for number, (key, *states) in enumerate(zip(keys, *(side.split(self._chunk, 2) for side in sides), strict=True)):
-                if number % group.world_size == group.rank_in_group:
-                    self._writer.submit(key, states, first + number * self._chunk)
+            own_first, own_end = (rank * len(keys) // group.world_size for rank in (group.rank_in_group, group.rank_in_group + 1))
+            for start in range(own_first, own_end, _TOGETHER):
+                names = keys[start : min(start + _TOGETHER, own_end)]
+                tokens = slice(start * self._chunk, (start + len(names)) * self._chunk)
+                self._writer.submit(names, (sides[0][:, :, tokens], sides[1][:, :, tokens]), first + tokens.start)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         failed, self._failed = self._failed, set()

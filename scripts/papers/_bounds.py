@@ -36,13 +36,7 @@ class AttentionBounds:
 
 
 def logit_error_bound(residual: Number, query_norm: Number, scaling: Number) -> torch.Tensor:
-    """How far any logit can be off: by Cauchy-Schwarz at most `|scaling| ||q|| ||k - gamma Pk||`, which a query along k - gamma Pk reaches.
-
-    Args:
-        residual: The largest norm of a row `k - gamma P k`, or the operator norm of all of them, with the gamma of the logits.
-        query_norm: Of the query as it meets the keys: rotated, if they are.
-        scaling: What the model multiplies `q.k` with, often `1 / sqrt(d)`.
-    """
+    """How far any logit can be off: `|scaling| ||q|| ||k - gamma Pk||` by Cauchy-Schwarz, which a query along k - gamma Pk reaches."""
     return _double(scaling).abs() * _double(query_norm) * _double(residual)
 
 
@@ -50,30 +44,22 @@ def weight_error_bound(logit_error: Number) -> torch.Tensor:
     """How far softmax can be off, as the sum of absolute differences: `2 tanh(e / 2)`.
 
     Half of the sum is what some set of tokens gains. If its true weight is p, it gains most when its logits rise by e and all others fall
-    by e: then its odds grow by exp(2e). The gain is largest for p = 1 / (1 + exp(e)), and there tanh(e / 2). Softmax ignores what is added
-    to all logits, so half the difference between the largest and the smallest error may be given, too.
+    by e: then its odds grow by exp(2e). The gain is largest for p = 1 / (1 + exp(e)), and there tanh(e / 2).
     """
     return 2 * torch.tanh(_double(logit_error) / 2)
 
 
 def output_error_bound(logit_error: Number, value_radius: Number, value_residual: Number) -> torch.Tensor:
-    """How far the output can be off.
+    """How far the output can be off: its error is `sum (a - a') v + sum a' (v - Pv)`.
 
-    The output's error is `sum (a - a') v + sum a' (v - Pv)`. The differences of weights sum up to 0, so any one vector may be taken from
-    all values in the first sum; the second is an average of residuals.
-
-    Args:
-        value_radius: The largest distance of the values from some one vector; see `value_radius`.
-        value_residual: The same of the values, without gamma.
+    Differences of weights sum up to 0, so any one vector may be taken from all values in the first sum; the second is an average of
+    residuals.
     """
     return weight_error_bound(logit_error) * _double(value_radius) + _double(value_residual)
 
 
 def value_radius(values: torch.Tensor) -> torch.Tensor:
-    """The largest distance of the values from 0 or from their mean, whichever is smaller, (...).
-
-    For a model with a learned sink in its softmax, whose value is 0, append a row of zeros to the values, (..., tokens, d).
-    """
+    """The largest distance of the values from 0 or from their mean, whichever is smaller, (...)."""
     values = values.double()
     centres = (values, values - values.mean(-2, keepdim=True))
     largest = [torch.linalg.vector_norm(centred, dim=-1).amax(-1) for centred in centres]
@@ -83,16 +69,12 @@ def value_radius(values: torch.Tensor) -> torch.Tensor:
 def attention_error_bound(
     key_residuals: torch.Tensor, value_residuals: torch.Tensor, query_norm: Number, value_radius: Number, scaling: Number
 ) -> AttentionBounds:
-    """Both bounds over chunks that have bases of their own.
-
-    One softmax runs over all chunks, so the worst of them counts; the output's second term is an average. Exact tokens need not be listed.
+    """Both bounds, over all tokens or over chunks that have bases of their own.
 
     Args:
-        key_residuals: (..., chunks): the largest row or the operator norm of each chunk, with the gamma of the logits. The rows of all
-            tokens do, too. With none, logits are exact.
-        value_residuals: (..., chunks): the same of values.
-        query_norm: (...).
-        value_radius: (...), over the values of all chunks and of the exact tokens.
+        key_residuals: (..., chunks or tokens): the norm of a row `k - gamma P k`, or the operator norm of a chunk.
+        value_residuals: The same of values, without gamma.
+        query_norm: Of the query as it meets the keys: rotated, if they are.
         scaling: What the model multiplies `q.k` with.
     """
     logits = logit_error_bound(_largest(key_residuals), query_norm, scaling)
@@ -107,17 +89,11 @@ def paper_sketch_bound(gram: torch.Tensor, rank: int, size: int) -> torch.Tensor
 
 
 def certificate(energy: torch.Tensor, sketch_energy: torch.Tensor, size: int) -> torch.Tensor:
-    """How far a Frequent Directions sketch can be from what it has seen, `||X'X - S'S||`, from two numbers that a stream knows.
+    """How far a Frequent Directions sketch S can be from what it has seen, `||X'X - S'S||`, by the squared Frobenius norms of X and S.
 
-    A shrinking by x takes x from at least `size` squared singular values. Never above the least `tail_r / (size - r)` over the ranks r,
-    where `tail_r` is what the best subspace of rank r misses of the tokens.
-
-    Args:
-        energy: `||X||_F ** 2`.
-        sketch_energy: `||S||_F ** 2`.
-        size: The number of the singular value whose square is taken off.
+    A shrinking by x takes x from at least `size` squared singular values. Both energies are sums of rounded squares, and their difference
+    may be nothing.
     """
-    # Both are sums of rounded squares, and their difference may be nothing.
     return (energy - sketch_energy).clamp_min(0) / size + 64 * torch.finfo(torch.float64).eps * energy
 
 
@@ -126,10 +102,6 @@ def sketched_residual_bound(next_singular_value: torch.Tensor, covariance_error:
 
     With P onto the first r right singular vectors of S, `||X (I - P)|| ** 2` is at most `||S (I - P)|| ** 2 + ||X'X - S'S||`, and the
     first term is the square of the sketch's singular value r + 1. No gap between singular values is needed.
-
-    Args:
-        next_singular_value: Number r + 1 of the sketch or of the tokens.
-        covariance_error: `||X'X - S'S||` or a bound on it.
     """
     return (next_singular_value.square() + covariance_error).sqrt()
 

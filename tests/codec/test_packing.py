@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_kvcaches import ArtifactError, ConfigError, KVCodec
+from hf_kvcaches.codec.packing import cut, join
 from hf_kvcaches.codec.shape import Shape
 from tests import tiny
 from tests.codec.measured import calibrate, made, packed, states
@@ -200,3 +201,27 @@ def test_a_model_of_several_groups_and_windows_is_packed_where_attention_is_full
     assert sorted(codec.packed.bases) == [1, 3]
     keys = {layer: torch.randn(2, 9, 8) for layer in (1, 3)}
     assert [each[0].shape for each in unpacked(codec, codec.pack(keys, keys))] == [(2, 9, 8)] * 2
+
+
+@given(data=st.data())
+def test_records_of_whole_tiles_are_joined_and_cut_without_a_change(data: st.DataObject) -> None:
+    codec, size, tokens = made(), 64 * data.draw(st.integers(1, 3)), data.draw(st.integers(0, 300))
+    layer = data.draw(st.integers(0, 3))
+    whole = packed(codec, {layer: tuple(each[:, :tokens] for each in states(300)[layer])})[layer]
+    records = cut(whole, size)
+    for record, start in zip(records, range(0, tokens, size), strict=True):
+        alone = {layer: tuple(each[:, start : min(start + size, tokens)] for each in states(300)[layer])}
+        assert torch.equal(record, packed(codec, alone)[layer])
+    if records:
+        assert torch.equal(join(records), whole)
+
+
+def test_records_that_do_not_fit_each_other_are_not_joined() -> None:
+    record = packed(made(), {0: states(100)[0]})[0]
+    for records in ([record, record], [record[:-1]], [record[:3]], [torch.cat([record, record])]):
+        with pytest.raises(ArtifactError, match="damaged"):
+            join(records)
+    negative = record.clone()
+    negative[4:12].view(torch.int32)[0] -= 1 << 20
+    with pytest.raises(ArtifactError, match="damaged"):
+        join([negative])

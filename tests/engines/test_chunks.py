@@ -24,24 +24,26 @@ def model():
 
 @pytest.fixture(scope="module")
 def coder(model):
-    return ChunkCoder(calibrate(model, tiny.ids(6, 200, seed=1).tolist(), bytes_ratio=0.75), model.config)
+    return ChunkCoder(calibrate(model, tiny.ids(6, 200, seed=1).tolist(), bytes_ratio=0.75), model.config, 64)
+
+
+@pytest.fixture(scope="module")
+def chunk(states):
+    """The first of three chunks."""
+    return tuple(side[:, :, :64] for side in states)
 
 
 @pytest.fixture(scope="module")
 def states(model):
-    """Keys and values of a prompt of 64 tokens, (layers, heads, tokens, dim) each."""
+    """Keys and values of a prompt of 160 tokens, (layers, heads, tokens, dim) each."""
     with torch.no_grad():
-        cache = model(input_ids=tiny.ids(1, 64, seed=2), use_cache=True).past_key_values
+        cache = model(input_ids=tiny.ids(1, 160, seed=2), use_cache=True).past_key_values
     return tuple(torch.stack([getattr(layer, side)[0] for layer in cache.layers]) for side in ("keys", "values"))
 
 
 def decoded(coder, blobs, first, skip):
     """Keys and values of all layers."""
     return [torch.stack(side) for side in zip(*coder.decode(blobs, first, skip, CPU), strict=True)]
-
-
-def parts(states, *sizes):
-    return zip(*(side.split(list(sizes), 2) for side in states), strict=True)
 
 
 @given(st.lists(st.integers(0, 2**31 - 1), max_size=40), st.integers(1, 8), st.data())
@@ -58,19 +60,28 @@ def test_a_key_says_all_tokens_up_to_the_end_of_its_chunk(ids, size, data):
 
 
 def test_chunks_come_back_at_their_positions_whatever_their_number(coder, states):
-    blobs = [coder.encode(part, start) for part, start in zip(parts(states, 16, 32, 16), (0, 16, 48), strict=True)]
+    blobs = coder.encode(states, 0)
+    assert len(blobs) == 3
     for found, expected in zip(decoded(coder, blobs, 0, 0), states, strict=True):
         torch.testing.assert_close(found, expected, atol=0.05, rtol=0)
-    later = decoded(coder, blobs[1:], 16, 5)
+    later = decoded(coder, blobs[1:], 64, 5)
     for found, expected in zip(later, states, strict=True):
-        torch.testing.assert_close(found, expected[:, :, 21:], atol=0.05, rtol=0)
+        torch.testing.assert_close(found, expected[:, :, 69:], atol=0.05, rtol=0)
+
+
+def test_chunks_have_the_codes_that_they_have_alone(coder, states):
+    together = coder.encode(states, 0)
+    for blob, start in zip(together, (0, 64, 128), strict=True):
+        (alone,) = coder.encode(tuple(side[:, :, start : start + 64] for side in states), start)
+        assert blob.keys() == alone.keys()
+        assert all(torch.equal(tensor, alone[name]) for name, tensor in blob.items())
 
 
 def test_the_first_tokens_of_a_prompt_come_back_as_they_were(coder, states):
-    (first, *_) = parts(states, 16, 48)
-    for found, expected in zip(decoded(coder, [coder.encode(first, 0)], 0, 0), states, strict=True):
+    blobs = coder.encode(states, 0)
+    for found, expected in zip(decoded(coder, blobs, 0, 0), states, strict=True):
         assert torch.equal(found[:, :, :4], expected[:, :, :4])
-    for found, expected in zip(decoded(coder, [coder.encode(first, 0)], 0, 3), states, strict=True):
+    for found, expected in zip(decoded(coder, blobs[:1], 0, 3), states, strict=True):
         assert torch.equal(found[:, :, 0], expected[:, :, 3])
 
 
@@ -81,7 +92,7 @@ def test_encoding_leaves_what_it_is_given_as_it_was(coder, states):
 
 
 def test_records_that_do_not_fit_each_other_are_refused(coder, states):
-    blob = coder.encode(states, 0)
+    blob, *_ = coder.encode(states, 0)
     with pytest.raises(ArtifactError, match="don't fit"):
         decoded(coder, [blob | {"codes": blob["codes"][:-1]}], 0, 0)
     with pytest.raises(ArtifactError, match="don't fit"):
@@ -101,11 +112,11 @@ class SlowBlobs(MemoryBlobs):
         return super().put(key, head, tensors)
 
 
-def test_chunks_are_stored_once_and_in_the_background(coder, states):
+def test_chunks_are_stored_once_and_in_the_background(coder, chunk):
     store, complaints = SlowBlobs(), []
     writer = ChunkWriter(store, coder, None, complaints.append)
     for key in ("aa", "bb", "aa"):
-        writer.submit(key, states, 0)
+        writer.submit([key], chunk, 0)
     assert store.put_keys == []
     store.goes_on.set()
     writer.close()
@@ -113,18 +124,28 @@ def test_chunks_are_stored_once_and_in_the_background(coder, states):
     assert set(store.tensors("aa")) == {"codes", "sizes", "first_keys", "first_values"}
 
 
-def test_a_store_beyond_its_cap_loses_its_oldest_chunks(coder, states):
-    sizes = {name: tensor.nbytes for name, tensor in coder.encode(states, 0).items()}
+def test_chunks_that_a_store_has_are_not_stored_again(coder, states):
+    store = SlowBlobs()
+    store.goes_on.set()
+    writer = ChunkWriter(store, coder, None, pytest.fail)
+    writer.submit(["bb"], tuple(side[:, :, 64:128] for side in states), 64)
+    writer.submit(["aa", "bb", "cc"], states, 0)
+    writer.close()
+    assert store.put_keys == ["bb", "aa", "cc"]
+
+
+def test_a_store_beyond_its_cap_loses_its_oldest_chunks(coder, chunk):
+    sizes = {name: tensor.nbytes for name, tensor in coder.encode(chunk, 0)[0].items()}
     store = MemoryBlobs()
-    store.put("00", {}, coder.encode(states, 0))  # another instance's
+    store.put("00", {}, coder.encode(chunk, 0)[0])  # another instance's
     writer = ChunkWriter(store, coder, int(2.5 * sum(sizes.values())), pytest.fail)
     for number in range(1, 5):
-        writer.submit(f"{number:02x}", states, 0)
+        writer.submit([f"{number:02x}"], chunk, 0)
     writer.close()
     assert sorted(store.versions()) == ["03", "04"]
 
 
-def test_a_chunk_that_cannot_be_stored_is_complained_about_and_the_next_one_stored(coder, states):
+def test_a_chunk_that_cannot_be_stored_is_complained_about_and_the_next_one_stored(coder, chunk):
     class Failing(MemoryBlobs):
         def put(self, key, head, tensors):
             if key == "aa":
@@ -133,21 +154,21 @@ def test_a_chunk_that_cannot_be_stored_is_complained_about_and_the_next_one_stor
 
     store, complaints = Failing(), []
     writer = ChunkWriter(store, coder, None, complaints.append)
-    writer.submit("aa", states, 0)
-    writer.submit("bb", (states[0] * torch.inf, states[1]), 0)
-    writer.submit("cc", states, 0)
+    writer.submit(["aa"], chunk, 0)
+    writer.submit(["bb"], (chunk[0] * torch.inf, chunk[1]), 0)
+    writer.submit(["cc"], chunk, 0)
     writer.close()
     assert list(store.versions()) == ["cc"]
     assert len(complaints) == 2
     assert "the server is gone" in complaints[0]
 
 
-def test_chunks_that_come_faster_than_they_are_encoded_are_left_out(coder, states, monkeypatch):
-    monkeypatch.setattr("hf_kvcaches.engines.chunks._PENDING", 2 * sum(side.nbytes for side in states))
+def test_chunks_that_come_faster_than_they_are_encoded_are_left_out(coder, chunk, monkeypatch):
+    monkeypatch.setattr("hf_kvcaches.engines.chunks._PENDING", 2 * sum(side.nbytes for side in chunk))
     store, complaints = SlowBlobs(), []
     writer = ChunkWriter(store, coder, None, complaints.append)
     for key in ("aa", "bb", "cc"):
-        writer.submit(key, states, 0)
+        writer.submit([key], chunk, 0)
     store.goes_on.set()
     writer.close()
     assert store.put_keys == ["aa", "bb"]
