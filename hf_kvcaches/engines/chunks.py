@@ -115,11 +115,7 @@ class ChunkWriter:
         self._thread.start()
 
     def submit(self, names: list[str], states: States, first: int) -> None:
-        """Store chunks from position `first` on later, if there is room for them. Nobody else writes to their keys and values.
-
-        Args:
-            names: Of the chunks in the store.
-        """
+        """Store chunks from position `first` on under these names later, if there is room for them. Nobody else writes to their states."""
         size = sum(side.nbytes for side in states)
         if self._waiting + size > _PENDING:
             return self._complain(f"Chunks come faster than they are encoded, and {len(names)} are not stored.")

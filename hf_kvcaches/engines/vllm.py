@@ -42,15 +42,10 @@ logger = init_logger(f"vllm.{__name__}")
 
 @dataclass
 class Transfers(KVConnectorMetadata):
-    """What the workers do in a step.
+    """What the workers do in a step, chunk by chunk."""
 
-    Args:
-        loads: Chunks to decode, the blocks that they fill, the position of their first token, and how many tokens to leave out.
-        saves: Keys of chunks to encode, their blocks, and the position of the first token.
-    """
-
-    loads: list[tuple[list[Blob], list[int], int, int]]
-    saves: list[tuple[list[str], list[int], int]]
+    loads: list[tuple[list[Blob], list[int], int, int]]  # blobs, the blocks that they fill, the first token's position, tokens to leave out
+    saves: list[tuple[list[str], list[int], int]]  # keys in the store, blocks, the first token's position
 
 
 @dataclass
