@@ -176,5 +176,5 @@ def test_misspelt_options_are_refused_by_name(vllm_codecs):
     with pytest.raises(ConfigError, match="sotre"):
         CodecConnector(engine, KVConnectorRole.SCHEDULER, None)
     transfer.kv_connector_extra_config = {"store": "memory", "codec": vllm_codecs[0.25], "chunk": 100}
-    with pytest.raises(ConfigError, match="multiple of vLLM's block size, 128, got 100"):
+    with pytest.raises(ConfigError, match="multiple of 64 and of vLLM's block size, 128, got 100"):
         CodecConnector(engine, KVConnectorRole.SCHEDULER, None)
