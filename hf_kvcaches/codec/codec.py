@@ -267,7 +267,7 @@ class KVCodec(Artifact):
         """What `encode` gave as a message, which names this codec and is checked where it is read."""
         if [records is not None for records in codes] != self._coded:
             raise ConfigError.of("codes", "what this codec's encode gives", [records is not None for records in codes])
-        return b"".join(wire.written(self.digest, codes))
+        return wire.to_bytes(self.digest, codes)
 
     def from_bytes(self, data: Source) -> list[list[torch.Tensor] | None]:
         """Codes from a message of `to_bytes`; anything else is an `ArtifactError`.
@@ -276,7 +276,7 @@ class KVCodec(Artifact):
             data: All of its bytes, whole or in pieces, or a function that returns between 1 and the given number of them, such as a
                 connected socket's `recv`.
         """
-        return wire.read(data, self.digest, self._coded)
+        return wire.from_bytes(data, self.digest, self._coded)
 
     @property
     def _coded(self) -> list[bool]:
