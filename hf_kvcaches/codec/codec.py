@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from hf_kvcaches.codec import saved_cache
+from hf_kvcaches.codec.basis import States
 from hf_kvcaches.codec.calibrate import Measurements, measure
 from hf_kvcaches.codec.fixed import FixedForm, FixedLayer
 from hf_kvcaches.codec.joint import JointBasis, PackedForm
@@ -20,7 +21,6 @@ from hf_kvcaches.codec.meter import EXACT, Reading
 from hf_kvcaches.codec.metric import Metric
 from hf_kvcaches.codec.packing import Span
 from hf_kvcaches.codec.settings import CodecSettings, check_ratio
-from hf_kvcaches.codec.shape import States
 from hf_kvcaches.codec.statistics import LayerStatistics
 from hf_kvcaches.codec.wire import codes as wire
 from hf_kvcaches.core.files import checked_layers, part_of

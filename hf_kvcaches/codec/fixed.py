@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from hf_kvcaches.codec.allocation import allot
-from hf_kvcaches.codec.basis import Basis
+from hf_kvcaches.codec.basis import Basis, Shape, States
 from hf_kvcaches.codec.quantizers import quantizers
-from hf_kvcaches.codec.shape import Shape, States
 from hf_kvcaches.codec.statistics import LayerStatistics
 from hf_kvcaches.core.files import part_of
 from hf_kvcaches.core.parallel import HeadShard

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_kvcaches.codec.basis import Shape
 from hf_kvcaches.codec.far import attend_apart
 from hf_kvcaches.codec.metric import Metric, before_rotation
 from hf_kvcaches.codec.moments import Moments, second_moment
-from hf_kvcaches.codec.shape import Shape
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.call import Call
 from hf_kvcaches.core.layers import KVLayer

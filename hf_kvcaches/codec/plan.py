@@ -20,24 +20,14 @@ LEVELS = 32
 LEVEL_OF_ONE = 12
 MOST_LOW_BITS = 7
 TOKEN_BITS = 4
-# The levels of directions whose integers are coded in groups of each size.
-_RANGES = {1: range(13, LEVELS), 2: range(7, 13), 4: range(7)}
 COARSE = 10.0  # deviation, in steps, from which on low bits are coded as they are
-_COUNTED = 0.25  # deviation, in steps, of directions that say how large a token is
 ROUNDING = 0.1  # a coefficient is brought nearer to 0 by so much of a step before it is rounded
-
-
-def _first_rows() -> dict[int, int]:
-    """The first table of groups of each size: behind those of low bits, for a range of levels and all tokens."""
-    rows, first = MOST_LOW_BITS + 1, {}
-    for size in SIZES:
-        first[size] = rows
-        rows += len(_RANGES[size]) + TOKEN_LEVELS - 1
-    return first | {0: rows}
-
-
-_FIRST = _first_rows()
-TABLES = _FIRST[0]
+_COUNTED = 0.25  # deviation, in steps, of directions that say how large a token is
+# The levels of directions whose integers are coded in groups of each size, and the first table of each: behind those of low bits, for these
+# levels and all tokens.
+_RANGES = {1: range(13, LEVELS), 2: range(7, 13), 4: range(7)}
+_FIRST = {1: 8, 2: 42, 4: 63}
+TABLES = 85
 """How many tables there are."""
 
 
@@ -85,6 +75,19 @@ def token_levels(squares: torch.Tensor) -> torch.Tensor:
     return (2 * squares.nan_to_num(0.0).clamp_min(2.0**-16).log2()).round_().add_(TOKEN_LEVELS // 2).clamp_(0, TOKEN_LEVELS - 1).int()
 
 
+def rounded(coefficients: torch.Tensor, low_bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Coefficients in steps, (directions, tokens), as integers without their low bits, and these bits of the first directions, int16.
+
+    Args:
+        low_bits: How many the first directions have, (split,).
+    """
+    split, bits = len(low_bits), low_bits[:, None].int()
+    wide = coefficients[:split].round().clamp_(-(2.0**30), 2.0**30).int()
+    nearer = torch.nn.functional.softshrink(coefficients[split:], ROUNDING).round_()
+    integers = torch.cat([(wide >> bits).float(), nearer]).clamp_(-(2.0**15) + 1, 2.0**15 - 1)
+    return integers.short(), (wide & ((1 << bits) - 1)).short()
+
+
 @dataclass(frozen=True, eq=False)
 class Plan:
     """How the integers of a layer's tokens are coded.
@@ -120,11 +123,7 @@ class Plan:
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor], directions: int) -> Plan:
-        """From `tensors`, if they make sense.
-
-        Args:
-            directions: Of the layer.
-        """
+        """From `tensors`, if they make sense for a layer of so many directions."""
         order, low_bits, levels, counts = (tensors[name].long() for name in ("order", "low_bits", "levels", "counts"))
         distinct = len(order.unique()) == len(order) and bool(((order >= 0) & (order < directions)).all())
         known = bool((low_bits <= MOST_LOW_BITS).all() & (low_bits > 0).all() & (levels < LEVELS).all())
@@ -138,6 +137,11 @@ class Plan:
     def split(self) -> int:
         """How many directions have low bits."""
         return len(self.low_bits)
+
+    @property
+    def digits(self) -> int:
+        """Low bits and integers of a token."""
+        return self.split + len(self.order)
 
     @property
     def lengths(self) -> list[int]:
@@ -155,11 +159,6 @@ class Plan:
         """The direction of each integer, (kept,)."""
         return self.order[self.ranks]
 
-    @property
-    def digits(self) -> int:
-        """Low bits and integers of a token."""
-        return self.split + len(self.order)
-
     @cached_property
     def symbols(self) -> torch.Tensor:
         """What each symbol of a token is, (symbols, 6), int32.
@@ -167,14 +166,11 @@ class Plan:
         Its table, in tokens of level 0; whether others have the next ones; whether its integers stand for themselves, without shifts; how
         many there are; the number of the first among the digits, and how much further on each next one is.
         """
-        zeros = [0] * self.split
-        low = torch.tensor([self.low_bits.tolist(), zeros, zeros, [1] * self.split, range(self.split), zeros]).long()
-        parts, start = [torch.tensor([[TOKEN_BITS, 0, 0, 0, 0, 0]]), low.T], self.split
+        rows = [[TOKEN_BITS, 0, 0, 0, 0, 0], *([bits, 0, 0, 1, digit, 0] for digit, bits in enumerate(self.low_bits.tolist()))]
+        start = self.split
         for count, size, levels in zip(self.counts, SIZES, self.levels.split(self.counts), strict=True):
-            span, numbers = _RANGES[size], torch.arange(count)
-            rows = _FIRST[size] + levels.clamp(span.start, span.stop - 1) - span.start
-            alike = torch.tensor([size, count]).expand(count, -1)
-            plain = (numbers < self.split) & (size == 1)
-            parts.append(torch.stack([rows, torch.ones_like(rows), plain.long(), alike[:, 0], start + numbers, alike[:, 1]], 1))
+            span = _RANGES[size]
+            tables = (_FIRST[size] + levels.clamp(span.start, span.stop - 1) - span.start).tolist()
+            rows += [[table, 1, size == 1 and place < self.split, size, start + place, count] for place, table in enumerate(tables)]
             start += count * size
-        return torch.cat(parts).int()
+        return torch.tensor(rows, dtype=torch.int32)

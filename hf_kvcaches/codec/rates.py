@@ -20,6 +20,7 @@ from hf_kvcaches.codec.plan import (
     Plan,
     levels_of_deviations,
     low_bits_of,
+    rounded,
     tables_from,
     token_levels,
     token_weights,
@@ -76,12 +77,12 @@ def fit(samples: Sequence[Sample], bits: float, least_bits: float = _LEAST_BITS)
     finest = math.log2(max(float(deviations.max()), 1e-30) / (_COARSEST * COARSE * 2.0**MOST_LOW_BITS))
     # The secant method, from where normal distributions would take about as many bits.
     octave = max(_normal_octave(deviations, bits), finest)
-    found, slope = _Counts.of(samples, 2.0**octave, least_bits), -float(len(deviations))
+    found, slope = _Model(samples, 2.0**octave, least_bits), -float(len(deviations))
     for _ in range(_SEARCHES):
         following = max(octave + min(max((bits - found.bits) / slope, -2.0), 2.0), finest)
         if abs(following - octave) < 1e-4:
             break
-        before, (octave, found) = (octave, found.bits), (following, _Counts.of(samples, 2.0**following, least_bits))
+        before, (octave, found) = (octave, found.bits), (following, _Model(samples, 2.0**following, least_bits))
         slope = min((found.bits - before[1]) / (octave - before[0]), -1.0)
     return found.quantizer()
 
@@ -96,7 +97,7 @@ def _normal_octave(deviations: torch.Tensor, bits: float) -> float:
     return low
 
 
-class _Rounded:
+class _Layer:
     """The sample of a layer at one step."""
 
     def __init__(self, sample: Sample, step: float) -> None:
@@ -108,10 +109,10 @@ class _Rounded:
         self.split = int((self.low_bits > 0).sum())
         self.integers, self.low = rounded(self.coefficients, self.low_bits[: self.split])
 
-    def count(self, counts: torch.Tensor) -> None:
-        """Add to how often each integer is coded at each level."""
-        bins = self.integers.int().clamp_(-_HALF, _HALF).add_(_HALF)
-        counts.view(-1).add_(torch.bincount(bins.add_(self.level_of * counts.shape[1]).flatten(), minlength=counts.numel()))
+    def counts(self) -> torch.Tensor:
+        """How often each integer is coded at each level, (32, 255)."""
+        bins = self.integers.int().clamp_(-_HALF, _HALF).add_(_HALF).add_(self.level_of * (2 * _HALF + 1))
+        return torch.bincount(bins.flatten(), minlength=LEVELS * (2 * _HALF + 1)).view(LEVELS, -1)
 
     def beyond(self, sums: torch.Tensor) -> None:
         """Add to how far coefficients of each level lie beyond their integers, and how many there are, (2, 32)."""
@@ -133,54 +134,30 @@ class _Rounded:
         return bits_of.flatten()[self.level_of + LEVELS * self.levels[:, None]].mean(1) + self.low_bits
 
 
-def rounded(coefficients: torch.Tensor, low_bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Coefficients in steps, (directions, tokens), as integers without their low bits, and these bits of the first directions, int16.
+class _Model:
+    """What integers are at one step, and how many bits of a token they take."""
 
-    Args:
-        low_bits: How many the first directions have, (split,).
-    """
-    split, bits = len(low_bits), low_bits[:, None].int()
-    wide = coefficients[:split].round().clamp_(-(2.0**30), 2.0**30).int()
-    nearer = torch.nn.functional.softshrink(coefficients[split:], ROUNDING).round_()
-    integers = torch.cat([(wide >> bits).float(), nearer]).clamp_(-(2.0**15) + 1, 2.0**15 - 1)
-    return integers.short(), (wide & ((1 << bits) - 1)).short()
-
-
-@dataclass(frozen=True, eq=False)
-class _Counts:
-    """What integers are at one step, and what they take."""
-
-    step: float
-    layers: Sequence[_Rounded]
-    shares: torch.Tensor
-    kept: Sequence[int]
-    bits: float
-
-    @classmethod
-    def of(cls, samples: Sequence[Sample], step: float, least_bits: float) -> _Counts:
-        layers, counts = [_Rounded(sample, step) for sample in samples], _prior()
-        for layer in layers:
-            layer.count(counts)
+    def __init__(self, samples: Sequence[Sample], step: float, least_bits: float) -> None:
+        self.step, self.layers, counts = step, [_Layer(sample, step) for sample in samples], _prior()
+        for layer in self.layers:
+            counts += layer.counts()
         # An integer and its negative are as likely.
         both = (counts + counts.flip(1)).double()
-        shares = both / both.sum(1, keepdim=True)
-        _, bits_of = tables_from(shares, torch.zeros(LEVELS))
-        bits = [layer.bits(bits_of) for layer in layers]
-        kept = [int((each > least_bits).sum()) for each in bits]
-        whole = sum(float(each[:count].sum()) + TOKEN_BITS + _LANE_BITS for each, count in zip(bits, kept, strict=True))
-        return cls(step, layers, shares, kept, whole)
+        self.shares = both / both.sum(1, keepdim=True)
+        _, bits_of = tables_from(self.shares, torch.zeros(LEVELS))
+        bits = [layer.bits(bits_of) for layer in self.layers]
+        self.kept = [int((own > least_bits).sum()) for own in bits]
+        self.bits = sum(float(own[:kept].sum()) + TOKEN_BITS + _LANE_BITS for own, kept in zip(bits, self.kept, strict=True))
 
     def quantizer(self) -> StepQuantizer:
         """With the shifts that lose least."""
-        sums, loss = torch.zeros(2, LEVELS), 0.0
+        sums, loss, plans = torch.zeros(2, LEVELS), 0.0, list[Plan]()
         for layer in self.layers:
             layer.beyond(sums)
         shifts = sums[0] / sums[1].clamp_min(1)
         for layer, kept in zip(self.layers, self.kept, strict=True):
             loss += layer.loss(shifts, kept) * self.step**2
-        plans = [
-            Plan.of_deviations(layer.order[:kept], layer.deviations[:kept]) for layer, kept in zip(self.layers, self.kept, strict=True)
-        ]
+            plans.append(Plan.of_deviations(layer.order[:kept], layer.deviations[:kept]))
         return StepQuantizer(self.step, tables_from(self.shares, shifts)[0], tuple(plans), self.bits, loss)
 
 

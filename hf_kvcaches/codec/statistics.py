@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hf_kvcaches.codec.basis import Basis
+from hf_kvcaches.codec.basis import Basis, Shape
 from hf_kvcaches.codec.meter import LayerSums
 from hf_kvcaches.codec.metric import Metric
 from hf_kvcaches.codec.moments import descending, roots
-from hf_kvcaches.codec.shape import Shape
 from hf_kvcaches.core.rope import RotaryGeometry
 
 # A direction in which no gradient was seen costs at least this share of the mean.
