@@ -15,9 +15,8 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
-from hf_kvcaches.codec.forward import Ending, activations_on_cpu, ending_of, frozen, in_float32
+from hf_kvcaches.codec.forward import Ending, activations_on_cpu, ending_of, frozen, gradient_of_drawn, in_float32
 from hf_kvcaches.codec.meter import LayerSums, MeterCache, Reading
-from hf_kvcaches.codec.metric import gradient_of_drawn
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.core.view import require_answering
 from hf_kvcaches.errors import ConfigError, KVCacheError, UnsupportedError

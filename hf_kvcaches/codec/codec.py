@@ -17,8 +17,7 @@ from hf_kvcaches.codec.basis import States
 from hf_kvcaches.codec.calibrate import Measurements, measure
 from hf_kvcaches.codec.fixed import FixedForm, FixedLayer
 from hf_kvcaches.codec.joint import JointBasis, PackedForm
-from hf_kvcaches.codec.meter import EXACT, Reading
-from hf_kvcaches.codec.metric import Metric
+from hf_kvcaches.codec.meter import EXACT, Metric, Reading
 from hf_kvcaches.codec.packing import Span
 from hf_kvcaches.codec.settings import CodecSettings, check_ratio
 from hf_kvcaches.codec.statistics import LayerStatistics

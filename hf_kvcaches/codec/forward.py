@@ -1,10 +1,14 @@
-"""How calibration runs a model: in which precision, up to which states, and where activations wait for the backward pass."""
+"""How calibration runs a model: in which precision, up to which states, and the gradient of a loss there.
+
+Draw a token at each position from the model's distribution there, and take the loss of these tokens. Its gradient g at some vector of a
+layer has the mean 0, and to second order an error d there changes the predictions by the divergence `E (g . d)^2 / 2`.
+"""
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
@@ -15,6 +19,8 @@ from transformers import PreTrainedModel
 from hf_kvcaches import compat
 
 _HALF = (torch.bfloat16, torch.float16)
+# Logits that exist at a time: 64 MiB in float32, 64 positions of a vocabulary of 262,144 tokens.
+_LOGITS = 1 << 24
 
 
 class Ending(NamedTuple):
@@ -36,22 +42,19 @@ def ending_of(model: PreTrainedModel) -> Ending:
         logits: torch.Tensor = model(input_ids=ids, **compat.cache_kwargs(model, cache)).logits
         return logits
 
-    whole = Ending(logits_of, lambda logits: logits)
-    decoder, projection = model.base_model, model.get_output_embeddings()
-    if decoder is model or projection is None:
-        return whole
-
     def states_of(ids: torch.Tensor, cache: Any) -> torch.Tensor:
         states: torch.Tensor = decoder(input_ids=ids, **compat.cache_kwargs(decoder, cache)).last_hidden_state
         return states
 
-    try:
-        with torch.no_grad():
-            ids = torch.zeros(1, 2, dtype=torch.long, device=compat.input_device(model))
-            head = _head(model, projection, logits_of(ids, None), states_of(ids, None))
-    except (RuntimeError, TypeError, ValueError, AttributeError):
-        return whole
-    return whole if head is None else Ending(states_of, head)
+    decoder, projection, head = model.base_model, model.get_output_embeddings(), None
+    if decoder is not model and projection is not None:
+        ids = torch.zeros(1, 2, dtype=torch.long, device=compat.input_device(model))
+        try:
+            with torch.no_grad():
+                head = _head(model, projection, logits_of(ids, None), states_of(ids, None))
+        except (RuntimeError, TypeError, ValueError, AttributeError):
+            head = None
+    return Ending(logits_of, lambda logits: logits) if head is None else Ending(states_of, head)
 
 
 def _head(model: PreTrainedModel, projection: nn.Module, logits: torch.Tensor, states: torch.Tensor) -> Callable[..., torch.Tensor] | None:
@@ -69,6 +72,34 @@ def _head(model: PreTrainedModel, projection: nn.Module, logits: torch.Tensor, s
     tolerance = 16 * torch.finfo(logits.dtype).eps * float(logits.abs().max())
     same = found.shape == logits.shape and torch.allclose(found.to(logits.dtype), logits, rtol=0, atol=tolerance)
     return head if same else None
+
+
+def gradient_of_drawn(states: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor], seeds: Sequence[int]) -> torch.Tensor:
+    """Return the gradient, at a model's last hidden states, of the loss of tokens that the model itself would continue with.
+
+    A token is drawn at each position; the loss is the sum over all. Logits exist for a few positions at a time.
+
+    Args:
+        states: (batch, tokens, hidden).
+        head: From hidden states to logits, (batch, tokens, vocabulary); differentiable.
+        seeds: One for each row, so that batches and processes don't matter.
+    """
+    batch, tokens, _ = states.shape
+    draws = torch.stack([torch.rand(tokens, 1, generator=torch.Generator().manual_seed(seed)) for seed in seeds]).to(states.device)
+    gradient = torch.empty_like(states)
+    start, step = 0, 1
+    while start < tokens:
+        chunk = slice(start, start + step)
+        part = states[:, chunk].detach().requires_grad_()
+        logits = head(part)
+        shares = logits.detach().float().softmax(-1)
+        sums = shares.cumsum(-1)
+        # Rounding leaves the whole a little off 1.
+        drawn = torch.searchsorted(sums, draws[:, chunk] * sums[..., -1:]).clamp_max(logits.shape[-1] - 1)
+        at_logits = shares.scatter_add_(-1, drawn, torch.full_like(draws[:, chunk], -1.0)).to(logits.dtype)
+        (gradient[:, chunk],) = torch.autograd.grad(logits, part, at_logits)
+        start, step = start + step, max(1, _LOGITS // (batch * logits.shape[-1]))
+    return gradient
 
 
 def in_float32(model: PreTrainedModel) -> PreTrainedModel:

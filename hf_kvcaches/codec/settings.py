@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 
 from hf_kvcaches.codec.fixed import FixedForm, FixedLayer
 from hf_kvcaches.codec.joint import PackedForm
-from hf_kvcaches.codec.metric import Metric
+from hf_kvcaches.codec.meter import Metric
 from hf_kvcaches.errors import ConfigError, is_number
 
 _MOST = 1.5  # every direction in 24 bits

@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from hf_kvcaches.codec.basis import Basis, Shape
-from hf_kvcaches.codec.meter import LayerSums
-from hf_kvcaches.codec.metric import Metric
-from hf_kvcaches.codec.moments import descending, roots
+from hf_kvcaches.codec.meter import LayerSums, Metric
+from hf_kvcaches.codec.moments import descending, root_of
 from hf_kvcaches.core.rope import RotaryGeometry
 
 # A direction in which no gradient was seen costs at least this share of the mean.
@@ -45,15 +44,8 @@ class LayerStatistics:
     @classmethod
     def of(cls, sums: LayerSums, metric: Metric) -> LayerStatistics:
         """The statistics of what was measured."""
-        plain = cls(
-            sums.shape,
-            sums.mean,
-            sums.states.mean,
-            sums.keys.mean,
-            sums.values.mean,
-            sums.sample[sums.draws.argsort().to(sums.sample.device)],
-        )
-        return plain if metric == "loss" else plain._costing_alike()
+        statistics = cls(sums.shape, sums.mean, sums.states.mean, sums.keys.mean, sums.values.mean, sums.sample)
+        return statistics if metric == "loss" else statistics._costing_alike()
 
     def _costing_alike(self) -> LayerStatistics:
         by_head = self.in_shape(self.shape._replace(group=1))
@@ -117,7 +109,7 @@ class LayerStatistics:
         transforms = []
         for group, covariance in enumerate(self.covariance):
             heads = slice(group * self.shape.group, (group + 1) * self.shape.group)
-            root = torch.block_diag(*(roots(cost, _DAMPING)[0] for side in (self.key_cost, self.value_cost) for cost in side[heads]))
+            root = torch.block_diag(*(root_of(cost, _DAMPING) for side in (self.key_cost, self.value_cost) for cost in side[heads]))
             _, directions = descending(root @ covariance @ root)
             transforms.append(directions @ root)
         basis = Basis.rounded(self.shape, self.mean, torch.stack(transforms))
