@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from hf_kvcaches.codec.allocation import allot
-from hf_kvcaches.codec.basis import Basis, Shape, States
-from hf_kvcaches.codec.quantizers import quantizers
+from hf_kvcaches.codec.basis import Basis, Shape, States, in_shapes, made_once
+from hf_kvcaches.codec.quantizers import allot, quantizers
 from hf_kvcaches.codec.statistics import LayerStatistics
 from hf_kvcaches.core.files import part_of
 from hf_kvcaches.core.parallel import HeadShard
@@ -20,8 +19,6 @@ from hf_kvcaches.kernels.codes import CodeMap, decode
 
 # Tokens of all rows that are encoded at a time, so that a long prompt needs no more memory.
 _PIECE = 2048
-# Those that take two parts are worth it only where bits are plenty.
-_ALLOTTED = (1, 2, 4, 6, 8, 16, 24)
 # A direction with less energy is unused, as a share of the group's mean; and what other texts are taken to have there. A transform in
 # half precision leaks 1e-8 to 1e-7 of the others' energy into it.
 _UNUSED, _UNSEEN = 1e-6, 1e-5
@@ -71,8 +68,8 @@ class FixedLayer:
     @property
     def loss(self) -> float:
         """What is lost with these bits, in units of the metric."""
-        places = torch.tensor([0 if not width else 1 + WIDTHS.index(width) for width in self.widths.tolist()])
-        return float(self.distortions.double().gather(2, places.expand(self.shape.groups, -1)[..., None]).sum())
+        places = [(0, *WIDTHS).index(width) for width in self.widths.tolist()]
+        return float(self.distortions.double()[:, torch.arange(len(places)), places].sum())
 
     @property
     def kept(self) -> float:
@@ -91,14 +88,13 @@ class FixedLayer:
         return self.basis.tensors() | {"steps": self.steps, "distortions": self.distortions, "widths": self.widths}
 
     @classmethod
-    def of(cls, shape: Sequence[int], tensors: Mapping[str, torch.Tensor]) -> FixedLayer:
-        """From `tensors`, if they fit each other."""
-        layer = cls(Basis.of(shape, tensors), tensors["steps"], tensors["distortions"], tensors["widths"])
-        lead = (layer.shape.groups, layer.shape.size)
-        fits = layer.steps.shape == (*lead, len(WIDTHS)) and layer.distortions.shape == (*lead, 1 + len(WIDTHS))
-        whole = layer.widths.shape == lead[1:] and layer.widths.dtype == torch.uint8 and set(layer.widths.tolist()) <= {0, *WIDTHS}
-        if not fits or not whole:
-            raise ArtifactError("The tensors of a form with fixed widths don't fit each other. Calibrate anew.")
+    def of(cls, sizes: Sequence[int], tensors: Mapping[str, torch.Tensor]) -> FixedLayer:
+        """From `tensors`."""
+        basis = Basis.of(sizes, tensors)
+        groups, size, count = basis.shape.groups, basis.shape.size, len(WIDTHS)
+        layer = cls(basis, *in_shapes(tensors, steps=(groups, size, count), distortions=(groups, size, 1 + count), widths=(size,)))
+        if layer.widths.dtype != torch.uint8 or not set(layer.widths.tolist()) <= {0, *WIDTHS}:
+            raise ArtifactError("The widths of a layer don't fit each other. Calibrate anew.")
         return layer
 
 
@@ -113,14 +109,10 @@ class FixedForm:
     layers: Mapping[int, FixedLayer]
 
     def at(self, bytes_ratio: float) -> FixedForm:
-        """The form with other bits: they go where they save most, over all layers and directions together.
-
-        Args:
-            bytes_ratio: The bytes of a token's codes as a share of those of its exact keys and values in 16 bits.
-        """
+        """The form with other bits, for a share of the bytes: they go where they save most, over all layers and directions together."""
         layers = list(self.layers.values())
         budget, copies = bytes_ratio * 2 * self.elements, [layer.shape.groups for layer in layers]
-        widths = allot([layer.distortions.double().sum(0) for layer in layers], budget, _ALLOTTED, copies)
+        widths = allot([layer.distortions.double().sum(0) for layer in layers], budget, copies)
         if not any(bool(own.any()) for own in widths):
             raise ConfigError.of("bytes_ratio", "enough for at least one direction", bytes_ratio, "Try 0.125.")
         chosen = (replace(layer, widths=own.to(torch.uint8)) for layer, own in zip(layers, widths, strict=True))
@@ -146,21 +138,8 @@ class FixedForm:
         return FixedForm({index: layer.of_heads(shard) for index, layer in self.layers.items()})
 
     def coder(self, layer_idx: int, dtype: torch.dtype, device: torch.device) -> LayerCoder:
-        """The coder of one layer, made once for each dtype and device and shared by all caches.
-
-        Args:
-            dtype: Of keys and values.
-        """
-        coders: dict[Any, LayerCoder] = self.__dict__.setdefault("_coders", {})
-        key = (layer_idx, dtype, device)
-        if key not in coders:
-            # A later pass may need gradients, which tensors of the caller's inference mode refuse.
-            with torch.inference_mode(False), torch.no_grad():
-                coders[key] = LayerCoder(self.layers[layer_idx], dtype, device)
-        return coders[key]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_coders"}
+        """The coder of keys and values of a dtype in one layer, made once for each device and shared by all caches."""
+        return made_once(self, (layer_idx, dtype, device), lambda: LayerCoder(self.layers[layer_idx], dtype, device))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FixedForm:
         return self  # never changed, and layers of copied caches hold it
@@ -195,8 +174,7 @@ class LayerCoder:
         kept = layer.widths.nonzero()[:, 0]
         widths = layer.widths[kept].long()
         layout = CodeLayout.of(widths)
-        places = torch.tensor([WIDTHS.index(width) for width in widths.tolist()], dtype=torch.int64)
-        steps = layer.steps[:, kept].double().gather(2, places.expand(layer.shape.groups, -1)[..., None])[..., 0]
+        steps = layer.steps.double()[:, kept, [WIDTHS.index(width) for width in widths.tolist()]]
         mean, middle = layer.basis.mean.double(), 2.0 ** (widths.double() - 1)
         rows = layer.basis.transform[:, kept] / steps[..., None]
         decode = layer.basis.inverse[:, :, kept] * steps[:, None]
@@ -207,20 +185,14 @@ class LayerCoder:
         keys, values = (side.unflatten(0, (layer.shape.groups, -1)).mT for side in layer.shape.split(vectors))
         self.shape, self.rows, self._wide = layer.shape, packed_bytes(widths), wide
         self.map = CodeMap(layout.counts, keys.to(device, wide).contiguous(), values.to(device, wide).contiguous())
-        self._layout = layout.to(device)
-        self._encode = rows.to(device, wide)
+        self._layout, self._encode = layout.to(device), rows.to(device, wide)
         self._shift = (middle[:, None] - rows @ mean[..., None]).to(device, wide)
         self._top = (2.0 ** widths.double() - 1)[:, None].to(device, wide)
         # Integers of a byte take a quarter of the time of wider ones.
         self._integers = torch.uint8 if not len(widths) or int(widths.max()) <= 8 else torch.int32
 
     def encode(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """The codes, (batch, groups, rows, tokens), uint8.
-
-        Args:
-            keys: (batch, kv_heads, tokens, dim), as the codec sees them.
-            values: Like `keys`.
-        """
+        """The codes, (batch, groups, rows, tokens), uint8, of keys, as the codec sees them, and values, (batch, kv_heads, tokens, dim)."""
         tokens, pieces = max(1, _PIECE // max(1, len(keys))), []
         for own in zip(keys.split(tokens, 2), values.split(tokens, 2), strict=True):
             steps = (self._encode @ self.shape.join(*own, self._wide).mT).add_(self._shift)
