@@ -87,7 +87,6 @@ class Basis:
 
     @classmethod
     def rounded(cls, shape: Shape, mean: torch.Tensor, transform: torch.Tensor) -> Self:
-        """From a transform in full precision."""
         scales = transform.abs().amax(2).float()
         rows = (transform / scales[..., None]).half()
         return cls(shape, *(tensor.cpu().contiguous() for tensor in (mean.float(), rows, scales)))
@@ -113,18 +112,15 @@ class Basis:
         return slice(span.start // group, span.stop // group)
 
     def of_heads(self, shard: HeadShard) -> Self:
-        """That of the heads that a process has."""
         groups, span = self.groups_of(shard), shard.span(self.shape.heads)
         shape = self.shape._replace(heads=span.stop - span.start)
         return type(self)(shape, self.mean[groups], self.rows[groups], self.scales[groups])
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """By name."""
         return {"mean": self.mean, "rows": self.rows, "scales": self.scales}
 
     @classmethod
     def of(cls, sizes: Sequence[int], tensors: Mapping[str, torch.Tensor]) -> Self:
-        """From `tensors`."""
         shape = Shape(*sizes)
         lead = shape.groups, shape.size
         return cls(shape, *in_shapes(tensors, mean=lead, rows=(*lead, shape.size), scales=lead))

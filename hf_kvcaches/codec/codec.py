@@ -21,7 +21,7 @@ from hf_kvcaches.codec.meter import EXACT, Metric, Reading
 from hf_kvcaches.codec.packing import Span
 from hf_kvcaches.codec.settings import CodecSettings, card_of, check_ratio
 from hf_kvcaches.codec.statistics import LayerStatistics
-from hf_kvcaches.codec.wire import codes as wire
+from hf_kvcaches.codec.wire.messages import Codes, codes_from_bytes, codes_to_bytes
 from hf_kvcaches.core.files import checked_layers, part_of
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.hub import Artifact
@@ -236,11 +236,11 @@ class KVCodec(Artifact):
         found = iter(self.unpack(spans, dtype))
         return [_stacked([next(found) for _ in records]) if records else None for records in codes]
 
-    def to_bytes(self, codes: wire.Codes) -> bytes:
+    def to_bytes(self, codes: Codes) -> bytes:
         """What `encode` gave as a message, which names this codec and is checked where it is read."""
         if [records is not None for records in codes] != self._coded:
             raise ConfigError.of("codes", "what this codec's encode gives", [records is not None for records in codes])
-        return wire.to_bytes(self.digest, codes)
+        return codes_to_bytes(self.digest, codes)
 
     def from_bytes(self, data: Source) -> list[list[Tensor] | None]:
         """Codes from a message of `to_bytes`; anything else is an `ArtifactError`.
@@ -249,7 +249,7 @@ class KVCodec(Artifact):
             data: All of its bytes, whole or in pieces, or a function that returns between 1 and the given number of them, such as a
                 connected socket's `recv`.
         """
-        return wire.from_bytes(data, self.digest, self._coded)
+        return codes_from_bytes(data, self.digest, self._coded)
 
     @property
     def _coded(self) -> list[bool]:

@@ -68,8 +68,7 @@ class CoefficientPacker:
     def intervals(self, coefficients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The intervals of all symbols, (symbols, tokens), the integers that have none, and how many of these each tile has.
 
-        Args:
-            coefficients: In steps, (integers, tokens), of whole tiles.
+        Coefficients are in steps, (integers, tokens), of whole tiles.
         """
         plan, (boxes, _) = self.plan, self.tables.boxes
         levels = token_levels(self._weights @ coefficients.square())
@@ -108,11 +107,7 @@ class CoefficientPacker:
         return digits
 
     def _escaped(self, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The tile, the digit and the token of each integer of escaped groups, in the order in which they are stored.
-
-        Args:
-            mask: Whether a group is escaped, (groups, tokens).
-        """
+        """The tile, the digit and the token of each integer of groups that are escaped, (groups, tokens), in the order of storage."""
         tile, group, place = mask.unflatten(1, (-1, TILE)).transpose(0, 1).nonzero().unbind(1)
         digits = self._digits_of[group]
         inside = digits >= 0
@@ -125,12 +120,7 @@ CoefficientsOf = Callable[[int, slice], torch.Tensor]
 
 
 def pack(packers: Mapping[int, CoefficientPacker], tokens: Mapping[int, int], coefficients_of: CoefficientsOf) -> dict[int, torch.Tensor]:
-    """Return records, (bytes,) uint8, by layer.
-
-    Args:
-        packers: On one device.
-        tokens: Of each layer that is packed.
-    """
+    """Return records, (bytes,) uint8, by layer, of so many tokens of each."""
     layers, records = list(tokens), dict[int, torch.Tensor]()
     for batch in _batches([tiles_for(count) for count in tokens.values()]):
         own = {layers[place]: tokens[layers[place]] for place in batch}

@@ -61,11 +61,9 @@ class Tables:
     shifts: torch.Tensor
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """By name."""
         return {"integers": self.integers, "frequencies": self.frequencies, "sizes": self.sizes, "shifts": self.shifts}
 
     def to(self, device: torch.device) -> Tables:
-        """The same on another device."""
         return Tables(*(tensor.to(device) for tensor in self.tensors().values()))
 
     def require_valid(self, count: int) -> None:
@@ -143,12 +141,7 @@ class LaneCodes(NamedTuple):
 
 
 def encode(intervals: torch.Tensor, tiles: Sequence[int]) -> list[LaneCodes]:
-    """Code symbols; return the codes of the first tiles, of the next and so on.
-
-    Args:
-        intervals: Of the symbols, (symbols, 2, tiles, lanes), int32; the last three are the tokens.
-        tiles: How many there are of each.
-    """
+    """Code symbols by their intervals, (symbols, 2, tiles, lanes), int32; return the codes of the first tiles, of the next and so on."""
     steps = intervals.flatten(0, 1)
     state = torch.full_like(steps[0], LOWEST)
     taken, words = torch.empty_like(steps, dtype=torch.bool), torch.empty_like(steps, dtype=torch.int16)
@@ -234,12 +227,7 @@ class TableRows(NamedTuple):
 
 
 def tables_of(shares: torch.Tensor, size: int) -> TableRows:
-    """The tables for groups of integers that all have the same probabilities.
-
-    Args:
-        shares: For each table those of the integers from -127 to 127, (tables, 255), float64.
-        size: Integers of a group.
-    """
+    """The tables for groups of so many integers, which all have the same shares: those from -127 to 127, (tables, 255), float64."""
     half, middle = LARGEST[size], shares.shape[1] // 2
     single = shares[:, middle - half : middle + half + 1]
     joint = single

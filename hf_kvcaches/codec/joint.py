@@ -12,8 +12,7 @@ from hf_kvcaches.codec.basis import Basis, States, in_shapes, made_once
 from hf_kvcaches.codec.coefficients import CoefficientPacker, pack, unpack
 from hf_kvcaches.codec.entropy import Tables
 from hf_kvcaches.codec.packing import Span
-from hf_kvcaches.codec.plan import TABLES, Plan
-from hf_kvcaches.codec.rates import Sample, StepQuantizer, fit
+from hf_kvcaches.codec.plan import TABLES, Plan, Sample, StepQuantizer, fit
 from hf_kvcaches.codec.statistics import LayerStatistics
 from hf_kvcaches.core.files import part_of
 from hf_kvcaches.core.parallel import HeadShard
@@ -41,7 +40,6 @@ class JointBasis:
 
     @classmethod
     def fit(cls, statistics: LayerStatistics, layers: int) -> JointBasis:
-        """The basis of a layer, one of so many."""
         basis, coefficients = statistics.basis()
         coefficients = coefficients.transpose(0, 1).flatten(1)
         deviations = coefficients.square().mean(0).sqrt().clamp_min(_TINY)
@@ -54,33 +52,26 @@ class JointBasis:
         return Sample(order, self.deviations[order], self.sample[:, order].T.float().contiguous())
 
     def directions_of(self, shard: HeadShard) -> slice:
-        """Those of the heads that a process has under tensor parallelism."""
+        """The directions of the heads that a process has under tensor parallelism."""
         groups, size = self.basis.groups_of(shard), self.basis.shape.size
         return slice(groups.start * size, groups.stop * size)
 
     def of_heads(self, shard: HeadShard) -> JointBasis:
-        """That of the heads that a process has under tensor parallelism."""
         own = self.directions_of(shard)
         return JointBasis(self.basis.of_heads(shard), self.deviations[own], self.sample[:, own])
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """By name."""
         return self.basis.tensors() | {"deviations": self.deviations, "sample": self.sample}
 
     @classmethod
     def of(cls, sizes: Sequence[int], tensors: Mapping[str, torch.Tensor]) -> JointBasis:
-        """From `tensors`."""
         basis = Basis.of(sizes, tensors)
         numbers = basis.shape.elements
         return cls(basis, *in_shapes(tensors, deviations=(numbers,), sample=(len(tensors["sample"]), numbers)))
 
 
 class LayerPacker(CoefficientPacker):
-    """What packs one layer on a device: between its keys and values, their coefficients in steps, and records of these.
-
-    Args:
-        step: Of all coefficients.
-    """
+    """What packs one layer on a device: between its keys and values, their coefficients in steps, and records of these."""
 
     def __init__(self, joint: JointBasis, plan: Plan, step: float, tables: Tables) -> None:
         super().__init__(plan, joint.deviations[plan.order] / step, tables)
@@ -115,12 +106,7 @@ class LayerPacker(CoefficientPacker):
 
 @dataclass(frozen=True, eq=False)
 class PackedForm:
-    """How all layers are packed.
-
-    Args:
-        bases: Of the layers that are coded, by index.
-        quantizer: Of their coefficients; its plans are in the order of the bases.
-    """
+    """How all layers are packed: their bases, and a quantizer whose plans are in the order of these."""
 
     bases: Mapping[int, JointBasis]
     quantizer: StepQuantizer
@@ -151,11 +137,7 @@ class PackedForm:
         return PackedForm(bases, replace(own, plans=tuple(plans), bits=own.bits / shard.size, loss=own.loss / shard.size))
 
     def pack(self, states: Mapping[int, States], left_out: int = 0) -> dict[int, torch.Tensor]:
-        """Records, (bytes,) uint8 on the device of each layer's states, by layer.
-
-        Args:
-            left_out: First tokens that are kept elsewhere, and are coded as the mean.
-        """
+        """Records, (bytes,) uint8 on the device of each layer's states, by layer; first tokens that are left out are coded as the mean."""
         records: dict[int, torch.Tensor] = {}
         for device in {keys.device for keys, _ in states.values()}:
             packers = self._packers(device)
@@ -193,21 +175,18 @@ class PackedForm:
         return made_once(self, device, make)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """By name."""
         found = {f"tables.{name}": tensor for name, tensor in self.quantizer.tables.tensors().items()}
         for (layer, joint), plan in zip(self.bases.items(), self.quantizer.plans, strict=True):
             found |= {f"{layer}.{name}": tensor for name, tensor in (joint.tensors() | plan.tensors()).items()}
         return found
 
     def metadata(self) -> dict[str, Any]:
-        """All else."""
         own = self.quantizer
         shapes = {str(layer): list(joint.basis.shape) for layer, joint in self.bases.items()}
         return {"shapes": shapes, "step": own.step, "bits": own.bits, "loss": own.loss}
 
     @classmethod
     def restore(cls, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, Any]) -> PackedForm:
-        """From `tensors` and `metadata`."""
         tables = Tables(**part_of(tensors, "tables"))
         tables.require_valid(TABLES)
         bases, plans = {}, []

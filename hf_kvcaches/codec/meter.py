@@ -71,12 +71,7 @@ class LayerSums:
         self.sample, self.draws = torch.empty(0, shape.groups, shape.size, device=device), torch.empty(0)
 
     def observe(self, keys: torch.Tensor, values: torch.Tensor, draws: torch.Tensor) -> None:
-        """Add whole sequences.
-
-        Args:
-            keys: (batch, heads, tokens, dim), as the codec sees them; and `values`.
-            draws: A random number for each token, (batch, tokens).
-        """
+        """Add whole sequences of keys, as the codec sees them, and values, (batch, heads, tokens, dim); each token has a random number."""
         first = min(EXACT, keys.shape[2] - 1)
         joined = self.shape.join(keys[:, :, first:], values[:, :, first:], torch.float32)
         self.states.add(joined)
@@ -150,12 +145,7 @@ class MeterCache(KVCache):
         self.sums[layer_idx].observe(keys, values, self.draws)
 
     def follow(self, outputs: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Measure the gradients of a loss at keys and values.
-
-        Args:
-            outputs: What the pass at hand ended in.
-            gradient: Of the loss at these.
-        """
+        """Measure the gradients of a loss at keys and values, given that at what the pass at hand ended in."""
         sides = [side for view in self.views.values() for side in (view.key_copies, view.value_copies)]
         gradients = iter(torch.autograd.grad(outputs, [copy for side in sides for copy in side], gradient))
         with torch.no_grad():

@@ -31,29 +31,20 @@ class Span(NamedTuple):
 
 
 class SpanTiles(NamedTuple):
-    """The tiles of a record that have the tokens of a span.
-
-    Args:
-        tokens: How many are in the tiles.
-        wanted: Which of these the span has.
-        counts: Words and escaped integers of each tile, (tiles, 2), int32, on the CPU.
-        sections: The bytes of states, words and escaped integers.
-    """
+    """The tiles of a record that have the tokens of a span."""
 
     layer: int
-    tokens: int
-    wanted: slice
-    counts: torch.Tensor
-    sections: Sequence[torch.Tensor]
+    tokens: int  # in the tiles
+    wanted: slice  # those of the span
+    counts: torch.Tensor  # words and escaped integers of each tile, (tiles, 2), int32, on the CPU
+    sections: Sequence[torch.Tensor]  # bytes of states, words and escaped integers
 
 
 def tiles_for(tokens: int) -> int:
-    """How many tiles so many tokens have."""
     return -(-tokens // TILE)
 
 
 def lanes_of(tokens: int) -> int:
-    """How many lanes there are in the tiles of so many tokens."""
     return tokens // TILE * LANES + (tokens % TILE + 1) // 2
 
 
@@ -63,22 +54,15 @@ def bytes_beside(tokens: int) -> int:
 
 
 def record(tokens: int, states: torch.Tensor, words: torch.Tensor, escaped: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """A record, (bytes,), uint8.
-
-    Args:
-        states: (tiles, 32), int32.
-        words: Of all tiles, int16; and the escaped integers.
-        counts: Of both in each tile, (tiles, 2).
-    """
+    """A record, (bytes,), uint8, of states (tiles, 32), words and escaped integers of all tiles, and the counts of both in each."""
     parts = (torch.tensor([tokens], device=states.device).int(), counts.int(), states.flatten()[: lanes_of(tokens)], words, escaped)
     return torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts if part.numel()])
 
 
 def read(spans: Sequence[Span], limits: Sequence[tuple[int, int]]) -> list[SpanTiles]:
-    """The tiles of spans of records on one device. Sizes are bounded before they are believed; `ArtifactError` if they make no sense.
+    """The tiles of spans of records on one device; an `ArtifactError` where sizes make no sense.
 
-    Args:
-        limits: For each span the most words and escaped integers that a token can have.
+    `limits` are the most words and escaped integers that a token of each span can have: sizes are bounded before they are believed.
     """
     if any(span.data.ndim != 1 or span.data.dtype != torch.uint8 or len(span.data) < _TOKENS for span in spans):
         raise ArtifactError(DAMAGED)

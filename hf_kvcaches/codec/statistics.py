@@ -43,7 +43,6 @@ class LayerStatistics:
 
     @classmethod
     def of(cls, sums: LayerSums, metric: Metric) -> LayerStatistics:
-        """The statistics of what was measured."""
         statistics = cls(sums.shape, sums.mean, sums.states.mean, sums.keys.mean, sums.values.mean, sums.sample)
         return statistics if metric == "loss" else statistics._costing_alike()
 
@@ -80,17 +79,11 @@ class LayerStatistics:
         )
 
     def within_tiles(self, geometry: RotaryGeometry | None, tile: int) -> LayerStatistics:
-        """The statistics where keys are rotated from the first token of their tile to their own place, all places alike.
-
-        Args:
-            geometry: How keys are rotated; None where they are not.
-            tile: How many tokens it has.
-        """
+        """The statistics where keys are rotated from the first of so many tokens to their own place, all places alike."""
         if geometry is None or geometry.kind != "rope":
             return self
 
         def turned(vectors: torch.Tensor, by: int | torch.Tensor) -> torch.Tensor:
-            """Vectors (..., size) with their keys rotated."""
             keys, values = vectors.split([self.shape.group * self.shape.key_dim, self.shape.group * self.shape.value_dim], -1)
             rows = keys.reshape(-1, self.shape.group, self.shape.key_dim).transpose(0, 1)[None]  # [1, group, rows, dim]
             return torch.cat([geometry.shift(rows, by)[0].transpose(0, 1).reshape(keys.shape), values], -1)

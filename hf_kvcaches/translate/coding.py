@@ -11,8 +11,7 @@ import torch
 from hf_kvcaches.codec.coefficients import CoefficientPacker, pack, unpack
 from hf_kvcaches.codec.entropy import Tables
 from hf_kvcaches.codec.packing import Span
-from hf_kvcaches.codec.plan import TABLES, Plan
-from hf_kvcaches.codec.rates import Sample, fit
+from hf_kvcaches.codec.plan import TABLES, Plan, Sample, fit
 from hf_kvcaches.core.files import part_of
 from hf_kvcaches.errors import ArtifactError
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_kvcaches.codec.quantizers import allot
+from hf_kvcaches.codec.fixed import allot
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.kernels.code_format import WIDTHS, packed_bytes
 from tests import testbed, tiny

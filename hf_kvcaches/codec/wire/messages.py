@@ -26,11 +26,14 @@ import hashlib
 import json
 import struct
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 
+from hf_kvcaches.core.files import MOST_LAYERS
 from hf_kvcaches.errors import ArtifactError, ConfigError
 from hf_kvcaches.stores.blobs_format import as_bytes
 from hf_kvcaches.stores.files import Bytes, Source, parse_json, reader_of, take
@@ -42,7 +45,10 @@ _DIGEST = 16
 _AGAIN = "Have them sent again."
 # Beyond these lies damage, or a trap: small values in JSON take many times their length, and long to read. Commas bound how many there are
 # before one is read. 60,000 rows fit.
-_LONGEST_HEAD, _MOST_COMMAS = 16 << 20, 1 << 17
+_LONGEST_HEAD, _MOST_COMMAS, _LONGEST_RECORD = 16 << 20, 1 << 17, 1 << 40
+
+Codes = Sequence[Sequence[Tensor] | None]
+"""For each layer a record of each row, (bytes,), uint8, or None where the layer is not coded."""
 
 
 class Head(Protocol):
@@ -218,3 +224,61 @@ def _digest_of(*pieces: Bytes) -> bytes:
 def _sentence(kind: str) -> str:
     """As a sentence begins."""
     return kind[:1].upper() + kind[1:]
+
+
+@dataclass(frozen=True)
+class CodecHead:
+    """What is known of records before they come.
+
+    Args:
+        codec: The codec's digest.
+        layers: For each layer the bytes of each row's record, or None where the layer is not coded.
+    """
+
+    kind: ClassVar[str] = "codes of a KVCodec"
+
+    codec: str
+    layers: tuple[tuple[int, ...] | None, ...]
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Of the layers that are coded."""
+        return tuple(f"layer.{index}" for index, lengths in enumerate(self.layers) if lengths is not None)
+
+    def content(self) -> dict[str, Any]:
+        return {"codec": self.codec, "layers": [None if lengths is None else list(lengths) for lengths in self.layers]}
+
+    @classmethod
+    def of_content(cls, content: dict[str, Any]) -> Self:
+        layers = tuple(None if lengths is None else tuple(lengths) for lengths in content["layers"])
+        counts = [count for lengths in layers if lengths is not None for count in lengths]
+        if not all(type(count) is int and 0 <= count <= _LONGEST_RECORD for count in counts) or len(layers) > MOST_LAYERS:
+            raise ValueError(f"{len(layers)} layers, and the counts {counts[:8]}")
+        return cls(**content | {"layers": layers})
+
+
+def codes_to_bytes(codec: str, codes: Codes) -> bytes:
+    """Codes as a message, of the codec with a digest."""
+    head = CodecHead(codec, tuple(None if records is None else tuple(map(len, records)) for records in codes))
+    empty = torch.empty(0, dtype=torch.uint8)
+    joined = (torch.cat([empty, *(record.cpu() for record in records)]) for records in codes if records is not None)
+    return b"".join(message_chunks(head, joined))
+
+
+def codes_from_bytes(source: Source, codec: str, coded: Sequence[bool]) -> list[list[Tensor] | None]:
+    """The codes of a message.
+
+    Args:
+        codec: The digest of the codec that reads.
+        coded: Which layers it codes.
+    """
+    message = MessageReader(source, CodecHead)
+    if message.head.codec != codec:
+        raise ArtifactError(f"These are codes of the codec {message.head.codec}, not of {codec}. Read them with that one.")
+    if [lengths is not None for lengths in message.head.layers] != list(coded):
+        raise ArtifactError("Codes are of other layers than those of the codec. Encode them anew.")
+    layers = iter(list(message))
+    try:
+        return [None if lengths is None else list(next(layers).split(list(lengths))) for lengths in message.head.layers]
+    except RuntimeError as error:
+        raise ArtifactError(f"The records of codes have other lengths than their head says: {error}. Encode them anew.") from error
