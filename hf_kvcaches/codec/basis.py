@@ -1,16 +1,72 @@
-"""The transform of a layer's keys and values into coefficients whose errors all cost the same."""
+"""What the forms of a codec share: a layer's sizes, and the transform of keys and values into coefficients whose errors cost the same."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, NamedTuple, Self, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 
-from hf_kvcaches.codec.shape import Shape
 from hf_kvcaches.core.parallel import HeadShard
 from hf_kvcaches.errors import ArtifactError, UnsupportedError
+
+States = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values of a layer, (..., kv_heads, tokens, dim) each."""
+
+
+class Shape(NamedTuple):
+    """A layer's sizes.
+
+    Args:
+        group: How many heads share a basis; it divides `heads`.
+    """
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    group: int = 1
+
+    @property
+    def groups(self) -> int:
+        """How many bases there are."""
+        return self.heads // self.group
+
+    @property
+    def size(self) -> int:
+        """Numbers of a token in a group: the keys of its heads, then the values."""
+        return self.group * (self.key_dim + self.value_dim)
+
+    @property
+    def elements(self) -> int:
+        """Numbers of a token in all groups."""
+        return self.groups * self.size
+
+    def in_groups(self, limit: int) -> Shape:
+        """The shape with as many heads in a group as divide the present group and have no more numbers than `limit`, or with one."""
+        fitting = (count for count in range(self.group, 1, -1) if not self.group % count)
+        one = self.key_dim + self.value_dim
+        return self._replace(group=next((count for count in fitting if count * one <= limit), 1))
+
+    def join(self, keys: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """(..., groups, tokens, size) of (..., heads, tokens, dim)."""
+        lead, tokens = keys.shape[:-3], keys.shape[-2]
+        joined = keys.new_empty(*lead, self.groups, tokens, self.size, dtype=dtype)
+        for states, side in zip((keys, values), self._sides(joined), strict=True):
+            side.copy_(states.unflatten(-3, (self.groups, self.group)))
+        return joined
+
+    def split(self, joined: torch.Tensor) -> States:
+        """The inverse."""
+        keys, values = (side.flatten(-4, -3) for side in self._sides(joined))
+        return keys, values
+
+    def _sides(self, joined: torch.Tensor) -> States:
+        """(..., groups, group, tokens, dim) of each side."""
+        sides = joined.split([self.group * self.key_dim, self.group * self.value_dim], -1)
+        keys, values = (side.unflatten(-1, (self.group, -1)).transpose(-3, -2) for side in sides)
+        return keys, values
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +87,6 @@ class Basis:
 
     @classmethod
     def rounded(cls, shape: Shape, mean: torch.Tensor, transform: torch.Tensor) -> Self:
-        """From a transform in full precision."""
         scales = transform.abs().amax(2).float()
         rows = (transform / scales[..., None]).half()
         return cls(shape, *(tensor.cpu().contiguous() for tensor in (mean.float(), rows, scales)))
@@ -57,20 +112,38 @@ class Basis:
         return slice(span.start // group, span.stop // group)
 
     def of_heads(self, shard: HeadShard) -> Self:
-        """That of the heads that a process has."""
         groups, span = self.groups_of(shard), shard.span(self.shape.heads)
         shape = self.shape._replace(heads=span.stop - span.start)
         return type(self)(shape, self.mean[groups], self.rows[groups], self.scales[groups])
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """By name."""
         return {"mean": self.mean, "rows": self.rows, "scales": self.scales}
 
     @classmethod
-    def of(cls, shape: Sequence[int], tensors: Mapping[str, torch.Tensor]) -> Self:
-        """From `tensors`, if they fit each other."""
-        basis = cls(Shape(*shape), tensors["mean"], tensors["rows"], tensors["scales"])
-        groups, size = basis.shape.groups, basis.shape.size
-        if [tensor.shape for tensor in basis.tensors().values()] != [(groups, size), (groups, size, size), (groups, size)]:
-            raise ArtifactError("The tensors of a basis don't fit each other. Calibrate anew.")
-        return basis
+    def of(cls, sizes: Sequence[int], tensors: Mapping[str, torch.Tensor]) -> Self:
+        shape = Shape(*sizes)
+        lead = shape.groups, shape.size
+        return cls(shape, *in_shapes(tensors, mean=lead, rows=(*lead, shape.size), scales=lead))
+
+
+def in_shapes(tensors: Mapping[str, torch.Tensor], **shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    """The tensors of these names, if they have these shapes; an `ArtifactError` otherwise."""
+    found = [tensors[name] for name in shapes]
+    if [tuple(tensor.shape) for tensor in found] != list(shapes.values()):
+        raise ArtifactError(f"The tensors {', '.join(shapes)} of a layer don't fit each other. Calibrate anew.")
+    return found
+
+
+Made = TypeVar("Made")
+_MADE: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
+
+
+def made_once(owner: object, key: Any, make: Callable[[], Made]) -> Made:
+    """What `make` returned when it was first asked for an owner and a key; it is neither copied nor pickled with the owner."""
+    made = _MADE.setdefault(owner, {})
+    if key not in made:
+        # A later pass may need gradients, which tensors of the caller's inference mode refuse.
+        with torch.inference_mode(False), torch.no_grad():
+            made[key] = make()
+    found: Made = made[key]
+    return found

@@ -1,13 +1,19 @@
-"""One pass of a model over texts, whose keys and values are measured."""
+"""One pass of a model over texts, whose keys and values are measured, and with the metric "loss" the gradients there.
+
+Draw a token at each position from the model's distribution there, and take the loss of these tokens. Its gradient g at some vector of a
+layer has the mean 0, and to second order an error d there changes the predictions by the divergence `E (g . d)^2 / 2`.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
+import itertools
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,26 +21,20 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
-from hf_kvcaches.codec.forward import Ending, activations_on_cpu, ending_of, frozen, in_float32
 from hf_kvcaches.codec.meter import LayerSums, MeterCache, Reading
-from hf_kvcaches.codec.metric import gradient_of_drawn
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.core.view import require_answering
 from hf_kvcaches.errors import ConfigError, KVCacheError, UnsupportedError
 from hf_kvcaches.evaluate.runner import evaluating
 from hf_kvcaches.evaluate.texts import Block, Tokenized, add_up, batches_of, blocks_of, process_device, sequences
 
+_HALF = (torch.bfloat16, torch.float16)
+# Logits that exist at a time: 64 MiB in float32, 64 positions of a vocabulary of 262,144 tokens.
+_LOGITS = 1 << 24
 
-@dataclass(frozen=True)
-class Measurements:
-    """What was measured.
 
-    Args:
-        reading: How; the metric is the one that was used.
-        sums: By the index of the layer.
-        geometries: How each of these layers rotates keys; None where it does not, or keys are taken as they are.
-        layers: How many layers the model has.
-    """
+class Measurements(NamedTuple):
+    """What was measured, by the index of the layer; `reading` has the metric that was used, and `layers` counts those of the model."""
 
     reading: Reading
     sums: dict[int, LayerSums]
@@ -58,16 +58,16 @@ def measure(model: nn.Module, tokenizer: Any, texts: Iterable[str | Sequence[int
     used_tokenizer = Tokenized(tokenizer)
     blocks = enumerate(blocks_of(sequences(texts, used_tokenizer, base), reading.block, reading.max_tokens))
     # Nobody else sees the copy, if it is one, and it is freed with the end of this function.
-    base = in_float32(base)
-    with evaluating(base), frozen(base), torch.no_grad():
+    base = _in_float32(base)
+    with evaluating(base), _frozen(base), torch.no_grad():
         ending = ending_of(base) if reading.metric == "loss" else None
         if ending is not None and (why := _no_gradients(base, reading, ending)) is not None:
             warnings.warn(f"metric='loss' needs gradients, and {type(base).__name__} has none: {why}. Using 'plain'.", stacklevel=3)
             reading, ending = replace(reading, metric="plain"), None
         cache = MeterCache(base, reading)
-        count, tokens = _read(base, cache, blocks, isinstance(texts, Sequence), ending)
+        counts = _read(base, cache, blocks, isinstance(texts, Sequence), ending)
         _join_processes(base, cache)
-    return Measurements(reading, cache.sums, cache.geometries, len(cache.layers), count, tokens, used_tokenizer.used)
+    return Measurements(reading, cache.sums, cache.geometries, len(cache.layers), *counts, used_tokenizer.used)
 
 
 def _read(base: PreTrainedModel, cache: MeterCache, blocks: Iterable[Block], listed: bool, ending: Ending | None) -> tuple[int, int]:
@@ -88,7 +88,7 @@ def _read(base: PreTrainedModel, cache: MeterCache, blocks: Iterable[Block], lis
                 bar.update(len(ids))
 
         for numbers, ids in batches_of(counted(), reading.block, reading.batch_size):
-            _pass(base, cache, numbers, ids, ending)
+            read_batch(base, cache, numbers, ids, ending)
             for index in cache.geometries:
                 if index not in cache.sums:
                     raise UnsupportedError(f"calibrate: layer {index} did not ask the cache's attention, so it can't be measured.")
@@ -99,13 +99,13 @@ def _read(base: PreTrainedModel, cache: MeterCache, blocks: Iterable[Block], lis
     return totals[0], totals[1]
 
 
-def _pass(base: PreTrainedModel, cache: MeterCache, numbers: Sequence[int], ids: torch.Tensor, ending: Ending | None) -> None:
-    """Feed a batch in; with the model's ending, for the metric "loss"."""
+def read_batch(base: PreTrainedModel, cache: MeterCache, numbers: Sequence[int], ids: torch.Tensor, ending: Ending | None) -> None:
+    """Feed a batch of numbered blocks in; with the model's ending, for the metric "loss"."""
     cache.reset()
     cache.draws = torch.stack([torch.rand(ids.shape[1], generator=torch.Generator().manual_seed(number)) for number in numbers])
     if ending is not None:
         # Activations wait for the backward pass in CPU memory, so that it fits wherever the forward pass does.
-        saved = activations_on_cpu(base) if base.device.type == "cuda" else contextlib.nullcontext()
+        saved = _activations_on_cpu(base) if base.device.type == "cuda" else contextlib.nullcontext()
         # In the caller's inference mode there would be no gradients, nor with tensors that come from there.
         with torch.inference_mode(False), torch.enable_grad():
             with saved:
@@ -122,7 +122,7 @@ def _no_gradients(base: PreTrainedModel, reading: Reading, ending: Ending) -> st
     """Why a loss can't be followed back to the keys of all layers, tried on two tokens; None if it can."""
     cache = MeterCache(base, reading)
     try:
-        _pass(base, cache, [0], torch.zeros(1, 2, dtype=torch.long), ending)
+        read_batch(base, cache, [0], torch.zeros(1, 2, dtype=torch.long), ending)
     except KVCacheError:
         raise
     except (RuntimeError, NotImplementedError, AttributeError) as error:
@@ -138,7 +138,7 @@ def _join_processes(base: PreTrainedModel, cache: MeterCache) -> None:
     from accelerate.utils import gather_object
 
     if not cache.sums:  # a process without a block learns from two tokens what a layer looks like
-        _pass(base, cache, [0], torch.zeros(1, 2, dtype=torch.long), None)
+        read_batch(base, cache, [0], torch.zeros(1, 2, dtype=torch.long), None)
         cache.sums = {index: LayerSums(sums.shape, process_device()) for index, sums in cache.sums.items()}
     add_up(part for sums in cache.sums.values() for part in sums.sums())
     for sums in cache.sums.values():
@@ -146,3 +146,109 @@ def _join_processes(base: PreTrainedModel, cache: MeterCache) -> None:
         sums.sample, sums.draws = sums.sample[:0], sums.draws[:0]
         for sample, draws in shares:
             sums.keep(sample.to(sums.sample.device), draws)
+
+
+class Ending(NamedTuple):
+    """The end of a model's forward pass, in two steps, so that logits need not exist for all positions at once."""
+
+    run: Callable[[torch.Tensor, Any], torch.Tensor]
+    """From token ids and a cache to the last hidden states, (batch, tokens, hidden)."""
+    head: Callable[[torch.Tensor], torch.Tensor]
+    """From these to logits; works on any of the tokens."""
+
+
+def ending_of(model: PreTrainedModel) -> Ending:
+    """Return a model's ending, tried on two tokens; where its head can't be run by itself, the states are the logits."""
+
+    def logits_of(ids: torch.Tensor, cache: Any) -> torch.Tensor:
+        logits: torch.Tensor = model(input_ids=ids, **compat.cache_kwargs(model, cache)).logits
+        return logits
+
+    def states_of(ids: torch.Tensor, cache: Any) -> torch.Tensor:
+        states: torch.Tensor = decoder(input_ids=ids, **compat.cache_kwargs(decoder, cache)).last_hidden_state
+        return states
+
+    decoder, projection, head = model.base_model, model.get_output_embeddings(), None
+    if decoder is not model and projection is not None:
+        ids = torch.zeros(1, 2, dtype=torch.long, device=compat.input_device(model))
+        with contextlib.suppress(RuntimeError, TypeError, ValueError, AttributeError), torch.no_grad():
+            head = _head(model, projection, logits_of(ids, None), states_of(ids, None))
+    return Ending(logits_of, lambda logits: logits) if head is None else Ending(states_of, head)
+
+
+def _head(model: PreTrainedModel, projection: nn.Module, logits: torch.Tensor, states: torch.Tensor) -> Callable[..., torch.Tensor] | None:
+    """Return what computes these logits from these states: the projection, scaled or with a soft cap; None where it is something else."""
+    raw = projection(states)
+    cap = getattr(compat.decoder_config(model.config), "final_logit_softcapping", None)
+    scale = 1.0 if cap is not None else float((raw.double() * logits).sum() / raw.double().square().sum())
+    scale = 1.0 if abs(scale - 1) < 1e-3 else scale
+
+    def head(states: torch.Tensor) -> torch.Tensor:
+        projected: torch.Tensor = projection(states)
+        return projected * scale if cap is None else cap * torch.tanh(projected / cap)
+
+    found = head(states)
+    tolerance = 16 * torch.finfo(logits.dtype).eps * float(logits.abs().max())
+    same = found.shape == logits.shape and torch.allclose(found.to(logits.dtype), logits, rtol=0, atol=tolerance)
+    return head if same else None
+
+
+def gradient_of_drawn(states: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor], seeds: Sequence[int]) -> torch.Tensor:
+    """Return the gradient, at a model's last hidden states, of the loss of tokens that the model itself would continue with.
+
+    A token is drawn at each position, and the loss is the sum over all. Each row has a seed, so that batches and processes don't matter.
+    """
+    batch, tokens, _ = states.shape
+    draws = torch.stack([torch.rand(tokens, 1, generator=torch.Generator().manual_seed(seed)) for seed in seeds]).to(states.device)
+    gradient = torch.empty_like(states)
+    start, step = 0, 1
+    while start < tokens:
+        chunk = slice(start, start + step)
+        part = states[:, chunk].detach().requires_grad_()
+        logits = head(part)
+        shares = logits.detach().float().softmax(-1)
+        sums = shares.cumsum(-1)
+        # Rounding leaves the whole a little off 1.
+        drawn = torch.searchsorted(sums, draws[:, chunk] * sums[..., -1:]).clamp_max(logits.shape[-1] - 1)
+        at_logits = shares.scatter_add_(-1, drawn, torch.full_like(draws[:, chunk], -1.0)).to(logits.dtype)
+        (gradient[:, chunk],) = torch.autograd.grad(logits, part, at_logits)
+        start, step = start + step, max(1, _LOGITS // (batch * logits.shape[-1]))
+    return gradient
+
+
+def _in_float32(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a float32 copy of a half-precision model on a CPU, which is many times slower in half precision; else the model itself."""
+    tensors = list(itertools.chain(model.parameters(), model.buffers()))
+    half = [tensor for tensor in tensors if tensor.dtype in _HALF]
+    if not half or any(tensor.device.type != "cpu" or type(tensor) not in (torch.Tensor, nn.Parameter) for tensor in tensors):
+        return model
+    copies = {id(tensor): tensor.detach().float() for tensor in half}
+    for tensor in half:
+        if isinstance(tensor, nn.Parameter):
+            copies[id(tensor)] = nn.Parameter(copies[id(tensor)], requires_grad=False)
+    # Deep copies find the tensors in the memo, so each is copied once and tied ones stay tied.
+    return copy.deepcopy(model, copies)
+
+
+def _activations_on_cpu(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Keep activations in CPU memory until the backward pass needs them; the model's weights stay on its device."""
+    weights = {tensor.untyped_storage().data_ptr() for tensor in itertools.chain(model.parameters(), model.buffers())}
+
+    def pack(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
+        stays = tensor.untyped_storage().data_ptr() in weights
+        return tensor.device, tensor if stays else tensor.to("cpu")
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed[1].to(packed[0]))
+
+
+@contextlib.contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """Without gradients of parameters, which nobody asks for."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)

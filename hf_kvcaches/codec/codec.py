@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 
-from hf_kvcaches.codec import saved_cache
-from hf_kvcaches.codec.calibrate import Measurements, measure
+from hf_kvcaches.codec.basis import States, made_once
+from hf_kvcaches.codec.calibrate import measure
 from hf_kvcaches.codec.fixed import FixedForm, FixedLayer
 from hf_kvcaches.codec.joint import JointBasis, PackedForm
-from hf_kvcaches.codec.meter import EXACT, Reading
-from hf_kvcaches.codec.metric import Metric
+from hf_kvcaches.codec.meter import EXACT, Metric, Reading
 from hf_kvcaches.codec.packing import Span
-from hf_kvcaches.codec.settings import CodecSettings, check_ratio
-from hf_kvcaches.codec.shape import States
+from hf_kvcaches.codec.settings import CodecSettings, card_of, check_ratio
 from hf_kvcaches.codec.statistics import LayerStatistics
-from hf_kvcaches.codec.wire import codes as wire
+from hf_kvcaches.codec.wire.messages import Codes, codes_from_bytes, codes_to_bytes
 from hf_kvcaches.core.files import checked_layers, part_of
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.hub import Artifact
@@ -115,26 +114,19 @@ class KVCodec(Artifact):
             shards: Among how many processes the heads will be shared under tensor parallelism; bases belong to one of these.
             progress: Whether to show a bar.
         """
-        check_ratio(bytes_ratio)
+        ratio, bases, in_place, slots = check_ratio(bytes_ratio), {}, {}, {}
         measured = measure(model, tokenizer, texts, Reading(rotation, metric, recent, block, batch_size, max_tokens, shards, progress))
-        fingerprint = ModelFingerprint.of(model, tokenizer if measured.used_tokenizer else None)
+        fingerprint, reading = ModelFingerprint.of(model, tokenizer if measured.used_tokenizer else None), measured.reading
         with torch.no_grad():
-            return cls._fitted(measured, float(bytes_ratio), fingerprint)
-
-    @classmethod
-    def _fitted(cls, measured: Measurements, bytes_ratio: float, fingerprint: ModelFingerprint) -> KVCodec:
-        reading, bases, in_place, slots = measured.reading, {}, {}, {}
-        for index, sums in sorted(measured.sums.items()):
-            statistics = LayerStatistics.of(sums, reading.metric)
-            grouped = statistics.in_shape(sums.shape.in_groups(_LARGEST_BASIS))
-            bases[index] = JointBasis.fit(statistics, len(measured.sums))
-            in_place[index] = FixedLayer.fit(grouped.within_tiles(measured.geometries[index], TILE))
-            slots[index] = FixedLayer.fit(statistics.in_shape(sums.shape._replace(group=1)))
-        settings = CodecSettings(
-            reading.rotation, reading.metric, reading.recent, bytes_ratio, reading.block, measured.blocks, measured.tokens
-        )
-        forms = FixedForm(in_place).at(bytes_ratio), FixedForm(slots).at(bytes_ratio)
-        return cls(forms[0], forms[1], PackedForm.fit(bases, bytes_ratio), settings, measured.layers, fingerprint)
+            for index, sums in sorted(measured.sums.items()):
+                statistics = LayerStatistics.of(sums, reading.metric)
+                grouped = statistics.in_shape(sums.shape.in_groups(_LARGEST_BASIS))
+                bases[index] = JointBasis.fit(statistics, len(measured.sums))
+                in_place[index] = FixedLayer.fit(grouped.within_tiles(measured.geometries[index], TILE))
+                slots[index] = FixedLayer.fit(statistics.in_shape(sums.shape._replace(group=1)))
+            forms = FixedForm(in_place).at(ratio), FixedForm(slots).at(ratio), PackedForm.fit(bases, ratio)
+        made = CodecSettings(reading.rotation, reading.metric, reading.recent, ratio, reading.block, measured.blocks, measured.tokens)
+        return cls(*forms, made, measured.layers, fingerprint)
 
     def at(self, bytes_ratio: float) -> KVCodec:
         """The codec with other bits, from what was measured when it was calibrated.
@@ -143,20 +135,17 @@ class KVCodec(Artifact):
             bytes_ratio: The bytes of a token's codes as a share of those of its exact keys and values in 16 bits, up to 1.5, with which
                 nothing but rounding of float32 is lost. Bits go where they save most, over all layers, heads, keys and values together.
         """
-        check_ratio(bytes_ratio)
-        settings = replace(self.settings, bytes_ratio=float(bytes_ratio))
-        in_place, slots = self.in_place.at(bytes_ratio), self.slots.at(bytes_ratio)
-        return KVCodec(in_place, slots, PackedForm.fit(self.packed.bases, bytes_ratio), settings, self.layer_count, self.fingerprint)
+        ratio = check_ratio(bytes_ratio)
+        forms = self.in_place.at(ratio), self.slots.at(ratio), PackedForm.fit(self.packed.bases, ratio)
+        return KVCodec(*forms, replace(self.settings, bytes_ratio=ratio), self.layer_count, self.fingerprint)
 
     def of_heads(self, shard: HeadShard | None) -> KVCodec:
         """The codec of the heads that a process has under tensor parallelism; this one where it has all."""
         if shard is None:
             return self
-        shards: dict[tuple[int, int], KVCodec] = self.__dict__.setdefault("_shards", {})  # with coders of their own
-        if (shard.rank, shard.size) not in shards:
-            forms = {name: getattr(self, name).of_heads(shard) for name in ("in_place", "slots", "packed")}
-            shards[shard.rank, shard.size] = replace(self, **forms)
-        return shards[shard.rank, shard.size]
+        forms = self.in_place, self.slots, self.packed
+        made = self.settings, self.layer_count, self.fingerprint
+        return made_once(self, (shard.rank, shard.size), lambda: KVCodec(*(form.of_heads(shard) for form in forms), *made))
 
     @property
     def unrotated(self) -> bool:
@@ -183,7 +172,7 @@ class KVCodec(Artifact):
         """The bytes that the packed form of a text like those of the calibration takes, as a share of those in 16 bits."""
         return self.packed.ratio
 
-    def pack(self, keys: Mapping[int, torch.Tensor], values: Mapping[int, torch.Tensor], left_out: int = 0) -> dict[int, torch.Tensor]:
+    def pack(self, keys: Mapping[int, Tensor], values: Mapping[int, Tensor], left_out: int = 0) -> dict[int, Tensor]:
         """The packed form of tokens, by layer: (bytes,), uint8.
 
         Args:
@@ -191,27 +180,20 @@ class KVCodec(Artifact):
             values: Like `keys`.
             left_out: First tokens that are kept elsewhere, and are coded as the mean.
         """
-        return self._pack({layer: (own, values[layer]) for layer, own in keys.items()}, left_out)
-
-    def _pack(self, states: Mapping[int, States], left_out: int) -> dict[int, torch.Tensor]:
-        for layer, pair in states.items():
-            basis, got = self.packed.bases.get(layer), [tuple(each.shape) for each in pair]
-            if basis is None:
+        for layer, own in keys.items():
+            if layer not in self.packed.bases:
                 raise ConfigError.of("keys", f"layers of {sorted(self.packed.bases)}", f"layer {layer}")
-            shape = basis.basis.shape
-            if got != [(shape.heads, pair[0].shape[1], dim) for dim in (shape.key_dim, shape.value_dim)]:
+            shape, got = self.packed.bases[layer].basis.shape, [tuple(own.shape), tuple(values[layer].shape)]
+            if got != [(shape.heads, own.shape[1], dim) for dim in (shape.key_dim, shape.value_dim)]:
                 raise ConfigError.of(f"layer {layer}", f"keys and values of {shape}, of the same tokens", got)
-        return self.packed.pack(states, left_out)
+        return self.packed.pack({layer: (own, values[layer]) for layer, own in keys.items()}, left_out)
 
-    def unpack(
-        self, spans: Sequence[tuple[int, torch.Tensor, int, int | None]], dtype: torch.dtype = torch.float32
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def unpack(self, spans: Sequence[tuple[int, Tensor, int, int | None]], dtype: torch.dtype = torch.float32) -> list[States]:
         """Keys and values, (kv_heads, tokens, head_dim) each, of what `pack` returned; anything else is an `ArtifactError`.
 
         Args:
             spans: A layer, its record, and which of its tokens, from the first to the one behind the last (None: all). Records lie on
                 one device. Many at a time take little longer than one.
-            dtype: Of the result.
         """
         return self.packed.unpack([Span(*span) for span in spans], dtype)
 
@@ -224,7 +206,7 @@ class KVCodec(Artifact):
         """Whether a layer is coded."""
         return layer_idx in self.in_place.layers
 
-    def encode(self, keys: Sequence[torch.Tensor | None], values: Sequence[torch.Tensor | None]) -> list[list[torch.Tensor] | None]:
+    def encode(self, keys: Sequence[Tensor | None], values: Sequence[Tensor | None]) -> list[list[Tensor] | None]:
         """The packed form of rows of tokens: for each layer a record of each row, (bytes,) uint8, or None where the layer is not coded.
 
         Args:
@@ -243,52 +225,67 @@ class KVCodec(Artifact):
             states[layer] = one, other
         if len(batches := {len(side) for pair in states.values() for side in pair}) > 1:
             raise ConfigError.of("keys, values", "as many rows in all layers", sorted(batches))
-        rows = [self._pack({layer: (own[0][row], own[1][row]) for layer, own in states.items()}, 0) for row in range(*batches)]
-        return [[records[index] for records in rows] if self.has_codes(index) else None for index in range(self.layer_count)]
+        rows = [self.pack(*({layer: own[side][row] for layer, own in states.items()} for side in (0, 1))) for row in range(*batches)]
+        return [[records[index] for records in rows] if coded else None for index, coded in enumerate(self._coded)]
 
-    def decode(
-        self, codes: Sequence[Sequence[torch.Tensor] | None], dtype: torch.dtype = torch.float32
-    ) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
-        """Keys and values from what `encode` gave, for each layer (batch, kv_heads, tokens, head_dim), or None where it is not coded.
-
-        Args:
-            dtype: Of the result.
-        """
+    def decode(self, codes: Sequence[Sequence[Tensor] | None], dtype: torch.dtype = torch.float32) -> list[tuple[Tensor, Tensor] | None]:
+        """Keys and values from what `encode` gave, for each layer (batch, kv_heads, tokens, head_dim), or None where it is not coded."""
         if len(codes) != self.layer_count:
             raise ConfigError.of("codes", f"records for each of {self.layer_count} layers", len(codes))
         spans = [(layer, record, 0, None) for layer, records in enumerate(codes) for record in records or ()]
         found = iter(self.unpack(spans, dtype))
-        rows = [None if records is None else [next(found) for _ in records] for records in codes]
-        return [
-            None if not states else (torch.stack([own[0] for own in states]), torch.stack([own[1] for own in states])) for states in rows
-        ]
+        return [_stacked([next(found) for _ in records]) if records else None for records in codes]
 
-    def to_bytes(self, codes: Sequence[Sequence[torch.Tensor] | None]) -> bytes:
+    def to_bytes(self, codes: Codes) -> bytes:
         """What `encode` gave as a message, which names this codec and is checked where it is read."""
         if [records is not None for records in codes] != self._coded:
             raise ConfigError.of("codes", "what this codec's encode gives", [records is not None for records in codes])
-        return b"".join(wire.written(self.digest, codes))
+        return codes_to_bytes(self.digest, codes)
 
-    def from_bytes(self, data: Source) -> list[list[torch.Tensor] | None]:
+    def from_bytes(self, data: Source) -> list[list[Tensor] | None]:
         """Codes from a message of `to_bytes`; anything else is an `ArtifactError`.
 
         Args:
             data: All of its bytes, whole or in pieces, or a function that returns between 1 and the given number of them, such as a
                 connected socket's `recv`.
         """
-        return wire.read(data, self.digest, self._coded)
+        return codes_from_bytes(data, self.digest, self._coded)
 
     @property
     def _coded(self) -> list[bool]:
         return [self.has_codes(index) for index in range(self.layer_count)]
 
-    def encode_layers(self, config: PreTrainedConfig, layers: Mapping[int, saved_cache.States], padding: list[int]) -> saved_cache.Stored:
-        """What a saved cache has of layers' exact keys and values; see `CacheCodec`."""
-        return saved_cache.encode(self, config, layers, padding)
+    def encode_layers(self, config: PreTrainedConfig, layers: Mapping[int, States], padding: list[int]) -> dict[int, dict[str, Tensor]]:
+        """What a saved cache has of layers, see `CacheCodec`: a record for each row, and the first tokens of all."""
+        stored: dict[int, dict[str, Tensor]] = {layer: {} for layer in layers}
+        for row, start in enumerate(padding):
+            keys = {layer: self.unrotated_keys(config, layer, own[row : row + 1, :, start:])[0] for layer, (own, _) in layers.items()}
+            values = {layer: own[row, :, start:] for layer, (_, own) in layers.items()}
+            for layer, record in self.pack(keys, values, EXACT).items():
+                stored[layer][f"codes.{row}"] = record
+        for layer, states in layers.items():
+            for name, exact in zip(("first_keys", "first_values"), states, strict=True):
+                rows = [own[:, start : start + EXACT] for own, start in zip(exact, padding, strict=True)]
+                rows = [pad(own, (0, 0, 0, EXACT - own.shape[1])) for own in rows]
+                stored[layer][name] = torch.stack(rows) if rows else exact[:, :, :0]
+        return stored
 
-    def decode_layers(self, config: PreTrainedConfig, stored: saved_cache.Stored, padding: list[int]) -> dict[int, saved_cache.States]:
+    def decode_layers(self, config: PreTrainedConfig, stored: dict[int, dict[str, Tensor]], padding: list[int]) -> dict[int, States]:
         """The inverse of `encode_layers`."""
-        return saved_cache.decode(self, config, stored, padding)
+        found: dict[int, States] = {}
+        for layer, tensors in stored.items():
+            first, rows = (tensors["first_keys"], tensors["first_values"]), []
+            if len(first[0]) != len(padding):
+                raise ArtifactError(f"{len(first[0])} rows in a layer, and there are {len(padding)}")
+            spans = [(layer, tensors[f"codes.{row}"], 0, None) for row in range(len(padding))]
+            for row, (start, (keys, values)) in enumerate(zip(padding, self.unpack(spans, first[0].dtype), strict=True)):
+                if (geometry := self.geometry(config, layer)) is not None:
+                    keys = geometry.rotate(keys[None], torch.arange(keys.shape[1], device=keys.device))[0]
+                for states, exact in ((keys, first[0][row]), (values, first[1][row])):
+                    states[:, :EXACT] = exact[:, : states.shape[1]]
+                rows.append((pad(keys, (0, 0, start, 0)), pad(values, (0, 0, start, 0))))
+            found[layer] = _stacked(rows) if rows else first
+        return found
 
     def require_all_layers(self, model: nn.Module, where: str) -> None:
         """Refuses a codec of another model, or one that leaves layers out.
@@ -316,31 +313,38 @@ class KVCodec(Artifact):
             return None
         return undoable_rotation(config, layer_idx, "codec", "Calibrate with rotation='post'.")
 
+    def unrotated_keys(self, config: PreTrainedConfig, layer_idx: int, keys: Tensor) -> Tensor:
+        """What the codec takes of keys from position 0 on, (batch, kv_heads, tokens, head_dim)."""
+        geometry, positions = self.geometry(config, layer_idx), torch.arange(keys.shape[2], device=keys.device)
+        return keys if geometry is None else geometry.unrotate(keys.float(), positions)
+
     def __repr__(self) -> str:
         made = self.settings
         layers = f"{len(self.in_place.layers)} of {self.layer_count} layers"
         kinds = f"rotation={made.rotation!r}, metric={made.metric!r}, recent={made.recent}"
         return f"KVCodec({layers}, {self.bytes_ratio:.4f} of the bytes, {kinds}, model {self.fingerprint})"
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_shards"}
-
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         forms = {"packed": self.packed.tensors(), "in_place": self.in_place.tensors(), "slots": self.slots.tensors()}
         return {f"{form}.{name}": tensor for form, own in forms.items() for name, tensor in own.items()}
 
     def metadata(self) -> dict[str, Any]:
         shapes = {"in_place": self.in_place.shapes(), "slots": self.slots.shapes()}
-        return {"layers": self.layer_count, "settings": self.settings.to_dict(), "packed": self.packed.metadata()} | shapes
+        return {"layers": self.layer_count, "settings": asdict(self.settings), "packed": self.packed.metadata()} | shapes
 
     @classmethod
-    def restore(cls, tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> Self:
+    def restore(cls, tensors: dict[str, Tensor], metadata: dict[str, Any]) -> Self:
         in_place, slots = (FixedForm.restore(part_of(tensors, form), metadata[form]) for form in ("in_place", "slots"))
         packed, count = PackedForm.restore(part_of(tensors, "packed"), metadata["packed"]), checked_layers(metadata["layers"])
         layers = [list(form) for form in (packed.bases, in_place.layers, slots.layers)]
         if layers[0] != layers[1] or layers[0] != layers[2] or not all(0 <= index < count for index in layers[0]):
             raise ArtifactError(f"The forms of a codec have the layers {layers} of {count}. Calibrate anew.")
-        return cls(in_place, slots, packed, CodecSettings.from_dict(metadata["settings"]), count)
+        return cls(in_place, slots, packed, CodecSettings(**metadata["settings"]), count)
 
     def describe_calibration(self) -> str:
-        return self.settings.card(self.in_place, self.packed)
+        return card_of(self.settings, self.in_place, self.packed)
+
+
+def _stacked(rows: Sequence[States]) -> States:
+    keys, values = (torch.stack(side) for side in zip(*rows, strict=True))
+    return keys, values

@@ -1,4 +1,7 @@
-"""The forms of a codec with fixed widths: a basis for each group of heads, and bits for each direction, alike in all groups of a layer."""
+"""The forms of a codec with fixed widths: a basis for each group of heads, and bits for each direction, alike in all groups of a layer.
+
+Quantizers are uniform, and fitted to a sample for each direction and width.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,7 @@ from typing import Any
 
 import torch
 
-from hf_kvcaches.codec.allocation import allot
-from hf_kvcaches.codec.basis import Basis
-from hf_kvcaches.codec.quantizers import quantizers
-from hf_kvcaches.codec.shape import Shape, States
+from hf_kvcaches.codec.basis import Basis, Shape, States, in_shapes, made_once
 from hf_kvcaches.codec.statistics import LayerStatistics
 from hf_kvcaches.core.files import part_of
 from hf_kvcaches.core.parallel import HeadShard
@@ -21,11 +21,23 @@ from hf_kvcaches.kernels.codes import CodeMap, decode
 
 # Tokens of all rows that are encoded at a time, so that a long prompt needs no more memory.
 _PIECE = 2048
-# Those that take two parts are worth it only where bits are plenty.
-_ALLOTTED = (1, 2, 4, 6, 8, 16, 24)
 # A direction with less energy is unused, as a share of the group's mean; and what other texts are taken to have there. A transform in
 # half precision leaks 1e-8 to 1e-7 of the others' energy into it.
 _UNUSED, _UNSEEN = 1e-6, 1e-5
+# The step of a uniform quantizer that loses least of a normal distribution, in standard deviations.
+_NORMAL_STEPS = {1: 1.596, 2: 0.9957, 3: 0.586, 4: 0.3352, 5: 0.1881, 6: 0.1041, 8: 0.0308}
+# What it is multiplied with for distributions with heavier or lighter tails.
+_MULTIPLES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0)
+# These need no choice: they reach 32 and 16 standard deviations of the direction, or of the group in the mean where that is more, so that
+# directions which the texts hardly use are not clipped either. Steps are of about float16's precision and of float32's.
+_WIDE_STEPS = {16: 2.0**-10, 24: 2.0**-19}
+# From so many bits on, steps reach all of the sample: that costs little, and a clipped coefficient costs much.
+_REACHING = 6
+# A direction that the texts do not use is taken to have this share of the group's mean deviation.
+_LEAST_DEVIATION = 1e-4
+_TINY = 1e-30
+# Widths that take two parts are worth it only where bits are plenty.
+_ALLOTTED = (1, 2, 4, 6, 8, 16, 24)
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +47,6 @@ class FixedLayer:
     A direction's coefficient that has `w` bits is kept as the integer `floor(coefficient / step) + 2^(w - 1)`, clipped to w bits.
 
     Args:
-        basis: Of each group.
         steps: (groups, size, widths), for each of `WIDTHS`, float32.
         distortions: What is lost of a direction at 0 bits and at each of `WIDTHS`, (groups, size, 1 + widths), float32. With the metric
             "loss" these are twice the divergence of a token's prediction.
@@ -51,7 +62,7 @@ class FixedLayer:
     def fit(cls, statistics: LayerStatistics) -> FixedLayer:
         """The basis and the quantizers; all widths are 0 so far."""
         basis, coefficients = statistics.basis()
-        steps, distortions = quantizers(coefficients.float())
+        steps, distortions = _quantizers(coefficients.float())
         # A direction that the texts do not use gets bits that clip nothing, where there are bits for all.
         mean_energy = distortions[..., :1].mean(1, keepdim=True)
         clipped = torch.tensor([0, *WIDTHS], device=distortions.device) < 16
@@ -61,7 +72,6 @@ class FixedLayer:
 
     @property
     def shape(self) -> Shape:
-        """Of the layer."""
         return self.basis.shape
 
     @property
@@ -72,8 +82,8 @@ class FixedLayer:
     @property
     def loss(self) -> float:
         """What is lost with these bits, in units of the metric."""
-        places = torch.tensor([0 if not width else 1 + WIDTHS.index(width) for width in self.widths.tolist()])
-        return float(self.distortions.double().gather(2, places.expand(self.shape.groups, -1)[..., None]).sum())
+        places = [(0, *WIDTHS).index(width) for width in self.widths.tolist()]
+        return float(self.distortions.double()[:, torch.arange(len(places)), places].sum())
 
     @property
     def kept(self) -> float:
@@ -83,45 +93,33 @@ class FixedLayer:
         return float(energies[self.widths > 0].sum()) / whole if whole else 1.0
 
     def of_heads(self, shard: HeadShard) -> FixedLayer:
-        """The groups that a process has under tensor parallelism."""
         groups = self.basis.groups_of(shard)
         return FixedLayer(self.basis.of_heads(shard), self.steps[groups], self.distortions[groups], self.widths)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """By name."""
         return self.basis.tensors() | {"steps": self.steps, "distortions": self.distortions, "widths": self.widths}
 
     @classmethod
-    def of(cls, shape: Sequence[int], tensors: Mapping[str, torch.Tensor]) -> FixedLayer:
-        """From `tensors`, if they fit each other."""
-        layer = cls(Basis.of(shape, tensors), tensors["steps"], tensors["distortions"], tensors["widths"])
-        lead = (layer.shape.groups, layer.shape.size)
-        fits = layer.steps.shape == (*lead, len(WIDTHS)) and layer.distortions.shape == (*lead, 1 + len(WIDTHS))
-        whole = layer.widths.shape == lead[1:] and layer.widths.dtype == torch.uint8 and set(layer.widths.tolist()) <= {0, *WIDTHS}
-        if not fits or not whole:
-            raise ArtifactError("The tensors of a form with fixed widths don't fit each other. Calibrate anew.")
+    def of(cls, sizes: Sequence[int], tensors: Mapping[str, torch.Tensor]) -> FixedLayer:
+        basis = Basis.of(sizes, tensors)
+        groups, size, count = basis.shape.groups, basis.shape.size, len(WIDTHS)
+        layer = cls(basis, *in_shapes(tensors, steps=(groups, size, count), distortions=(groups, size, 1 + count), widths=(size,)))
+        if layer.widths.dtype != torch.uint8 or not set(layer.widths.tolist()) <= {0, *WIDTHS}:
+            raise ArtifactError("The widths of a layer don't fit each other. Calibrate anew.")
         return layer
 
 
 @dataclass(frozen=True, eq=False)
 class FixedForm:
-    """How codes of all layers are made and read.
-
-    Args:
-        layers: Of the layers that are coded, by index.
-    """
+    """How codes of all layers are made and read, by the index of the layers that are coded."""
 
     layers: Mapping[int, FixedLayer]
 
     def at(self, bytes_ratio: float) -> FixedForm:
-        """The form with other bits: they go where they save most, over all layers and directions together.
-
-        Args:
-            bytes_ratio: The bytes of a token's codes as a share of those of its exact keys and values in 16 bits.
-        """
+        """The form with other bits, for a share of the bytes: they go where they save most, over all layers and directions together."""
         layers = list(self.layers.values())
         budget, copies = bytes_ratio * 2 * self.elements, [layer.shape.groups for layer in layers]
-        widths = allot([layer.distortions.double().sum(0) for layer in layers], budget, _ALLOTTED, copies)
+        widths = allot([layer.distortions.double().sum(0) for layer in layers], budget, copies)
         if not any(bool(own.any()) for own in widths):
             raise ConfigError.of("bytes_ratio", "enough for at least one direction", bytes_ratio, "Try 0.125.")
         chosen = (replace(layer, widths=own.to(torch.uint8)) for layer, own in zip(layers, widths, strict=True))
@@ -143,31 +141,16 @@ class FixedForm:
         return sum(layer.loss for layer in self.layers.values()) / 2
 
     def of_heads(self, shard: HeadShard) -> FixedForm:
-        """The form of the heads that a process has under tensor parallelism."""
         return FixedForm({index: layer.of_heads(shard) for index, layer in self.layers.items()})
 
     def coder(self, layer_idx: int, dtype: torch.dtype, device: torch.device) -> LayerCoder:
-        """The coder of one layer, made once for each dtype and device and shared by all caches.
-
-        Args:
-            dtype: Of keys and values.
-        """
-        coders: dict[Any, LayerCoder] = self.__dict__.setdefault("_coders", {})
-        key = (layer_idx, dtype, device)
-        if key not in coders:
-            # A later pass may need gradients, which tensors of the caller's inference mode refuse.
-            with torch.inference_mode(False), torch.no_grad():
-                coders[key] = LayerCoder(self.layers[layer_idx], dtype, device)
-        return coders[key]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_coders"}
+        """The coder of keys and values of a dtype in one layer, made once for each device and shared by all caches."""
+        return made_once(self, (layer_idx, dtype, device), lambda: LayerCoder(self.layers[layer_idx], dtype, device))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FixedForm:
         return self  # never changed, and layers of copied caches hold it
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """By name."""
         return {f"{index}.{name}": tensor for index, layer in self.layers.items() for name, tensor in layer.tensors().items()}
 
     def shapes(self) -> dict[str, list[int]]:
@@ -176,7 +159,6 @@ class FixedForm:
 
     @classmethod
     def restore(cls, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, list[int]]) -> FixedForm:
-        """From `tensors` and `shapes`."""
         return cls({int(index): FixedLayer.of(shape, part_of(tensors, index)) for index, shape in shapes.items()})
 
 
@@ -196,8 +178,7 @@ class LayerCoder:
         kept = layer.widths.nonzero()[:, 0]
         widths = layer.widths[kept].long()
         layout = CodeLayout.of(widths)
-        places = torch.tensor([WIDTHS.index(width) for width in widths.tolist()], dtype=torch.int64)
-        steps = layer.steps[:, kept].double().gather(2, places.expand(layer.shape.groups, -1)[..., None])[..., 0]
+        steps = layer.steps.double()[:, kept, [WIDTHS.index(width) for width in widths.tolist()]]
         mean, middle = layer.basis.mean.double(), 2.0 ** (widths.double() - 1)
         rows = layer.basis.transform[:, kept] / steps[..., None]
         decode = layer.basis.inverse[:, :, kept] * steps[:, None]
@@ -208,20 +189,14 @@ class LayerCoder:
         keys, values = (side.unflatten(0, (layer.shape.groups, -1)).mT for side in layer.shape.split(vectors))
         self.shape, self.rows, self._wide = layer.shape, packed_bytes(widths), wide
         self.map = CodeMap(layout.counts, keys.to(device, wide).contiguous(), values.to(device, wide).contiguous())
-        self._layout = layout.to(device)
-        self._encode = rows.to(device, wide)
+        self._layout, self._encode = layout.to(device), rows.to(device, wide)
         self._shift = (middle[:, None] - rows @ mean[..., None]).to(device, wide)
         self._top = (2.0 ** widths.double() - 1)[:, None].to(device, wide)
         # Integers of a byte take a quarter of the time of wider ones.
         self._integers = torch.uint8 if not len(widths) or int(widths.max()) <= 8 else torch.int32
 
     def encode(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """The codes, (batch, groups, rows, tokens), uint8.
-
-        Args:
-            keys: (batch, kv_heads, tokens, dim), as the codec sees them.
-            values: Like `keys`.
-        """
+        """The codes, (batch, groups, rows, tokens), uint8, of keys, as the codec sees them, and values, (batch, kv_heads, tokens, dim)."""
         tokens, pieces = max(1, _PIECE // max(1, len(keys))), []
         for own in zip(keys.split(tokens, 2), values.split(tokens, 2), strict=True):
             steps = (self._encode @ self.shape.join(*own, self._wide).mT).add_(self._shift)
@@ -233,3 +208,70 @@ class LayerCoder:
     def decode(self, codes: torch.Tensor, dtype: torch.dtype) -> States:
         """Keys and values of what `encode` gave, (batch, kv_heads, tokens, dim) each."""
         return decode(codes, self.map, dtype)
+
+
+def _quantizers(coefficients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each direction and width the step with the smallest squared error, (groups, d, widths), and the errors, those of width 0 first.
+
+    Coefficients are (groups, tokens, d).
+    """
+    energies, largest = coefficients.square().mean(1), coefficients.abs().amax(1)
+    of_group = energies.mean(-1, keepdim=True).sqrt().clamp_min(_TINY)
+    deviations = energies.sqrt().maximum(_LEAST_DEVIATION * of_group)
+    steps, distortions = [], [energies]
+    for width in WIDTHS:
+        top = 2 ** (width - 1) - 0.5
+        best_error, best_step = torch.full_like(deviations, torch.inf), deviations
+        if width in _WIDE_STEPS:
+            candidates = [_WIDE_STEPS[width] * deviations.maximum(of_group)]
+        else:
+            candidates = [_NORMAL_STEPS[width] * multiple * deviations for multiple in _MULTIPLES]
+        for candidate in candidates:
+            step = candidate.maximum(largest / top) if width >= _REACHING else candidate
+            levels = ((coefficients / step[:, None]).floor() + 0.5).clamp(-top, top)
+            error = (levels * step[:, None] - coefficients).square().mean(1)
+            better = error < best_error
+            best_error, best_step = torch.where(better, error, best_error), torch.where(better, step, best_step)
+        steps.append(best_step)
+        distortions.append(best_error)
+    return torch.stack(steps, -1), torch.stack(distortions, -1)
+
+
+def allot(
+    distortions: Sequence[torch.Tensor], budget: float, copies: Sequence[int], widths: Sequence[int] = _ALLOTTED
+) -> list[torch.Tensor]:
+    """The bits of each direction with which a number of bytes loses least, (directions,) for each side.
+
+    Args:
+        distortions: For each side, which fills bytes of its own, what is lost of a direction at 0 bits and at each of `WIDTHS`,
+            (directions, 1 + widths).
+        budget: Bytes of a token.
+        copies: How often a token has the bytes of each side.
+        widths: The bits that directions may have.
+    """
+    lengths, levels = [len(side) for side in distortions], torch.tensor([0, *widths])
+    lost = torch.cat(list(distortions)).double()[:, [0, *(1 + WIDTHS.index(width) for width in widths)]]
+    times = torch.tensor(copies).repeat_interleave(torch.tensor(lengths))
+    here, steps = torch.zeros(len(lost), dtype=torch.int64), []
+    # The upgrades of a direction follow the lower convex hull of its distortions, so that each gains less than the one before.
+    for _ in widths:
+        price = levels - levels[here][:, None]
+        gains = (lost.gather(1, here[:, None]) - lost) / price.clamp_min(1)
+        gain, there = gains.masked_fill(price <= 0, -torch.inf).max(1)
+        worth = gain > 0
+        steps.append((gain[worth] / times[worth], levels[there[worth]], worth.nonzero()[:, 0]))
+        here = torch.where(worth, there, here)
+    gains, bits, directions = (torch.cat(parts) for parts in zip(*steps, strict=True))
+    order = gains.argsort(descending=True, stable=True)
+
+    def bought(count: int) -> Sequence[torch.Tensor]:
+        chosen = order[:count]
+        return torch.zeros_like(here).scatter_reduce(0, directions[chosen], bits[chosen], "amax").split(lengths)
+
+    # Whole bytes of each plane count, so the price of a number of upgrades is only known when they are laid out.
+    low, high = 0, len(order)
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = sum(count * packed_bytes(side) for count, side in zip(copies, bought(middle), strict=True)) <= budget
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return list(bought(low))

@@ -8,18 +8,14 @@ from typing import Any
 
 import torch
 
-from hf_kvcaches.codec.basis import Basis
-from hf_kvcaches.codec.coefficients import pack, unpack
+from hf_kvcaches.codec.basis import Basis, States, in_shapes, made_once
+from hf_kvcaches.codec.coefficients import CoefficientPacker, pack, unpack
 from hf_kvcaches.codec.entropy import Tables
-from hf_kvcaches.codec.layer_packer import LayerPacker
-from hf_kvcaches.codec.packing import Span, SpanTiles
-from hf_kvcaches.codec.plan import TABLES, Plan
-from hf_kvcaches.codec.rates import Sample, StepQuantizer, fit
-from hf_kvcaches.codec.shape import States
+from hf_kvcaches.codec.packing import Span
+from hf_kvcaches.codec.plan import TABLES, Plan, Sample, StepQuantizer, fit
 from hf_kvcaches.codec.statistics import LayerStatistics
 from hf_kvcaches.core.files import part_of
 from hf_kvcaches.core.parallel import HeadShard
-from hf_kvcaches.errors import ArtifactError
 from hf_kvcaches.kernels.launch import Backend
 
 # Numbers of all layers of which an artifact keeps a sample, to choose steps and tables from.
@@ -34,7 +30,6 @@ class JointBasis:
     """The transform of a layer, and coefficients of some tokens.
 
     Args:
-        basis: Of the layer.
         deviations: Of the coefficients, (groups * size,), float32.
         sample: Coefficients in deviations, (tokens, groups * size), float16.
     """
@@ -45,7 +40,6 @@ class JointBasis:
 
     @classmethod
     def fit(cls, statistics: LayerStatistics, layers: int) -> JointBasis:
-        """The basis of a layer, one of so many."""
         basis, coefficients = statistics.basis()
         coefficients = coefficients.transpose(0, 1).flatten(1)
         deviations = coefficients.square().mean(0).sqrt().clamp_min(_TINY)
@@ -57,34 +51,62 @@ class JointBasis:
         order = self.deviations.argsort(descending=True, stable=True)
         return Sample(order, self.deviations[order], self.sample[:, order].T.float().contiguous())
 
-    def of_heads(self, shard: HeadShard) -> JointBasis:
-        """That of the heads that a process has under tensor parallelism."""
+    def directions_of(self, shard: HeadShard) -> slice:
+        """The directions of the heads that a process has under tensor parallelism."""
         groups, size = self.basis.groups_of(shard), self.basis.shape.size
-        own = slice(groups.start * size, groups.stop * size)
+        return slice(groups.start * size, groups.stop * size)
+
+    def of_heads(self, shard: HeadShard) -> JointBasis:
+        own = self.directions_of(shard)
         return JointBasis(self.basis.of_heads(shard), self.deviations[own], self.sample[:, own])
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """By name."""
         return self.basis.tensors() | {"deviations": self.deviations, "sample": self.sample}
 
     @classmethod
-    def of(cls, shape: Sequence[int], tensors: Mapping[str, torch.Tensor]) -> JointBasis:
-        """From `tensors`, if they fit each other."""
-        joint = cls(Basis.of(shape, tensors), tensors["deviations"], tensors["sample"])
-        numbers = joint.basis.shape.elements
-        if joint.deviations.shape != (numbers,) or joint.sample.shape[1:] != (numbers,):
-            raise ArtifactError("The sample of a joint basis does not fit it. Calibrate anew.")
-        return joint
+    def of(cls, sizes: Sequence[int], tensors: Mapping[str, torch.Tensor]) -> JointBasis:
+        basis = Basis.of(sizes, tensors)
+        numbers = basis.shape.elements
+        return cls(basis, *in_shapes(tensors, deviations=(numbers,), sample=(len(tensors["sample"]), numbers)))
+
+
+class LayerPacker(CoefficientPacker):
+    """What packs one layer on a device: between its keys and values, their coefficients in steps, and records of these."""
+
+    def __init__(self, joint: JointBasis, plan: Plan, step: float, tables: Tables) -> None:
+        super().__init__(plan, joint.deviations[plan.order] / step, tables)
+        basis, device, split = joint.basis, tables.shifts.device, plan.split
+        self.shape, size = basis.shape, basis.shape.size
+        of_digits = torch.cat([plan.order[:split], plan.integers])
+        # Integers without their low bits count as many steps more.
+        scales = torch.cat([torch.ones(split), 2.0**plan.low_bits, torch.ones(len(plan.order) - split)]).double() * step
+        self._encode, self._decode, self._digits, places = [], [], [], []
+        for group, (mean, transform, inverse) in enumerate(zip(basis.mean.double(), basis.transform, basis.inverse, strict=True)):
+            integers, digits = ((own // size == group).nonzero()[:, 0] for own in (plan.integers, of_digits))
+            rows = transform[plan.integers[integers] % size] / step
+            columns = inverse[:, of_digits[digits] % size] * scales[digits]
+            self._encode.append([own.float().to(device) for own in ((-rows @ mean)[:, None], rows)])
+            self._decode.append([own.float().contiguous().to(device) for own in (mean, columns.T)])
+            self._digits.append(digits.to(device))
+            places.append(integers)
+        self._order = torch.cat(places).argsort().to(device)
+
+    def transformed(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """In steps, (integers, tokens)."""
+        vectors = self.shape.join(keys, values, torch.float32)
+        parts = [torch.addmm(offset, rows, own.T) for (offset, rows), own in zip(self._encode, vectors, strict=True)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts).index_select(0, self._order)
+
+    def states(self, digits: torch.Tensor) -> States:
+        """Keys and values, float32, of what digits stand for, (digits, tokens)."""
+        parts = [digits] if len(self._decode) == 1 else [digits.index_select(0, own) for own in self._digits]
+        vectors = [torch.addmm(mean, own.T, rows) for (mean, rows), own in zip(self._decode, parts, strict=True)]
+        return self.shape.split(torch.stack(vectors))
 
 
 @dataclass(frozen=True, eq=False)
 class PackedForm:
-    """How all layers are packed.
-
-    Args:
-        bases: Of the layers that are coded, by index.
-        quantizer: Of their coefficients; its plans are in the order of the bases.
-    """
+    """How all layers are packed: their bases, and a quantizer whose plans are in the order of these."""
 
     bases: Mapping[int, JointBasis]
     quantizer: StepQuantizer
@@ -109,30 +131,26 @@ class PackedForm:
         """The form of the heads that a process has under tensor parallelism, with the same step and tables."""
         own, bases, plans = self.quantizer, {}, []
         for (layer, joint), plan in zip(self.bases.items(), own.plans, strict=True):
-            bases[layer] = joint.of_heads(shard)
-            first = joint.basis.groups_of(shard).start * joint.basis.shape.size
-            order = plan.order[(plan.order >= first) & (plan.order < first + len(bases[layer].deviations))] - first
+            bases[layer], directions = joint.of_heads(shard), joint.directions_of(shard)
+            order = plan.order[(plan.order >= directions.start) & (plan.order < directions.stop)] - directions.start
             plans.append(Plan.of_deviations(order, bases[layer].deviations[order] / own.step))
         return PackedForm(bases, replace(own, plans=tuple(plans), bits=own.bits / shard.size, loss=own.loss / shard.size))
 
     def pack(self, states: Mapping[int, States], left_out: int = 0) -> dict[int, torch.Tensor]:
-        """Records, (bytes,) uint8 on the device of each layer's states, by layer.
-
-        Args:
-            left_out: First tokens that are kept elsewhere, and are coded as the mean.
-        """
+        """Records, (bytes,) uint8 on the device of each layer's states, by layer; first tokens that are left out are coded as the mean."""
         records: dict[int, torch.Tensor] = {}
         for device in {keys.device for keys, _ in states.values()}:
-            packers = self._on(device)
+            packers = self._packers(device)
 
-            def coefficients_of(layer: int, block: slice, packers: Mapping[int, LayerPacker] = packers) -> torch.Tensor:
-                keys, values = (side[:, block] for side in states[layer])
+            def coefficients_of(layer: int, tokens: slice, packers: Mapping[int, LayerPacker] = packers) -> torch.Tensor:
+                keys, values = (side[:, tokens] for side in states[layer])
                 coefficients = packers[layer].transformed(keys, values)
-                coefficients[:, : max(0, left_out - block.start)] = 0
+                coefficients[:, : max(0, left_out - tokens.start)] = 0
                 return coefficients
 
-            tokens = {layer: keys.shape[1] for layer, (keys, _) in states.items() if keys.device == device}
-            records |= pack(packers, tokens, coefficients_of)
+            records |= pack(
+                packers, {layer: keys.shape[1] for layer, (keys, _) in states.items() if keys.device == device}, coefficients_of
+            )
         return records
 
     def unpack(self, spans: Sequence[Span], dtype: torch.dtype = torch.float32, backend: Backend = "auto") -> list[States]:
@@ -142,58 +160,42 @@ class PackedForm:
             spans: Of records from `pack`, on one device; of any layers.
             backend: "triton": one launch for many records; "torch": many operations; "auto": Triton for CUDA tensors.
         """
-        if not spans:
-            return []
-        packers, found = self._on(spans[0].data.device), list[tuple[SpanTiles, list[torch.Tensor]]]()
-        for part, block, digits in unpack(packers, spans, backend):
-            if not block.start:
-                heads, *dims, _ = packers[part.layer].shape
-                found.append((part, [digits.new_empty(heads, part.tokens, dim, dtype=dtype) for dim in dims]))
-            for side, states in zip(found[-1][1], packers[part.layer].states(digits), strict=True):
-                side[:, block] = states
-        return [(keys[:, part.wanted], values[:, part.wanted]) for part, (keys, values) in found]
+        packers, found = self._packers(spans[0].data.device) if spans else {}, list[States]()
+        for part, digits in unpack(packers, spans, backend):
+            keys, values = (side[:, part.wanted].to(dtype).contiguous() for side in packers[part.layer].states(digits))
+            found.append((keys, values))
+        return found
 
-    def _on(self, device: torch.device) -> dict[int, LayerPacker]:
-        held: dict[torch.device, dict[int, LayerPacker]] = self.__dict__.setdefault("_devices", {})
-        if device not in held:
-            # A later pass may need gradients, which tensors of the caller's inference mode refuse.
-            with torch.inference_mode(False), torch.no_grad():
-                own = self.quantizer
-                tables = own.tables.to(device)
-                layers = zip(self.bases.items(), own.plans, strict=True)
-                held[device] = {
-                    layer: LayerPacker(joint.basis, joint.deviations, plan, own.step, tables) for (layer, joint), plan in layers
-                }
-        return held[device]
+    def _packers(self, device: torch.device) -> dict[int, LayerPacker]:
+        def make() -> dict[int, LayerPacker]:
+            own = self.quantizer
+            layers, tables = zip(self.bases.items(), own.plans, strict=True), own.tables.to(device)
+            return {layer: LayerPacker(joint, plan, own.step, tables) for (layer, joint), plan in layers}
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_devices"}
+        return made_once(self, device, make)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """By name."""
         found = {f"tables.{name}": tensor for name, tensor in self.quantizer.tables.tensors().items()}
         for (layer, joint), plan in zip(self.bases.items(), self.quantizer.plans, strict=True):
             found |= {f"{layer}.{name}": tensor for name, tensor in (joint.tensors() | plan.tensors()).items()}
         return found
 
     def metadata(self) -> dict[str, Any]:
-        """All else."""
         own = self.quantizer
         shapes = {str(layer): list(joint.basis.shape) for layer, joint in self.bases.items()}
         return {"shapes": shapes, "step": own.step, "bits": own.bits, "loss": own.loss}
 
     @classmethod
     def restore(cls, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, Any]) -> PackedForm:
-        """From `tensors` and `metadata`."""
-        tables = Tables(*(tensors[f"tables.{name}"] for name in ("integers", "frequencies", "sizes", "shifts")))
+        tables = Tables(**part_of(tensors, "tables"))
         tables.require_valid(TABLES)
         bases, plans = {}, []
         for layer, shape in metadata["shapes"].items():
             own = part_of(tensors, layer)
             bases[int(layer)] = JointBasis.of(shape, own)
             plans.append(Plan.of(own, len(bases[int(layer)].deviations)))
-        numbers = (float(metadata[name]) for name in ("bits", "loss"))
-        return cls(bases, StepQuantizer(float(metadata["step"]), tables, tuple(plans), *numbers))
+        step, bits, loss = (float(metadata[name]) for name in ("step", "bits", "loss"))
+        return cls(bases, StepQuantizer(step, tables, tuple(plans), bits, loss))
 
 
 def _elements(bases: Mapping[int, JointBasis]) -> int:

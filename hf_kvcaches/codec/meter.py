@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from hf_kvcaches.codec.far import attend_apart
-from hf_kvcaches.codec.metric import Metric, before_rotation
+from hf_kvcaches.codec.basis import Shape
 from hf_kvcaches.codec.moments import Moments, second_moment
-from hf_kvcaches.codec.shape import Shape
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.call import Call
 from hf_kvcaches.core.layers import KVLayer
@@ -22,6 +21,7 @@ from hf_kvcaches.core.view import LayerView, previous_attention
 from hf_kvcaches.errors import ConfigError, UnsupportedError, require_choice, whole_number
 from hf_kvcaches.evaluate.observer import PassingLayer
 
+Metric = Literal["loss", "plain"]
 EXACT = 4
 """First tokens of a text that caches keep exactly: they are unlike all others."""
 SAMPLE = 4096
@@ -60,7 +60,7 @@ class LayerSums:
         states: Of a group's keys and values, (groups, size, size).
         total: Theirs, (groups, size), float64.
         keys: Of the loss's gradients at keys, (heads, key_dim, key_dim); and `values`.
-        sample: (tokens, groups, size), those with the smallest of the random numbers in `draws`, (tokens,).
+        sample: (tokens, groups, size), those with the smallest of the random numbers in `draws`, (tokens,), in their order.
     """
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
@@ -71,12 +71,7 @@ class LayerSums:
         self.sample, self.draws = torch.empty(0, shape.groups, shape.size, device=device), torch.empty(0)
 
     def observe(self, keys: torch.Tensor, values: torch.Tensor, draws: torch.Tensor) -> None:
-        """Add whole sequences.
-
-        Args:
-            keys: (batch, heads, tokens, dim), as the codec sees them; and `values`.
-            draws: A random number for each token, (batch, tokens).
-        """
+        """Add whole sequences of keys, as the codec sees them, and values, (batch, heads, tokens, dim); each token has a random number."""
         first = min(EXACT, keys.shape[2] - 1)
         joined = self.shape.join(keys[:, :, first:], values[:, :, first:], torch.float32)
         self.states.add(joined)
@@ -94,15 +89,9 @@ class LayerSums:
 
     def keep(self, tokens: torch.Tensor, draws: torch.Tensor) -> None:
         """Add to the sample; which tokens it holds in the end depends on no order."""
-        room = SAMPLE - len(self.draws)
-        if room > 0:
-            self.sample, self.draws = torch.cat([self.sample, tokens[:room]]), torch.cat([self.draws, draws[:room]])
-            tokens, draws = tokens[room:], draws[room:]
-        smallest = torch.cat([self.draws, draws]).argsort()[:SAMPLE]
-        kept = torch.zeros(len(self.draws) + len(draws), dtype=torch.bool).index_fill_(0, smallest, True)
-        old, new = ~kept[: len(self.draws)], kept[len(self.draws) :]
-        self.draws[old] = draws[new]
-        self.sample[old.to(tokens.device)] = tokens[new.to(tokens.device)]
+        draws = torch.cat([self.draws, draws])
+        smallest = draws.argsort()[:SAMPLE]
+        self.draws, self.sample = draws[smallest], torch.cat([self.sample, tokens])[smallest.to(tokens.device)]
 
     def sums(self) -> list[torch.Tensor]:
         """Everything that adds up over processes, to be changed in place."""
@@ -114,29 +103,13 @@ class LayerSums:
         return self.total / self.states.count.clamp_min(1)
 
 
-class Leaves(NamedTuple):
-    """Zeros that are added to keys and values, whose gradients are measured: of all queries, or of far ones and of near ones."""
-
-    keys: list[torch.Tensor]
-    values: list[torch.Tensor]
-
-    @classmethod
-    def of(cls, keys: torch.Tensor, values: torch.Tensor, count: int) -> Leaves:
-        """Leaves for keys and values."""
-        return cls(*([torch.zeros_like(states, requires_grad=True) for _ in range(count)] for states in (keys, values)))
-
-    def tensors(self) -> list[torch.Tensor]:
-        """Those of keys first."""
-        return [*self.keys, *self.values]
-
-
 class MeterCache(KVCache):
     """Measures the full-attention layers of a model, which attends as ever.
 
     Attributes:
         sums: By the index of the layer, once it has been asked.
         draws: For the tokens of the pass at hand, (batch, tokens).
-        leaves: In a pass with gradients, by the index of the layer.
+        views: Of a pass with gradients, by the index of the layer.
     """
 
     needs_attention = True
@@ -145,7 +118,7 @@ class MeterCache(KVCache):
         self.reading = reading
         self.geometries: dict[int, RotaryGeometry | None] = {}
         self.sums: dict[int, LayerSums] = {}
-        self.leaves: dict[int, Leaves] = {}
+        self.views: dict[int, _MeterView] = {}
         self.draws = torch.empty(0)
         super().__init__(model)
         if not self.geometries:
@@ -167,26 +140,33 @@ class MeterCache(KVCache):
                 raise ConfigError.of("shards", f"a number of processes that {heads} heads can be shared among", shards)
             shape = Shape(heads, keys.shape[3], values.shape[3], heads // shards).in_groups(_LARGEST)
             self.sums[layer_idx] = LayerSums(shape, keys.device)
-        geometry, positions = self.geometries[layer_idx], torch.arange(keys.shape[2], device=keys.device)
-        if geometry is not None:
-            keys = geometry.unrotate(keys if keys.dtype == torch.float64 else keys.float(), positions)
+        if (geometry := self.geometries[layer_idx]) is not None:
+            keys = geometry.unrotate(_wide(keys), torch.arange(keys.shape[2], device=keys.device))
         self.sums[layer_idx].observe(keys, values, self.draws)
 
     def follow(self, outputs: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Measure the gradients of a loss at keys and values.
-
-        Args:
-            outputs: What the pass at hand ended in.
-            gradient: Of the loss at these.
-        """
-        inputs = [leaf for leaves in self.leaves.values() for leaf in leaves.tensors()]
-        gradients = iter(torch.autograd.grad(outputs, inputs, gradient))
+        """Measure the gradients of a loss at keys and values, given that at what the pass at hand ended in."""
+        sides = [side for view in self.views.values() for side in (view.key_copies, view.value_copies)]
+        gradients = iter(torch.autograd.grad(outputs, [copy for side in sides for copy in side], gradient))
         with torch.no_grad():
-            for layer_idx, leaves in self.leaves.items():
-                positions = torch.arange(leaves.keys[0].shape[2], device=outputs.device)
-                at_keys = [before_rotation(self.geometries[layer_idx], next(gradients), positions) for _ in leaves.keys]
-                self.sums[layer_idx].observe_gradients(at_keys, [next(gradients) for _ in leaves.values])
-        self.leaves = {}
+            for layer_idx, view in self.views.items():
+                at_keys, at_values = ([next(gradients) for _ in side] for side in (view.key_copies, view.value_copies))
+                at_keys = [before_rotation(self.geometries[layer_idx], each) for each in at_keys]
+                self.sums[layer_idx].observe_gradients(at_keys, at_values)
+        self.views = {}
+
+
+def before_rotation(geometry: RotaryGeometry | None, gradients: torch.Tensor) -> torch.Tensor:
+    """Gradients at keys before their rotation, of those at rotated keys, (batch, heads, tokens, dim), from position 0 on.
+
+    The adjoint of a rotation is the rotation back, and what scales a key scales its gradient once more instead of less.
+    """
+    wide, positions = _wide(gradients), torch.arange(gradients.shape[2], device=gradients.device)
+    return geometry.rotate(wide, -positions) if geometry is not None and geometry.kind == "rope" else wide
+
+
+def _wide(states: torch.Tensor) -> torch.Tensor:
+    return states if states.dtype == torch.float64 else states.float()
 
 
 class _MeterLayer(PassingLayer):
@@ -197,32 +177,71 @@ class _MeterLayer(PassingLayer):
 
 
 class _MeterView(LayerView):
-    """Keys and values of one forward pass; the first attention call is measured, and not those of layers that share them."""
+    """Keys and values of one forward pass; the first attention call is measured, and not those of layers that share them.
+
+    Attributes:
+        key_copies: In a pass with gradients, the keys that all queries see, or those that far ones see and those that near ones see, whose
+            gradients come apart; and `value_copies`.
+    """
+
+    cache_name = "KVCodec.calibrate"
 
     def __init__(self, cache: MeterCache, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.cache, self.layer_idx, self.keys, self.values = cache, layer_idx, keys, values
+        self.key_copies, self.value_copies = list[torch.Tensor](), list[torch.Tensor]()
+        self.measured = False
 
     def attend(
         self, module: nn.Module, query: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        cache, keys, values = self.cache, self.keys, self.values
+        cache, recent = self.cache, self.cache.reading.recent
         if not self.measured:
             self.measured = True
-            cache.observe(self.layer_idx, keys.detach(), values.detach())
+            cache.observe(self.layer_idx, self.keys.detach(), self.values.detach())
             if torch.is_grad_enabled():
-                cache.leaves[self.layer_idx] = Leaves.of(keys, values, 2 if cache.reading.recent else 1)
+                self.key_copies, self.value_copies = (_copies(side, 2 if recent else 1) for side in (self.keys, self.values))
+                cache.views[self.layer_idx] = self
         if not torch.is_grad_enabled():
-            return previous_attention(module, query, keys, values, mask, **kwargs)
-        leaves = cache.leaves[self.layer_idx]
-        if not cache.reading.recent:
-            return previous_attention(module, query, keys + leaves.keys[0], values + leaves.values[0], mask, **kwargs)
+            return previous_attention(module, query, self.keys, self.values, mask, **kwargs)
+        if not recent:
+            return previous_attention(module, query, *self.key_copies, *self.value_copies, mask, **kwargs)
         call = Call(module, mask, kwargs)
         call.check("KVCodec.calibrate(recent=...)", sinks=True)
-        # Of a short sequence the second half has queries that are far from something.
-        recent = min(cache.reading.recent, keys.shape[2] // 2)
-        return attend_apart(query, keys, values, leaves.keys, leaves.values, call, recent), None
+        # Of a short sequence the second half has queries that are far from something. Weights are computed again on the way back.
+        arguments = query, *self.key_copies, *self.value_copies, call, min(recent, self.keys.shape[2] // 2)
+        return checkpoint(_attend_apart, *arguments, use_reentrant=False), None
 
-    measured = False
 
-    def __getattr__(self, name: str) -> Any:
-        raise UnsupportedError(f"This model reads {name!r} from the keys or values of its cache, so its attention can't be measured.")
+def _copies(states: torch.Tensor, count: int) -> list[torch.Tensor]:
+    """The same states several times, each with a gradient of its own."""
+    return [states.view_as(states) if states.requires_grad else states.detach().requires_grad_() for _ in range(count)]
+
+
+def _attend_apart(
+    query: torch.Tensor,
+    far_keys: torch.Tensor,
+    near_keys: torch.Tensor,
+    far_values: torch.Tensor,
+    near_values: torch.Tensor,
+    call: Call,
+    recent: int,
+) -> torch.Tensor:
+    """Causal attention of a whole sequence, (batch, tokens, heads, dim), in which a token at least `recent` tokens back is far."""
+    (_, heads, tokens, _), kv_heads = query.shape, far_keys.shape[1]
+    grouped = query.unflatten(1, (kv_heads, -1))  # [B, KV, G, T, D]
+    index = torch.arange(tokens, device=query.device)
+    distance = index[:, None] - index
+    far = distance >= recent
+    scores = torch.where(far, grouped @ far_keys[:, :, None].mT, grouped @ near_keys[:, :, None].mT) * call.scaling
+    if call.softcap is not None:
+        scores = torch.tanh(scores / call.softcap) * call.softcap
+    if call.bias is not None:
+        own = call.bias[..., -tokens:]
+        scores = scores + (own.unflatten(1, (kv_heads, -1)) if own.shape[1] == heads else own[:, :, None])
+    scores = scores.masked_fill(distance < 0, -torch.inf)
+    if call.sink_logits is not None:
+        sinks = call.sink_logits.to(scores.dtype).view(1, kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sinks], -1)
+    weights = scores.softmax(-1)[..., :tokens]
+    output = torch.where(far, weights, 0) @ far_values[:, :, None] + torch.where(far, 0, weights) @ near_values[:, :, None]
+    return output.flatten(1, 2).transpose(1, 2)

@@ -61,8 +61,8 @@ def second_moment(rows: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def roots(metric: torch.Tensor, damping: float = 1e-6) -> tuple[torch.Tensor, torch.Tensor]:
-    """M^(1/2), and its inverse, of a damped metric M; (..., d, d) each, in float64.
+def root_of(metric: torch.Tensor, damping: float) -> torch.Tensor:
+    """M^(1/2) of a damped metric M, (..., d, d), in float64.
 
     A metric that is 0 in some direction says nothing about it, and could not be taken back. So `damping` times the mean of its diagonal is
     added to that diagonal: such directions are kept last, not lost. A metric of zeros counts as the identity.
@@ -75,7 +75,7 @@ def roots(metric: torch.Tensor, damping: float = 1e-6) -> tuple[torch.Tensor, to
     weights = weights.clamp_min(0.0)
     mean = weights.mean(-1, keepdim=True)
     weights = torch.where(mean > 0, weights + damping * mean, torch.ones_like(weights))
-    return axes.mT @ (weights.sqrt().unsqueeze(-1) * axes), axes.mT @ (weights.rsqrt().unsqueeze(-1) * axes)
+    return axes.mT @ (weights.sqrt().unsqueeze(-1) * axes)
 
 
 def descending(symmetric: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -24,14 +24,7 @@ _TOKENS, _HEAD, _STATE, _INTEGER = 4, 8, 4, 2  # bytes
 
 
 class Span(NamedTuple):
-    """Tokens of a record.
-
-    Args:
-        layer: Whose it is.
-        data: (bytes,), uint8.
-        start: The first of the tokens that are wanted.
-        stop: The one behind the last; None for all.
-    """
+    """Tokens of a layer's record, (bytes,), uint8: from `start` to the one before `stop`, or to the last."""
 
     layer: int
     data: torch.Tensor
@@ -40,101 +33,77 @@ class Span(NamedTuple):
 
 
 class SpanTiles(NamedTuple):
-    """The tiles of a record that have the tokens of a span.
-
-    Args:
-        layer: Whose they are.
-        tokens: How many are in the tiles.
-        wanted: Which of these the span has.
-        counts: Words and escaped integers of each tile, (tiles, 2), int32, on the CPU.
-        sections: The bytes of states, words and escaped integers.
-    """
+    """The tiles of a record that have the tokens of a span."""
 
     layer: int
-    tokens: int
-    wanted: slice
-    counts: torch.Tensor
-    sections: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    tokens: int  # in the tiles
+    wanted: slice  # those of the span
+    counts: torch.Tensor  # words and escaped integers of each tile, (tiles, 2), int32, on the CPU
+    sections: Sequence[torch.Tensor]  # bytes of states, words and escaped integers
 
 
-def lanes_of(tokens: int) -> tuple[int, int]:
-    """How many lanes of a tile have a first token, and how many a second one."""
-    return -(-tokens // 2), tokens // 2
+def tiles_for(tokens: int) -> int:
+    return -(-tokens // TILE)
+
+
+def lanes_of(tokens: int) -> int:
+    return tokens // TILE * LANES + (tokens % TILE + 1) // 2
 
 
 def bytes_beside(tokens: int) -> int:
     """What a record takes besides its words and escaped integers."""
-    return _TOKENS + -(-tokens // TILE) * _HEAD + _STATE * _lanes_before(tokens)
+    return _TOKENS + tiles_for(tokens) * _HEAD + _STATE * lanes_of(tokens)
 
 
 def record(tokens: int, states: torch.Tensor, words: torch.Tensor, escaped: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """A record, (bytes,), uint8.
-
-    Args:
-        states: (tiles, 32), int32.
-        words: Of all tiles, int16; and the escaped integers.
-        counts: Of both in each tile, (tiles, 2).
-    """
-    parts = (torch.tensor([tokens], device=states.device).int(), counts.int(), states.flatten()[: _lanes_before(tokens)], words, escaped)
+    """A record, (bytes,), uint8, of states (tiles, 32), words and escaped integers of all tiles, and the counts of both in each."""
+    parts = (torch.tensor([tokens], device=states.device).int(), counts.int(), states.flatten()[: lanes_of(tokens)], words, escaped)
     return torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts if part.numel()])
 
 
 def read(spans: Sequence[Span], limits: Sequence[tuple[int, int]]) -> list[SpanTiles]:
-    """The tiles of spans of records on one device. Sizes are bounded before they are believed; `ArtifactError` if they make no sense.
+    """The tiles of spans of records on one device; an `ArtifactError` where sizes make no sense.
 
-    Args:
-        limits: For each span the most words and escaped integers that a token can have.
+    `limits` are the most words and escaped integers that a token of each span can have: sizes are bounded before they are believed.
     """
     if any(span.data.ndim != 1 or span.data.dtype != torch.uint8 or len(span.data) < _TOKENS for span in spans):
         raise ArtifactError(DAMAGED)
     tokens = torch.cat([span.data[:_TOKENS] for span in spans]).view(torch.int32).tolist()
-    tiles = [-(-count // TILE) for count in tokens]
-    if any(count < 0 or len(span.data) < _TOKENS + _HEAD * number for span, count, number in zip(spans, tokens, tiles, strict=True)):
+    if any(count < 0 or len(span.data) < _TOKENS + _HEAD * tiles_for(count) for span, count in zip(spans, tokens, strict=True)):
         raise ArtifactError(DAMAGED)
+    tiles = [tiles_for(count) for count in tokens]
     heads = torch.cat([span.data[_TOKENS : _TOKENS + _HEAD * number] for span, number in zip(spans, tiles, strict=True)]).cpu()
     counts = heads.view(torch.int32).view(-1, 2).split(tiles)
-    return [_part(*parts) for parts in zip(spans, tokens, counts, limits, strict=True)]
+    return [_span_tiles(*parts) for parts in zip(spans, tokens, counts, limits, strict=True)]
 
 
-def _part(span: Span, tokens: int, counts: torch.Tensor, limits: tuple[int, int]) -> SpanTiles:
+def _span_tiles(span: Span, tokens: int, counts: torch.Tensor, limits: tuple[int, int]) -> SpanTiles:
     if bool(((counts < 0) | (counts > torch.tensor(limits) * TILE)).any()):
         raise ArtifactError(DAMAGED)
-    ends = torch.nn.functional.pad(counts.long().cumsum(0), (0, 0, 1, 0)).tolist()
-    states = _TOKENS + _HEAD * len(counts)
-    words = states + _STATE * _lanes_before(tokens)
-    escaped = words + _INTEGER * ends[-1][0]
-    if escaped + _INTEGER * ends[-1][1] != len(span.data):
+    ends = torch.nn.functional.pad(counts.long().cumsum(0), (0, 0, 1, 0))
+    sizes = [_STATE * lanes_of(tokens), *(_INTEGER * ends[-1]).tolist()]
+    content = span.data[_TOKENS + _HEAD * len(counts) :]
+    if sum(sizes) != len(content):
         raise ArtifactError(DAMAGED)
     start, stop, _ = slice(span.start, span.stop).indices(tokens)
-    first, last = start // TILE, max(start // TILE, -(-stop // TILE))
-    inside = [min(tokens, tile * TILE) for tile in (first, last)]
-    sections = (
-        span.data[states + _STATE * _lanes_before(inside[0]) : states + _STATE * _lanes_before(inside[1])],
-        span.data[words + _INTEGER * ends[first][0] : words + _INTEGER * ends[last][0]],
-        span.data[escaped + _INTEGER * ends[first][1] : escaped + _INTEGER * ends[last][1]],
-    )
-    return SpanTiles(span.layer, inside[1] - inside[0], slice(start - inside[0], stop - inside[0]), counts[first:last], sections)
+    first, last = start // TILE, max(start // TILE, tiles_for(stop))
+    before, behind = (min(tokens, tile * TILE) for tile in (first, last))
+    bounds = [(_STATE * lanes_of(before), _STATE * lanes_of(behind)), *(_INTEGER * ends[[first, last]]).T.tolist()]
+    sections = [part[low:high] for part, (low, high) in zip(content.split(sizes), bounds, strict=True)]
+    return SpanTiles(span.layer, behind - before, slice(start - before, stop - before), counts[first:last], sections)
 
 
 def tiles_of(parts: Sequence[SpanTiles]) -> CodedTiles:
     """The tiles of parts, on their device."""
-    device, lanes, states = parts[0].sections[0].device, [], []
-    for part in parts:
-        own = [lanes_of(min(TILE, part.tokens - TILE * tile)) for tile in range(len(part.counts))]
-        lanes += own
-        states.append(part.sections[0])
-        # What lanes without tokens have for a state.
-        missing = LANES - own[-1][0] if own else 0
-        states.append(torch.full((missing,), LOWEST, dtype=torch.int32, device=device).view(torch.uint8))
-    words, escaped = (torch.cat([part.sections[place] for part in parts]).view(torch.int16) for place in (1, 2))
+    device = parts[0].sections[0].device
+    tokens = torch.cat([(part.tokens - TILE * torch.arange(len(part.counts))).clamp_max(TILE) for part in parts])
+    lanes = torch.stack([(tokens + 1) // 2, tokens // 2], 1).int().to(device)
+    own, words, escaped = (torch.cat(sections) for sections in zip(*(part.sections for part in parts), strict=True))
+    # Lanes without tokens have what codes nothing for a state.
+    states = torch.full((len(tokens), LANES), LOWEST, dtype=torch.int32, device=device)
+    states.masked_scatter_(torch.arange(LANES, device=device) < lanes[:, :1], own.view(torch.int32))
     counts = torch.cat([part.counts for part in parts]).to(device)
-    of_lanes = torch.tensor(lanes, dtype=torch.int32).view(-1, 2).to(device)
-    return CodedTiles(of_lanes, torch.cat(states).view(torch.int32).view(-1, LANES), words, escaped, counts)
-
-
-def _lanes_before(tokens: int) -> int:
-    """Lanes of the tiles of so many tokens."""
-    return tokens // TILE * LANES + lanes_of(tokens % TILE)[0]
+    return CodedTiles(lanes, states, words.view(torch.int16), escaped.view(torch.int16), counts)
 
 
 def join(records: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -152,10 +121,10 @@ def cut(record: torch.Tensor, tokens: int) -> list[torch.Tensor]:
     records = []
     for start in range(0, whole, tokens):
         stop = min(start + tokens, whole)
-        first, last = start // TILE, -(-stop // TILE)
+        first, last = start // TILE, tiles_for(stop)
         sections = (
             heads[_HEAD * first : _HEAD * last],
-            states[_STATE * _lanes_before(start) : _STATE * _lanes_before(stop)],
+            states[_STATE * lanes_of(start) : _STATE * lanes_of(stop)],
             *(side[_INTEGER * ends[first, column] : _INTEGER * ends[last, column]] for column, side in enumerate((words, escaped))),
         )
         records.append(_joined(stop - start, [[section] for section in sections]))
@@ -166,11 +135,11 @@ def _sections(record: torch.Tensor) -> tuple[int, np.ndarray, np.ndarray, np.nda
     """Tokens, and the bytes of heads, states, words and escaped integers of a record on the CPU."""
     data = record.numpy()
     tokens = int(data[:_TOKENS].view("<i4")[0]) if len(data) >= _TOKENS else -1
-    heads = data[_TOKENS : _TOKENS + _HEAD * -(-tokens // TILE)]
+    heads = data[_TOKENS : _TOKENS + _HEAD * tiles_for(tokens)]
     if tokens < 0 or len(heads) % _HEAD:
         raise ArtifactError(DAMAGED)
     counts = heads.view("<i4").reshape(-1, 2)
-    sizes = [_TOKENS, len(heads), _STATE * _lanes_before(tokens), *(_INTEGER * counts.sum(0, dtype=np.int64))]
+    sizes = [_TOKENS, len(heads), _STATE * lanes_of(tokens), *(_INTEGER * counts.sum(0, dtype=np.int64))]
     if (counts < 0).any() or sum(sizes) != len(data):
         raise ArtifactError(DAMAGED)
     _, heads, states, words, escaped, _ = np.split(data, np.cumsum(sizes))

@@ -51,12 +51,11 @@ class PackedCoding(CodecCoding):
     nbytes = 0
 
     def read(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        geometry, positions = self.codec.geometry(self.config, layer_idx), torch.arange(keys.shape[2], device=keys.device)
-        plain = keys if geometry is None else geometry.unrotate(keys.float(), positions)
-        records = [
-            self.codec.pack({layer_idx: own}, {layer_idx: value}, self.sinks)[layer_idx] for own, value in zip(plain, values, strict=True)
-        ]
+        geometry, plain = self.codec.geometry(self.config, layer_idx), self.codec.unrotated_keys(self.config, layer_idx, keys)
+        rows = zip(plain, values, strict=True)
+        records = [self.codec.pack({layer_idx: own}, {layer_idx: value}, self.sinks)[layer_idx] for own, value in rows]
         self.nbytes += sum(map(len, records))
-        rows = self.codec.unpack([(layer_idx, record, 0, None) for record in records], keys.dtype)
-        read_keys, read_values = torch.stack([row[0] for row in rows]), torch.stack([row[1] for row in rows])
+        decoded = self.codec.unpack([(layer_idx, record, 0, None) for record in records], keys.dtype)
+        read_keys, read_values = (torch.stack(side) for side in zip(*decoded, strict=True))
+        positions = torch.arange(keys.shape[2], device=keys.device)
         return read_keys if geometry is None else geometry.rotate(read_keys, positions), read_values

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, Self
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from hf_kvcaches.codec.fixed import FixedForm, FixedLayer
+from hf_kvcaches.codec.fixed import FixedForm
 from hf_kvcaches.codec.joint import PackedForm
-from hf_kvcaches.codec.metric import Metric
+from hf_kvcaches.codec.meter import Metric
+from hf_kvcaches.core.hub import markdown_table
 from hf_kvcaches.errors import ConfigError, is_number
 
 _MOST = 1.5  # every direction in 24 bits
@@ -35,45 +36,38 @@ class CodecSettings:
     blocks: int
     tokens: int
 
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
 
-    @classmethod
-    def from_dict(cls, stored: dict[str, Any]) -> Self:
-        """The inverse of `to_dict`."""
-        return cls(**stored)
-
-    def card(self, in_place: FixedForm, packed: PackedForm) -> str:
-        """What a model card says of these forms, as Markdown."""
-        share = in_place.nbytes / (2 * in_place.elements)
-        kept = {
-            "memory": f"{share:.4f} of exact keys and values in 16 bits ({in_place.nbytes:,} bytes per token)",
-            "packed": f"{packed.ratio:.4f}",
+def card_of(made: CodecSettings, in_place: FixedForm, packed: PackedForm) -> str:
+    """What a model card says of a codec, as Markdown."""
+    share = f"{in_place.nbytes / (2 * in_place.elements):.4f}"
+    kept = {"memory": f"{share} of exact keys and values in 16 bits ({in_place.nbytes:,} bytes per token)", "packed": f"{packed.ratio:.4f}"}
+    if made.metric == "loss":
+        for name, form in (("memory", in_place), ("packed", packed)):
+            kept[name] += f", with an expected divergence of {form.divergence:.4f} nats"
+    facts = {
+        "text": f"{made.tokens:,} tokens in {made.blocks:,} sequences of up to {made.block:,}",
+        "share of the bytes": f"{made.bytes_ratio:g}",
+        **kept,
+        "rotation": made.rotation,
+        "metric": made.metric,
+        "exact newest tokens": made.recent,
+    }
+    layers = [
+        {
+            "layer": index,
+            "heads of a basis": layer.shape.group,
+            "directions": layer.shape.size,
+            "with bits": int((layer.widths > 0).sum()),
+            "bits of a number": f"{float(layer.widths.float().mean()):.2f}",
+            "energy kept": layer.kept,
         }
-        if self.metric == "loss":
-            for name, divergence in (("memory", in_place.divergence), ("packed", packed.divergence)):
-                kept[name] += f", with an expected divergence of {divergence:.4f} nats"
-        rows = {
-            "text": f"{self.tokens:,} tokens in {self.blocks:,} sequences of up to {self.block:,}",
-            "share of the bytes": f"{self.bytes_ratio:g}",
-            **kept,
-            "rotation": self.rotation,
-            "metric": self.metric,
-            "exact newest tokens": str(self.recent),
-        }
-        facts = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
-        head = "| layer | heads of a basis | directions | with bits | bits of a number | energy kept |"
-        table = "\n".join(_row(index, layer) for index, layer in in_place.layers.items())
-        return f"| | |\n|---|---|\n{facts}\n\n{head}\n|---|---|---|---|---|---|\n{table}"
+        for index, layer in in_place.layers.items()
+    ]
+    return "\n\n".join([markdown_table([{"fact": name, "value": value} for name, value in facts.items()]), markdown_table(layers)])
 
 
-def _row(index: int, layer: FixedLayer) -> str:
-    directions = f"{layer.shape.size} | {int((layer.widths > 0).sum())}"
-    return f"| {index} | {layer.shape.group} | {directions} | {float(layer.widths.float().mean()):.2f} | {layer.kept:.4f} |"
-
-
-def check_ratio(bytes_ratio: Any) -> None:
+def check_ratio(bytes_ratio: Any) -> float:
     """Refuse what is no share of the bytes."""
     if not is_number(bytes_ratio) or not 0 < bytes_ratio <= _MOST:
         raise ConfigError.of("bytes_ratio", f"a number above 0 and up to {_MOST}", bytes_ratio, "It is a share of the bytes. Try 0.125.")
+    return float(bytes_ratio)

@@ -11,11 +11,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hf_kvcaches.codec.basis import Basis
-from hf_kvcaches.codec.meter import LayerSums
-from hf_kvcaches.codec.metric import Metric
-from hf_kvcaches.codec.moments import descending, roots
-from hf_kvcaches.codec.shape import Shape
+from hf_kvcaches.codec.basis import Basis, Shape
+from hf_kvcaches.codec.meter import LayerSums, Metric
+from hf_kvcaches.codec.moments import descending, root_of
 from hf_kvcaches.core.rope import RotaryGeometry
 
 # A direction in which no gradient was seen costs at least this share of the mean.
@@ -45,16 +43,8 @@ class LayerStatistics:
 
     @classmethod
     def of(cls, sums: LayerSums, metric: Metric) -> LayerStatistics:
-        """The statistics of what was measured."""
-        plain = cls(
-            sums.shape,
-            sums.mean,
-            sums.states.mean,
-            sums.keys.mean,
-            sums.values.mean,
-            sums.sample[sums.draws.argsort().to(sums.sample.device)],
-        )
-        return plain if metric == "loss" else plain._costing_alike()
+        statistics = cls(sums.shape, sums.mean, sums.states.mean, sums.keys.mean, sums.values.mean, sums.sample)
+        return statistics if metric == "loss" else statistics._costing_alike()
 
     def _costing_alike(self) -> LayerStatistics:
         by_head = self.in_shape(self.shape._replace(group=1))
@@ -89,17 +79,11 @@ class LayerStatistics:
         )
 
     def within_tiles(self, geometry: RotaryGeometry | None, tile: int) -> LayerStatistics:
-        """The statistics where keys are rotated from the first token of their tile to their own place, all places alike.
-
-        Args:
-            geometry: How keys are rotated; None where they are not.
-            tile: How many tokens it has.
-        """
+        """The statistics where keys are rotated from the first of so many tokens to their own place, all places alike."""
         if geometry is None or geometry.kind != "rope":
             return self
 
         def turned(vectors: torch.Tensor, by: int | torch.Tensor) -> torch.Tensor:
-            """Vectors (..., size) with their keys rotated."""
             keys, values = vectors.split([self.shape.group * self.shape.key_dim, self.shape.group * self.shape.value_dim], -1)
             rows = keys.reshape(-1, self.shape.group, self.shape.key_dim).transpose(0, 1)[None]  # [1, group, rows, dim]
             return torch.cat([geometry.shift(rows, by)[0].transpose(0, 1).reshape(keys.shape), values], -1)
@@ -118,7 +102,7 @@ class LayerStatistics:
         transforms = []
         for group, covariance in enumerate(self.covariance):
             heads = slice(group * self.shape.group, (group + 1) * self.shape.group)
-            root = torch.block_diag(*(roots(cost, _DAMPING)[0] for side in (self.key_cost, self.value_cost) for cost in side[heads]))
+            root = torch.block_diag(*(root_of(cost, _DAMPING) for side in (self.key_cost, self.value_cost) for cost in side[heads]))
             _, directions = descending(root @ covariance @ root)
             transforms.append(directions @ root)
         basis = Basis.rounded(self.shape, self.mean, torch.stack(transforms))

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import numpy as np
 from torch import Tensor
 
-from hf_kvcaches.codec.wire.messages import BodyTensor, MessageReader, MessageWriter
+from hf_kvcaches.codec.wire.messages import MessageReader, message_chunks
 from hf_kvcaches.core.files import MOST_LAYERS
 from hf_kvcaches.errors import ArtifactError, ConfigError
 from hf_kvcaches.stores.files import Bytes, opened, write_atomically
@@ -64,10 +64,6 @@ class Part(NamedTuple):
     codes: Tensor
 
 
-class PartHead(NamedTuple):
-    name: str
-
-
 @dataclass(frozen=True)
 class CodesHead:
     """What a consumer is told before the codes.
@@ -79,7 +75,6 @@ class CodesHead:
     """
 
     kind: ClassVar[str] = "semantic codes"
-    finite: ClassVar[bool] = True
 
     translator: str
     prompts: tuple[Prompt, ...]
@@ -89,14 +84,6 @@ class CodesHead:
     def tokens(self) -> int:
         """Tokens with codes, of all prompts."""
         return sum(prompt.coded for prompt in self.prompts)
-
-    @property
-    def parts(self) -> tuple[PartHead, ...]:
-        return tuple(map(PartHead, self.names))
-
-    def tensors_of(self, part: PartHead) -> list[BodyTensor]:
-        """A record, whose length follows from what is coded."""
-        return [BodyTensor("codes", "U8", None)]
 
     def content(self) -> dict[str, Any]:
         prompts = [list(prompt if prompt.first else prompt[:2]) for prompt in self.prompts]
@@ -121,12 +108,14 @@ class CodesHead:
 
 
 def message_of(head: CodesHead, parts: Iterable[Part]) -> Iterator[bytes]:
-    """Yield the bytes of codes: the head, then part by part as they are computed."""
-    writer = MessageWriter(head)
-    yield writer.begin()
-    for name, part in zip(head.names, parts, strict=True):
-        assert part.name == name, f"the head says {name}, got {part.name}"
-        yield b"".join(writer.add({"codes": part.codes.detach().cpu()}))
+    """Return the bytes of codes: the head, then part by part as they are computed."""
+
+    def records() -> Iterator[Tensor]:
+        for name, part in zip(head.names, parts, strict=True):
+            assert part.name == name, f"the head says {name}, got {part.name}"
+            yield part.codes
+
+    return message_chunks(head, records())
 
 
 class SemanticCodes:
@@ -214,7 +203,7 @@ class ArrivingCodes:
     def __iter__(self) -> Iterator[Part]:
         for number, name in enumerate(self.head.names):
             if number == len(self._parts):
-                self._parts.append(Part(name, next(self._message)["codes"]))
+                self._parts.append(Part(name, next(self._message)))
             yield self._parts[number]
         assert next(self._message, None) is None  # looks for bytes behind the last part
 

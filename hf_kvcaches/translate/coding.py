@@ -11,8 +11,7 @@ import torch
 from hf_kvcaches.codec.coefficients import CoefficientPacker, pack, unpack
 from hf_kvcaches.codec.entropy import Tables
 from hf_kvcaches.codec.packing import Span
-from hf_kvcaches.codec.plan import TABLES, Plan
-from hf_kvcaches.codec.rates import Sample, fit
+from hf_kvcaches.codec.plan import TABLES, Plan, Sample, fit
 from hf_kvcaches.core.files import part_of
 from hf_kvcaches.errors import ArtifactError
 
@@ -73,12 +72,9 @@ class Coding:
         """Return coefficients in steps, (tokens, directions), float32, of records on one device; others are an `ArtifactError`."""
         found: dict[int, torch.Tensor] = {}
         packers = {} if not records else self._on(next(iter(records.values())).device)
-        for part, block, digits in unpack(packers, [Span(*record) for record in records.items()]):
-            coefficients = packers[part.layer].coefficients(digits)
-            if not block.start:
-                found[part.layer] = coefficients.new_empty(len(coefficients), part.tokens)
-            found[part.layer][:, block] = coefficients
-        return {code: own.T for code, own in found.items()}
+        for part, digits in unpack(packers, [Span(*record) for record in records.items()]):
+            found[part.layer] = packers[part.layer].coefficients(digits).T
+        return found
 
     def rounded(self, code: int, steps: torch.Tensor) -> torch.Tensor:
         """Return what is decoded of coefficients in steps, (tokens, directions)."""

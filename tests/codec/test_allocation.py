@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_kvcaches.codec.allocation import allot
+from hf_kvcaches.codec.fixed import allot
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.kernels.code_format import WIDTHS, packed_bytes
 from tests import testbed, tiny
@@ -29,7 +29,7 @@ def test_no_other_allocation_of_as_many_bits_loses_less(seed: int, share: float,
         distortions = distortions.sort(-1, descending=True).values
     sides, counts = distortions.split([4, 2]), torch.tensor(copies).repeat_interleave(torch.tensor([4, 2]))
     budget = share * int(counts.sum())
-    found = allot(sides, budget, widths, copies)
+    found = allot(sides, budget, copies, widths)
     assert sum(count * packed_bytes(side) for count, side in zip(copies, found, strict=True)) <= budget
     bits = int((torch.cat(found) * counts).sum())
     lost = float(distortions.double().gather(1, columns(torch.cat(found))[:, None]).sum())
@@ -73,7 +73,7 @@ def test_a_budget_for_less_than_one_direction_is_refused() -> None:
 def test_directions_that_lose_nothing_get_no_bits() -> None:
     distortions = torch.zeros(4, 1 + len(WIDTHS))
     distortions[1] = torch.tensor([0.5 ** (2 * width) for width in (0, *WIDTHS)])
-    found, none = allot([distortions, torch.zeros_like(distortions)], 100.0, ALLOTTED)
+    found, none = allot([distortions, torch.zeros_like(distortions)], 100.0, [1, 1])
     assert found.nonzero().tolist() == [[1]]
     assert not none.any()
 

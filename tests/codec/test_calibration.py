@@ -11,11 +11,9 @@ from hypothesis import strategies as st
 from transformers import BloomConfig, DynamicCache, GraniteConfig, MistralConfig, T5Config, T5ForConditionalGeneration
 
 from hf_kvcaches import ConfigError, KVCodec, RotaryGeometry, UnsupportedError, enable
-from hf_kvcaches.codec import metric
-from hf_kvcaches.codec.calibrate import _pass
-from hf_kvcaches.codec.forward import ending_of
-from hf_kvcaches.codec.meter import LayerSums, MeterCache, Reading
-from hf_kvcaches.codec.metric import gradient_of_drawn
+from hf_kvcaches.codec import calibrate as calibration
+from hf_kvcaches.codec.calibrate import ending_of, gradient_of_drawn, read_batch
+from hf_kvcaches.codec.meter import LayerSums, MeterCache, Reading, before_rotation
 from hf_kvcaches.codec.statistics import LayerStatistics
 from hf_kvcaches.evaluate.texts import batches_of, blocks_of
 from hf_kvcaches.kernels.code_format import TILE, WIDTHS
@@ -83,7 +81,7 @@ def test_directions_diagonalise_the_covariance_in_the_metric(metric: str) -> Non
     cache = MeterCache(model, Reading(metric=metric, recent=0))
     with torch.no_grad():
         for number, row in enumerate(IDS):
-            _pass(model, cache, [number], row[None], ending_of(model) if metric == "loss" else None)
+            read_batch(model, cache, [number], row[None], ending_of(model) if metric == "loss" else None)
         for index, basis in codec.packed.bases.items():
             sums, encode = cache.sums[index], basis.basis.transform
             covariance = LayerStatistics.of(sums, metric).covariance
@@ -106,7 +104,7 @@ def test_codes_that_attention_reads_are_fitted_to_keys_that_are_rotated_within_t
     cache, geometry = MeterCache(model, Reading(metric=metric, recent=0)), RotaryGeometry.from_config(model.config)
     with torch.no_grad():
         for number, row in enumerate(IDS):
-            _pass(model, cache, [number], row[None], ending_of(model) if metric == "loss" else None)
+            read_batch(model, cache, [number], row[None], ending_of(model) if metric == "loss" else None)
         for index, sums in cache.sums.items():
             statistics = LayerStatistics.of(sums, metric)
             found = statistics.within_tiles(geometry, TILE)
@@ -191,12 +189,25 @@ def pulls(model: Any, numbers: list[int], ids: torch.Tensor = IDS) -> list[tuple
 def test_gradients_are_those_at_keys_and_values_of_tokens_that_are_not_kept_exactly(rotation: str, rope: dict | None) -> None:
     model = tiny.llama() if rope is None else tiny.llama(rope_parameters=rope)
     cache = MeterCache(model, Reading(metric="loss", rotation=rotation, recent=0))
-    _pass(model, cache, [3, 4, 5], IDS, ending_of(model))
+    read_batch(model, cache, [3, 4, 5], IDS, ending_of(model))
     for layer, (keys, values) in enumerate(pulls(model, [3, 4, 5])):
         keys = rotated(model, keys) if rotation == "post" else keys
         for found, gradients in zip(costs(cache.sums[layer], "loss"), (keys, values), strict=True):
             expected = moment(coded(gradients))
             assert torch.allclose(found, expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+@pytest.mark.parametrize("rotary_dim", [4, 8])
+def test_gradients_before_a_rotation_are_those_through_it_also_where_it_scales_and_leaves_dimensions_alone(
+    layout: Any, rotary_dim: int
+) -> None:
+    frequencies = 10.0 ** -torch.arange(rotary_dim // 2, dtype=torch.float64)
+    geometry = RotaryGeometry(frequencies, 8, layout=layout, attention_scaling=1.5)
+    keys, weights = (torch.randn(2, 3, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    keys.requires_grad_()
+    (geometry.rotate(keys, torch.arange(5)) * weights).sum().backward()
+    torch.testing.assert_close(before_rotation(geometry, weights), keys.grad)
 
 
 def test_drawn_tokens_are_those_the_model_would_go_on_with_and_a_block_draws_the_same_in_any_batch() -> None:
@@ -217,7 +228,7 @@ def test_drawn_tokens_are_those_the_model_would_go_on_with_and_a_block_draws_the
     ids=["plain", "capped", "scaled"],
 )
 def test_gradients_from_logits_of_a_few_positions_are_those_from_all_logits(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metric, "_LOGITS", 5 * tiny.VOCABULARY * len(IDS))
+    monkeypatch.setattr(calibration, "_LOGITS", 5 * tiny.VOCABULARY * len(IDS))
     model = build()
     ending = ending_of(model)
     with torch.enable_grad():

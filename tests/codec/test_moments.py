@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_kvcaches.codec.moments import Moments, roots
+from hf_kvcaches.codec.moments import Moments, root_of
 from hf_kvcaches.errors import ConfigError
 
 
@@ -37,14 +37,13 @@ def test_moments_count_in_half_types_and_without_leading_dimensions() -> None:
 
 
 @pytest.mark.parametrize("rank", [1, 3, 6])
-def test_the_root_of_a_metric_and_its_inverse_undo_each_other_also_where_the_metric_says_nothing(rank: int) -> None:
+def test_the_root_of_a_metric_is_damped_where_the_metric_says_nothing(rank: int) -> None:
     metric = moment_of(torch.nn.functional.pad(cloud(7, 3, 50, 6)[..., :rank], (0, 6 - rank))) * 1e-9
-    root, inverse = roots(metric, damping=1e-6)
+    root = root_of(metric, damping=1e-6)
     mean = metric.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
     identity = torch.eye(6, dtype=torch.float64)
     assert torch.allclose(root @ root, metric + 1e-6 * mean * identity, rtol=1e-6, atol=1e-12 * float(mean.max()))
-    assert torch.allclose(root @ inverse, identity.expand(3, 6, 6), atol=1e-6)
-    assert all(torch.equal(each, identity) for each in roots(torch.zeros(6, 6)))
+    assert torch.equal(root_of(torch.zeros(6, 6), 1e-6), identity)
 
 
 def test_wrong_arguments_are_named() -> None:

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_kvcaches import ArtifactError, ConfigError, KVCodec
+from hf_kvcaches.codec.basis import Shape
 from hf_kvcaches.codec.packing import cut, join
-from hf_kvcaches.codec.shape import Shape
 from tests import tiny
 from tests.codec.measured import calibrate, made, packed, states
 from tests.reference import packed as reference

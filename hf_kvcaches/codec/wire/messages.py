@@ -1,4 +1,4 @@
-"""Tensors as bytes that are checked part by part, while they arrive: codes of a translator or a `KVCodec`, and whole caches.
+"""Records as bytes that are checked part by part, while they arrive: codes of a translator or a `KVCodec`.
 
 ```
 8 bytes   HFKVCODE
@@ -10,13 +10,11 @@ head      JSON: what the codes are, and what parts follow
 4         its number, from 0
 8         length of its body
 16        BLAKE2b of the digest before it, the number and the body
-body      a safetensors file
+body      a safetensors file with one tensor, the record: `codes`, (bytes,), uint8
 ```
 
-Numbers are little-endian. Every digest takes the one before it in, so a part is accepted in its own place of its own message only.
-Names, shapes and dtypes of all tensors follow from the head, and with them each body's length and all of it but the numbers; the length of
-an entropy-coded tensor follows from that of its body. A reader never takes more memory than it was sent bytes, and decoders never meet a
-tensor that they don't expect.
+Numbers are little-endian. Every digest takes the one before it in, so a part is accepted in its own place of its own message only. All of a
+body but the record follows from its length. A reader never takes more memory than it was sent bytes.
 
 The digests find accidents. Whoever can write codes can write their digests too: any bytes at all end in an `ArtifactError` or in codes of
 the right form, but whether a producer is to be believed is for others to say.
@@ -26,49 +24,31 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import struct
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 
+from hf_kvcaches.core.files import MOST_LAYERS
 from hf_kvcaches.errors import ArtifactError, ConfigError
-from hf_kvcaches.stores.blobs_format import DTYPES, as_bytes
-from hf_kvcaches.stores.files import Source, parse_json, reader_of, take
+from hf_kvcaches.stores.blobs_format import as_bytes
+from hf_kvcaches.stores.files import Bytes, Source, parse_json, reader_of, take
 
-Bytes = bytes | bytearray | memoryview
-VERSION = 3
-AGAIN = "Have them sent again."
-
-_MAGIC = b"HFKVCODE"
-# Magic, version, length of the head.
-_START = struct.Struct("<8sII")
-# Number, length of the body, digest.
-_PART = struct.Struct("<IQ16s")
-DIGEST = 16
+_MAGIC, _VERSION = b"HFKVCODE", 3
+_START = struct.Struct("<8sII")  # magic, version, length of the head
+_PART = struct.Struct("<IQ16s")  # number, length of the body, digest
+_DIGEST = 16
+_AGAIN = "Have them sent again."
 # Beyond these lies damage, or a trap: small values in JSON take many times their length, and long to read. Commas bound how many there are
 # before one is read. 60,000 rows fit.
-LONGEST_HEAD = 16 << 20
-MOST_COMMAS = 1 << 17
+_LONGEST_HEAD, _MOST_COMMAS, _LONGEST_RECORD = 16 << 20, 1 << 17, 1 << 40
 
-
-class BodyTensor(NamedTuple):
-    """A tensor in the body of a part; `dtype` is safetensors' name.
-
-    A shape of None is that of the only tensor of a body, of one dimension and of a length that the head does not say.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...] | None
-
-    @property
-    def nbytes(self) -> int:
-        """Of its numbers."""
-        assert self.shape is not None
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+Codes = Sequence[Sequence[Tensor] | None]
+"""For each layer a record of each row, (bytes,), uint8, or None where the layer is not coded."""
 
 
 class Head(Protocol):
@@ -76,16 +56,10 @@ class Head(Protocol):
 
     kind: ClassVar[str]
     """What the codes are, in small letters: in the head, and in errors."""
-    finite: ClassVar[bool]
-    """Whether floating-point numbers other than finite ones are refused."""
 
     @property
-    def parts(self) -> Sequence[Any]:
-        """What it says of each part; each has a `name`."""
-        ...
-
-    def tensors_of(self, part: Any) -> list[BodyTensor]:
-        """What the body of a part holds, in its order."""
+    def names(self) -> Sequence[str]:
+        """Of the parts, for errors."""
         ...
 
     def content(self) -> dict[str, Any]:
@@ -101,80 +75,26 @@ class Head(Protocol):
 SomeHead = TypeVar("SomeHead", bound=Head)
 
 
-def json_of(head: Head) -> bytes:
-    """A head as it is sent: for each there are exactly these bytes."""
-    return json.dumps({"kind": head.kind, **head.content()}, separators=(",", ":")).encode()
-
-
-def head_of(head_type: type[SomeHead], text: bytes | bytearray) -> SomeHead:
-    """The inverse of `json_of`; an `ArtifactError` for any other bytes."""
-    codes = _sentence(head_type.kind)
-    if text.count(b",") > MOST_COMMAS:
-        raise ArtifactError(f"{codes} have a head with more than the {MOST_COMMAS} commas allowed. {AGAIN}")
-    try:
-        content = parse_json(text)
-        kind = content.pop("kind")
-        if kind != head_type.kind:
-            raise ArtifactError(f"Expected {head_type.kind}, got {str(kind)[:100]}. Read them with what has written them.")
-        head = head_type.of_content(content)
-        same = json_of(head) == text
-    except ArtifactError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        # What a head says may be as long as the head.
-        raise ArtifactError(f"{codes} have a head that makes no sense: {str(error)[:300]} {AGAIN}") from error
-    if not same:
-        raise ArtifactError(f"{codes} have a head that version {VERSION} of the format would write otherwise. {AGAIN}")
-    return head
-
-
-class MessageWriter:
-    """A message part by part: a producer sends a layer while it computes the next.
-
-    Attributes:
-        number: That of the next part.
-    """
-
-    def __init__(self, head: Head) -> None:
-        self.head = head
-        self.number = 0
-        self._digest: bytes | None = None
-
-    def begin(self) -> bytes:
-        """What is sent first. Called once."""
-        assert self._digest is None, "the message was begun already"
-        text = json_of(self.head)
-        if len(text) > LONGEST_HEAD or text.count(b",") > MOST_COMMAS:
-            limits = f"at most {LONGEST_HEAD} bytes of JSON and {MOST_COMMAS} commas in it"
-            raise ConfigError.of("head", limits, (len(text), text.count(b",")), "Encode fewer rows at once.")
-        start = _START.pack(_MAGIC, VERSION, len(text)) + text
-        self._digest = _digest_of(start)
-        return start + self._digest
-
-    def add(self, tensors: Mapping[str, Tensor]) -> list[Bytes]:
-        """The bytes of the next part, in pieces, of which the numbers of tensors on a CPU are not copied.
-
-        Args:
-            tensors: As the head says, by name.
-        """
-        assert self._digest is not None, "begin() comes first"
-        expected = [
-            tensor if tensor.shape is not None else tensor._replace(shape=(tensors[tensor.name].numel(),))
-            for tensor in self.head.tensors_of(self.head.parts[self.number])
-        ]
-        form = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-        assert form == {tensor.name: (DTYPES[tensor.dtype], tensor.shape) for tensor in expected}, f"the head says {expected}, got {form}"
-        body: list[Bytes] = [_body_header(expected), *(as_bytes(tensors[tensor.name].detach().cpu().contiguous()) for tensor in expected)]
-        self._digest = _digest_of_part(self._digest, self.number, *body)
-        start = _PART.pack(self.number, sum(map(len, body)), self._digest)
-        self.number += 1
-        return [start, *body]
+def message_chunks(head: Head, records: Iterable[Tensor]) -> Iterator[bytes]:
+    """Yield the bytes of a message: the head, then each part as soon as there is its record, (bytes,), uint8."""
+    text = _json_of(head)
+    if len(text) > _LONGEST_HEAD or text.count(b",") > _MOST_COMMAS:
+        limits = f"at most {_LONGEST_HEAD} bytes of JSON and {_MOST_COMMAS} commas in it"
+        raise ConfigError.of("head", limits, (len(text), text.count(b",")), "Encode fewer rows at once.")
+    start = _START.pack(_MAGIC, _VERSION, len(text)) + text
+    digest = _digest_of(start)
+    yield start + digest
+    for number, record in enumerate(records):
+        assert (record.ndim, record.dtype) == (1, torch.uint8), f"a record is bytes, got {record.dtype} of {tuple(record.shape)}"
+        body = _body_header(len(record)), as_bytes(record.detach().cpu().contiguous())
+        digest = _digest_of(digest, number.to_bytes(4, "little"), *body)
+        yield b"".join([_PART.pack(number, sum(map(len, body)), digest), *body])
 
 
 class MessageReader(Generic[SomeHead]):
-    """The one reader of messages: iterate over it, once, for the tensors of each part in their order.
+    """The one reader of messages: iterate over it, once, for the records of the parts, (bytes,), uint8.
 
-    The head is read when it is made. Whatever is wrong is an `ArtifactError`, then and each time one asks again; parts that were handed
+    The head is read when it is made. Whatever is wrong is an `ArtifactError`, then and each time one asks again; records that were handed
     out before stay good, but are no longer all of the message.
 
     Args:
@@ -188,33 +108,27 @@ class MessageReader(Generic[SomeHead]):
     """
 
     def __init__(self, source: Source, head_type: type[SomeHead], ending: str = "") -> None:
-        self._whole = not callable(source)
-        self._read = reader_of(source)
+        self._whole, self._read = not callable(source), reader_of(source)
         self._codes, self._ending = head_type.kind, ending or f"{_sentence(head_type.kind)} end"
         self.nbytes, self._failure = 0, ""
-        self.taken, self.finished = 0, False
-        self.head, self._digest = self._read_head(head_type)
+        self.head, digest = self._read_head(head_type)
+        self._records = self._read_parts(digest)
 
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> dict[str, Tensor]:
+    def __next__(self) -> Tensor:
         if self._failure:
             raise ArtifactError(self._failure)
-        if self.finished:
-            raise StopIteration
         try:
-            if self.taken < len(self.head.parts):
-                return self._read_part(self.head.parts[self.taken])
-            if self._whole and self._read(1):
-                raise ArtifactError(f"Bytes follow {self._codes} that end after {self.nbytes} bytes. Give the bytes of one message only.")
+            return next(self._records)
+        except StopIteration:
+            raise
         except BaseException as error:
             # Bytes may be gone: who asks again must not be given what follows them.
             known = isinstance(error, ArtifactError)
-            self._failure = str(error) if known else f"Reading {self._codes} was broken off: {error!r}. {AGAIN}"
+            self._failure = str(error) if known else f"Reading {self._codes} was broken off: {error!r}. {_AGAIN}"
             raise
-        self.finished = True
-        raise StopIteration
 
     def _read_head(self, head_type: type[SomeHead]) -> tuple[SomeHead, bytes]:
         start, codes = self._available(_START.size), _sentence(self._codes)
@@ -222,49 +136,41 @@ class MessageReader(Generic[SomeHead]):
             raise ArtifactError(
                 f"Expected {self._codes}, got bytes that begin with {bytes(start[:8])!r}. Give what was sent, from its start."
             )
-        if len(start) < _START.size:
-            raise ArtifactError(f"{self._ending} after {self.nbytes} bytes, in their head. {AGAIN}")
+        if missing := _START.size - len(start):
+            raise ArtifactError(f"{self._ending} after {self.nbytes} bytes, at least {missing} too early. {_AGAIN}")
         _, version, length = _START.unpack(start)
-        if version != VERSION:
-            hint = "Upgrade hf-kvcaches." if version > VERSION else "Encode the prompt again."
-            raise ArtifactError(f"{codes} have format version {version}, this reads version {VERSION}. {hint}")
-        if length > LONGEST_HEAD:
-            raise ArtifactError(f"{codes} say that their head has {length} bytes, more than the {LONGEST_HEAD} allowed. {AGAIN}")
-        rest = self._available(length + DIGEST)
-        if (missing := length + DIGEST - len(rest)) > 0:
-            raise ArtifactError(f"{self._ending} after {self.nbytes} bytes, at least {missing} too early: in their head. {AGAIN}")
+        if version != _VERSION:
+            hint = "Upgrade hf-kvcaches." if version > _VERSION else "Encode the prompt again."
+            raise ArtifactError(f"{codes} have format version {version}, this reads version {_VERSION}. {hint}")
+        if length > _LONGEST_HEAD:
+            raise ArtifactError(f"{codes} say that their head has {length} bytes, more than the {_LONGEST_HEAD} allowed. {_AGAIN}")
+        rest = self._exactly(length + _DIGEST)
         text, digest = rest[:length], bytes(rest[length:])
         if _digest_of(start, text) != digest:
-            raise ArtifactError(f"{codes} have a damaged head. {AGAIN}")
-        return head_of(head_type, text), digest
+            raise ArtifactError(f"{codes} have a damaged head. {_AGAIN}")
+        return _head_of(head_type, text), digest
 
-    def _read_part(self, part: Any) -> dict[str, Tensor]:
-        codes, parts = self._codes, len(self.head.parts)
-        name = f"{part.name!r} ({self.taken + 1} of {parts})"
-        number, length, digest = _PART.unpack(self._exactly(_PART.size, name))
-        if number != self.taken:
-            raise ArtifactError(f"Part {number} of {codes} came where part {self.taken} was next. {AGAIN}")
-        tensors = _with_shapes(self.head.tensors_of(part), length)
-        if length != (size := _body_size(tensors)):
-            raise ArtifactError(f"Part {name} of {codes} has {length} bytes, where {size} fit their head. {AGAIN}")
-        body = self._exactly(size, name)
-        if digest != _digest_of_part(self._digest, number, body):
-            raise ArtifactError(f"Part {name} of {codes} is damaged, or of other codes. {AGAIN}")
-        if not body.startswith(header := _body_header(tensors)):
-            raise ArtifactError(f"Part {name} of {codes} holds other tensors than their head says. {AGAIN}")
-        found, start = {}, len(header)
-        for tensor in tensors:
-            found[tensor.name] = _tensor(body, start, DTYPES[tensor.dtype], tensor.shape or ())
-            start += tensor.nbytes
-        if self.head.finite and not all(bool(tensor.isfinite().all()) for tensor in found.values() if tensor.is_floating_point()):
-            raise ArtifactError(f"Part {name} of {codes} has infinities or NaN. Look for them in what the producer computed.")
-        self.taken, self._digest = number + 1, digest
-        return found
+    def _read_parts(self, digest: bytes) -> Iterator[Tensor]:
+        for expected, name in enumerate(self.head.names):
+            part = f"{name!r} ({expected + 1} of {len(self.head.names)})"
+            number, length, stored = _PART.unpack(self._exactly(_PART.size, f" in part {part}"))
+            if number != expected:
+                raise ArtifactError(f"Part {number} of {self._codes} came where part {expected} was next. {_AGAIN}")
+            body = self._exactly(length, f" in part {part}")
+            digest = _digest_of(digest, number.to_bytes(4, "little"), body)
+            if stored != digest:
+                raise ArtifactError(f"Part {part} of {self._codes} is damaged, or of other codes. {_AGAIN}")
+            start = 8 + int.from_bytes(body[:8], "little")
+            if start > length or not body.startswith(_body_header(length - start)):
+                raise ArtifactError(f"Part {part} of {self._codes} holds other tensors than one record. {_AGAIN}")
+            yield torch.frombuffer(body, dtype=torch.uint8, offset=start) if start < length else torch.empty(0, dtype=torch.uint8)
+        if self._whole and self._read(1):
+            raise ArtifactError(f"Bytes follow {self._codes} that end after {self.nbytes} bytes. Give the bytes of one message only.")
 
-    def _exactly(self, count: int, part: str) -> bytearray:
+    def _exactly(self, count: int, where: str = "") -> bytearray:
         content = self._available(count)
         if missing := count - len(content):
-            raise ArtifactError(f"{self._ending} in part {part} after {self.nbytes} bytes, at least {missing} too early. {AGAIN}")
+            raise ArtifactError(f"{self._ending}{where} after {self.nbytes} bytes, at least {missing} too early. {_AGAIN}")
         return content
 
     def _available(self, count: int) -> bytearray:
@@ -274,57 +180,105 @@ class MessageReader(Generic[SomeHead]):
         return content
 
 
-def _body_header(tensors: Sequence[BodyTensor]) -> bytes:
-    """What stands in a safetensors file before the numbers."""
-    layout, end = {}, 0
-    for tensor in tensors:
-        start, end = end, end + tensor.nbytes
-        layout[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [start, end]}
-    text = json.dumps(layout, separators=(",", ":")).encode()
+def _json_of(head: Head) -> bytes:
+    """A head as it is sent: for each there are exactly these bytes."""
+    return json.dumps({"kind": head.kind, **head.content()}, separators=(",", ":")).encode()
+
+
+def _head_of(head_type: type[SomeHead], text: bytearray) -> SomeHead:
+    """The inverse of `_json_of`; an `ArtifactError` for any other bytes."""
+    codes = _sentence(head_type.kind)
+    if text.count(b",") > _MOST_COMMAS:
+        raise ArtifactError(f"{codes} have a head with more than the {_MOST_COMMAS} commas allowed. {_AGAIN}")
+    try:
+        content = parse_json(text)
+        kind = content.pop("kind")
+        if kind != head_type.kind:
+            raise ArtifactError(f"Expected {head_type.kind}, got {str(kind)[:100]}. Read them with what has written them.")
+        head = head_type.of_content(content)
+        same = _json_of(head) == text
+    except ArtifactError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        # What a head says may be as long as the head.
+        raise ArtifactError(f"{codes} have a head that makes no sense: {str(error)[:300]} {_AGAIN}") from error
+    if not same:
+        raise ArtifactError(f"{codes} have a head that version {_VERSION} of the format would write otherwise. {_AGAIN}")
+    return head
+
+
+def _body_header(size: int) -> bytes:
+    """What stands in a safetensors file before a record of so many bytes."""
+    text = json.dumps({"codes": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
 
 
-def _with_shapes(tensors: list[BodyTensor], length: int) -> list[BodyTensor]:
-    """The tensors of a body of this length, as the head says; one of unknown shape has the length that fits."""
-    if len(tensors) != 1 or tensors[0].shape is not None:
-        return tensors
-    sized = lambda numbers: [tensors[0]._replace(shape=(max(0, numbers),))]  # noqa: E731
-    itemsize = DTYPES[tensors[0].dtype].itemsize
-    # A header with more digits is longer, in steps of 8 bytes.
-    headers = range(len(_body_header(sized(0))), len(_body_header(sized(length))) + 1, 8)
-    fitting = (found for header in headers if _body_size(found := sized((length - header) // itemsize)) == length)
-    return next(fitting, sized(length // itemsize))
-
-
-def _body_size(tensors: Sequence[BodyTensor]) -> int:
-    """Bytes of a body."""
-    return len(_body_header(tensors)) + sum(tensor.nbytes for tensor in tensors)
-
-
 def _digest_of(*pieces: Bytes) -> bytes:
-    """The digest of the pieces one after the other."""
-    hasher = hashlib.blake2b(digest_size=DIGEST)
+    hasher = hashlib.blake2b(digest_size=_DIGEST)
     for piece in pieces:
         hasher.update(piece)
     return hasher.digest()
 
 
-def _digest_of_part(before: bytes, number: int, *body: Bytes) -> bytes:
-    """The digest of a part, which has those of all parts before it in it.
-
-    Args:
-        before: The digest of the part before, or of the head.
-    """
-    return _digest_of(before, number.to_bytes(4, "little"), *body)
-
-
-def _tensor(body: bytearray, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    if 0 in shape:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(body, dtype=dtype, count=math.prod(shape), offset=start).reshape(shape)
-
-
 def _sentence(kind: str) -> str:
     """As a sentence begins."""
     return kind[:1].upper() + kind[1:]
+
+
+@dataclass(frozen=True)
+class CodecHead:
+    """What is known of records before they come.
+
+    Args:
+        codec: The codec's digest.
+        layers: For each layer the bytes of each row's record, or None where the layer is not coded.
+    """
+
+    kind: ClassVar[str] = "codes of a KVCodec"
+
+    codec: str
+    layers: tuple[tuple[int, ...] | None, ...]
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Of the layers that are coded."""
+        return tuple(f"layer.{index}" for index, lengths in enumerate(self.layers) if lengths is not None)
+
+    def content(self) -> dict[str, Any]:
+        return {"codec": self.codec, "layers": [None if lengths is None else list(lengths) for lengths in self.layers]}
+
+    @classmethod
+    def of_content(cls, content: dict[str, Any]) -> Self:
+        layers = tuple(None if lengths is None else tuple(lengths) for lengths in content["layers"])
+        counts = [count for lengths in layers if lengths is not None for count in lengths]
+        if not all(type(count) is int and 0 <= count <= _LONGEST_RECORD for count in counts) or len(layers) > MOST_LAYERS:
+            raise ValueError(f"{len(layers)} layers, and the counts {counts[:8]}")
+        return cls(**content | {"layers": layers})
+
+
+def codes_to_bytes(codec: str, codes: Codes) -> bytes:
+    """Codes as a message, of the codec with a digest."""
+    head = CodecHead(codec, tuple(None if records is None else tuple(map(len, records)) for records in codes))
+    empty = torch.empty(0, dtype=torch.uint8)
+    joined = (torch.cat([empty, *(record.cpu() for record in records)]) for records in codes if records is not None)
+    return b"".join(message_chunks(head, joined))
+
+
+def codes_from_bytes(source: Source, codec: str, coded: Sequence[bool]) -> list[list[Tensor] | None]:
+    """The codes of a message.
+
+    Args:
+        codec: The digest of the codec that reads.
+        coded: Which layers it codes.
+    """
+    message = MessageReader(source, CodecHead)
+    if message.head.codec != codec:
+        raise ArtifactError(f"These are codes of the codec {message.head.codec}, not of {codec}. Read them with that one.")
+    if [lengths is not None for lengths in message.head.layers] != list(coded):
+        raise ArtifactError("Codes are of other layers than those of the codec. Encode them anew.")
+    layers = iter(list(message))
+    try:
+        return [None if lengths is None else list(next(layers).split(list(lengths))) for lengths in message.head.layers]
+    except RuntimeError as error:
+        raise ArtifactError(f"The records of codes have other lengths than their head says: {error}. Encode them anew.") from error
