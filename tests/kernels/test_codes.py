@@ -11,7 +11,7 @@ from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.kernels.code_format import WIDTHS as ALL_WIDTHS
 from hf_kvcaches.kernels.codes import CodeMap, code_part
 from hf_kvcaches.kernels.parts import AttentionPart
-from tests.kernels.cases import NAN
+from tests.kernels.cases import within
 from tests.kernels.codes_cases import WIDTHS, Case, assert_part
 from tests.kernels.triton_process import DTYPES, IN_TRITON, moved, of_triton
 
@@ -105,14 +105,6 @@ def test_memory_beyond_queries_bases_and_angles_is_not_looked_at() -> None:
     rotation = case.options["rotation"]
     case.options["rotation"] = rotation._replace(cos=within(rotation.cos), sin=within(rotation.sin))
     assert_part(attend(case), expected, case.dtype, case.dtype)
-
-
-def within(x: torch.Tensor) -> torch.Tensor:
-    """The same numbers as part of a larger tensor of NaN."""
-    larger = torch.full(tuple(size + 3 for size in x.shape), NAN, dtype=x.dtype)
-    part = larger[tuple(slice(1, size + 1) for size in x.shape)]
-    part.copy_(x)
-    return part
 
 
 @of_triton

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.kernels import codes as kernels
 from hf_kvcaches.kernels.code_format import TILE
 from hf_kvcaches.kernels.codes import TileRotation, code_part, decode
@@ -66,13 +65,3 @@ def test_nothing_that_is_given_is_changed() -> None:
     before = [tensor.clone() for tensor in given]
     code_part(*case.arguments, **case.options)
     assert all(map(torch.equal, given, before))
-
-
-def test_backends_that_cannot_run_are_refused() -> None:
-    pytest.importorskip("triton")
-    case = Case()
-    with pytest.raises(ConfigError, match="'torch' for tensors that are not on a CUDA device"):
-        code_part(*case.arguments, backend="triton")
-    case.query.requires_grad_()
-    with pytest.raises(UnsupportedError, match="gradients"):
-        code_part(*case.arguments, backend="triton")

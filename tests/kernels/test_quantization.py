@@ -121,25 +121,6 @@ def test_bytes_are_as_documented(dtype: torch.dtype, per_group: int) -> None:
     assert four == x.numel() // 2 + x.numel() // 32 * per_group
 
 
-@pytest.mark.parametrize(
-    ("arguments", "argument"),
-    [
-        ({"bits": 3}, "bits"),
-        ({"bits": True}, "bits"),
-        ({"group": 0}, "group"),
-        ({"group": -4}, "group"),
-        ({"group": 2.0}, "group"),
-        ({"x": torch.zeros(2, 3, dtype=torch.long)}, "x"),
-        ({"x": torch.zeros(2, 3, dtype=torch.complex64)}, "x"),
-        ({"x": [1.0, 2.0]}, "x"),
-        ({"x": torch.tensor(1.0)}, "x"),
-    ],
-)
-def test_bad_arguments_are_named(arguments: dict[str, object], argument: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{argument}: expected"):
-        quantize(**{"x": torch.zeros(2, 3), **arguments})
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
