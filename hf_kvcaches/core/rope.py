@@ -16,8 +16,7 @@ from transformers import PreTrainedConfig
 from hf_kvcaches import compat
 from hf_kvcaches.core.rope_families import Kind, read_rotary_facts
 from hf_kvcaches.errors import ConfigError, UnsupportedError
-from hf_kvcaches.kernels.checks import check_layout
-from hf_kvcaches.kernels.rotation import Layout, cos_sin, rotate_
+from hf_kvcaches.kernels.rotation import Layout, check_layout, cos_sin, rotate_
 
 
 @dataclass(frozen=True, eq=False)

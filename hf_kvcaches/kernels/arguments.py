@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
+from torch import Tensor
 
 from hf_kvcaches.kernels.rotation import Layout
 
 # The output, and the weights if they were asked for.
-Attended = tuple[torch.Tensor, torch.Tensor | None]
+Attended = tuple[Tensor, Tensor | None]
 
 
 class RotationTables(NamedTuple):
@@ -17,46 +17,31 @@ class RotationTables(NamedTuple):
 
     Args:
         positions: Row of the tables for each slot, (batch or 1, kv_heads or 1, slots), integers; an invalid slot may have -1.
-        cos: (rows, rotary_dim / 2), with the model's `attention_scaling`, if it has one. Dimensions from rotary_dim on pass unchanged.
-        sin: Like `cos`.
-        layout: Which dimensions form a pair: `"half"`: i and i + rotary_dim / 2; `"interleaved"`: 2i and 2i + 1.
+        cos: (rows, rotary_dim / 2), with the model's `attention_scaling`, if it has one; and `sin`. Further dimensions pass unchanged.
+        layout: Which dimensions form a pair, as in `rotate_`.
         full: The same tables for each dimension, cosines before signed sines, (rows, 2 * rotary_dim): fewer operations for the torch
             back-end. None: made of `cos` and `sin`.
     """
 
-    positions: torch.Tensor
-    cos: torch.Tensor
-    sin: torch.Tensor
+    positions: Tensor
+    cos: Tensor
+    sin: Tensor
     layout: Layout = "half"
-    full: torch.Tensor | None = None
-
-
-class SlotOptions(NamedTuple):
-    """What `slot_attention` may be given by name, which is described there."""
-
-    valid: torch.Tensor | None = None
-    rotation: RotationTables | None = None
-    softcap: float | None = None
-    sink_logits: torch.Tensor | None = None
-    want_weights: bool = False
+    full: Tensor | None = None
 
 
 class Packed(NamedTuple):
-    """Tokens of several layers as they are stored, the last dimension of each tensor contiguous.
-
-    The number of level n is `n * scale + zero`, as in `kernels.quantization`.
+    """Tokens of several layers as `kernels.quantization` has them or plainly, the last dimension of each tensor contiguous.
 
     Args:
-        data: (layers, heads, tokens, width). int8: level - 127, width = dim. uint8: levels of 4 bits, two to a byte, the first in the low
-            half, width = ceil(dim / 2). Floating point: the numbers themselves, width = dim.
-        scale: (layers, heads, tokens, groups), floating point; None for plain data.
-        zero: Like `scale`.
+        data: (layers, heads, tokens, width): int8, uint8 with two levels to a byte, or floating point: the numbers themselves.
+        scale: (layers, heads, tokens, groups); None for plain data. And `zero`.
         group: Consecutive channels that share a scale; the last group may be shorter. None: all.
     """
 
-    data: torch.Tensor
-    scale: torch.Tensor | None = None
-    zero: torch.Tensor | None = None
+    data: Tensor
+    scale: Tensor | None = None
+    zero: Tensor | None = None
     group: int | None = None
 
 
@@ -69,9 +54,9 @@ class Decoder(NamedTuple):
         bias: (C,), floating point, or None.
     """
 
-    side: torch.Tensor | None = None
-    codes: torch.Tensor | None = None
-    bias: torch.Tensor | None = None
+    side: Tensor | None = None
+    codes: Tensor | None = None
+    bias: Tensor | None = None
 
 
 class RowSpan(NamedTuple):

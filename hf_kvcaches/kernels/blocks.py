@@ -1,10 +1,11 @@
-"""Attention of many new tokens at once, in pieces small enough for any length, and what each key got of it."""
+"""Attention in PyTorch with everything that models ask for, and that of many new tokens in pieces small enough for any length."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 # How many attention weights are held at a time.
 PIECE = 2**24
@@ -21,12 +22,12 @@ class Visibility:
         given: What the caller's own mask allows, (batch or 1, 1 or kv_heads, tokens, slots + tokens), or None.
     """
 
-    slots: torch.Tensor | None
+    slots: Tensor | None
     kept: int
-    new: torch.Tensor | None
-    given: torch.Tensor | None = None
+    new: Tensor | None
+    given: Tensor | None = None
 
-    def rows(self, start: int, stop: int, device: torch.device) -> torch.Tensor:
+    def rows(self, start: int, stop: int, device: torch.device) -> Tensor:
         """For queries start to stop: (batch or 1, 1 or kv_heads, queries, kept + stop)."""
         causal = torch.arange(stop, device=device) <= torch.arange(start, stop, device=device)[:, None]
         new = causal[None, None] if self.new is None else causal & self.new[:, None, None, :stop]
@@ -37,66 +38,98 @@ class Visibility:
         return new if self.given is None else new & self.given[:, :, start:stop, : self.kept + stop]
 
 
+def attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor | None,
+    scaling: float,
+    allowed: Tensor | None,
+    *,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    sink_logits: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor]:
+    """Attention of all queries at once: the output, (batch, queries, heads, value_dim), and the weights.
+
+    Args:
+        query: (batch, heads, queries, dim); consecutive heads share a key head.
+        keys: (batch, kv_heads, tokens, dim); and `values`, or None where no output is wanted.
+        allowed: What a query may see, (batch or 1, 1 or kv_heads, queries, tokens), or None for all. One that sees nothing gets zeros.
+        softcap: If given, scores are softcap * tanh(scores * scaling / softcap).
+        bias: Added to the scores, (batch or 1, heads or 1, queries, tokens), or None.
+        sink_logits: A score for each head, (heads,), that takes a share of the weights and gives nothing, or None.
+
+    Returns:
+        The output, None without values, and weights, (batch, kv_heads, group, queries, tokens), in float32 or the query's float64.
+    """
+    (batch, heads, queries, dim), (kv_heads, tokens) = query.shape, keys.shape[1:3]
+    near, exact = query.reshape(batch * kv_heads, -1, dim), torch.float64 if query.dtype == torch.float64 else torch.float32
+    # Scaled within the product: one operation, and nothing is rounded twice.
+    scores = torch.baddbmm(near.narrow(2, 0, 1), near, keys.flatten(0, 1).mT, beta=0, alpha=scaling).to(exact)
+    scores = scores.view(batch, heads, queries, tokens)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if bias is not None:
+        scores = scores + bias.to(exact)
+    scores = scores.view(batch, kv_heads, -1, queries, tokens)
+    hidden = None if allowed is None else ~allowed.unsqueeze(2)
+    if hidden is not None:  # by a finite number, and zeros afterwards: so the gradient of a query that sees nothing is 0 too
+        scores = scores.masked_fill(hidden, torch.finfo(exact).min)
+    if sink_logits is not None:
+        scores = torch.cat([scores, sink_logits.to(exact).view(1, kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)], -1)
+    weights = scores.softmax(-1)[..., :tokens]
+    weights = weights if hidden is None else weights.masked_fill(hidden, 0)
+    if values is None:
+        return None, weights
+    output = torch.bmm(weights.to(values.dtype).reshape(*near.shape[:2], tokens), values.flatten(0, 1))
+    return output.view(batch, heads, queries, -1).transpose(1, 2), weights
+
+
 def block_attention(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor | None,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor | None,
     scaling: float,
     visible: Visibility,
     *,
     softcap: float | None = None,
-    bias: torch.Tensor | None = None,
-    sink_logits: torch.Tensor | None = None,
-    observers: torch.Tensor | None = None,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Attention of new tokens over slots and themselves, and the sum of what each key got from some of them.
+    bias: Tensor | None = None,
+    sink_logits: Tensor | None = None,
+    observers: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """`attention` of new tokens over kept ones and themselves, piece by piece, and the sum of what each key got from some of them.
 
     Args:
-        query: (batch, heads, tokens, head_dim), in one frame with the keys.
-        keys: (batch, kv_heads, kept + tokens, head_dim).
-        values: Like `keys`, or None where no output is wanted.
-        visible: Who sees whom.
-        softcap: Bound of the scores, or None.
-        bias: Added to the scores, (batch or 1, heads or 1, tokens, kept + tokens), or None.
-        sink_logits: A score for each head, (heads,), that takes a share of the weights and gives nothing, or None.
+        keys: (batch, kv_heads, kept + tokens, dim), in one frame with the query.
         observers: 1 for queries that are observed, (batch or 1, tokens), or None for none.
 
     Returns:
-        (batch, tokens, heads, head_dim) or None, and (batch, kv_heads, kept + tokens), float32, a mean over the heads of a group, or None.
+        (batch, tokens, heads, value_dim) or None, and (batch, kv_heads, kept + tokens), float32, a mean over the heads of a group, or None.
     """
-    batch, heads, tokens, _ = query.shape
-    kv_heads, total = keys.shape[1:3]
-    group = heads // kv_heads
-    grouped = query.reshape(batch, kv_heads, group, tokens, -1)
+    (batch, heads, tokens, _), (kv_heads, total) = query.shape, keys.shape[1:3]
     observed = None if observers is None else torch.zeros(batch, kv_heads, total, dtype=torch.float32, device=keys.device)
     first = 0 if values is not None or observers is None else int(observers.any(0).int().argmax())
     step, outputs = max(1, PIECE // (batch * heads * total)), []
     for start in range(first, tokens, step):
         stop = min(tokens, start + step)
         reach = visible.kept + stop  # what lies after is in the future of all these queries
-        scores = torch.matmul(grouped[:, :, :, start:stop] * scaling, keys[:, :, None, :reach].transpose(-1, -2)).float()
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        if bias is not None:
-            own = bias[:, :, start:stop, :reach].float()
-            scores = scores + (own.unflatten(1, (kv_heads, group)) if own.shape[1] == heads else own[:, :, None])
-        allowed = visible.rows(start, stop, keys.device)[:, :, None]
-        # A query that sees nothing (padding) gets zeros, as from sdpa.
-        scores = scores.masked_fill(~allowed, -torch.inf)
-        if sink_logits is not None:
-            scores = torch.cat([scores, sink_logits.float().view(1, kv_heads, group, 1, 1).expand(*scores.shape[:-1], 1)], -1)
-        weights = scores.softmax(-1).nan_to_num(0.0)[..., :reach]
-        if values is not None:
-            outputs.append(torch.matmul(weights.to(values.dtype), values[:, :, None, :reach]))
+        output, weights = attention(
+            query[:, :, start:stop],
+            keys[:, :, :reach],
+            None if values is None else values[:, :, :reach],
+            scaling,
+            visible.rows(start, stop, keys.device),
+            softcap=softcap,
+            bias=None if bias is None else bias[:, :, start:stop, :reach],
+            sink_logits=sink_logits,
+        )
+        outputs += [] if output is None else [output]
         if observed is not None and observers is not None:
-            counted = weights.detach() * observers[:, None, None, start:stop, None]
-            observed[:, :, :reach] += counted.sum(3).mean(2)
-    if values is None:
-        return None, observed
-    return torch.cat(outputs, 3).flatten(1, 2).transpose(1, 2), observed
+            observed[:, :, :reach] += (weights.detach().mean(2) * observers[:, None, start:stop, None]).sum(2)
+    return torch.cat(outputs, 1) if outputs else None, observed
 
 
-def observers(window: int | None, valid: torch.Tensor | None, tokens: int, device: torch.device) -> torch.Tensor:
+def observers(window: int | None, valid: Tensor | None, tokens: int, device: torch.device) -> Tensor:
     """1 for the last `window` real tokens of each row (None: for all real ones), (batch or 1, tokens).
 
     Args:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 TILE = 16
 """Tokens whose keys are rotated from one position on: no matrix product of a GPU takes fewer."""
@@ -24,29 +24,7 @@ Counts = tuple[int, int, int, int]
 """How many parts there are of 8, 4, 2 and 1 bits, each a whole number of rows."""
 
 
-class Plane(NamedTuple):
-    """The parts of one width: `size` levels from number `level` on, in `rows` rows from number `row` on."""
-
-    bits: int
-    size: int
-    level: int
-    row: int
-    rows: int
-
-
-@lru_cache(maxsize=4096)
-def planes(counts: Counts) -> list[Plane]:
-    """The planes that are not empty."""
-    found, level, row = [], 0, 0
-    for bits, count in zip(PLANES, counts, strict=True):
-        rows = count * bits // 8
-        if count:
-            found.append(Plane(bits, count, level, row, rows))
-        level, row = level + count, row + rows
-    return found
-
-
-def packed_bytes(widths: torch.Tensor) -> int:
+def packed_bytes(widths: Tensor) -> int:
     """Bytes of one token whose directions have these bits, (directions,)."""
     bits = dict.fromkeys(PLANES, 0)
     for width, count in enumerate(torch.bincount(widths.long()).tolist()):
@@ -60,8 +38,6 @@ class CodeLayout:
     """Which part of which direction's integer each level is.
 
     Args:
-        counts: See `Counts`.
-        widths: Of each direction, (directions,), int64.
         directions: Of each level, (levels,), int64; 0 for those that fill up a row.
         shifts: How many bits of the integer lie below the part, (levels,), int64.
         bits: Of the part, (levels,), int64.
@@ -69,14 +45,13 @@ class CodeLayout:
     """
 
     counts: Counts
-    widths: torch.Tensor
-    directions: torch.Tensor
-    shifts: torch.Tensor
-    bits: torch.Tensor
-    filled: torch.Tensor
+    directions: Tensor
+    shifts: Tensor
+    bits: Tensor
+    filled: Tensor
 
     @classmethod
-    def of(cls, widths: torch.Tensor) -> CodeLayout:
+    def of(cls, widths: Tensor) -> CodeLayout:
         """The layout for directions with these bits, (directions,)."""
         levels: list[tuple[int, int, int, bool]] = []
         counts = []
@@ -91,52 +66,43 @@ class CodeLayout:
             levels += [(0, 0, plane, True)] * ((start - len(levels)) % (8 // plane))
             counts.append(len(levels) - start)
         directions, shifts, bits, filled = torch.tensor(levels, dtype=torch.int64).view(-1, 4).unbind(1)
-        return cls((counts[0], counts[1], counts[2], counts[3]), widths.long(), directions, shifts, bits, filled.bool())
+        return cls((counts[0], counts[1], counts[2], counts[3]), directions, shifts, bits, filled.bool())
 
-    def pack(self, integers: torch.Tensor) -> torch.Tensor:
+    def pack(self, integers: Tensor) -> Tensor:
         """Pack integers from 0 up, (..., directions, tokens), into (..., rows, tokens), uint8."""
         parts = integers.index_select(-2, self.directions) >> self.shifts.to(integers.dtype)[:, None]
         parts &= ((1 << self.bits) - 1).to(integers.dtype)[:, None]
         return pack(parts.to(torch.uint8), self.counts)
 
-    def unpack(self, packed: torch.Tensor) -> torch.Tensor:
-        """The integers, (..., directions, tokens), int32, of what `pack` gave."""
-        parts = unpack(packed, self.counts).int() + (1 << self.bits - 1).int()[:, None]
-        parts = (parts << self.shifts.int()[:, None]).masked_fill_(self.filled[:, None], 0)
-        return parts.new_zeros(*parts.shape[:-2], len(self.widths), parts.shape[-1]).index_add_(-2, self.directions, parts)
-
     def to(self, device: torch.device) -> CodeLayout:
         """The layout on a device."""
-        tensors = (self.widths, self.directions, self.shifts, self.bits, self.filled)
-        return CodeLayout(self.counts, *(tensor.to(device) for tensor in tensors))
+        return CodeLayout(self.counts, *(own.to(device) for own in (self.directions, self.shifts, self.bits, self.filled)))
 
 
-def pack(parts: torch.Tensor, counts: Counts) -> torch.Tensor:
+def pack(parts: Tensor, counts: Counts) -> Tensor:
     """Pack parts, (..., levels, tokens), uint8, each from 0 to 2**bits - 1, into (..., rows, tokens), uint8."""
     rows = []
-    for plane in planes(counts):
-        shifts = torch.arange(0, 8, plane.bits, dtype=torch.uint8, device=parts.device)[:, None, None]
-        slots = parts.narrow(-2, plane.level, plane.size).unflatten(-2, (-1, plane.rows)) << shifts
-        rows.append(slots.sum(-3, dtype=torch.uint8))
-    return torch.cat(rows, -2) if rows else parts[..., :0, :]
+    for plane, shifts in zip(parts.split(counts, -2), _tables(counts, parts.device)[0], strict=True):
+        slots = plane.unflatten(-2, (len(shifts), plane.shape[-2] // len(shifts)))
+        rows.append((slots << shifts).sum(-3, dtype=torch.uint8))
+    return torch.cat(rows, -2)
 
 
-def unpack(packed: torch.Tensor, counts: Counts) -> torch.Tensor:
+def unpack(packed: Tensor, counts: Counts) -> Tensor:
     """The levels, (..., levels, tokens), int8, of packed codes, (..., rows, tokens), uint8."""
-    *lead, _, tokens = packed.shape
-    parts = packed.new_empty(*lead, sum(counts), tokens)
-    shifts, masks, centers = _bit_tables(counts, packed.device)
-    for plane, shift in zip(planes(counts), shifts, strict=True):
-        slots = parts.narrow(-2, plane.level, plane.size).unflatten(-2, (-1, plane.rows))
-        torch.bitwise_right_shift(packed.narrow(-2, plane.row, plane.rows).unsqueeze(-3), shift, out=slots)
+    parts, (shifts, masks, centers) = packed.new_empty(*packed.shape[:-2], sum(counts), packed.shape[-1]), _tables(counts, packed.device)
+    sizes = [count // len(own) for count, own in zip(counts, shifts, strict=True)]
+    for plane, rows, own in zip(parts.split(counts, -2), packed.split(sizes, -2), shifts, strict=True):
+        if rows.shape[-2]:
+            torch.bitwise_right_shift(rows.unsqueeze(-3), own, out=plane.unflatten(-2, (len(own), rows.shape[-2])))
     return parts.bitwise_and_(masks).sub_(centers).view(torch.int8)
 
 
 # One for each layer of a model, whose entries a step visits in a circle: with fewer, each visit would make one anew.
 @lru_cache(maxsize=4096)
 @torch.inference_mode(False)
-def _bit_tables(counts: Counts, device: torch.device) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+def _tables(counts: Counts, device: torch.device) -> tuple[list[Tensor], Tensor, Tensor]:
     """The first bits of the slots of each plane, (slots, 1, 1); of each level the largest part and the part of level 0: (levels, 1)."""
-    shifts = [torch.arange(0, 8, plane.bits, dtype=torch.uint8, device=device).view(-1, 1, 1) for plane in planes(counts)]
-    centers = torch.tensor([1 << plane.bits - 1 for plane in planes(counts) for _ in range(plane.size)], dtype=torch.int64, device=device)
-    return shifts, (2 * centers - 1).to(torch.uint8).unsqueeze(1), centers.to(torch.uint8).unsqueeze(1)
+    shifts = [torch.arange(0, 8, bits, dtype=torch.uint8, device=device).view(-1, 1, 1) for bits in PLANES]
+    bits = torch.tensor(PLANES, device=device).repeat_interleave(torch.tensor(counts, device=device))[:, None]
+    return shifts, ((1 << bits) - 1).to(torch.uint8), (1 << bits - 1).to(torch.uint8)

@@ -13,10 +13,11 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.kernels.code_format import TILE, Counts
-from hf_kvcaches.kernels.common_triton import capped, combine, dot, finite, rotate_pairs, store_part
+from hf_kvcaches.kernels.common_triton import capped, combine, dot, finite, store_part
 from hf_kvcaches.kernels.launch import padded, split_tokens, strided
 from hf_kvcaches.kernels.parts import AttentionPart
 from hf_kvcaches.kernels.rotation import Layout
@@ -105,7 +106,7 @@ def score_kernel(
             mask = (tile * A_TILE < end)[:, None] & (pair < PAIRS)[None, :]
             tile_cos = _loaded(cos[0] + b * cos[1] + tile * cos[2], pair * cos[3], mask)
             tile_sin = _loaded(sin[0] + b * sin[1] + tile * sin[2], pair * sin[3], mask)
-            first_states, second_states = rotate_pairs(one, two, tile_cos, -tile_sin)
+            first_states, second_states = one * tile_cos + two * tile_sin, two * tile_cos - one * tile_sin
             projected = dot(second_states.to(dtype), basis_two, dot(first_states.to(dtype), basis_one, rest))
             constant += tl.sum(first_states * column_one[None, :] + second_states * column_two[None, :], 1)
             live = live & (s // A_TILE == tile[:, None])
@@ -168,12 +169,12 @@ def sizes(queries: int, dim: int, pairs: int, single: bool) -> tuple[dict[str, i
 
 
 def code_part(
-    query: torch.Tensor,
-    codes: torch.Tensor,
-    code_map: tuple[Counts, torch.Tensor, torch.Tensor],
+    query: Tensor,
+    codes: Tensor,
+    code_map: tuple[Counts, Tensor, Tensor],
     scaling: float,
-    rotation: tuple[torch.Tensor, torch.Tensor, Layout] | None,
-    visible: torch.Tensor | None,
+    rotation: tuple[Tensor, Tensor, Layout] | None,
+    visible: Tensor | None,
     softcap: float | None,
     splits: int | None = None,
 ) -> AttentionPart:
@@ -197,15 +198,14 @@ def code_part(
     shared = {"KV_HEADS": kv_heads, "HEADS": keys.shape[1], "ALL": every, "num_stages": 2, "num_warps": 8}
     score_kernel[(rows * triton.cdiv(every, for_scores["QUERIES"]), splits, blocks)](
         *(query.contiguous(), strided(codes), keys.contiguous()),
-        *((None, None) if rotation is None else (strided(table, (batch, tokens // TILE, pairs)) for table in rotation[:2])),
+        *(strided(table, (batch, tokens // TILE, pairs)) for table in (rotation[:2] if rotation else (None, None))),
         *(scores, rows, tokens, chunk, dim, levels, *counts[:3]),
         INTERLEAVED=rotation is not None and rotation[2] == "interleaved",
         **for_scores,
         **shared,
     )
     value_kernel[(rows * triton.cdiv(every, for_values["QUERIES"]), splits, blocks)](
-        *(scores, strided(codes)),
-        None if visible is None else strided(visible, (batch, queries, tokens)),
+        *(scores, strided(codes), strided(visible, (batch, queries, tokens))),
         *(parts, stats, scaling, softcap, rows, tokens, chunk, levels, *counts[:3]),
         COUNT=queries,
         DTYPE=DTYPES[query.dtype],

@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from hf_kvcaches.kernels.launch import padded
 
 # Triton's interpreter multiplies matrices of bfloat16 by their bits.
 WIDE = tl.constexpr(triton.knobs.runtime.interpret)
-# Of float16, which float32 numbers can exceed.
-LARGEST = tl.constexpr(65504.0)
 
 
 @triton.jit
@@ -23,63 +22,22 @@ def dot(one, other, sums=None):
 
 
 @triton.jit
-def rotate_pairs(one, two, cos, sin):
-    """The first and the second dimensions of pairs, rotated."""
-    return one * cos - two * sin, two * cos + one * sin
+def partners(dims, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The dimension with which each of the first 2 * HALF dimensions rotates."""
+    return dims ^ 1 if INTERLEAVED else tl.where(dims < HALF, dims + HALF, dims - HALF)
 
 
 @triton.jit
-def rotate_some(one, two, tables, table_at, mask):
-    """`rotate_pairs` where the mask says so, by (cos, sin) from tables."""
-    cos = tl.load(tables[0] + table_at, mask=mask, other=1.0).to(tl.float32)
-    sin = tl.load(tables[1] + table_at, mask=mask, other=0.0).to(tl.float32)
-    # Elsewhere not even 0 times the partner may be added: it can be infinite.
-    rotated_one, rotated_two = rotate_pairs(one, two, cos, sin)
-    return tl.where(mask, rotated_one, one), tl.where(mask, rotated_two, two)
+def rotated(numbers, others, dims, tables, table_at, mask, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Numbers, (rows, dims), rotated where the mask says so, by the angles at `table_at`, (rows,), of two tables.
 
-
-@triton.jit
-def pair_dims(dim, half, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, ALIGNED: tl.constexpr):
-    """The dimensions of a head in pairs: those that rotate together, `half` of them, and then what is left.
-
-    ALIGNED: how many dimensions at a time are known to lie side by side, for wide loads.
-
-    Returns:
-        The pairs, and whether each rotates; the first dimension of each, and whether there is one; the second likewise.
+    `others`: the numbers of `partners`, 0 where the mask says no: not even 0 times the partner may be added, which can be infinite.
     """
-    pair = tl.arange(0, PAIRS)
-    rotates, rest = pair < half, (dim - 2 * half + 1) // 2
-    if INTERLEAVED:
-        first, second = tl.where(rotates, 2 * pair, half + pair), tl.where(rotates, 2 * pair + 1, half + pair + rest)
-    else:
-        first, second = tl.where(rotates, pair, half + pair), half + pair + tl.where(rotates, 0, rest)
-    first = tl.max_contiguous(tl.multiple_of(first, ALIGNED), ALIGNED)
-    second = tl.max_contiguous(tl.multiple_of(second, ALIGNED), ALIGNED)
-    has_first = pair < tl.multiple_of(half + rest, ALIGNED)
-    return pair, rotates, first, has_first, second, has_first & (second < dim)
-
-
-@triton.jit
-def dequantized(at, index, scale_at, zero_at, mask, BITS: tl.constexpr):
-    """Numbers from pointers to them, or to their bytes; `index` says which half of a byte. BITS 0: plain numbers."""
-    if BITS == 4:
-        numbers = ((tl.load(at, mask=mask, other=0).to(tl.int32) >> (index % 2 * 4).to(tl.int32)) & 15).to(tl.float32)
-    else:
-        numbers = tl.load(at, mask=mask, other=0)
-        if BITS == 8:
-            numbers = numbers.to(tl.float32) + 127
-    if BITS != 0:
-        scale, zero = tl.load(scale_at, mask=mask, other=0.0), tl.load(zero_at, mask=mask, other=0.0)
-        numbers = numbers * scale.to(tl.float32) + zero.to(tl.float32)
-    return numbers
-
-
-@triton.jit
-def store_clamped(at, numbers, mask, CLAMP: tl.constexpr):
-    """Casts and stores; with CLAMP, what is too large for float16 becomes its largest number."""
-    if CLAMP and at.dtype.element_ty == tl.float16:
-        numbers = tl.where(numbers > LARGEST, LARGEST, tl.where(numbers < -LARGEST, -LARGEST, numbers))
-    tl.store(at, numbers.to(at.dtype.element_ty), mask=mask)
+    pair, is_first = dims // 2 if INTERLEAVED else dims % HALF, dims % 2 == 0 if INTERLEAVED else dims < HALF
+    at = table_at[:, None] + pair[None, :]
+    cos = tl.load(tables[0] + at, mask=mask, other=1.0).to(tl.float32)
+    sin = tl.load(tables[1] + at, mask=mask, other=0.0).to(tl.float32)
+    return numbers.to(tl.float32) * cos + others.to(tl.float32) * tl.where(is_first[None, :], -sin, sin)
 
 
 @triton.jit
@@ -96,12 +54,6 @@ def capped(scores, softcap):
         size = softcap * (1 - decay) / (1 + decay)
         scores = tl.where(scores < 0, -size, size)
     return scores
-
-
-@triton.jit
-def load_option(s, live, b, h, option):
-    """An optional tensor's numbers for slots, tokens or tiles."""
-    return tl.load(option[0] + b * option[1] + h * option[2] + s * option[3], mask=live, other=0)
 
 
 @triton.jit
@@ -143,7 +95,7 @@ def combine_kernel(parts, stats, output, lse, splits, width, GROUP: tl.constexpr
     tl.store(lse + row * GROUP + heads, tl.where(any_valid, log_sum, float("-inf")), mask=heads < GROUP)
 
 
-def combine(parts: torch.Tensor, stats: torch.Tensor, output: torch.Tensor, splits: int, dtype: torch.dtype) -> torch.Tensor:
+def combine(parts: Tensor, stats: Tensor, output: Tensor, splits: int, dtype: torch.dtype) -> Tensor:
     """Writes the output, (..., GROUP, width), and returns log sum exp, (..., GROUP)."""
     group, width = output.shape[-2:]
     lse, dims = output.new_empty(output.shape[:-1], dtype=dtype), min(64, padded(width))

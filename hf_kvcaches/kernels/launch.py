@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any, Literal, get_args
 
 import torch
+from torch import Tensor
 
 from hf_kvcaches.errors import ConfigError, UnsupportedError, require, require_choice
 
@@ -17,20 +18,21 @@ BACKENDS: tuple[str, ...] = get_args(Backend)
 
 @cache
 def has_triton() -> bool:
-    """Whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None
 
 
-def choose(backend: Backend, *tensors: torch.Tensor) -> Backend:
+def choose(backend: Backend, *tensors: Tensor) -> Backend:
     """The back-end that computes, never `"auto"`, for tensors that a gradient could be wanted for."""
     if backend == "torch":
         return backend
     needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     supported = tensors[0].dtype in (torch.float32, torch.bfloat16, torch.float16) and not needs_gradient
     if backend == "auto":
-        if tensors[0].is_cuda and supported and not has_triton():
+        if not tensors[0].is_cuda or not supported:
+            return "torch"
+        if not has_triton():
             _warn_slow()
-        return "triton" if tensors[0].is_cuda and supported and has_triton() else "torch"
+        return "triton" if has_triton() else "torch"
     require_choice("backend", backend, BACKENDS)
     triton = require("triton", "triton", "backend='triton'")
     if not supported:
@@ -42,7 +44,6 @@ def choose(backend: Backend, *tensors: torch.Tensor) -> Backend:
 
 @cache
 def _warn_slow() -> None:
-    """Say once that CUDA tensors are computed by many small kernels."""
     warnings.warn("Triton is not installed, and kernels of hf_kvcaches run as many PyTorch operations. pip install triton.", stacklevel=4)
 
 
@@ -51,15 +52,12 @@ def padded(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
-def strided(tensor: torch.Tensor, shape: tuple[int, ...] | None = None) -> tuple[Any, ...]:
-    """A tensor as kernels take it: itself and the strides of its first three dimensions, 0 where it is repeated to `shape`."""
+def strided(tensor: Tensor | None, shape: tuple[int, ...] | None = None) -> tuple[Any, ...] | None:
+    """A tensor as kernels take it: itself and the strides of its first three dimensions, 0 where it is repeated to `shape`; or None."""
+    if tensor is None:
+        return None
     tensor = tensor if shape is None else tensor.expand(shape)
     return (tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor, *tensor.stride()[:3])
-
-
-def strided_or_none(*tensors: torch.Tensor | None) -> list[tuple[Any, ...] | None]:
-    """`strided` for optional tensors."""
-    return [None if tensor is None else strided(tensor) for tensor in tensors]
 
 
 def split_tokens(count: int, block: int, rows: int, splits: int | None, device: torch.device) -> tuple[int, int]:

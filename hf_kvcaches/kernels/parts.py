@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 
 class AttentionPart(NamedTuple):
@@ -20,18 +21,13 @@ class AttentionPart(NamedTuple):
         highest: The score that was subtracted before, of the same shape; the least number where a query sees no token.
     """
 
-    sums: torch.Tensor
-    total: torch.Tensor
-    highest: torch.Tensor
+    sums: Tensor
+    total: Tensor
+    highest: Tensor
 
 
 def exact_part(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scaling: float,
-    visible: torch.Tensor | None = None,
-    softcap: float | None = None,
+    query: Tensor, keys: Tensor, values: Tensor, scaling: float, visible: Tensor | None = None, softcap: float | None = None
 ) -> AttentionPart:
     """Attention over tokens that are kept as they are.
 
@@ -50,7 +46,7 @@ def exact_part(
     return AttentionPart(sums.view(batch, heads, queries, -1), weights.sum(-1, keepdim=True), highest)
 
 
-def exponentials(scores: torch.Tensor, visible: torch.Tensor | None, softcap: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+def exponentials(scores: Tensor, visible: Tensor | None, softcap: float | None) -> tuple[Tensor, Tensor]:
     """Exponentials of scores, (batch, heads, queries, tokens), and the score that was subtracted; overwrites the scores."""
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
@@ -62,15 +58,21 @@ def exponentials(scores: torch.Tensor, visible: torch.Tensor | None, softcap: fl
     return scores.sub_(highest).exp_(), highest
 
 
-def merged(parts: Sequence[AttentionPart]) -> torch.Tensor:
-    """Attention over the tokens of all parts, (batch, queries, heads, value_dim); 0 where a query sees none."""
-    sums, total, highest = parts[0]
-    if len(parts) > 1:
-        for part in parts[1:]:
-            highest = torch.maximum(highest, part.highest)
+def joined(parts: Sequence[AttentionPart]) -> AttentionPart:
+    """Attention over the tokens of all parts."""
+    (sums, total, highest), *others = parts
+    for part in others:
+        highest = torch.maximum(highest, part.highest)
+    if others:
         share = (parts[0].highest - highest).exp_()
         sums, total = sums * share, total * share
-        for part in parts[1:]:
-            share = (part.highest - highest).exp_()
-            sums, total = torch.addcmul(sums, part.sums, share), torch.addcmul(total, part.total, share)
+    for part in others:
+        share = (part.highest - highest).exp_()
+        sums, total = torch.addcmul(sums, part.sums, share), torch.addcmul(total, part.total, share)
+    return AttentionPart(sums, total, highest)
+
+
+def merged(parts: Sequence[AttentionPart]) -> Tensor:
+    """Attention over the tokens of all parts, (batch, queries, heads, value_dim); 0 where a query sees none."""
+    sums, total, _ = joined(parts)
     return (sums / total.clamp_min(torch.finfo(total.dtype).tiny)).transpose(1, 2)

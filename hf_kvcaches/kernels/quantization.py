@@ -15,10 +15,10 @@ import sys
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from hf_kvcaches.errors import ConfigError
 
-_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 _TOP_LEVEL = {8: 254, 4: 15}
 
 
@@ -32,12 +32,12 @@ class Quantized(NamedTuple):
         zero: The value of level 0, in the dtype of the original, (..., groups).
     """
 
-    data: torch.Tensor
-    scale: torch.Tensor
-    zero: torch.Tensor
+    data: Tensor
+    scale: Tensor
+    zero: Tensor
 
 
-def quantize(x: torch.Tensor, bits: int = 8, group: int | None = None, check_finite: bool = True) -> Quantized:
+def quantize(x: Tensor, bits: int = 8, group: int | None = None, check_finite: bool = True) -> Quantized:
     """Quantize a tensor, group by group along its last axis.
 
     Args:
@@ -46,12 +46,6 @@ def quantize(x: torch.Tensor, bits: int = 8, group: int | None = None, check_fin
         group: Consecutive elements that share a scale; the last group may be shorter. None: all.
         check_finite: Whether to look for infinities and NaN, which makes the CPU wait for a GPU. Without the check they spoil their group.
     """
-    if not isinstance(x, torch.Tensor) or x.dtype not in _DTYPES.values() or not x.ndim:
-        raise ConfigError.of("x", f"a tensor of {', '.join(_DTYPES)} with a dimension", getattr(x, "dtype", type(x).__name__))
-    if isinstance(bits, bool) or bits not in _TOP_LEVEL:
-        raise ConfigError.of("bits", "8 or 4", bits)
-    if group is not None and (not isinstance(group, int) or isinstance(group, bool) or group <= 0):
-        raise ConfigError.of("group", "a number of elements above 0, or None", group)
     length, top = x.shape[-1], _TOP_LEVEL[bits]
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
     scale_type = torch.bfloat16 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
@@ -70,16 +64,11 @@ def quantize(x: torch.Tensor, bits: int = 8, group: int | None = None, check_fin
     return Quantized((levels - 127).to(torch.int8) if bits == 8 else _packed(levels.to(torch.uint8)), scale, zero)
 
 
-def dequantize(
-    data: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, length: int, group: int | None, dtype: torch.dtype
-) -> torch.Tensor:
+def dequantize(data: Tensor, scale: Tensor, zero: Tensor, length: int, group: int | None, dtype: torch.dtype) -> Tensor:
     """Return the numbers `level * scale + zero`, (..., length), in a new tensor.
 
     Args:
-        data: int8: level - 127, (..., length). uint8: levels of 4 bits, two to a byte, the first in the low half, (..., ceil(length / 2)).
-        scale: (..., groups).
-        zero: Like `scale`.
-        group: Consecutive elements that share a scale; the last group may be shorter. None: all.
+        data: As in `Quantized`, and so are `scale` and `zero`; `group` as in `quantize`.
     """
     scale, zero = scale.to(dtype), zero.to(dtype)
     if data.dtype == torch.int8:
@@ -97,7 +86,7 @@ def dequantize(
     return numbers
 
 
-def _grouped(x: torch.Tensor, group: int) -> torch.Tensor:
+def _grouped(x: Tensor, group: int) -> Tensor:
     """`(..., length)` to `(..., groups, group)`; a short last group is filled with its last element, which leaves its range as it is."""
     missing = -x.shape[-1] % group
     if missing:
@@ -105,7 +94,7 @@ def _grouped(x: torch.Tensor, group: int) -> torch.Tensor:
     return x.reshape(*x.shape[:-1], x.shape[-1] // group, group)
 
 
-def _packed(levels: torch.Tensor) -> torch.Tensor:
+def _packed(levels: Tensor) -> Tensor:
     """Two levels of 4 bits to a byte, the first in the low half."""
     if levels.shape[-1] % 2:
         levels = torch.cat((levels, torch.zeros_like(levels[..., :1])), dim=-1)
@@ -113,7 +102,7 @@ def _packed(levels: torch.Tensor) -> torch.Tensor:
     return (levels[..., ::2] & 15) | (levels[..., 1::2] << 4)
 
 
-def _nibbles(data: torch.Tensor) -> torch.Tensor:
+def _nibbles(data: Tensor) -> Tensor:
     """Return both halves of each byte, the low one first: a third of the time of stacking them."""
     assert sys.byteorder == "little"
     words = data.flatten().to(torch.int16)

@@ -5,18 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 
 def decode_tiles(
-    codes: Sequence[torch.Tensor],
-    places: torch.Tensor,
-    symbols: torch.Tensor,
-    slots: torch.Tensor,
-    values: torch.Tensor,
-    size: int,
-    precision: int,
-    levels: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    codes: Sequence[Tensor], places: Tensor, symbols: Tensor, slots: Tensor, values: Tensor, size: int, precision: int, levels: int
+) -> tuple[Tensor, Tensor]:
     """Return all digits, (size,), float32, and whether the codes are whole, on their device.
 
     Args:

@@ -5,18 +5,26 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
+from torch import Tensor
+
+from hf_kvcaches.errors import ConfigError
 
 Layout = Literal["half", "interleaved"]
-Tables = tuple[torch.Tensor, torch.Tensor]
+Tables = tuple[Tensor, Tensor]
 
 
-def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: Layout, *, back: bool = False) -> torch.Tensor:
+def check_layout(name: str, layout: str) -> None:
+    """Refuse what is no layout."""
+    if layout not in ("half", "interleaved"):
+        raise ConfigError.of(name, "'half' or 'interleaved'", layout)
+
+
+def rotate_(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, *, back: bool = False) -> Tensor:
     """Rotates the first dimensions of `x`, in place, and returns it. Gradients pass, unless `x` is a leaf.
 
     Args:
         x: (..., dim). Dimensions beyond those of the tables stay as they are.
-        cos: Of each pair's angle, (..., rotary_dim / 2).
-        sin: Like `cos`.
+        cos: Of each pair's angle, (..., rotary_dim / 2); and `sin`.
         layout: Which dimensions form a pair: `"half"`: i and i + rotary_dim / 2; `"interleaved"`: 2i and 2i + 1.
         back: By the negative angles.
     """
@@ -34,7 +42,7 @@ def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: Layou
     return x
 
 
-def rotated_back(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: Layout) -> torch.Tensor:
+def rotated_back(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
     """A rotated copy of `x`, by the negative angles; arguments as for `rotate_`. `x` may be expanded, which costs nothing."""
     half, out = cos.shape[-1], torch.empty_like(x, memory_format=torch.contiguous_format)
     step, second = (2, slice(1, 2 * half, 2)) if layout == "interleaved" else (1, slice(half, 2 * half))
@@ -46,17 +54,17 @@ def rotated_back(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: 
     return out
 
 
-def swap_pairs(x: torch.Tensor, layout: Layout) -> torch.Tensor:
+def swap_pairs(x: Tensor, layout: Layout) -> Tensor:
     """Exchanges the dimensions of each pair, (..., rotary_dim)."""
     return x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if layout == "interleaved" else x.roll(x.shape[-1] // 2, -1)
 
 
-def _is_complex(x: torch.Tensor) -> bool:
+def _is_complex(x: Tensor) -> bool:
     """Whether neighbouring dimensions can be read as complex numbers."""
     return x.stride(-1) == 1 and not any(step % 2 for step in (*x.stride()[:-1], x.storage_offset()))
 
 
-def cos_sin(inv_freq: torch.Tensor, positions: int | torch.Tensor, dtype: torch.dtype) -> Tables:
+def cos_sin(inv_freq: Tensor, positions: int | Tensor, dtype: torch.dtype) -> Tables:
     """Cosines and sines, `positions.shape + (rotary_dim / 2,)`, of angles in float64: exact at any position below 2**29.
 
     Args:

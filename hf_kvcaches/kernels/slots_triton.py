@@ -11,49 +11,17 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from hf_kvcaches.kernels.arguments import Attended, SlotOptions
-from hf_kvcaches.kernels.common_triton import capped, combine, dot, finite, load_option, rotate_pairs, store_part
-from hf_kvcaches.kernels.launch import padded, split_tokens, strided, strided_or_none
-
-
-@triton.jit
-def _load_rotated(at, live, dims, tables, tables_at, DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Loads vectors and rotates their first 2 * HALF dimensions. (slots, dims), float32.
-
-    Each dimension's partner is loaded a second time, from where the first load has put it: in the cache.
-    """
-    one = tl.load(at[:, None] + dims[None, :], mask=live[:, None] & (dims < DIM)[None, :], other=0.0).to(tl.float32)
-    if INTERLEAVED:
-        partner, pair, is_first = dims ^ 1, dims // 2, dims % 2 == 0
-    else:
-        partner, pair, is_first = tl.where(dims < HALF, dims + HALF, dims - HALF), dims % HALF, dims < HALF
-    mask = live[:, None] & (dims < 2 * HALF)[None, :]
-    other = tl.load(at[:, None] + partner[None, :], mask=mask, other=0.0).to(tl.float32)
-    cos = tl.load(tables[0] + tables_at[:, None] + pair[None, :], mask=mask, other=1.0).to(tl.float32)
-    sin = tl.load(tables[1] + tables_at[:, None] + pair[None, :], mask=mask, other=0.0).to(tl.float32)
-    rotated, _ = rotate_pairs(one, other, cos, tl.where(is_first[None, :], sin, -sin))
-    return rotated
+from hf_kvcaches.kernels.arguments import Attended, RotationTables
+from hf_kvcaches.kernels.common_triton import capped, combine, dot, finite, partners, rotated, store_part
+from hf_kvcaches.kernels.launch import padded, split_tokens, strided
 
 
 @triton.jit
-def _products(query, keys):
-    """(heads, dim) by (slots, dim) to (heads, slots), in float32. A single head is not worth a matrix product, which takes 16."""
-    if query.shape[0] == 1:
-        products = tl.sum(query[:, None, :].to(tl.float32) * keys[None, :, :].to(tl.float32), 2)
-    else:
-        products = dot(query, tl.trans(keys))
-    return products
-
-
-@triton.jit
-def _sums(shares, values):
-    """(heads, slots) by (slots, dim) to (heads, dim), in float32."""
-    if shares.shape[0] == 1:
-        sums = tl.sum(shares[:, :, None] * values[None, :, :].to(tl.float32), 1)
-    else:
-        sums = dot(shares.to(values.dtype), values)
-    return sums
+def _option(option, s, live, b, h):
+    """An optional tensor's numbers for slots."""
+    return tl.load(option[0] + b * option[1] + h * option[2] + s * option[3], mask=live, other=0)
 
 
 @triton.jit
@@ -68,17 +36,18 @@ def _pointers(s, end, b, h, buffer, tables, PAGE: tl.constexpr):
 
 
 @triton.jit
-def _block_scores(
-    s, live, at, b, h, queries, dims, rotation, scaling, softcap,
-    DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
-):  # fmt: skip
-    """The scores of a block of slots, minus infinity where one is not live. (heads, slots)."""
-    if rotation is None:
-        keys = tl.load(at[:, None] + dims[None, :], mask=live[:, None] & (dims < DIM)[None, :], other=0.0)
-    else:
-        position = load_option(s, live, b, h, rotation[0]).to(tl.int64)
-        keys = _load_rotated(at, live, dims, rotation[1], position * HALF, DIM, HALF, INTERLEAVED).to(queries.dtype)
-    return tl.where(live[None, :], capped(_products(queries, keys) * scaling, softcap), float("-inf"))
+def _keys(s, live, at, b, h, dims, rotation, DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The keys of a block of slots, (slots, dims).
+
+    Each dimension's partner is loaded a second time, from where the first load has put it: in the cache.
+    """
+    keys = tl.load(at[:, None] + dims[None, :], mask=live[:, None] & (dims < DIM)[None, :], other=0.0)
+    if rotation is not None:
+        mask = live[:, None] & (dims < 2 * HALF)[None, :]
+        others = tl.load(at[:, None] + partners(dims, HALF, INTERLEAVED)[None, :], mask=mask, other=0.0)
+        table_at = _option(rotation[0], s, live, b, h).to(tl.int64) * HALF
+        keys = rotated(keys, others, dims, rotation[1], table_at, mask, HALF, INTERLEAVED).to(keys.dtype)
+    return keys
 
 
 @triton.jit
@@ -92,8 +61,7 @@ def attend_kernel(
 
     `keys`, `values`: (pointer, strides of the first three dimensions). `tables`: None or (pointer, stride). `valid`: None or (pointer,
     strides). `rotation`: None or ((positions, strides), (cos, sin)). `sinks`: None or (query heads,).
-    `parts`, `stats`: as `combine_kernel` reads them.
-    `raw`: None or the scores to store, (batch * heads, slots), float32.
+    `parts`, `stats`: as `combine_kernel` reads them. `raw`: None or the scores to store, (batch * heads, slots), float32.
     """
     row = tl.program_id(0).to(tl.int64)
     b, h = row // KV_HEADS, row % KV_HEADS
@@ -115,9 +83,9 @@ def attend_kernel(
         s = start + tl.arange(0, BLOCK)
         live = s < end
         if valid is not None:
-            live = live & (load_option(s, live, b, h, valid) != 0)
-        at = _pointers(s, end, b, h, keys, tables, PAGE)
-        scores = _block_scores(s, live, at, b, h, queries, dims, rotation, scaling, softcap, DIM, HALF, INTERLEAVED)
+            live = live & (_option(valid, s, live, b, h) != 0)
+        block = _keys(s, live, _pointers(s, end, b, h, keys, tables, PAGE), b, h, dims, rotation, DIM, HALF, INTERLEAVED)
+        scores = tl.where(live[None, :], capped(dot(queries, tl.trans(block)) * scaling, softcap), float("-inf"))
         if raw is not None:
             tl.store(raw + query_heads[:, None] * slots + s[None, :], scores, mask=(heads < GROUP)[:, None] & (s < end)[None, :])
         higher = tl.maximum(highest, tl.max(scores, 1))
@@ -125,7 +93,7 @@ def attend_kernel(
         shrink = tl.exp(highest - finite(higher))
         at = _pointers(s, end, b, h, values, tables, PAGE)
         value = tl.load(at[:, None] + value_dims[None, :], mask=live[:, None] & (value_dims < VALUE_DIM)[None, :], other=0.0)
-        sums = sums * shrink[:, None] + _sums(shares, value)
+        sums = dot(shares.to(value.dtype), value, sums * shrink[:, None])
         total = total * shrink + tl.sum(shares, 1)
         highest = higher
     store_part(row, heads, sums, value_dims, highest, total, parts, stats, GROUP, VALUE_DIM, VALUE_DIM)
@@ -144,8 +112,8 @@ def write_kernel(
     row = tl.program_id(0).to(tl.int64)
     b, h = row // KV_HEADS, row % KV_HEADS
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    slot = tl.load(slots[0] + b * slots[1] + h * slots[2] + token * slots[3], mask=token < tokens, other=-1)
-    live = slot >= 0
+    slot = _option(slots, token, token < tokens, b, h)
+    live = (token < tokens) & (slot >= 0)
     buffer, within = b, slot
     if PAGE != 0:
         buffer = tl.load(tables[0] + b * tables[1] + slot // PAGE, mask=live, other=-1).to(tl.int64)
@@ -172,14 +140,25 @@ def block_size(dim: int, value_dim: int, rotated: bool) -> int:
     return min(64, max(16, (2048 if rotated else 4096) // padded(max(dim, value_dim))))
 
 
+def _sizes(keys: Tensor, values: Tensor, tables: Tensor | None) -> dict[str, int]:
+    """The constants of both kernels."""
+    dim, value_dim, page = keys.shape[3], values.shape[3], 0 if tables is None else keys.shape[2]
+    sizes = {"KV_HEADS": keys.shape[1], "PAGE": page, "DIM": dim, "DIM_PAD": padded(dim)}
+    return sizes | {"VALUE_DIM": value_dim, "VALUE_PAD": padded(value_dim)}
+
+
 def attend(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    tables: torch.Tensor | None,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor | None,
     slots: int,
     scaling: float,
-    options: SlotOptions,
+    valid: Tensor | None,
+    rotation: RotationTables | None,
+    softcap: float | None,
+    sink_logits: Tensor | None,
+    want_weights: bool,
     *,
     splits: int | None = None,
     block: int | None = None,
@@ -190,70 +169,48 @@ def attend(
         splits: How many programs share the slots of a row and KV head; None: enough to fill the GPU.
         block: Slots that a program takes at a time, a power of two from 16 on; None: what fits into registers.
     """
-    valid, rotation, softcap, sink_logits, want_weights = options
-    batch, heads, _, dim = query.shape
-    kv_heads, value_dim = keys.shape[1], values.shape[3]
-    group, rows = heads // kv_heads, batch * kv_heads
-    shape = (batch, kv_heads, slots)
-    block = block or block_size(dim, value_dim, rotation is not None)
+    (batch, heads), kv_heads, value_dim = query.shape[:2], keys.shape[1], values.shape[3]
+    group, rows, shape = heads // kv_heads, batch * kv_heads, (batch, kv_heads, slots)
+    block = block or block_size(query.shape[3], value_dim, rotation is not None)
     chunk, splits = split_tokens(slots, block, rows, splits, query.device)
     raw = query.new_empty(batch * heads, slots, dtype=torch.float32) if want_weights else None
     parts, stats = (query.new_empty(rows * splits * group * n, dtype=torch.float32) for n in (value_dim, 2))
     attend_kernel[(rows, splits)](
         query.contiguous(),
         None if sink_logits is None else sink_logits.contiguous(),
-        *strided_or_none(keys, values),
+        *(strided(keys), strided(values)),
         None if tables is None else (tables.contiguous(), tables.shape[1]),
-        None if valid is None else strided(valid, shape),
+        strided(valid, shape),
         None if rotation is None else (strided(rotation.positions, shape), (rotation.cos.contiguous(), rotation.sin.contiguous())),
         *(parts, stats, raw, scaling, softcap, slots, chunk),
-        KV_HEADS=kv_heads,
         GROUP=group,
-        HEADS=1 if group == 1 else padded(group),
-        DIM=dim,
-        DIM_PAD=padded(dim),
+        HEADS=padded(group),
         HALF=0 if rotation is None else rotation.cos.shape[-1],
         INTERLEAVED=rotation is not None and rotation.layout == "interleaved",
-        VALUE_DIM=value_dim,
-        VALUE_PAD=padded(value_dim),
-        PAGE=0 if tables is None else keys.shape[2],
         BLOCK=block,
         num_stages=2,
+        **_sizes(keys, values, tables),
     )
     output = query.new_empty(batch, 1, heads, value_dim)
     lse = combine(parts, stats, output.view(rows, group, value_dim), splits, torch.float64).unsqueeze(2)
     if raw is None:
         return output, None
-    # Where no slot is valid, all scores are minus infinity.
-    weights = (raw.view(rows, group, slots) - lse.masked_fill(lse == -torch.inf, 0)).exp_().mean(1)
+    weights = (raw.view(rows, group, slots) - lse.masked_fill(lse == -torch.inf, 0)).exp_().mean(1)  # 0 where no slot is valid
     return output, weights.float().view(shape)
 
 
-def write(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    tables: torch.Tensor | None,
-    slots: torch.Tensor,
-    new_keys: torch.Tensor,
-    new_values: torch.Tensor,
-) -> None:
+def write(keys: Tensor, values: Tensor, tables: Tensor | None, slots: Tensor, new_keys: Tensor, new_values: Tensor) -> None:
     """`write_slots`, whose arguments these are."""
-    batch, kv_heads, tokens, dim = new_keys.shape
-    value_dim = new_values.shape[3]
+    batch, kv_heads, tokens, _ = new_keys.shape
     if tokens == 0:
         return
     block = min(16, triton.next_power_of_2(tokens))
     write_kernel[(batch * kv_heads, triton.cdiv(tokens, block))](
-        *strided_or_none(keys, values),
+        *(strided(keys), strided(values)),
         None if tables is None else (tables.contiguous(), tables.shape[1]),
         strided(slots, (batch, kv_heads, tokens)),
         *(strided(new if new.stride(3) == 1 else new.contiguous()) for new in (new_keys, new_values)),
         tokens,
-        KV_HEADS=kv_heads,
-        DIM=dim,
-        DIM_PAD=padded(dim),
-        VALUE_DIM=value_dim,
-        VALUE_PAD=padded(value_dim),
-        PAGE=0 if tables is None else keys.shape[2],
         BLOCK=block,
+        **_sizes(keys, values, tables),
     )

@@ -2,9 +2,6 @@
 
 What was computed for a passage of text at some positions can be used at others once its keys are rotated by the difference. It is stored
 in 8 or 4 bits or plainly, and this happens at the start of a request, so nothing as large as the passage is made on the way.
-
-`splice` has a `backend`: `"torch"` (fast on CPUs), `"triton"` (one launch a layer; CUDA, no float64), or `"auto"`: Triton for CUDA tensors
-where it can, else torch. Arguments are not checked.
 """
 
 from __future__ import annotations
@@ -13,6 +10,7 @@ from collections.abc import Sequence
 from itertools import product
 
 import torch
+from torch import Tensor
 
 from hf_kvcaches.kernels.arguments import Packed
 from hf_kvcaches.kernels.launch import Backend, choose
@@ -27,28 +25,27 @@ BLOCK = 2**18
 @torch.no_grad()
 def splice(
     packed: Packed,
-    outs: Sequence[torch.Tensor],
-    slots: torch.Tensor,
+    outs: Sequence[Tensor],
+    slots: Tensor,
     *,
-    cos: torch.Tensor | None = None,
-    sin: torch.Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
     layout: Layout = "half",
     backend: Backend = "auto",
 ) -> None:
     """Dequantizes tokens, rotates them, and writes them in place: `outs[l][h, slots[t]]` from `packed.data[l, h, t]`, and nothing else.
 
     It is computed in float32, or in float64 for float64 `outs`, and cast once. Plain data that are not rotated are copied bit for bit
-    where dtypes agree. Dequantized numbers beyond the range of float16 `outs` become the largest that these hold. There are no gradients.
+    where dtypes agree. Dequantized numbers beyond the range of float16 `outs` become the largest that these hold. There are no gradients,
+    and arguments are not checked.
 
     Args:
         packed: The tokens, on the device of `outs`.
         outs: One (heads, capacity, dim) a layer, of one dtype, the last dimension contiguous: one row of the buffers.
         slots: (tokens,), int64, from 0 on, none of them twice.
-        cos: Of the angle by which each token is rotated, (tokens, rotary_dim / 2), float32 or float64. Dimensions from rotary_dim on pass
-            unchanged. None for values, and for keys that stay where they were.
-        sin: Like `cos`.
-        layout: Which dimensions form a pair: `"half"`: i and i + rotary_dim / 2; `"interleaved"`: 2i and 2i + 1.
-        backend: See the module.
+        cos: Of the angle by which each token is rotated, (tokens, rotary_dim / 2), float32 or float64; and `sin`, and `layout` as in
+            `rotate_`. None for values, and for keys that stay where they were.
+        backend: "torch" (fast on CPUs), "triton" (one launch a layer; CUDA, no float64), or "auto": Triton for CUDA tensors where it can.
     """
     if not outs:
         return None
@@ -63,7 +60,7 @@ def splice(
     return splice_triton.splice(packed, outs, slots, tables, layout)
 
 
-def _splice_torch(packed: Packed, outs: Sequence[torch.Tensor], slots: torch.Tensor, tables: Tables | None, layout: Layout) -> None:
+def _splice_torch(packed: Packed, outs: Sequence[Tensor], slots: Tensor, tables: Tables | None, layout: Layout) -> None:
     data, scale, zero, group = packed
     layers, heads, tokens, _ = data.shape
     dim, dtype = outs[0].shape[2], outs[0].dtype

@@ -17,7 +17,8 @@ from hf_kvcaches.kernels.code_format import TILE
 from hf_kvcaches.kernels.codes import TileRotation, code_part
 from hf_kvcaches.kernels.launch import Backend
 from hf_kvcaches.kernels.parts import AttentionPart, exact_part, merged
-from hf_kvcaches.subspace.rows import Encoded, Ends, Move, move, tile_rotation, visible, with_positions
+from hf_kvcaches.kernels.rotation import cos_sin
+from hf_kvcaches.subspace.rows import Encoded, Ends, Move, Seen, move, visible
 
 # How many of the last tokens can be taken back while they are recorded.
 _RECORDED = 256
@@ -68,13 +69,6 @@ class CodedLayer(TensorLayer, AnsweringLayer):
         return self.form.coder(self.layer_idx, self.dtype, self.device)
 
     def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call) -> torch.Tensor:
-        """Take the new tokens and return their queries' attention, (batch, tokens, heads, head_dim).
-
-        Args:
-            query: (batch, heads, tokens, head_dim), as the model rotated them.
-            keys: (batch, kv_heads, tokens, head_dim), as the model rotated them; and `values`.
-            call: What else the model said.
-        """
         call.check("SubspaceCache")
         if call.bias is not None:
             raise UnsupportedError("SubspaceCache does not support attention with a position bias. Use another cache with this model.")
@@ -114,32 +108,28 @@ class CodedLayer(TensorLayer, AnsweringLayer):
         return output
 
     def _attend_chunk(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: Pass) -> torch.Tensor:
-        tokens = query.shape[2]
+        tokens, seen_codes = query.shape[2], None
         if running.allowed is not None:
-            new = running.allowed[:, 0, :, self.seen :]
+            seen_exact = running.allowed[:, 0, :, self.seen :]
         else:
-            new = torch.ones(1, tokens, tokens, dtype=torch.bool, device=query.device).tril()
-            new = new if running.valid is None else new & running.valid[:, None]
-        exact_keys, exact_values, seen_exact, seen_codes = keys, values, new, None
+            seen_exact = torch.ones(1, tokens, tokens, dtype=torch.bool, device=query.device).tril()
+            seen_exact = seen_exact if running.valid is None else seen_exact & running.valid[:, None]
         if self.exact_keys is not None and self.exact_values is not None:
-            old_keys, old_values = self.exact_keys, self.exact_values
-            held = old_keys.shape[2]
+            held = self.exact_keys.shape[2]
             key = ("visible", self.counts, held)
             before, seen_codes = running.shared(key, lambda: visible(self.ends, self.counts, held, running.allowed, running.device))
-            exact_keys, exact_values = torch.cat([old_keys, keys], 2), torch.cat([old_values, values], 2)
-            before = new.new_ones(1, 1, held) if before is None else before
-            rows = max(len(before), len(new))
-            seen_exact = torch.cat([states.expand(rows, tokens, -1) for states in (before, new)], 2)
+            before = seen_exact.new_ones(1, 1, held) if before is None else before
+            rows = max(len(before), len(seen_exact))
+            seen_exact = torch.cat([seen.expand(rows, tokens, -1) for seen in (before, seen_exact)], 2)
+            keys, values = torch.cat([self.exact_keys, keys], 2), torch.cat([self.exact_values, values], 2)
         pieces = [slice(start, min(start + _QUERIES, tokens)) for start in range(0, tokens, _QUERIES)]
-        parts = [
-            [exact_part(query[:, :, piece], exact_keys, exact_values, call.scaling, seen_exact[:, piece], call.softcap)] for piece in pieces
-        ]
+        parts = [[exact_part(query[:, :, piece], keys, values, call.scaling, seen_exact[:, piece], call.softcap)] for piece in pieces]
         for start in range(0, self.coded, _DECODED):
             block = slice(start, min(start + _DECODED, self.coded))
-            decoded_keys, decoded_values = self._decoded(block)
+            decoded = self._decoded(block)
             for piece, own in zip(pieces, parts, strict=True):
                 seen = None if seen_codes is None else seen_codes[:, piece if seen_codes.shape[1] > 1 else slice(None), block]
-                own.append(exact_part(query[:, :, piece], decoded_keys, decoded_values, call.scaling, seen, call.softcap))
+                own.append(exact_part(query[:, :, piece], *decoded, call.scaling, seen, call.softcap))
         return torch.cat([merged(own) for own in parts], 1).to(query.dtype)
 
     def adopt(
@@ -147,9 +137,7 @@ class CodedLayer(TensorLayer, AnsweringLayer):
     ) -> None:
         self._take(keys, values, self.passes.of_prompt(positions, padding, keys.shape[2], keys.device))
 
-    def _take(
-        self, keys: torch.Tensor, values: torch.Tensor, running: Pass
-    ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor | None, torch.Tensor | None]]:
+    def _take(self, keys: torch.Tensor, values: torch.Tensor, running: Pass) -> tuple[torch.Tensor, torch.Tensor, Seen]:
         """Put new tokens where they belong and code those that are no longer exact.
 
         Returns:
@@ -181,15 +169,13 @@ class CodedLayer(TensorLayer, AnsweringLayer):
             to = to._replace(seen=visible(self.ends, to.counts, to.sinks + to.newest, running.allowed, running.device))
         if self.geometry is None:
             return to
-        positions, starts, new_starts = with_positions(self.positions, running, rows), self.starts, None
+        positions, starts, new_starts = running.positions().expand(rows, -1)[:, None, :, None], self.starts, None
+        if self.positions is not None:
+            positions = torch.cat([self.positions, positions], 2)
         if to.encoded is not None:
             new_starts = to.encoded.of(positions)[:, 0, ::TILE, 0]
             starts = to.encoded.written(starts, new_starts, 1)
         return to._replace(positions=to.keep(positions), starts=starts, new_starts=new_starts)
-
-    def _count(self, counts: tuple[int, ...]) -> None:
-        """Say how many real tokens the rows have."""
-        self.counts, self.coded = counts, TILE * self.ends.tiles(max(counts))
 
     def _encode(self, keys: torch.Tensor, values: torch.Tensor, starts: torch.Tensor | None, encoded: Encoded) -> None:
         """Write the codes of whole tiles.
@@ -206,11 +192,19 @@ class CodedLayer(TensorLayer, AnsweringLayer):
         """Attention of one token over all codes."""
         assert self.codes is not None
         rotation: TileRotation | None = None
-        if (geometry := self.geometry) is not None:
-            key, block = ("tiles", id(self.starts), id(geometry), self.coded), slice(0, self.coded)
-            rotation = running.shared(key, lambda: tile_rotation(geometry, self._starts_of(block), query.dtype))
+        if self.geometry is not None:
+            key = ("tiles", id(self.starts), id(self.geometry), self.coded)
+            rotation = running.shared(key, lambda: self._tile_rotation(query.dtype))
         codes, scaling, softcap = self.codes[..., : self.coded], call.scaling, call.softcap
         return [code_part(query, codes, self.coder.map, scaling, rotation=rotation, visible=seen, softcap=softcap, backend=self.backend)]
+
+    def _tile_rotation(self, dtype: torch.dtype) -> TileRotation:
+        """By what queries of a dtype are rotated back for tiles with codes."""
+        assert self.geometry is not None
+        wide, scale = torch.promote_types(dtype, torch.float32), self.geometry.attention_scaling
+        tables = cos_sin(self.geometry.frequencies_on(self.device), self._starts_of(slice(0, self.coded)), wide)
+        cos, sin = tables if scale == 1 else (tables[0] * scale, tables[1] * scale)
+        return TileRotation(cos, sin, self.geometry.layout)
 
     def _starts_of(self, block: slice) -> torch.Tensor:
         """The positions of the first tokens of some tiles with codes, (batch, tiles)."""
@@ -253,6 +247,10 @@ class CodedLayer(TensorLayer, AnsweringLayer):
                 setattr(self, name, tensor[:, :, : held - tokens])
         self.seen -= tokens
         self._count(counts)
+
+    def _count(self, counts: tuple[int, ...]) -> None:
+        """Say how many real tokens the rows have."""
+        self.counts, self.coded = counts, TILE * self.ends.tiles(max(counts))
 
     def reset(self) -> None:
         super().reset()

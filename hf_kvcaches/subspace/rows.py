@@ -8,20 +8,19 @@ slots that hold none are hidden.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from hf_kvcaches.core.layers import capacity_for
-from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.core.step import Pass
 from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.kernels.code_format import TILE
-from hf_kvcaches.kernels.codes import TileRotation
-from hf_kvcaches.kernels.rotation import cos_sin
 
 # Buffers of codes have room for one token more for each so many.
 _RESERVE = 128
+Seen = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -51,28 +50,19 @@ class Encoded(NamedTuple):
     """Tokens that become codes.
 
     Args:
-        slots: Where they lie among the exact and the new ones: a slice, or for each row the slots, (batch, tokens).
-        tile: The first tile that they fill: a number, or one for each row, (batch,).
-        tiles: How many these are, in the row with most.
-        stop: How many tiles there are afterwards, in the row with most; with those that only fill up a row.
+        slots: Where they lie among the exact and the new ones: a slice, or for each row the slots, (batch, tokens). A row that has fewer
+            tiles than another is filled up with any tokens.
+        spans: Rows that fill the same tiles: which rows, the first tile, and how many.
+        stop: How many tiles there are afterwards, in the row with most.
     """
 
     slots: slice | torch.Tensor
-    tile: int | torch.Tensor
-    tiles: int
+    spans: list[tuple[slice, int, int]]
     stop: int
 
     def of(self, states: torch.Tensor) -> torch.Tensor:
         """These tokens, of (batch, kv_heads, exact + new, dim)."""
         return states[:, :, self.slots] if isinstance(self.slots, slice) else taken(states, self.slots)
-
-    def spans(self) -> list[tuple[slice, int, int]]:
-        """Rows that fill the same tiles: which rows, the first tile, and how many that hold their tokens."""
-        if isinstance(self.slots, slice) or isinstance(self.tile, int):
-            assert isinstance(self.tile, int)
-            return [(slice(None), self.tile, self.tiles)]
-        counts = (self.slots[:, TILE - 1 :: TILE] > 0).sum(1).tolist()  # slots that only fill up a row are 0
-        return [(slice(row, row + 1), tile, count) for row, (tile, count) in enumerate(zip(self.tile.tolist(), counts, strict=True))]
 
     def written(self, buffer: torch.Tensor | None, new: torch.Tensor, size: int) -> torch.Tensor:
         """A buffer, (batch, ..., capacity), with what belongs to these tiles, (batch, ..., tiles * size); a larger one where it is full."""
@@ -82,11 +72,8 @@ class Encoded(NamedTuple):
             if buffer is not None:
                 larger[..., : buffer.shape[-1]] = buffer
             buffer = larger
-        if isinstance(self.tile, int):
-            buffer[..., self.tile * size : stop] = new
-        else:
-            places = self.tile[:, None] * size + torch.arange(new.shape[-1], device=new.device)
-            buffer.scatter_(-1, places.view(len(new), *[1] * (new.ndim - 2), -1).expand_as(new), new)
+        for rows, first, tiles in self.spans:
+            buffer[rows, ..., size * first : size * (first + tiles)] = new[rows, ..., : size * tiles]
         return buffer
 
 
@@ -116,7 +103,7 @@ class Move(NamedTuple):
     positions: torch.Tensor | None = None
     starts: torch.Tensor | None = None
     new_starts: torch.Tensor | None = None
-    seen: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    seen: Seen = (None, None)
 
     def keep(self, states: torch.Tensor) -> torch.Tensor:
         """The tokens that stay exact, of (batch, kv_heads, exact + new, dim)."""
@@ -148,7 +135,7 @@ def move(ends: Ends, counts: tuple[int, ...], held: int, running: Pass, spare: i
         rows: How many rows there are.
     """
     if running.valid is not None or len(counts) > 1:
-        return _move_apart(ends, counts * (rows if len(counts) == 1 else 1), held, running, spare)
+        return _move_apart(ends, np.broadcast_to(counts, rows), held, running, spare)
     [before], tokens = counts, running.tokens
     after = before + tokens
     sinks, tiles = min(ends.sinks, after), ends.tiles(after)
@@ -157,43 +144,39 @@ def move(ends: Ends, counts: tuple[int, ...], held: int, running: Pass, spare: i
     if count > 0:
         # The last of the tokens that lie behind the new tiles are the window.
         stop = held + tokens - ends.window(after)
-        encoded = Encoded(slice(stop - count * TILE, stop), tiles - count, count, tiles)
+        encoded = Encoded(slice(stop - count * TILE, stop), [(slice(None), tiles - count, count)], tiles)
     return Move((after,), TILE * tiles, encoded, sinks, newest)
 
 
-def _move_apart(ends: Ends, counts: tuple[int, ...], held: int, running: Pass, spare: int) -> Move:
-    tokens, valid, device = running.tokens, running.valid, running.device
-    real = [list(range(tokens))] * len(counts) if valid is None else [own.nonzero()[:, 0].tolist() for own in valid.cpu()]
-    first = min(ends.sinks, max(counts))
-    sources, after = [], tuple(count + len(own) for count, own in zip(counts, real, strict=True))
-    for count, new in zip(counts, real, strict=True):
-        sinks = min(first, count)
-        newest = min(count - sinks, held - first)
-        sources.append([*range(sinks), *range(held - newest, held), *(held + place for place in new)])
-    sinks = min(ends.sinks, max(after))
-    newest = max(min(ends.window(count) + spare, len(own) - min(sinks, count)) for count, own in zip(after, sources, strict=True))
-    index, coded = torch.zeros(len(counts), sinks + newest, dtype=torch.int64), []
-    for row, (own, count, before) in enumerate(zip(sources, after, counts, strict=True)):
-        index[row, : min(sinks, count)] = torch.tensor(own[: min(sinks, count)], dtype=torch.int64)
-        kept = min(newest, len(own) - min(sinks, count))
-        index[row, sinks + newest - kept :] = torch.tensor(own[len(own) - kept :], dtype=torch.int64)
-        stop = len(own) - ends.window(count)
-        coded.append(own[stop - TILE * (ends.tiles(count) - ends.tiles(before)) : stop])
-    most, encoded = max(map(len, coded)), None
-    if most:
-        # What fills up a row becomes codes that nobody sees, where its next tiles will be.
-        slots = torch.tensor([own + [0] * (most - len(own)) for own in coded])
-        tiles, count = [ends.tiles(before) for before in counts], most // TILE
-        encoded = Encoded(slots.to(device), torch.tensor(tiles, device=device), count, max(tiles) + count)
-    padding = None
-    if valid is not None:
-        padding = max((place + 1 for own in real for place in set(range(tokens)) - set(own)), default=0)
-    return Move(after, TILE * ends.tiles(max(after)), encoded, sinks, newest, index.to(device), padding)
+def _move_apart(ends: Ends, before: Any, held: int, running: Pass, spare: int) -> Move:
+    """`move` of rows that differ, `before`: (batch,). Tokens of a row have numbers, from its first real one on."""
+    valid = np.ones((len(before), running.tokens), bool) if running.valid is None else running.valid.cpu().numpy()
+    after, real_first = before + valid.sum(1), np.argsort(~valid, axis=1, kind="stable")
+    first, sinks = min(ends.sinks, before.max()), min(ends.sinks, int(after.max()))
+
+    def slots_of(numbers: Any) -> torch.Tensor:
+        """Where tokens lie among the exact and the new ones, (batch, n); any token in place of one that is not there."""
+        numbers = np.clip(numbers, 0, np.maximum(after - 1, 0)[:, None])
+        new = held + np.take_along_axis(real_first, np.maximum(numbers - before[:, None], 0), 1)
+        old = np.where(numbers < first, numbers, held - before[:, None] + numbers)
+        return torch.from_numpy(np.where(numbers < before[:, None], np.maximum(old, 0), new)).to(running.device)
+
+    # Behind the sinks a row has its new tokens, and of older ones those that are still exact.
+    exact = np.minimum(np.maximum(before - first, 0), held - first) + np.minimum(before, first) + after - before - np.minimum(after, sinks)
+    newest = max(min(ends.window(count) + spare, most) for count, most in zip(after.tolist(), exact.tolist(), strict=True))
+    done, tiles = (np.array([ends.tiles(count) for count in counts.tolist()]) for counts in (before, after))
+    spans = [(slice(row, row + 1), *pair) for row, pair in enumerate(zip(done.tolist(), (tiles - done).tolist(), strict=True)) if pair[1]]
+    encoded = None
+    if spans:
+        slots = slots_of(ends.sinks + TILE * done[:, None] + np.arange(TILE * (tiles - done).max()))
+        encoded = Encoded(slots, spans, int(tiles.max()))
+    ends_of_rows = np.broadcast_to(np.arange(sinks), (len(after), sinks)), after[:, None] - newest + np.arange(newest)
+    padding = None if running.valid is None else int(np.flatnonzero((~valid).any(0)).max(initial=-1)) + 1
+    coded = TILE * int(tiles.max())
+    return Move(tuple(after.tolist()), coded, encoded, sinks, newest, slots_of(np.concatenate(ends_of_rows, 1)), padding)
 
 
-def visible(
-    ends: Ends, counts: tuple[int, ...], held: int, allowed: torch.Tensor | None, device: torch.device
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def visible(ends: Ends, counts: tuple[int, ...], held: int, allowed: torch.Tensor | None, device: torch.device) -> Seen:
     """Which exact tokens and which codes queries see, (batch or 1, queries or 1, tokens) each; None for all.
 
     Args:
@@ -219,18 +202,3 @@ def visible(
     )
     shown = torch.cat([torch.arange(sinks, device=device) < kept, torch.arange(newest, 0, -1, device=device) <= windows], 2)
     return shown, torch.arange(coded, device=device) < TILE * tiles
-
-
-def with_positions(before: torch.Tensor | None, running: Pass, rows: int) -> torch.Tensor:
-    """The positions of exact tokens, (batch, 1, exact, 1), if any, with those of new ones behind them."""
-    new = running.positions().expand(rows, -1)[:, None, :, None]
-    return new if before is None else torch.cat([before, new], 2)
-
-
-def tile_rotation(geometry: RotaryGeometry, starts: torch.Tensor, dtype: torch.dtype) -> TileRotation:
-    """By what queries of a dtype are rotated back for tiles whose first tokens are at these positions, (batch, tiles)."""
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    cos, sin = cos_sin(geometry.frequencies_on(starts.device), starts, wide)
-    if geometry.attention_scaling != 1:
-        cos, sin = cos * geometry.attention_scaling, sin * geometry.attention_scaling
-    return TileRotation(cos, sin, geometry.layout)

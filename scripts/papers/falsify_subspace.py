@@ -25,6 +25,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where what the scripts share lies
 
 from papers import _bounds as bounds
+from papers._bases import calibrate_bases
 from papers._bounds import residual_norm, residual_rows
 from shared import TESTBED
 from shared.cli import arguments, begin, check_counts, load, run_script
@@ -34,8 +35,7 @@ from hf_kvcaches.cli.prompts import encode
 from hf_kvcaches.cli.tables import Row, environment, show, write_csv
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.subspace.paper.calibrated import calibrate_bases
-from hf_kvcaches.subspace.paper.sketch import FrequentDirections
+from hf_kvcaches.subspace.paper.side import Sketch
 
 # Rounding may lift a measured number above a bound that it reaches.
 SLACK = 1 + 1e-6
@@ -167,7 +167,7 @@ def sketch_claims(layers: list[Recorded]) -> Iterator[Row]:
     for layer in layers:
         for vectors in (layer.keys, layer.values):
             rank = vectors.shape[-1] // 4
-            sketch = FrequentDirections(2 * rank)
+            sketch = Sketch(2 * rank)
             state = sketch.start(vectors.shape[:2], vectors.shape[-1], vectors.device)
             for block in vectors.split(16, 2):
                 state = sketch.update(state, block)

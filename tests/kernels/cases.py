@@ -27,6 +27,14 @@ class Draws:
         return valid
 
 
+def within(x: torch.Tensor, filling: float = NAN) -> torch.Tensor:
+    """The same numbers as part of a larger tensor of others."""
+    larger = torch.full(tuple(size + 3 for size in x.shape), filling, dtype=x.dtype)
+    part = larger[tuple(slice(1, size + 1) for size in x.shape)]
+    part.copy_(x)
+    return part
+
+
 def restored(x: torch.Tensor, bits: int, group: int | None, dtype: torch.dtype | None = None) -> torch.Tensor:
     """What is left of a tensor that was quantized, in its dtype or another one, whose range it keeps to."""
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -72,27 +72,6 @@ def rans() -> Wanted:
     yield kernels.rans_kernel, chosen | {"LANES": 32, "PRECISION": 12, "LOWEST": 1 << 15, "LEVELS": 16}, {"num_warps": 1}
 
 
-def rebuild_variants():
-    flat = ("i64", "i64")
-    some = [("bf16", "bf16", True, 64), ("fp32", "fp32", True, 256), ("fp16", "fp32", False, 32)]
-    some += [("bf16", "fp32", True, 16), ("fp16", "fp16", True, 128), ("bf16", None, False, 64)]
-    for dtype, given, turned, pairs in some:
-        weights, out = (f"*{given or 'bf16'}", *flat), (f"*{dtype}", *STRIDES)
-        tensors = {"codes": ("*bf16", *flat), "code_weights": weights, "key_out": out, "value_out": out, "slots": ("*i64", "*i64")}
-        tensors |= {"side": (f"*{given}", *flat) if given else None, "side_weights": weights if given else None}
-        tensors |= {"bias": (weights[0], "i64") if turned else None, "tables": ("*fp32", "*fp32") if turned else None}
-        sizes = dict.fromkeys(("tokens", "width", "rank"), "i32") | {"KV_HEADS": 3, "KEY_DIM": 2 * pairs - 8, "VALUE_DIM": pairs}
-        sizes |= {"PAIRS": pairs, "HALF": pairs - 10 if turned else 0, "INTERLEAVED": pairs < 64, "ALIGNED": 2 if pairs > 64 else 1}
-        yield tensors | sizes | {"BLOCK": max(16, min(64, 4096 // pairs)), "INNER": 32}
-
-
-def rebuild() -> Wanted:
-    from hf_kvcaches.kernels.rebuild_triton import rebuild_kernel
-
-    for chosen in rebuild_variants():
-        yield rebuild_kernel, chosen, {}
-
-
 def attend_variants():
     for dtype, group, rich in (("fp32", 3, 2), ("bf16", 1, 1), ("bf16", 3, 0)):
         tensor = f"*{dtype}"
@@ -101,7 +80,7 @@ def attend_variants():
         tensors |= {"tables": ("*i32", "i64") if rich == 1 else None}
         tensors |= {"rotation": (("*i64", *STRIDES), ("*fp32", "*fp32")) if rich == 2 else None}
         numbers = {"scaling": "fp32", "softcap": "fp32" if rich == 2 else None, "slots": "i32", "chunk": "i32"}
-        sizes = {"KV_HEADS": 4, "GROUP": group, "HEADS": 1 if group == 1 else 16, "DIM": 60, "DIM_PAD": 64, "VALUE_DIM": 128}
+        sizes = {"KV_HEADS": 4, "GROUP": group, "HEADS": 16, "DIM": 60, "DIM_PAD": 64, "VALUE_DIM": 128}
         sizes |= {"VALUE_PAD": 128, "HALF": 20 if rich == 2 else 0, "INTERLEAVED": rich == 2, "PAGE": 16 if rich == 1 else 0}
         yield tensors | numbers | sizes | {"BLOCK": 32 if rich == 2 else 64}
 
@@ -129,10 +108,9 @@ def splice_variants():
         data, scale, zero = ((f"*{kind}", *STRIDES) if kind else None for kind in stored[bits])
         tables = ("*fp64", "*fp64") if bits == 4 and turned else ("*fp32", "*fp32") if turned else None
         tensors = {"data": data, "scale": scale, "zero": zero, "out": (f"*{dtype}", *STRIDES), "slots": ("*i64", "i64"), "tables": tables}
-        sizes = dict.fromkeys(("layer", "tokens", "capacity"), "i32") | {"DIM": 120, "PAIRS": 64, "BITS": bits}
+        sizes = dict.fromkeys(("layer", "tokens", "capacity"), "i32") | {"DIM": 120, "DIM_PAD": 128, "BITS": bits}
         sizes |= {"GROUP": 120 if bits == 8 else 32, "HALF": 30 if turned else 0}
-        sizes |= {"INTERLEAVED": bits == 4, "ALIGNED": 1 if bits == 4 else 2}
-        yield tensors | sizes | {"BLOCK": 8}
+        yield tensors | sizes | {"INTERLEAVED": bits == 4, "BLOCK": 8}
 
 
 def splice() -> Wanted:
@@ -142,7 +120,7 @@ def splice() -> Wanted:
         yield splice_kernel, chosen, {}
 
 
-KERNELS: dict[str, Callable[[], Wanted]] = {each.__name__: each for each in (codes, rans, rebuild, slots, splice)}
+KERNELS: dict[str, Callable[[], Wanted]] = {each.__name__: each for each in (codes, rans, slots, splice)}
 
 if __name__ == "__main__":
     compile_all(int(sys.argv[2]), KERNELS[sys.argv[1]]())

@@ -1,7 +1,6 @@
 """What the functions of `slots.py` do, written down plainly, with loops and in float64. Arguments and results are theirs."""
 
 from itertools import product
-from typing import Any
 
 import torch
 
@@ -46,45 +45,16 @@ def slot_attention(
     return output.to(query.dtype), weights.float() if want_weights else None
 
 
-def paged_attention(
-    query: torch.Tensor,
-    key_pages: torch.Tensor,
-    value_pages: torch.Tensor,
-    tables: torch.Tensor,
-    scaling: float,
-    *,
-    valid: torch.Tensor,
-    **options: Any,
-) -> Attended:
-    """`slot_attention` of copies of the slots in one buffer a row."""
-    size, (batch, _), slots = key_pages.shape[2], tables.shape, valid.shape[-1]
-    buffers = []
-    for pages in (key_pages, value_pages):
-        buffer = pages.new_zeros(batch, pages.shape[1], slots, pages.shape[3])
-        for b, s in product(range(batch), range(slots)):
-            if tables[b, s // size] >= 0:
-                buffer[b, :, s] = pages[tables[b, s // size], :, s % size]
-        buffers.append(buffer)
-    return slot_attention(query, buffers[0], buffers[1], scaling, valid=valid, **options)
-
-
-def write_slots(keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, new_keys: torch.Tensor, new_values: torch.Tensor) -> None:
+def write_slots(keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, *new: torch.Tensor) -> None:
     """`write_pages` with one page a row, as large as the row."""
-    write_pages(keys, values, torch.arange(len(keys)).unsqueeze(1), slots, new_keys, new_values)
+    write_pages(keys, values, torch.arange(len(keys)).unsqueeze(1), slots, *new)
 
 
-def write_pages(
-    key_pages: torch.Tensor,
-    value_pages: torch.Tensor,
-    tables: torch.Tensor,
-    slots: torch.Tensor,
-    new_keys: torch.Tensor,
-    new_values: torch.Tensor,
-) -> None:
+def write_pages(key_pages: torch.Tensor, value_pages: torch.Tensor, tables: torch.Tensor, slots: torch.Tensor, *new: torch.Tensor) -> None:
     """Writes one token of one head at a time."""
-    size, shape = key_pages.shape[2], new_keys.shape[:3]
+    size, shape = key_pages.shape[2], new[0].shape[:3]
     for b, h, j in product(*map(range, shape)):
         slot = int(slots.expand(shape)[b, h, j])
         if slot >= 0 and tables[b, slot // size] >= 0:
-            key_pages[tables[b, slot // size], h, slot % size] = new_keys[b, h, j]
-            value_pages[tables[b, slot // size], h, slot % size] = new_values[b, h, j]
+            for pages, states in zip((key_pages, value_pages), new, strict=True):
+                pages[tables[b, slot // size], h, slot % size] = states[b, h, j]

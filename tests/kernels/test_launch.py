@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.kernels import launch
 from hf_kvcaches.kernels.launch import choose, padded, split_tokens
 
@@ -35,3 +36,12 @@ def test_a_gpu_without_triton_is_warned_of_once(monkeypatch: pytest.MonkeyPatch)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert choose("auto", tensor) == "torch"
+
+
+def test_triton_is_refused_where_it_cannot_run() -> None:
+    pytest.importorskip("triton")
+    with pytest.raises(ConfigError, match="'torch' for tensors that are not on a CUDA device"):
+        choose("triton", torch.zeros(1))
+    for tensor in (torch.zeros(1, dtype=torch.float64), torch.zeros(1, requires_grad=True)):
+        with pytest.raises(UnsupportedError, match="no gradients and no float64"):
+            choose("triton", tensor)

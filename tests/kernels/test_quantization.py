@@ -1,4 +1,4 @@
-"""Quantizing against a slow loop in plain Python, and the bound on the error as a property."""
+"""The bound on the error of quantizing as a property, and its edges."""
 
 import math
 
@@ -8,22 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.kernels.quantization import Quantized, quantize
+from hf_kvcaches.kernels.quantization import quantize
 from tests.kernels.cases import restored
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 TOP_LEVEL = {8: 254, 4: 15}
-
-
-def slow_round_trip(x: torch.Tensor, quantized: Quantized, bits: int, group: int | None) -> torch.Tensor:
-    """Each element by itself in Python's floats: the nearest level of its group's grid."""
-    out = torch.empty(x.shape, dtype=torch.float64)
-    for index in torch.cartesian_prod(*(torch.arange(size) for size in x.shape)).reshape(-1, x.ndim).tolist():
-        place = (*index[:-1], index[-1] // (group or x.shape[-1]))
-        scale, zero = float(quantized.scale[place]), float(quantized.zero[place])
-        level = min(max(round((float(x[tuple(index)]) - zero) / scale), 0), TOP_LEVEL[bits]) if scale else 0
-        out[tuple(index)] = zero + scale * level
-    return out
 
 
 def error_bound(x: torch.Tensor, bits: int, group: int | None, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -59,18 +48,6 @@ def test_every_element_comes_back_within_the_bound(x: torch.Tensor, bits: int, g
         assert ((exact.double() - x.double()).abs() <= error_bound(x, bits, group, torch.float32)).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("group", [None, 4, 3])
-def test_levels_are_the_nearest_on_each_groups_grid(dtype: torch.dtype, bits: int, group: int | None) -> None:
-    torch.manual_seed(1)
-    x = (torch.randn(3, 7, 6) * 5 + torch.arange(6) * 10).to(dtype)
-    slow = slow_round_trip(x, quantize(x, bits, group), bits, group)
-    # Ties may fall either way in the type that computes; the distance to the original is what counts.
-    error, best = (restored(x, bits, group, torch.float64) - x.double()).abs(), (slow - x.double()).abs()
-    torch.testing.assert_close(error, best, rtol=1e-4, atol=2e-5)
-
-
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_error_is_half_a_step_and_little_more(bits: int, dtype: torch.dtype) -> None:
@@ -90,17 +67,13 @@ def test_equal_elements_come_back_exactly(dtype: torch.dtype, bits: int, value: 
     assert torch.equal(restored(rows, bits, None), rows)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_the_whole_range_of_half_types_stays_finite(bits: int) -> None:
-    x = torch.tensor([-65504.0, 65504.0, 61000.0, 0.0], dtype=torch.float16)
-    assert ((restored(x, bits, None).double() - x.double()).abs() <= error_bound(x, bits, None)).all()
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_subnormal_numbers_keep_the_bound(dtype: torch.dtype) -> None:
-    tiny = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-    x = (torch.arange(9, dtype=torch.float64) * tiny).to(dtype)
-    for bits in (8, 4):
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_whole_range_and_subnormal_numbers_keep_the_bound(bits: int, dtype: torch.dtype) -> None:
+    info = torch.finfo(dtype)
+    subnormal = (torch.arange(9, dtype=torch.float64) * info.smallest_normal * info.eps).to(dtype)
+    largest = min(info.max, torch.finfo(torch.float32).max / 4 if dtype != torch.float16 else info.max)
+    for x in (subnormal, torch.tensor([-largest, largest, 0.9 * largest, 0.0], dtype=dtype)):
         assert ((restored(x, bits, None).double() - x.double()).abs() <= error_bound(x, bits, None)).all()
 
 
@@ -119,25 +92,6 @@ def test_bytes_are_as_documented(dtype: torch.dtype, per_group: int) -> None:
     eight, four = (sum(tensor.nbytes for tensor in quantize(x, bits, 32)) for bits in (8, 4))
     assert eight == x.numel() + x.numel() // 32 * per_group
     assert four == x.numel() // 2 + x.numel() // 32 * per_group
-
-
-@pytest.mark.parametrize(
-    ("arguments", "argument"),
-    [
-        ({"bits": 3}, "bits"),
-        ({"bits": True}, "bits"),
-        ({"group": 0}, "group"),
-        ({"group": -4}, "group"),
-        ({"group": 2.0}, "group"),
-        ({"x": torch.zeros(2, 3, dtype=torch.long)}, "x"),
-        ({"x": torch.zeros(2, 3, dtype=torch.complex64)}, "x"),
-        ({"x": [1.0, 2.0]}, "x"),
-        ({"x": torch.tensor(1.0)}, "x"),
-    ],
-)
-def test_bad_arguments_are_named(arguments: dict[str, object], argument: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{argument}: expected"):
-        quantize(**{"x": torch.zeros(2, 3), **arguments})
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.kernels.checks import check_layout
-from hf_kvcaches.kernels.rotation import Layout, rotate_, rotated_back
+from hf_kvcaches.kernels.rotation import Layout, check_layout, rotate_, rotated_back
 
 
 @pytest.mark.parametrize("layout", ["half", "interleaved"])

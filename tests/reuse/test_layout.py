@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.kernels.arguments import Packed
+from hf_kvcaches.kernels.splice import splice
 from hf_kvcaches.reuse import layout
 from hf_kvcaches.reuse.layout import LayerStates
 from tests.kernels.cases import restored
-from tests.kernels.reference_splice import splice
 
 BITS = {"int8": 8, "int4": 4}
 WAYS = [None, "int8", "int4"]

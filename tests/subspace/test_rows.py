@@ -65,8 +65,8 @@ def fed(text: Text, ends: Ends, spare: int = 0) -> Slots:
 def written(codes: torch.Tensor | None, states: torch.Tensor, encoded: Encoded, ends: Ends) -> torch.Tensor:
     """The codes with new tiles, which lie behind those of before."""
     leaving = encoded.of(states)[:, 0, :, 0]
-    assert leaving.shape[1] == TILE * encoded.tiles
-    for rows, _, tiles in encoded.spans():
+    assert leaving.shape[1] == TILE * max(tiles for *_, tiles in encoded.spans)
+    for rows, _, tiles in encoded.spans:
         assert bool((leaving[rows, : TILE * tiles] != NOTHING).all())
     return encoded.written(codes, leaving, TILE)
 

@@ -72,8 +72,8 @@ class PaperLayer(CodedLayer):
         if "key_coefficients" not in self.owned_tensors():
             self._keep(*(Side.empty(side, keys.dtype, rule.sketch) for side, rule in zip(states, rules, strict=True)))
         self._keep(*(side.with_room(TILE * encoded.stop, 0) for side in self.sides))
-        for rows, first, tiles in encoded.spans():
-            if tiles and not first:
+        for rows, first, tiles in encoded.spans:
+            if not first:
                 samples = self._calibrated(keys[rows]) or [side[rows, :, : self.adaptive.warmup] for side in states]
                 self._keep(*(side.begun(rule, rows, sample) for side, rule, sample in zip(self.sides, rules, samples, strict=True)))
             for tile in range(tiles):

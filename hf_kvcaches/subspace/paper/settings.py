@@ -10,8 +10,7 @@ import torch
 
 from hf_kvcaches.errors import ConfigError, is_number, require_choice, whole_number
 from hf_kvcaches.kernels.code_format import TILE
-from hf_kvcaches.subspace.paper.side import Rule
-from hf_kvcaches.subspace.paper.sketch import FrequentDirections, Gram
+from hf_kvcaches.subspace.paper.side import Rule, Sketch
 
 Bases = Mapping[int, tuple[torch.Tensor, torch.Tensor]]
 """By layer of keys and of values the right singular vectors of each head as rows, multiplied by their singular values, (heads, d, d)."""
@@ -44,7 +43,7 @@ class AdaptiveSubspace:
         rotation: Whether keys are projected before ("aware") or after ("post") the model rotates them.
         decay: What the energy of older tokens is multiplied with after each chunk, 0 to 1.
         gamma: What logits of coefficients are multiplied with: 1 ("one") or sqrt(rank / head size) ("paper").
-        bases: The first bases, from `paper.calibrated.calibrate_bases`; with `chunk=None` the Static Subspace. Such a cache can't be saved.
+        bases: The first ones, as `scripts/papers/_bases.py` measures them; with `chunk=None` the Static Subspace. It can't be saved.
     """
 
     rank: int | tuple[int, int] | None = None
@@ -95,6 +94,6 @@ class AdaptiveSubspace:
         ranks = [None if self.bytes_ratio is None else max(1, int(self.bytes_ratio * dim)) for dim in dims]
         rules = []
         for rank, tau in zip(self.rank if isinstance(self.rank, tuple) else ranks, (self.tau_k, self.tau_v), strict=True):
-            sketch = Gram() if self.sketch == "gram" else FrequentDirections(self.sketch_size or 2 * (rank or 1))
+            sketch = Sketch(None if self.sketch == "gram" else self.sketch_size or 2 * (rank or 1))
             rules.append(Rule(rank, self.energy or 1.0, tau, None if self.chunk is None else sketch))
         return rules

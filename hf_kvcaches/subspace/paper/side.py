@@ -1,7 +1,8 @@
-"""Keys or values of a layer as coefficients in the bases of their blocks."""
+"""Keys or values of a layer as coefficients in the bases of their blocks, and the sketch that tells the next basis."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 import torch
@@ -9,11 +10,43 @@ from torch.nn.functional import pad
 
 from hf_kvcaches.codec.moments import descending, second_moment
 from hf_kvcaches.core.layers import capacity_for
-from hf_kvcaches.subspace.paper.sketch import Sketch
 
 # Without a threshold, a tile may lose so many times what its basis lost when it was new, and at least the other share of its length.
 _SLACK, _LEAST_RESIDUAL = 1.5, 1e-3
 _TINY = torch.finfo(torch.float32).tiny
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """What is known of a stream of vectors: one float32 tensor, with the caller's (batch, heads) first.
+
+    Args:
+        size: None: the sum of all outer products, (..., d, d). Else the rows of Frequent Directions (Liberty, arXiv 1206.0594; Ghashami et
+            al., arXiv 1501.01711), (..., min(size, d), d): old and new rows are rotated to their singular directions, and the square of the
+            first singular value that has no row is subtracted from all squares. However the rows come, `|A'A - S'S|_op <=
+            |A - A_r|_F^2 / (size + 1 - r)` for every r <= size, and S'S <= A'A.
+    """
+
+    size: int | None = None
+
+    def start(self, lead: tuple[int, ...], dim: int, device: torch.device | None = None) -> torch.Tensor:
+        """Return the state before the first row, with leading dimensions such as (batch, heads)."""
+        return torch.zeros(*lead, min(self.size or dim, dim), dim, device=device)
+
+    def update(self, state: torch.Tensor, rows: torch.Tensor, decay: float = 1.0) -> torch.Tensor:
+        """Return the state after more rows, (..., n, d); the energy of those before is multiplied with `decay`."""
+        if self.size is None:
+            return state * decay + second_moment(rows).float()
+        size, past = state.shape[-2], state.double() * decay**0.5
+        _, lengths, directions = torch.linalg.svd(torch.cat([past, rows.double()], -2), full_matrices=False)
+        energies = pad(lengths.square(), (0, max(0, size + 1 - lengths.shape[-1])))
+        kept = (energies[..., :size] - energies[..., size : size + 1]).sqrt()
+        shrunk = kept[..., : directions.shape[-2], None] * directions[..., :size, :]
+        return pad(shrunk, (0, 0, 0, size - shrunk.shape[-2])).float()
+
+    def gram(self, state: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the rows' outer products, as far as the state knows it, (..., d, d), float64."""
+        return state.double() if self.size is None else second_moment(state)
 
 
 class Rule(NamedTuple):
@@ -71,16 +104,15 @@ class Side(NamedTuple):
         energies, directions = descending(second_moment(tokens))
         kept = rule.kept(energies.clamp_min(0.0))
         side = self.with_room(0, kept.shape[-1])
-        kept = pad(kept, (0, side.bases.shape[3] - kept.shape[-1]))
-        basis, lost = _leading(energies, directions, kept)
+        basis, lost = _leading(energies, directions, pad(kept, (0, side.bases.shape[3] - kept.shape[-1])))
         side.bases[rows], side.limit[rows] = basis.to(side.bases), rule.limit(lost).to(side.limit)
-        side.learn(rule, rows, tokens, 1.0)
+        side.learn(rule, rows, tokens)
         return side
 
-    def learn(self, rule: Rule, rows: slice, tokens: torch.Tensor, decay: float) -> None:
+    def learn(self, rule: Rule, rows: slice, tokens: torch.Tensor, decay: float = 1.0) -> None:
         """Add tokens to the sketches of some rows, if there are any, and multiply the energy of older ones."""
         if self.sketch is not None and rule.sketch is not None:
-            self.sketch[rows] = rule.sketch.update(rule.sketch.scaled(self.sketch[rows], decay), tokens)
+            self.sketch[rows] = rule.sketch.update(self.sketch[rows], tokens, decay)
 
     def residual(self, rows: slice, block: int, tokens: torch.Tensor) -> torch.Tensor:
         """Return the relative residual of a tile, (rows, heads), which follows from the lengths of tokens and of their coefficients."""

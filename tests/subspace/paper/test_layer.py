@@ -10,9 +10,9 @@ import torch
 
 from hf_kvcaches import AdaptiveSubspace, SubspaceCache
 from hf_kvcaches.errors import UnsupportedError
-from hf_kvcaches.subspace.paper.calibrated import calibrate_bases
 from hf_kvcaches.subspace.paper.settings import Bases
 from tests import tiny
+from tests.scripts.running import import_script
 from tests.subspace.paper.reference import PaperOracle
 from tests.subspace.running import padded_anywhere, run
 
@@ -43,7 +43,7 @@ def plain_model() -> Any:
 @cache
 def calibrated(rotation: str) -> Bases:
     texts = [tiny.ids(1, 96, seed=seed)[0].tolist() for seed in range(4)]
-    return calibrate_bases(tiny.llama(num_hidden_layers=2), None, texts, rotation=rotation, progress=False)
+    return import_script("papers._bases").calibrate_bases(tiny.llama(num_hidden_layers=2), None, texts, rotation=rotation, progress=False)
 
 
 def make(sinks: int = 2, recent: int = 6, model: Any = None, **options: Any) -> SubspaceCache:

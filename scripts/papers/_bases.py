@@ -1,4 +1,4 @@
-"""Bases from calibration texts: the paper's Static Subspace, or where the adaptive one begins."""
+"""Bases from calibration texts: the Static Subspace of *Online Subspace Projection for KV Caches*, or where its adaptive one begins."""
 
 from __future__ import annotations
 
