@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_kvcaches.cli.options import REAL_MODELS
+from hf_kvcaches.cli.arguments import REAL_MODELS
 from tests.scripts.running import import_script, run_script
 
 script = import_script("real_models")
