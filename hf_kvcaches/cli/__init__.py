@@ -27,7 +27,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: Of the command line; None for those of the process. Wrong ones end the process, as argparse does, with 2.
     """
-    args, unknown = _parser().parse_known_args(arguments)
+    parser = argparse.ArgumentParser(prog="hf-kvcaches", description="KV-cache methods for Hugging Face transformers.")
+    parser.add_argument("--version", action="version", version=f"hf-kvcaches {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, (summary, add_options, _) in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+        command.set_defaults(command=name, parser=command)
+        add_options(command)
+    args, unknown = parser.parse_known_args(arguments)
     if unknown:
         args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if args.command == "eval" and not args.texts and not args.suite:
@@ -41,14 +48,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="hf-kvcaches", description="KV-cache methods for Hugging Face transformers.")
-    parser.add_argument("--version", action="version", version=f"hf-kvcaches {__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for name, (summary, add_options, _) in COMMANDS.items():
-        command = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
-        command.set_defaults(command=name, parser=command)
-        add_options(command)
-    return parser

@@ -74,6 +74,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "device": {"default": "auto", "help": "cpu, cuda, mps, or auto for the first accelerator that works"},
     "dtype": {"default": "auto", "choices": ("auto", "float32", "bfloat16", "float16"), "help": "of the weights; auto: as they are saved"},
     "threads": {"type": at_least(1), "help": "of the CPU; default: as torch has it"},
+    "metric": {"choices": ("loss", "plain"), "default": "loss", "help": "what errors cost"},
+    "push-to-hub": {"metavar": "ID", "help": "also uploads it, as owner/name"},
     "csv": {"type": Path, "help": "write every number here"},
     "json": {"action": "store_true", "help": "print one JSON document in place of tables"},
 }
@@ -150,10 +152,9 @@ def calibrate(parser: argparse.ArgumentParser) -> None:
 
 
 def codec(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--push-to-hub", metavar="ID", help="also uploads it, as owner/name")
+    add_options(parser, "push-to-hub", "metric")
     parser.add_argument("--texts", required=True, **TEXTS)
     parser.add_argument("--bytes-ratio", type=float, default=0.125, help="bytes of a token, as a share of exact ones in 16 bits")
-    parser.add_argument("--metric", choices=("loss", "plain"), default="loss", help="what errors cost")
     parser.add_argument("--for", dest="engine", choices=("vllm", "lmcache"), help="the engine that will load it; it decides the rotation")
     parser.add_argument("--recent", type=int, help="newest tokens that are exact where the codec is used (default 64, of engines 0)")
     parser.add_argument("--shards", type=at_least(1), default=1, help="processes that will share the heads under tensor parallelism")
@@ -188,12 +189,11 @@ def warmstart(parser: argparse.ArgumentParser) -> None:
 def translator(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--producer", required=True, type=model, help="the model that will read prompts: a folder or a hub id")
     parser.add_argument("--consumer", required=True, type=model, help="the model that will answer: a folder or a hub id")
-    parser.add_argument("--push-to-hub", metavar="ID", help="also uploads it, as owner/name")
+    add_options(parser, "push-to-hub", "metric")
     parser.add_argument("--texts", required=True, **TEXTS)
     parser.add_argument("--prefixes", type=at_least(1), default=64, help="texts at most, taken from all over the files")
     parser.add_argument("--length", type=at_least(1), default=512, help="of a text, in tokens at most")
     parser.add_argument("--payload", type=float, default=0.025, help="bytes that are sent, as a share of bfloat16 keys and values")
     parser.add_argument("--layers-per-code", type=int, help="how many consecutive layers share a code; default: by their width")
     parser.add_argument("--recompute-layers", default="0", help="how many of its lowest layers the consumer runs itself, or auto")
-    parser.add_argument("--metric", choices=("loss", "plain"), default="loss", help="what errors cost")
     parser.add_argument("--memory", default="8GiB", help="that the fit's sums may take; with less, models read the texts more than once")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +19,7 @@ from hf_kvcaches.cli.tables import Row, environment, hardware, print_environment
 from hf_kvcaches.core.rope_families import head_sizes
 from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.evaluate.measures import cache_bytes
-from hf_kvcaches.evaluate.runner import ModelRunner, Seconds
+from hf_kvcaches.evaluate.runner import ModelRunner
 
 T = TypeVar("T")
 COLUMNS = {
@@ -40,11 +41,13 @@ def run_bench(args: argparse.Namespace) -> int:
         print_environment(device)
     specs = {repr(spec): spec for spec in (CallSpec("DynamicCache", (), {}), *args.cache)}
     caches = {"DynamicCache()": lambda: DynamicCache(config=model.config), **makers(args.cache, model, tokenizer)}
-    seconds, mebibytes = _timed(model, caches, args)
-    shape, rows = _shape(model, args), []
+    measured, shape, rows = _timed(model, caches, args), _shape(model, args), []
+    base_prefill, base_decode, _ = zip(*measured["DynamicCache()"], strict=True)
     for name, spec in specs.items():
-        times = _times(seconds[name], seconds["DynamicCache()"])
-        rows.append({**shape, "cache": spec.name, "setting": spec.arguments, **times, "mib": mebibytes[name]})
+        prefill, decode, mebibytes = zip(*measured[name], strict=True)
+        times = {"prefill_s": statistics.median(prefill), **ratios(base_prefill, prefill, "prefill_ratio")}
+        times |= {**spread("decode", decode, 1e3), **ratios(base_decode, decode, "decode_ratio")}
+        rows.append({**shape, "cache": spec.name, "setting": spec.arguments, **times, "mib": round(mebibytes[-1], 2)})
     if args.json:
         print_json({"environment": environment(device), "model": args.model, "caches": rows})
     else:
@@ -63,35 +66,21 @@ def _random_model(name: str, device: torch.device, dtype: str) -> Any:
         return transformers.AutoModelForCausalLM.from_config(config, dtype=chosen).eval()
 
 
-def _timed(
-    model: Any, caches: Mapping[str, Callable[[], Cache]], args: argparse.Namespace
-) -> tuple[dict[str, list[Seconds]], dict[str, float]]:
-    """The seconds of each round, and the mebibytes. All rounds have the same prompt, so that stores and libraries are timed on a hit."""
+def _timed(model: Any, caches: Mapping[str, Callable[[], Cache]], args: argparse.Namespace) -> dict[str, list[tuple[float, ...]]]:
+    """Seconds of the prompt and of a step, and mebibytes, of each round. All have the same prompt: stores are timed on a hit."""
     vocabulary = compat.decoder_config(model.config).vocab_size
     ids = torch.randint(1, vocabulary, (args.batch, args.context + args.steps), generator=torch.Generator().manual_seed(0))
     runner, tokens = ModelRunner(model, ids[:, : args.context]), ids[:, args.context :].to(model.device).unbind(1)
-    mebibytes: dict[str, float] = {}
 
-    def timed(name: str) -> Seconds:
+    def timed(name: str, _: int) -> tuple[float, ...]:
         cache = caches[name]()
         logits, prefill = runner.prefill(cache)
         if not bool(logits.isfinite().all()):
             raise UnsupportedError(f"{name}: the logits behind the prompt are not finite, so nothing is timed.")
         decode = sum(runner.decode(cache, token, step)[1] for step, token in enumerate(tokens, 1))
-        mebibytes[name] = round(cache_bytes(cache) / 2**20, 2)
-        return Seconds(prefill, decode / args.steps)
+        return prefill, decode / args.steps, cache_bytes(cache) / 2**20
 
-    return in_turns({name: lambda _, name=name: timed(name) for name in caches}, args.rounds, warm_up=1), mebibytes
-
-
-def _times(seconds: Sequence[Seconds], base: Sequence[Seconds]) -> Row:
-    """Medians, and how many times as fast as the full cache."""
-    row: Row = {"prefill_s": statistics.median(each.prefill for each in seconds)}
-    row |= spread("decode", [each.decode for each in seconds], 1e3)
-    for name in ("prefill", "decode"):
-        quotients = ratios([getattr(each, name) for each in base], [getattr(each, name) for each in seconds])
-        row |= {f"{name}_{column}": value for column, value in quotients.items()}
-    return row
+    return in_turns({name: partial(timed, name) for name in caches}, args.rounds, warm_up=1)
 
 
 def _shape(model: Any, args: argparse.Namespace) -> Row:
@@ -135,6 +124,6 @@ def spread(name: str, values: Sequence[float], factor: float = 1.0) -> dict[str,
     return {f"{name}{quartile}{unit}": round(value * factor, 4) for quartile, value in numbers.items()}
 
 
-def ratios(base: Sequence[float], seconds: Sequence[float]) -> dict[str, float]:
+def ratios(base: Sequence[float], seconds: Sequence[float], name: str = "ratio") -> dict[str, float]:
     """Columns of how many times as fast a side is, taken round by round."""
-    return spread("ratio", [before / after for before, after in zip(base, seconds, strict=True)])
+    return spread(name, [before / after for before, after in zip(base, seconds, strict=True)])

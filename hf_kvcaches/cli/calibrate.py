@@ -105,7 +105,7 @@ def translator(args: argparse.Namespace, device: torch.device) -> None:
         _push(made, args)
 
 
-def _quantization(args: argparse.Namespace) -> str | None:
+def _quantization(args: argparse.Namespace) -> Any:
     return None if args.quantization == "none" else args.quantization
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,24 +37,10 @@ def pick_device(name: str) -> torch.device:
         raise ConfigError.of("--device", "auto, cpu, cuda, mps or another device of torch", name) from None
 
 
-@contextmanager
-def _reading(name: str) -> Iterator[str]:
-    """The source of a model; where it can't be read, say that neither a folder nor a model of the Hub was found."""
-    source = model_source(name)
-    try:
-        yield source
-    except OSError as error:
-        if Path(source).is_dir():
-            raise
-        hint = f"There is no such folder, and from the Hub came: {' '.join(str(error).split())}"
-        raise ConfigError.of("model", "a folder that exists, or a model of the Hub", name, hint) from error
-
-
 def load(name: str, device: torch.device, dtype: str = "auto") -> tuple[Any, Any]:
     """A model and its tokenizer; `name` is as in `model_source`."""
-    with _reading(name) as source:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
-        model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+    tokenizer = _from_pretrained(transformers.AutoTokenizer, name)
+    model = _from_pretrained(transformers.AutoModelForCausalLM, name, dtype=dtype)
     if dtype == "auto" and device.type == "cpu" and model.dtype == torch.float16:
         model = model.float()  # half precision on a CPU is a storage format
     return model.to(device).eval(), tokenizer
@@ -63,8 +48,18 @@ def load(name: str, device: torch.device, dtype: str = "auto") -> tuple[Any, Any
 
 def load_config(name: str) -> Any:
     """The config of a model; `name` is as in `model_source`."""
-    with _reading(name) as source:
-        return transformers.AutoConfig.from_pretrained(source)
+    return _from_pretrained(transformers.AutoConfig, name)
+
+
+def _from_pretrained(kind: Any, name: str, **options: Any) -> Any:
+    source = model_source(name)
+    try:
+        return kind.from_pretrained(source, **options)
+    except OSError as error:
+        if Path(source).is_dir():
+            raise
+        hint = f"There is no such folder, and from the Hub came: {' '.join(str(error).split())}"
+        raise ConfigError.of("model", "a folder that exists, or a model of the Hub", name, hint) from error
 
 
 def read_text(path: Path) -> str:
@@ -87,7 +82,7 @@ def read_lines(path: Path, *names: str) -> list[list[Text]]:
             value = json.loads(line)
         except ValueError as error:
             raise ConfigError(f"{path}, line {number}: {error}") from error
-        texts = [value.get(name) for name in names] if isinstance(value, dict) else [value]
+        texts: list[Any] = [value.get(name) for name in names] if isinstance(value, dict) else [value]
         if len(texts) != len(names) or not all(map(_is_text, texts)):
             raise ConfigError.of(f"{path}, line {number}", expected, line[:80])
         lines.append(texts)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
+from transformers import Cache
 
 from hf_kvcaches.cli import prompts, suite
 from hf_kvcaches.cli.inputs import begin, load, read_text, read_texts, spaced, token_ids
@@ -123,7 +124,7 @@ def _suite_rows(args: argparse.Namespace, model: Any, tokenizer: Any, caches: Ma
         requests = prompts.agent_prompts(tokenizer, args.limit + 1, page_tokens=page, prose=prose)
         measured += suite.follow_requests(log, model, requests, caches)
     if "pairs" in args.suite:
-        prepares = {name: partial(_read_before, model, make) for name, make in caches.items()}
+        prepares = {name: partial(_after, model, make) for name, make in caches.items()}
         for change in prompts.PAIR_KINDS:
             pairs = prompts.prompt_pairs(tokenizer, args.limit, change, page_tokens=page, prose=prose)
             measured += suite.follow_pairs(log, model, f"pairs {change}", pairs, prepares)
@@ -134,7 +135,7 @@ def _suite_rows(args: argparse.Namespace, model: Any, tokenizer: Any, caches: Ma
     return rows
 
 
-def _read_before(model: Any, make: MakeCache, earlier: Sequence[int]) -> MakeCache:
-    """Read an earlier prompt through a cache, so that what caches share knows it."""
+def _after(model: Any, make: MakeCache, earlier: Sequence[int]) -> Cache:
+    """A cache that is made when an earlier prompt was read through another, so that what caches share knows it."""
     suite.read_context(model, make(), earlier)
-    return make
+    return make()

@@ -7,10 +7,9 @@ import csv
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedConfig
@@ -23,6 +22,7 @@ from hf_kvcaches.errors import ArtifactError
 from hf_kvcaches.stores.catalog import bytes_of_size
 
 GIB = 2**30
+SOURCES = ("SegmentReuseCache", "WarmStartCache")  # save the prefill, and no memory
 COLUMNS = {
     "cache": "{cache}",
     "GiB": "{gib:.2f}",
@@ -37,36 +37,24 @@ COLUMNS = {
 # Columns in which a row of the speed table is to be near, with the number of doublings that a difference of names counts for.
 _NUMBERS = ("hidden", "layers", "batch", "context")
 _NAMES = {"dtype": 1.0, "device": 4.0}
+_PACKAGED = files("hf_kvcaches.cli")
 Measured = dict[str, str]
 
 
-@dataclass(frozen=True)
-class CacheChoice:
-    """A cache with a setting.
-
-    Args:
-        row_bytes: Of one row of the batch.
-        exact: Whether its text is that of the full cache.
-        measured: A part of its arguments in the speed table.
-        setup: A line of code that makes what it needs.
-    """
+class CacheChoice(NamedTuple):
+    """A cache with a setting."""
 
     cache: str
     setting: str
-    row_bytes: float
-    exact: bool = False
-    measured: str = ""
-    setup: str = ""
+    row_bytes: float  # of one row of the batch
+    exact: bool = False  # whether its text is that of the full cache
+    measured: str = ""  # a part of its arguments in the speed table
+    setup: str = ""  # a line of code that makes what it needs
 
     @property
     def family(self) -> str:
         """Its column in the table of families; empty for transformers' own."""
         return {"DynamicCache": "", "SegmentReuseCache": "SegmentReuseCache, exact"}.get(self.cache, self.cache)
-
-    @property
-    def is_source(self) -> bool:
-        """Whether it saves the prefill, and no memory."""
-        return self.cache in ("SegmentReuseCache", "WarmStartCache")
 
     @property
     def code(self) -> str:
@@ -114,10 +102,10 @@ def run_recommend(args: argparse.Namespace) -> int:
     table = [row for row in speed_table(args.speed) if row["device"] == device.type]
     speeds = [nearest(table, choice.cache, choice.measured, case) for choice in offered]
     rows = [_row(*each, size, case, memory) for each in zip(offered, answers, speeds, strict=True)]
-    usable = (
-        index for index, choice in enumerate(offered) if not choice.is_source and "gib" in rows[index] and rows[index]["fits"] != "no"
-    )
-    chosen = next(({"cache": str(offered[index]), "code": offered[index].code} for index in usable), None)
+    fitting = [
+        choice for choice, row in zip(offered, rows, strict=True) if "gib" in row and row["fits"] != "no" and choice.cache not in SOURCES
+    ]
+    chosen = {"cache": str(fitting[0]), "code": fitting[0].code} if fitting else None
     full_layers = len(size.full_layers)
     if args.json:
         about = {"model": args.model, "family": family, **case, "full_attention_layers": full_layers}
@@ -128,9 +116,8 @@ def run_recommend(args: argparse.Namespace) -> int:
         if full_layers < len(size.layers):
             print(f"pruning and codes apply to {full_layers} of {len(size.layers)} layers; the others keep windows or states of their own.")
         _print_support(family, support, offered)
-        _print_measured(
-            [speed for choice, row, speed in zip(offered, rows, speeds, strict=True) if choice.family and "gib" in row], device.type
-        )
+        shown = zip(offered, rows, speeds, strict=True)
+        _print_measured([speed for choice, row, speed in shown if choice.family and "gib" in row], device.type)
         if chosen is not None:
             print(f"\nThe first that fits and works is {chosen['cache']}:\n\n{chosen['code']}")
         else:
@@ -190,7 +177,7 @@ def _print_measured(speeds: Sequence[Measured | None], device: str) -> None:
 
 def family_of(config: PreTrainedConfig) -> tuple[str, Measured | None]:
     """The name of a config's family in `docs/families.md`, and for each cache "yes", or "no" with the reason; None if it is not there."""
-    rows = {name: row for row in _packaged("families.csv") for name in row["families"].split()}
+    rows = {name: row for row in _rows(_PACKAGED / "families.csv") for name in row["families"].split()}
     kind = config.model_type
     names = [f"{kind}+alibi"] if getattr(config, "alibi", False) else []
     if getattr(config, "sliding_window", None) is None:
@@ -201,42 +188,29 @@ def family_of(config: PreTrainedConfig) -> tuple[str, Measured | None]:
 
 def speed_table(path: Path | None = None) -> list[Measured]:
     """The rows that `hf-kvcaches bench --csv` wrote, or of the table that comes with the package."""
-    if path is None:
-        return _packaged("speed.csv")
-    rows = _read(path.read_text(encoding="utf-8"))
+    rows = _rows(path or _PACKAGED / "speed.csv")
     missing = {"hardware", "cache", "setting", "prefill_ratio", "decode_ratio", *_NUMBERS, *_NAMES} - set(rows[0] if rows else ())
     if missing:
         raise ArtifactError(f"{path}: expected a file of hf-kvcaches bench --csv, the columns {sorted(missing)} are missing.")
     return rows
 
 
-def _packaged(name: str) -> list[Measured]:
-    return _read((files("hf_kvcaches.cli") / name).read_text(encoding="utf-8"))
-
-
-def _read(text: str) -> list[Measured]:
-    return list(csv.DictReader(text.splitlines()))
+def _rows(source: Any) -> list[Measured]:
+    return list(csv.DictReader(source.read_text(encoding="utf-8").splitlines()))
 
 
 def nearest(rows: Sequence[Measured], cache: str, setting: str, wanted: Mapping[str, object]) -> Measured | None:
-    """The row of a cache that was measured most like the wanted case; None if the cache was not measured.
+    """The row of a cache, preferably with that part in its arguments, that was measured most like the wanted case; None without any."""
 
-    Args:
-        setting: A part of the cache's arguments, by which rows are preferred.
-        wanted: Values of the columns by which rows are compared.
-    """
-    # What makes a cache's steps another matter.
-    kind = lambda setting: next((name for name in ("storage", "page_size", "adaptive", "codec=") if name in setting), "")  # noqa: E731
+    def kind(setting: str) -> str:
+        """What makes a cache's steps another matter."""
+        return next((name for name in ("storage", "page_size", "adaptive", "codec=") if name in setting), "")
+
+    def distance(row: Measured) -> float:
+        """Doublings between two cases, over all columns."""
+        names = sum(cost for name, cost in _NAMES.items() if row[name] != wanted[name])
+        numbers = [(row[name], wanted[name]) for name in _NUMBERS if row[name]]
+        return names + sum(abs(math.log2(float(number) / other)) for number, other in numbers if isinstance(other, int))
+
     own = [row for row in rows if row["cache"].partition("(")[0] == cache and kind(row["setting"]) == kind(setting)]
-    own = [row for row in own if setting in row["setting"]] or own
-    return min(own, key=lambda row: _distance(row, wanted), default=None)
-
-
-def _distance(row: Measured, wanted: Mapping[str, object]) -> float:
-    """Doublings between two cases, over all columns."""
-    distance = sum(cost for name, cost in _NAMES.items() if row[name] != wanted[name])
-    for name in _NUMBERS:
-        value = wanted[name]
-        if row[name] and isinstance(value, int):
-            distance += abs(math.log2(float(row[name]) / value))
-    return distance
+    return min([row for row in own if setting in row["setting"]] or own, key=distance, default=None)

@@ -39,13 +39,7 @@ class LayerSize(NamedTuple):
 
 
 class ModelSize:
-    """What a model and its caches are made of; the methods give the bytes of one row of a cache.
-
-    Args:
-        weight_bytes: Of all weights.
-        element: Bytes of a number of keys and values.
-        weight_bits: Of a number of a quantized matrix; None where weights are not quantized.
-    """
+    """What a model and its caches are made of; the methods give the bytes of one row of a cache."""
 
     def __init__(self, layers: Sequence[LayerSize], weight_bytes: int, element: int, weight_bits: int | None) -> None:
         self.layers, self.weight_bytes, self.element, self.weight_bits = layers, weight_bytes, element, weight_bits

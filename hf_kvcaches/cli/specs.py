@@ -80,15 +80,9 @@ def makers(specs: Sequence[CallSpec], model: Any, tokenizer: Any = None) -> dict
 
 def _recipe(spec: CallSpec, model: Any, tokenizer: Any) -> Any:
     """The `per_call` of a cache's spec."""
-    cache_class, (args, options) = getattr(hf_kvcaches, spec.name), _arguments(spec, model, tokenizer)
-    if tokenizer is not None and "tokenizer" in list(inspect.signature(cache_class).parameters)[1 + len(args) :]:
-        options.setdefault("tokenizer", tokenizer)
+    cache_class = getattr(hf_kvcaches, spec.name)
+    (_, *args), options = _arguments(spec, cache_class, model, tokenizer)
     return hf_kvcaches.per_call(cache_class, *args, **options)
-
-
-def _arguments(spec: CallSpec, model: Any, tokenizer: Any) -> tuple[list[Any], dict[str, Any]]:
-    made = lambda value: _made(value, model, tokenizer) if isinstance(value, CallSpec) else value  # noqa: E731
-    return [made(value) for value in spec.args], {name: made(value) for name, value in spec.options.items()}
 
 
 def _made(spec: CallSpec, model: Any, tokenizer: Any) -> Any:
@@ -98,16 +92,20 @@ def _made(spec: CallSpec, model: Any, tokenizer: Any) -> Any:
     policies = [name for name in hf_kvcaches.__all__ if name.endswith("Policy") and name not in ("Policy", "SegmentPolicy")]
     require_choice("--cache", spec.name, (*ARGUMENTS, *policies))
     kind = getattr(hf_kvcaches, spec.name)
-    make, (args, options) = getattr(kind, "from_pretrained", kind), _arguments(spec, model, tokenizer)
-    signature = inspect.signature(make)
-    names = list(signature.parameters)
-    if names[:1] == ["model"]:
-        args = [model, *args]
-    for name, value in (("model", model), ("tokenizer", tokenizer)):
-        if name in names[len(args) :]:
-            options.setdefault(name, value)
+    make = getattr(kind, "from_pretrained", kind)
+    args, options = _arguments(spec, make, model, tokenizer)
     try:
-        signature.bind(*args, **options)
+        inspect.signature(make).bind(*args, **options)
     except TypeError as error:
         raise ConfigError(f"--cache: {spec}: {error}. Look up the arguments of {spec.name}.") from None
     return make(*args, **options)
+
+
+def _arguments(spec: CallSpec, make: Callable[..., Any], model: Any, tokenizer: Any) -> tuple[list[Any], dict[str, Any]]:
+    """What a call passes, with the model and its tokenizer where these are taken."""
+    made = lambda value: _made(value, model, tokenizer) if isinstance(value, CallSpec) else value  # noqa: E731
+    args, options = [made(value) for value in spec.args], {name: made(value) for name, value in spec.options.items()}
+    names = list(inspect.signature(make).parameters)
+    if names[:1] == ["model"]:
+        args.insert(0, model)
+    return args, {name: value for name, value in (("model", model), ("tokenizer", tokenizer)) if name in names[len(args) :]} | options

@@ -126,17 +126,12 @@ def follow_requests(log: Log, model: Any, requests: Sequence[Sequence[int]], cac
 
 
 def follow_pairs(
-    log: Log, model: Any, task: str, pairs: Sequence[tuple[list[int], list[int]]], prepares: Mapping[str, Callable[[list[int]], MakeCache]]
+    log: Log, model: Any, task: str, pairs: Sequence[tuple[list[int], list[int]]], prepares: Mapping[str, Callable[[list[int]], Cache]]
 ) -> list[Row]:
-    """Compare what follows prompts that resemble an earlier one.
+    """Compare what follows the later prompts of pairs; `prepares` get the earlier one and return a new cache that may use it."""
 
-    Args:
-        pairs: Token ids of the earlier and of the later prompt.
-        prepares: By a name, functions that get the earlier prompt and return what makes a cache that may use it.
-    """
-
-    def measured(prepare: Callable[[list[int]], MakeCache], earlier: list[int], later: list[int]) -> list[Row]:
-        return [_followed(model, prepare(earlier)(), later)]
+    def measured(prepare: Callable[[list[int]], Cache], earlier: list[int], later: list[int]) -> list[Row]:
+        return [_followed(model, prepare(earlier), later)]
 
     rows = []
     for sample, pair in enumerate(tqdm(pairs, desc=task)):

@@ -46,7 +46,7 @@ def print_environment(device: torch.device) -> None:
 
 def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """Aligned columns, the first to the left and the others to the right; columns without a single entry are left out."""
-    padded = []
+    padded: list[list[str]] = []
     for column in zip(header, *lines, strict=True):
         if not lines or any(column[1:]):
             width = max(map(len, column))

@@ -23,11 +23,11 @@ from hf_kvcaches.cli import suite
 from hf_kvcaches.cli.prompts import NeedlePrompt, encode, needle_prompts
 from hf_kvcaches.cli.suite import FULL_CACHE, Log
 from hf_kvcaches.cli.tables import Row
-from hf_kvcaches.codec.past import PackedCoding
 from hf_kvcaches.evaluate.measures import cache_bytes
 from hf_kvcaches.evaluate.runner import evaluating
 from shared import ROOT
 from shared.cli import load
+from shared.past import PackedCoding
 from shared.quality import kept
 from shared.results import synchronize
 

@@ -19,15 +19,13 @@ from hf_kvcaches import KVCacheError, KVCodec, SegmentReuseCache, SegmentStore, 
 from hf_kvcaches.cli import prompts, suite
 from hf_kvcaches.cli.suite import Log
 from hf_kvcaches.cli.tables import Row
-from hf_kvcaches.codec.past import CodecCoding, PackedCoding
 from hf_kvcaches.core.hub import Artifact
 from hf_kvcaches.core.rope_families import head_sizes
 from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.evaluate.measures import compare
-from hf_kvcaches.evaluate.past import PastCoding, read_rows
 from hf_kvcaches.evaluate.verify import verify_text
 from shared import testbed
 from shared.cli import load
+from shared.past import CodecCoding, PackedCoding, PastCoding, compare, read_rows
 from shared.peers import KiviCache, KiviCoding, RotatedCoding, share
 
 TASKS = ("codes", "quantized", "requests", "pairs")
@@ -170,10 +168,10 @@ class Quality:
         suite.follow_requests(self.log, self.model, requests, sides)
 
     def pairs(self) -> None:
-        def prepare(earlier: Sequence[int]) -> Callable[[], Cache]:
+        def prepare(earlier: Sequence[int]) -> Cache:
             library = WarmStartLibrary(self.model, self.tokenizer)
             library.add([list(earlier)])
-            return lambda: WarmStartCache(self.model, library, self.tokenizer)
+            return WarmStartCache(self.model, library, self.tokenizer)
 
         for kind in prompts.PAIR_KINDS:
             pairs = prompts.prompt_pairs(self.tokenizer, self.args.pairs_count, kind, page_tokens=self.args.page, prose=self.prose)

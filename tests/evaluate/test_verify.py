@@ -257,7 +257,6 @@ def test_the_report_turns_into_json(model):
     assert values["kl"] == list(report.kl)
     assert values["mean_kl"] == report.mean_kl
     assert values["seconds"]["prefill"] == report.seconds.prefill > 0
-    assert report.reference_seconds.total == report.reference_seconds.prefill + report.reference_seconds.decode > 0
 
 
 def test_bytes_are_what_is_allocated(model):

@@ -6,7 +6,7 @@ kernels differ between machines, and .005 above a number that is next to nothing
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,11 +15,10 @@ import torch
 from hf_kvcaches import EquipCache, SegmentReuseCache, SegmentStore, WarmStartCache, WarmStartLibrary
 from hf_kvcaches.cli import suite
 from hf_kvcaches.cli.prompts import PairKind, agent_prompts, needle_prompts, prompt_pairs
-from hf_kvcaches.codec.past import CodecCoding
-from hf_kvcaches.evaluate.measures import compare
-from hf_kvcaches.evaluate.past import read_rows
 from tests import testbed
+from tests.scripts.running import import_script
 
+past = import_script("shared.past")
 PROSE = testbed.held_out()
 ROW_TOKENS = 384
 MEASURED: dict[str, dict[str, dict[str, float]]] = {
@@ -75,11 +74,11 @@ def test_needles_and_continuation_behind_a_context_that_was_pruned_before_the_qu
 
 def test_divergence_and_perplexity_behind_coded_past(real):
     ids = torch.tensor(real.tokenizer(PROSE[:20000])["input_ids"][:ROW_TOKENS])[None].to(real.model.device)
-    codings = {str(share): CodecCoding(real.codec.at(share), real.model) for share in (0.125, 0.1875, 0.25)}
-    codings["0.125, 64 recent"] = CodecCoding(real.codec.at(0.125), real.model, recent=64)
-    full = read_rows(real.model, ids)
+    codings = {str(share): past.CodecCoding(real.codec.at(share), real.model) for share in (0.125, 0.1875, 0.25)}
+    codings["0.125, 64 recent"] = past.CodecCoding(real.codec.at(0.125), real.model, recent=64)
+    full = past.read_rows(real.model, ids)
     for case, coding in codings.items():
-        found = compare(full, read_rows(real.model, ids, coding, prompt=4), ids)
+        found = past.compare(full, past.read_rows(real.model, ids, coding, prompt=4), ids)
         check(real.name, case, {"kl": found.kl, "change": found.change})
 
 
@@ -92,10 +91,10 @@ def test_divergence_behind_pages_that_have_moved(real):
 
 @pytest.mark.parametrize("kind", ["words", "paragraph", "pages"])
 def test_divergence_behind_a_prompt_that_starts_from_a_similar_one(real, kind: PairKind):
-    def prepare(earlier: Sequence[int]) -> Callable[[], Any]:
+    def prepare(earlier: Sequence[int]) -> WarmStartCache:
         library = WarmStartLibrary(real.model, real.tokenizer)
         library.add([list(earlier)])
-        return lambda: WarmStartCache(real.model, library)
+        return WarmStartCache(real.model, library)
 
     pairs = prompt_pairs(real.tokenizer, 2, kind, page_tokens=60, prose=PROSE)
     rows = suite.follow_pairs(suite.Log(), real.model, "pairs", pairs, {kind: prepare})
