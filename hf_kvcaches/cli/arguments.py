@@ -96,8 +96,7 @@ def recommend(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=at_least(1), default=1, help="rows at a time")
     parser.add_argument("--memory", help="of the device, such as 16GiB, for weights and cache")
     parser.add_argument("--device", **OPTIONS["device"] | {"help": "where it will run, for the nearest row of the speed table"})
-    speed = "a file of hf-kvcaches bench --csv, in place of the speed table of the package"
-    parser.add_argument("--speed", type=existing_file, help=speed)
+    parser.add_argument("--speed", type=existing_file, help="a file of hf-kvcaches bench --csv, in place of the package's speed table")
 
 
 def verify(parser: argparse.ArgumentParser) -> None:
@@ -118,8 +117,9 @@ def evaluate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--texts", **TEXTS)
     parser.add_argument("--context", type=at_least(1), default=1024, help="tokens of a text that are read as its prompt, at most")
     parser.add_argument("--following", type=at_least(1), default=64, help="tokens of a text after its prompt, which are fed one by one")
-    limit = "texts at most, taken from all over the files; prompts of a kind in a suite"
-    parser.add_argument("--limit", type=at_least(1), default=16, help=limit)
+    parser.add_argument(
+        "--limit", type=at_least(1), default=16, help="texts at most, from all over the files; prompts of a kind in a suite"
+    )
     suites = "made-up prompts with known answers, in place of texts; the first of --texts is the prose around facts, if given"
     parser.add_argument("--suite", nargs="+", choices=("needles", "requests", "pairs"), help=suites)
     parser.add_argument("--state", type=Path, help="a file where rows of a suite are kept, so that a run that is cut off goes on there")
@@ -164,11 +164,9 @@ def codec(parser: argparse.ArgumentParser) -> None:
 
 
 def segments(parser: argparse.ArgumentParser) -> None:
-    prompts = "one prompt a line, as JSON, in the order of requests"
-    parser.add_argument("--prompts", type=existing_file, required=True, help=prompts)
+    parser.add_argument("--prompts", type=existing_file, required=True, help="one prompt a line, as JSON, in the order of requests")
     parser.add_argument("--requests", type=at_least(1), default=40, help="how many prompts to take at most")
-    asked = "tokens at the end of each prompt of a file that are withheld and compared"
-    parser.add_argument("--asked", type=at_least(1), default=16, help=asked)
+    parser.add_argument("--asked", type=at_least(1), default=16, help="tokens at the end of each prompt that are withheld and compared")
     parser.add_argument("--bound", type=float, default=0.05, help="the most that the mean KL divergence may be, in nats")
     parser.add_argument("--worst", type=float, default=float("inf"), help="the most that it may be for a single prompt")
     parser.add_argument("--least-same", type=float, default=0.0, help="the least share of next tokens that are the model's own")
@@ -177,8 +175,7 @@ def segments(parser: argparse.ArgumentParser) -> None:
 
 
 def warmstart(parser: argparse.ArgumentParser) -> None:
-    pairs = "one pair a line, as JSON: an object with source and target"
-    parser.add_argument("--pairs", type=existing_file, required=True, help=pairs)
+    parser.add_argument("--pairs", type=existing_file, required=True, help="one pair a line, as JSON: an object with source and target")
     parser.add_argument("--bound", type=float, default=0.02, help="the most that the mean KL divergence of admitted pairs may be, in nats")
     parser.add_argument("--worst", type=float, default=0.05, help="the most that it may be for a single pair")
     parser.add_argument("--encoder", help="of the library that the gate is for; default: the model's input embeddings")

@@ -12,7 +12,7 @@ import torch
 
 from hf_kvcaches.cli.arguments import model_source
 from hf_kvcaches.cli.inputs import begin, load, read_lines, read_texts, spaced, token_ids
-from hf_kvcaches.cli.tables import show, table
+from hf_kvcaches.cli.tables import show
 from hf_kvcaches.codec.codec import KVCodec
 from hf_kvcaches.engines import engine_codec
 from hf_kvcaches.errors import ConfigError, require
@@ -97,10 +97,7 @@ def translator(args: argparse.Namespace, device: torch.device) -> None:
     seconds = time.perf_counter() - began
     if first:
         made.save_pretrained(args.out)
-        stages = dict(made.settings.seconds)
-        stages["together"] = whole = sum(stages.values())
-        lines = [[stage, f"{spent:.1f}", f"{spent / max(whole, 1e-9):.0%}"] for stage, spent in stages.items()]
-        print(f"{table(['stage', 'seconds', 'share'], lines)}\n\n{made.describe_calibration()}\n")
+        print(f"{made.describe_calibration()}\n")
         print(f"{len(texts)} texts, {seconds:.1f} s; written to {args.out}")
         _push(made, args)
 
