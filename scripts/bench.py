@@ -33,9 +33,8 @@ from shared.sides import FULL, SIDES, Bench, Side, ask, feed
 from tqdm import tqdm
 
 from hf_kvcaches import GrowingCache, SegmentReuseCache, SegmentStore
-from hf_kvcaches.cli.bench import SPEED_COLUMNS
+from hf_kvcaches.cli.bench import in_turns
 from hf_kvcaches.cli.tables import Row, environment, print_environment, write_csv
-from hf_kvcaches.cli.timing import in_turns
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.evaluate.measures import cache_bytes
 
@@ -44,6 +43,11 @@ QUICK = Shape(64, 2, 4, 2, 16, 96, 256)
 CELLS, QUICK_CELLS = ((1, 2048), (1, 8192), (8, 2048), (8, 8192)), ((1, 400), (2, 400))
 TOLERANCE = {"float32": 1e-3, "bfloat16": 6e-2, "float16": 6e-2}  # of logits of the order of 1
 ROUNDS, STEPS = 5, 4  # of decode steps
+# Of speed tables, the packaged one too.
+SPEED_COLUMNS = (
+    *("hardware", "device", "threads", "dtype", "cache", "setting", "hidden", "layers", "heads", "kv_heads", "head_dim"),
+    *("batch", "context", "prefill_s", "decode_ms", "prefill_ratio", "decode_ratio", "mib"),
+)
 SHOWN = "cache setting dtype batch context prefill_s prefill_ratio decode_ms decode_ratio mib"
 
 

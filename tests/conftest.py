@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from hf_kvcaches.cli.options import REAL_MODELS
+from hf_kvcaches.cli.arguments import REAL_MODELS
 
 # How many examples a property is tried on, by tier: pytest's --hypothesis-profile names one. Where nobody is there to look at a rare
 # example, a run is to say of a change what the run before said. Elsewhere examples are drawn anew.

@@ -34,13 +34,6 @@ def imported_names(tree: ast.AST, package: tuple[str, ...]) -> Iterator[tuple[in
             anchor = package[: len(package) - node.level + 1] if node.level else ()
             base = ".".join([*anchor, *([node.module] if node.module else [])])
             yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
-        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str):
-            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            if called in ("import_module", "__import__"):
-                name = node.args[0].value
-                level = len(name) - len(name.lstrip("."))
-                anchor = package[: len(package) - level + 1] if level else ()
-                yield node.lineno, ".".join([*anchor, name.lstrip(".")])
 
 
 def module_level(nodes: list[ast.stmt]) -> Iterator[ast.stmt]:
@@ -61,40 +54,17 @@ def is_triton_file(relative: Path) -> bool:
     return relative.parts[0] == "kernels" and relative.name.endswith("_triton.py")
 
 
-def eager_triton_files(package: Path) -> list[str]:
-    """Files of Triton kernels that anything but each other or a function of their own wrapper imports.
-
-    The wrapper of `kernels/NAME_triton.py` is `kernels/NAME.py`.
-    """
-    faults = []
-    for path in sorted(package.rglob("*.py")):
-        relative = path.relative_to(package)
-        if is_triton_file(relative):
-            continue
-        tree, parent = ast.parse(path.read_text()), (package.name, *relative.parts[:-1])
-        at_once = {node.lineno for node in module_level(tree.body) if isinstance(node, ast.Import | ast.ImportFrom)}
-        for line, name in imported_names(tree, parent):
-            for part in name.split("."):
-                if is_triton_file(Path("kernels", f"{part}.py")):
-                    wrapper = Path("kernels", part.removesuffix("_triton") + ".py")
-                    if relative != wrapper or line in at_once:
-                        faults.append(f"{relative}:{line}: {part}")
-    return faults
-
-
 def eager_optionals(package: Path) -> list[str]:
-    """Optional dependencies that are imported as soon as a module of `package` is."""
+    """Optional dependencies, and files of Triton kernels, that are imported as soon as a module of `package` is."""
     faults = []
     for path in sorted(package.rglob("*.py")):
         relative = path.relative_to(package)
         allowed = {"triton"} if is_triton_file(relative) else {relative.stem} if relative.parts[0] == "engines" else set()
-        for node in module_level(ast.parse(path.read_text()).body):
-            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom) and not node.level and node.module:
-                names = [node.module]
-            faults += [
-                f"{path.relative_to(package)}:{node.lineno}: {n}" for n in names if n.partition(".")[0] in (OPTIONAL | ENGINES) - allowed
-            ]
+        statements = [node for node in module_level(ast.parse(path.read_text()).body) if isinstance(node, ast.Import | ast.ImportFrom)]
+        for line, name in (found for node in statements for found in imported_names(node, (package.name, *relative.parts[:-1]))):
+            is_kernel = not is_triton_file(relative) and any(part.endswith("_triton") for part in name.split("."))
+            if is_kernel or name.partition(".")[0] in (OPTIONAL | ENGINES) - allowed:
+                faults.append(f"{relative}:{line}: {name}")
     return faults
 
 
@@ -137,10 +107,6 @@ def test_public_names_are_imported_from_the_modules_that_have_them() -> None:
 
 def test_no_optional_dependency_is_imported_with_the_package() -> None:
     assert eager_optionals(PACKAGE) == []
-
-
-def test_triton_kernels_are_imported_by_functions_of_their_wrapper_only() -> None:
-    assert eager_triton_files(PACKAGE) == []
 
 
 def test_files_and_functions_stay_short_and_no_exception_outlives_its_need() -> None:

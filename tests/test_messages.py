@@ -12,7 +12,6 @@ from hf_kvcaches import (
     EquipCache,
     GrowingCache,
     KVCodec,
-    PagePool,
     SegmentReuseCache,
     SegmentStore,
     SubspaceCache,
@@ -85,8 +84,7 @@ def test_a_tokenizers_name_is_no_tokenizer(model, store):
 
 
 def test_numpys_integers_are_integers(model):
-    two, eight = np.int64(2), np.int32(8)
-    prompt = tiny.ids(1, 12)
+    two, eight, prompt = np.int64(2), np.int32(8), tiny.ids(1, 12)
 
     def answer(cache):
         return model.generate(prompt, past_key_values=cache, max_new_tokens=4, do_sample=False)
@@ -95,9 +93,7 @@ def test_numpys_integers_are_integers(model):
     cache = EquipCache(model, "streaming", budget=eight, sinks=two, recent=two)
     assert torch.equal(answer(cache), answer(plain))
     assert cache.settings() == plain.settings()
-    each = EquipCache(model, "streaming", budget=[eight] * 4, sinks=two, page_size=two)
-    assert answer(each).shape == (1, 16)
-    assert PagePool(model, two, eight).page_size == 8
+    assert answer(EquipCache(model, "streaming", budget=[eight] * 4, sinks=two, page_size=two)).shape == (1, 16)
     made = AdaptiveSubspace(rank=(two, eight), chunk=np.int64(16), warmup=np.int64(16))
     assert made == AdaptiveSubspace(rank=(2, 8), chunk=16, warmup=16)
     assert answer(SubspaceCache(model, adaptive=made, sinks=two, recent=eight)).shape == (1, 16)

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import transformers
 from transformers import Cache, DynamicCache
 
 from hf_kvcaches import compat
-from hf_kvcaches.cli.calls import CallSpec, parse
-from hf_kvcaches.cli.options import begin, load, load_config
-from hf_kvcaches.cli.specs import caches_of
+from hf_kvcaches.cli.inputs import begin, load, load_config
+from hf_kvcaches.cli.specs import CallSpec, makers
 from hf_kvcaches.cli.tables import Row, environment, hardware, print_environment, print_json, show, write_csv
-from hf_kvcaches.cli.timing import in_turns, ratios, spread
 from hf_kvcaches.core.rope_families import head_sizes
 from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.evaluate.measures import cache_bytes
-from hf_kvcaches.evaluate.runner import ModelRunner, Seconds
+from hf_kvcaches.evaluate.runner import ModelRunner
 
+T = TypeVar("T")
 COLUMNS = {
     "cache": "{cache}({setting})",
     "prefill s": "{prefill_s:.4f}",
@@ -32,91 +31,62 @@ COLUMNS = {
     "quartiles": "{decode_ratio_q1:.2f}-{decode_ratio_q3:.2f}",
     "MiB": "{mib:.1f}",
 }
-# The columns of speed tables, which `recommend` reads.
-SPEED_COLUMNS = (
-    *("hardware", "device", "threads", "dtype", "cache", "setting", "hidden", "layers", "heads", "kv_heads", "head_dim"),
-    *("batch", "context", "prefill_s", "decode_ms", "prefill_ratio", "decode_ratio", "mib"),
-)
 
 
 @torch.no_grad()
-def run(args: argparse.Namespace) -> int:
-    device, specs = begin(args), [parse(text) for text in args.cache]
-    model, tokenizer = _random_model(args.model, device, args.dtype) if args.random else load(args.model, device, args.dtype)
+def run_bench(args: argparse.Namespace) -> int:
+    device = begin(args)
+    model, tokenizer = (_random_model(args.model, device, args.dtype), None) if args.random else load(args.model, device, args.dtype)
     if not args.json:
         print_environment(device)
-    recipes = [(spec, caches_of(spec, model, tokenizer)) for spec in specs]
-    sides = [TimedSide(CallSpec("DynamicCache", (), {}), lambda: DynamicCache(config=model.config))]
-    sides += [TimedSide(spec, lambda caches=caches: caches.new_cache(model)) for spec, caches in recipes]  # type: ignore[misc]
-    rows = _measured(model, sides, args)
+    specs = {repr(spec): spec for spec in (CallSpec("DynamicCache", (), {}), *args.cache)}
+    caches = {"DynamicCache()": lambda: DynamicCache(config=model.config), **makers(args.cache, model, tokenizer)}
+    measured, shape, rows = _timed(model, caches, args), _shape(model, args), []
+    base_prefill, base_decode, _ = zip(*measured["DynamicCache()"], strict=True)
+    for name, spec in specs.items():
+        prefill, decode, mebibytes = zip(*measured[name], strict=True)
+        times = {"prefill_s": statistics.median(prefill), **ratios(base_prefill, prefill, "prefill_ratio")}
+        times |= {**spread("decode", decode, 1e3), **ratios(base_decode, decode, "decode_ratio")}
+        rows.append({**shape, "cache": spec.name, "setting": spec.arguments, **times, "mib": round(mebibytes[-1], 2)})
     if args.json:
         print_json({"environment": environment(device), "model": args.model, "caches": rows})
     else:
         print(show(rows, COLUMNS))
     if args.csv:
-        write_csv(args.csv, [{name: row[name] for name in SPEED_COLUMNS} for row in rows])
+        write_csv(args.csv, rows)
     return 0
 
 
-@dataclass(frozen=True)
-class TimedSide:
-    """A cache to time."""
-
-    spec: CallSpec
-    make: Callable[[], Cache]
-
-
-def _random_model(name: str, device: torch.device, dtype: str) -> tuple[Any, None]:
+def _random_model(name: str, device: torch.device, dtype: str) -> Any:
     """A model with random weights; `auto` is the dtype that its config names."""
     config = load_config(name)
     chosen = (getattr(config, "dtype", None) or torch.float32) if dtype == "auto" else getattr(torch, dtype)
     torch.manual_seed(0)
     with device:
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=chosen).eval(), None
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=chosen).eval()
 
 
-def _measured(model: Any, sides: Sequence[TimedSide], args: argparse.Namespace) -> list[Row]:
-    """A row for each side. All have the same prompt in all rounds, so that stores and libraries are timed on a hit."""
-    text = compat.decoder_config(model.config)
-    ids = torch.randint(1, text.vocab_size, (args.batch, args.context + args.steps), generator=torch.Generator().manual_seed(0))
+def _timed(model: Any, caches: Mapping[str, Callable[[], Cache]], args: argparse.Namespace) -> dict[str, list[tuple[float, ...]]]:
+    """Seconds of the prompt and of a step, and mebibytes, of each round. All have the same prompt: stores are timed on a hit."""
+    vocabulary = compat.decoder_config(model.config).vocab_size
+    ids = torch.randint(1, vocabulary, (args.batch, args.context + args.steps), generator=torch.Generator().manual_seed(0))
     runner, tokens = ModelRunner(model, ids[:, : args.context]), ids[:, args.context :].to(model.device).unbind(1)
-    allocated: dict[str, int] = {}
 
-    def timed(side: TimedSide) -> Seconds:
-        cache = side.make()
+    def timed(name: str, _: int) -> tuple[float, ...]:
+        cache = caches[name]()
         logits, prefill = runner.prefill(cache)
         if not bool(logits.isfinite().all()):
-            raise UnsupportedError(f"{side.spec}: the logits behind the prompt are not finite, so nothing is timed.")
+            raise UnsupportedError(f"{name}: the logits behind the prompt are not finite, so nothing is timed.")
         decode = sum(runner.decode(cache, token, step)[1] for step, token in enumerate(tokens, 1))
-        allocated[repr(side.spec)] = cache_bytes(cache)
-        return Seconds(prefill, decode / args.steps)
+        return prefill, decode / args.steps, cache_bytes(cache) / 2**20
 
-    works = {repr(side.spec): lambda _, side=side: timed(side) for side in sides}
-    seconds = in_turns(works, args.rounds, warm_up=1)
-    base = seconds[repr(sides[0].spec)]
-    shape = _shape(model, args)
-    rows = []
-    for side in sides:
-        name = repr(side.spec)
-        rows.append({**shape, **_times(side.spec, seconds[name], base), "mib": round(allocated[name] / 2**20, 2)})
-    return rows
-
-
-def _times(spec: CallSpec, seconds: Sequence[Seconds], base: Sequence[Seconds]) -> Row:
-    """Medians, and how many times as fast as the full cache."""
-    row: Row = {"cache": spec.name, "setting": spec.arguments, "prefill_s": statistics.median(each.prefill for each in seconds)}
-    row |= spread("decode", [each.decode for each in seconds], 1e3)
-    for name in ("prefill", "decode"):
-        quotients = ratios([getattr(each, name) for each in base], [getattr(each, name) for each in seconds])
-        row |= {f"{name}_{column}": value for column, value in quotients.items()}
-    return row
+    return in_turns({name: partial(timed, name) for name in caches}, args.rounds, warm_up=1)
 
 
 def _shape(model: Any, args: argparse.Namespace) -> Row:
     """The columns that all rows share."""
     text = compat.decoder_config(model.config)
-    sizes = head_sizes(text, 0)
-    heads = getattr(text, "num_attention_heads", "")
+    sizes, heads = head_sizes(text, 0), getattr(text, "num_attention_heads", "")
     return {
         "hardware": hardware(model.device),
         "device": model.device.type,
@@ -130,3 +100,30 @@ def _shape(model: Any, args: argparse.Namespace) -> Row:
         "batch": args.batch,
         "context": args.context,
     }
+
+
+def in_turns(works: Mapping[str, Callable[[int], T]], rounds: int, warm_up: int = 0) -> dict[str, list[T]]:
+    """Call every work with the number of the round, round by round, each time another one first: what slows the computer for a while
+    slows all. Results of the warm-up rounds are dropped."""
+    names = list(works)
+    results: dict[str, list[T]] = {name: [] for name in names}
+    for index in range(-warm_up, rounds):
+        first = index % len(names)
+        for name in names[first:] + names[:first]:
+            result = works[name](max(index, 0))
+            if index >= 0:
+                results[name].append(result)
+    return results
+
+
+def spread(name: str, values: Sequence[float], factor: float = 1.0) -> dict[str, float]:
+    """Median and quartiles as columns; in milliseconds with a factor of 1,000."""
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    unit = "" if factor == 1 else "_ms"
+    numbers = {"": statistics.median(values), "_q1": low, "_q3": high}
+    return {f"{name}{quartile}{unit}": round(value * factor, 4) for quartile, value in numbers.items()}
+
+
+def ratios(base: Sequence[float], seconds: Sequence[float], name: str = "ratio") -> dict[str, float]:
+    """Columns of how many times as fast a side is, taken round by round."""
+    return spread(name, [before / after for before, after in zip(base, seconds, strict=True)])

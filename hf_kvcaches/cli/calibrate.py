@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
+from collections.abc import Iterable, Mapping
+from typing import Any
 
-from hf_kvcaches.cli import calibrate_segments, calibrate_translator, calibrate_warmstart
-from hf_kvcaches.cli.options import begin, load, model_source
-from hf_kvcaches.cli.texts import read_texts
+import torch
+
+from hf_kvcaches.cli.arguments import model_source
+from hf_kvcaches.cli.inputs import begin, load, read_lines, read_texts, spaced, token_ids
+from hf_kvcaches.cli.tables import show
 from hf_kvcaches.codec.codec import KVCodec
 from hf_kvcaches.engines import engine_codec
-from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.errors import ConfigError, require
+from hf_kvcaches.segments.calibration import calibrate as calibrate_policy
+from hf_kvcaches.translate.config import TranslatorConfig
+from hf_kvcaches.translate.translator import CacheTranslator
+from hf_kvcaches.warmstart.calibration import CLOSED, calibrate_gate
 
 
-def run(args: argparse.Namespace) -> int:
-    calibrators = {
-        "codec": calibrate_codec,
-        "segments": calibrate_segments.run,
-        "warmstart": calibrate_warmstart.run,
-        "translator": calibrate_translator.run,
-    }
-    calibrators[args.kind](args)
+def run_calibrate(args: argparse.Namespace) -> int:
+    kinds = {"codec": codec, "segments": segments, "warmstart": warmstart, "translator": translator}
+    kinds[args.kind](args, begin(args))
     return 0
 
 
-def calibrate_codec(args: argparse.Namespace) -> None:
-    device = begin(args)
+def codec(args: argparse.Namespace, device: torch.device) -> None:
     rotation = engine_codec.ROTATIONS[args.engine] if args.engine else args.rotation or "aware"
     recent = args.recent if args.recent is not None else 0 if args.engine else 64
     # Where keys are coded with their rotation, codes of positions that no text reached take half as many bytes again.
@@ -37,15 +40,80 @@ def calibrate_codec(args: argparse.Namespace) -> None:
             raise ConfigError.of("--push-to-hub", "none with --for: engines load folders", args.push_to_hub, "Copy the folder.")
         engine_codec.checkpoint_digest(model_source(args.model))
     model, tokenizer = load(args.model, device, args.dtype)
-    texts = [text for path in args.texts for text in read_texts(path, tokenizer, length)]
+    texts = read_texts(args.texts, tokenizer, length)
     options = {name: getattr(args, name) for name in ("metric", "max_tokens", "shards")} | {"block": length}
     began = time.perf_counter()
-    codec = KVCodec.calibrate(model, tokenizer, texts, args.bytes_ratio, rotation=rotation, recent=recent, **options)
+    made = KVCodec.calibrate(model, tokenizer, texts, args.bytes_ratio, rotation=rotation, recent=recent, **options)
     seconds = time.perf_counter() - began
     if args.engine:
-        engine_codec.save(codec, args.out, args.engine, model_source(args.model))
+        engine_codec.save(made, args.out, args.engine, model_source(args.model))
     else:
-        codec.save_pretrained(args.out)
-    print(f"{codec}\n{codec.settings.tokens} tokens of {len(texts)} texts, {seconds:.0f} s; written to {args.out}")
+        made.save_pretrained(args.out)
+    print(f"{made}\n{made.settings.tokens} tokens of {len(texts)} texts, {seconds:.0f} s; written to {args.out}")
+    _push(made, args)
+
+
+def segments(args: argparse.Namespace, device: torch.device) -> None:
+    model, tokenizer = load(args.model, device, args.dtype)
+    prompts = [token_ids(text, tokenizer) for [text] in read_lines(args.prompts, "prompt")][: args.requests]
+    quantization = _quantization(args) if args.codec is None else KVCodec.from_pretrained(args.codec, model=model)
+    bounds = {"bound": args.bound, "worst": args.worst, "least_same": args.least_same}
+    began = time.perf_counter()
+    policy = calibrate_policy(model, tokenizer, {args.prompts.stem: prompts}, **bounds, asked=args.asked, quantization=quantization)
+    seconds = time.perf_counter() - began
+    policy.save_pretrained(args.out)
+    print(f"{_measured(policy.measured)}\n\n{seconds:.0f} s; written to {args.out}: {policy}\n")
+
+
+def warmstart(args: argparse.Namespace, device: torch.device) -> None:
+    pairs = [(source, target) for source, target in read_lines(args.pairs, "source", "target")]
+    model, tokenizer = load(args.model, device, args.dtype)
+    options = {"encoder": args.encoder, "quantization": _quantization(args)}
+    began = time.perf_counter()
+    gate = calibrate_gate(model, tokenizer, options, pairs, bound=args.bound, worst=args.worst, following=args.following)
+    seconds = time.perf_counter() - began
+    gate.save_pretrained(args.out)
+    reusable = f"{gate.reusable:.4f}" if gate.reusable < CLOSED else f"{gate.reusable:g}, which refuses everything"
+    print(f"{_measured(gate.measured)}\n\n{len(pairs)} pairs, {seconds:.0f} s; written to {args.out}")
+    print(f"reusable: {reusable}\nrepair: {gate.repair:g}\nencoder: {gate.encoder}")
+
+
+def translator(args: argparse.Namespace, device: torch.device) -> None:
+    state = None
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # started by `accelerate launch` or torchrun
+        state = require("accelerate", "distributed", "A calibration in several processes").PartialState()
+        device = state.device if args.device == "auto" else device
+    first = state is None or state.is_main_process
+    (producer, one), (consumer, other) = (load(name, device, args.dtype) for name in (args.producer, args.consumer))
+    texts = spaced(read_texts(args.texts, other, args.length), args.prefixes)
+    options = {
+        "payload": args.payload,
+        "recompute_layers": int(args.recompute_layers) if args.recompute_layers.isdigit() else args.recompute_layers,
+        "config": TranslatorConfig(layers_per_code=args.layers_per_code, metric=args.metric, memory=args.memory),
+        "max_length": max(args.length, 8),
+    }
+    began = time.perf_counter()
+    made = CacheTranslator.fit(producer, consumer, (one, other), texts, progress=first, **options)
+    seconds = time.perf_counter() - began
+    if first:
+        made.save_pretrained(args.out)
+        print(f"{made.describe_calibration()}\n")
+        print(f"{len(texts)} texts, {seconds:.1f} s; written to {args.out}")
+        _push(made, args)
+
+
+def _quantization(args: argparse.Namespace) -> Any:
+    return None if args.quantization == "none" else args.quantization
+
+
+def _push(made: KVCodec | CacheTranslator, args: argparse.Namespace) -> None:
     if args.push_to_hub:
-        print(f"uploaded: {codec.push_to_hub(args.push_to_hub)}")
+        print(f"uploaded: {made.push_to_hub(args.push_to_hub)}")
+
+
+def _measured(rows: Iterable[Mapping[str, Any]]) -> str:
+    """A table of the settings that a calibration measured, the chosen ones marked."""
+    as_text = lambda value: "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)  # noqa: E731
+    texts = [{name: as_text(value) for name, value in row.items()} | {"chosen": "*" if row["chosen"] else ""} for row in rows]
+    names = [name for row in texts[:1] for name in row if name != "chosen"]
+    return show(texts, {"": "{chosen}", **{name: f"{{{name}}}" for name in names}})

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
-from hf_kvcaches.errors import ConfigError, require_choice, whole_number
+from hf_kvcaches.errors import ConfigError, require_choice
 
 NeedleKind = Literal["digits", "words"]
 PairKind = Literal["words", "paragraph", "pages"]
@@ -29,94 +29,51 @@ _RULES = (
     "Name the page on which you found the answer.",
     "Do not repeat the question.",
 )
-_SUBJECTS = "The ferryman;An old teacher;The night watchman;My neighbour;The gardener;A young clerk;The miller's wife;The surveyor".split(
-    ";"
-)
-_VERBS = "repaired;carried home;forgot about;described;looked for;sold;painted;returned".split(";")
-_OBJECTS = "a broken lantern;two baskets of pears;the old map;a letter from the coast;the wooden bench;a pair of boots;his notebook".split(
-    ";"
-)
-_TIMES = "before breakfast;on a cold evening;after the market had closed;while it was raining;in the first week of May;at noon".split(";")
-_ENDINGS = (
-    "and nobody asked why.",
-    "which surprised the whole street.",
-    "and then went to bed early.",
-    "although the road was closed.",
-    "and spoke of it for years.",
-    "because the bridge had been washed away.",
+# Of made-up sentences.
+_CLAUSES = tuple(
+    clauses.split(";")
+    for clauses in (
+        "The ferryman;An old teacher;The night watchman;My neighbour;The gardener;A young clerk;The miller's wife;The surveyor",
+        "repaired;carried home;forgot about;described;looked for;sold;painted;returned",
+        "a broken lantern;two baskets of pears;the old map;a letter from the coast;the wooden bench;a pair of boots;his notebook",
+        "before breakfast;on a cold evening;after the market had closed;while it was raining;in the first week of May;at noon",
+        "and nobody asked why.;which surprised the whole street.;and then went to bed early.;although the road was closed.;"
+        "and spoke of it for years.;because the bridge had been washed away.",
+    )
 )
 
 
-@dataclass(frozen=True)
-class Needle:
-    """A fact that a text states and a question that asks for it in other words.
-
-    Args:
-        note: The sentence that states it.
-        question: What is fed behind the context, up to the answer.
-        answer: The answer, with the space before it.
-    """
+class Needle(NamedTuple):
+    """A fact that a text states, and a question that asks for it in other words and is fed up to the answer."""
 
     note: str
     question: str
-    answer: str
+    answer: str  # with the space before it
 
 
-@dataclass(frozen=True)
-class NeedlePrompt:
-    """A context with needles, as token ids, and the question about one of them.
+class NeedlePrompt(NamedTuple):
+    """A context with needles, as token ids, and what is asked behind it with the answers.
 
-    Args:
-        context: Token ids of the context, with the tokens that the tokenizer puts before a text.
-        question: Token ids of the question.
-        answer: Token ids of the answer.
-        kind: What the needles are made of.
-        others: Questions and answers about the context's other needles.
-        continuation: How the prose goes on behind the context.
+    The questions come in a random order. The last "question" is the first token of how the context goes on, its "answer" the next ones.
     """
 
     context: list[int]
-    question: list[int]
-    answer: list[int]
-    kind: NeedleKind
-    others: tuple[tuple[list[int], list[int]], ...]
-    continuation: list[int]
-
-    @property
-    def needles(self) -> int:
-        """How many the context has."""
-        return 1 + len(self.others)
+    asked: list[tuple[list[int], list[int]]]
 
 
-@dataclass(frozen=True)
-class PromptPair:
-    """Two prompts, of which the second resembles the first.
-
-    Args:
-        kind: What differs.
-    """
-
-    kind: PairKind
-    earlier: list[int]
-    later: list[int]
-
-
-@dataclass(frozen=True)
 class _Prose:
-    """Sentences of a text in turn, from a place that a seed chooses."""
+    """Sentences of a text in turn, from a random one on; made-up ones without a text."""
 
-    sentences: Sequence[str]
-    rng: random.Random
-    place: int = field(init=False, default=0)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "place", self.rng.randrange(len(self.sentences)))
-
-    def take(self) -> str:
-        """The next sentence."""
-        sentence = self.sentences[self.place % len(self.sentences)]
-        object.__setattr__(self, "place", self.place + 1)
-        return sentence
+    def __init__(self, prose: str | None, rng: random.Random) -> None:
+        if prose is None:
+            made_up = random.Random(f"prose {rng.randrange(1 << 30)}")
+            prose = " ".join(made_up.choice(clauses) for _ in range(400) for clauses in _CLAUSES)
+        sentences = [" ".join(sentence.split()) for sentence in re.split(r"(?<=[.!?])\s+", prose)]
+        kept = [sentence for sentence in sentences if len(sentence) > 8]
+        if not kept:
+            raise ConfigError.of("prose", "a text of sentences", prose[:80], "Leave it out for made-up sentences.")
+        start = rng.randrange(len(kept))
+        self._sentences = itertools.cycle([*kept[start:], *kept[:start]])
 
     def paragraph(self, tokenizer: Any, tokens: int) -> str:
         """Sentences that come to about that many tokens, the last one cut short."""
@@ -125,9 +82,9 @@ class _Prose:
 
     def split(self, tokenizer: Any, tokens: int, following: int) -> tuple[str, str]:
         """The words of about that many tokens, and what follows them: at least so many tokens."""
-        text = self.take()
+        text = next(self._sentences)
         while len(ids := encode(tokenizer, text)) < tokens + following:
-            text = f"{text} {self.take()}"
+            text = f"{text} {next(self._sentences)}"
         words: str = tokenizer.decode(ids[: max(1, tokens)])
         # The last word may be cut within.
         words = words.rpartition(" ")[0] or words
@@ -135,62 +92,36 @@ class _Prose:
 
 
 def encode(tokenizer: Any, text: str, *, begins: bool = False) -> list[int]:
-    """Token ids of a text.
-
-    Args:
-        begins: Whether it begins a prompt, so that the tokenizer puts its special tokens before it, as Gemma's needs it.
-    """
+    """Token ids of a text; where it begins a prompt, with the tokenizer's special tokens before it, which Gemma's needs."""
     ids = list(tokenizer(text, add_special_tokens=begins, verbose=False)["input_ids"])
     # Some tokenizers end every text, too.
     return ids[:-1] if begins and ids and ids[-1] == tokenizer.eos_token_id and ids[-1] != tokenizer.bos_token_id else ids
 
 
-def plain_prose(seed: int, sentences: int = 400) -> str:
-    """Made-up sentences, for where no text is at hand."""
-    rng = random.Random(f"prose {seed}")
-    parts = (_SUBJECTS, _VERBS, _OBJECTS, _TIMES, _ENDINGS)
-    return " ".join(" ".join(rng.choice(part) for part in parts) for _ in range(sentences))
-
-
 def needle_prompts(
     tokenizer: Any, count: int, kind: NeedleKind, needles: int = 1, *, tokens: int = 600, seed: int = 0, prose: str | None = None
 ) -> list[NeedlePrompt]:
-    """Contexts of prose with needles in it, each with a question about one.
-
-    Args:
-        kind: "digits": numbers of five digits. "words": who has which trade.
-        needles: How many each context states; one is asked for.
-        tokens: Of a context, about.
-        prose: What lies around the needles; None for made-up sentences.
-    """
+    """Contexts of about so many tokens of prose with needles in it: numbers of five digits, or who has which trade."""
     require_choice("kind", kind, NEEDLE_KINDS)
-    whole_number("count", count, 1)
-    whole_number("needles", needles, 1)
     prompts = []
     for number in range(count):
         rng = random.Random(f"needles {kind} {needles} {seed} {number}")
-        facts, text = _needles(rng, kind, needles), _prose(prose, rng)
+        facts, text = _needles(rng, kind, needles), _Prose(prose, rng)
         room = max(1, tokens - sum(len(encode(tokenizer, fact.note)) for fact in facts))
         shares = [rng.uniform(0.5, 1.5) for _ in range(needles + 1)]
         lengths = [int(room * share / sum(shares)) for share in shares]
         body = "".join(f"{text.paragraph(tokenizer, length)} {fact.note} " for fact, length in zip(facts, lengths, strict=False))
         last, following = text.split(tokenizer, lengths[-1], _FOLLOWING)
-        asked = rng.sample(facts, needles)
-        (question, answer), *others = ((encode(tokenizer, fact.question), encode(tokenizer, fact.answer)) for fact in asked)
-        context, continuation = encode(tokenizer, body + last, begins=True), encode(tokenizer, following)[:_FOLLOWING]
-        prompts.append(NeedlePrompt(context, question, answer, kind, tuple(others), continuation))
+        asked = [(encode(tokenizer, fact.question), encode(tokenizer, fact.answer)) for fact in rng.sample(facts, needles)]
+        continuation = encode(tokenizer, following)[:_FOLLOWING]
+        prompts.append(NeedlePrompt(encode(tokenizer, body + last, begins=True), [*asked, (continuation[:1], continuation[1:])]))
     return prompts
 
 
 def agent_prompts(
     tokenizer: Any, count: int, *, pages: int = 5, pool: int = 8, page_tokens: int = 120, seed: int = 0, prose: str | None = None
 ) -> list[list[int]]:
-    """Requests of one agent, one after another: a system text, pages of a pool in a random order, and a question.
-
-    Args:
-        pages: In each prompt.
-        pool: Of pages from which each prompt draws.
-    """
+    """Requests of one agent, one after another: a system text, some pages of a pool in a random order, and a question."""
     rng = random.Random(f"agents {seed}")
     if pages > pool:
         raise ConfigError.of("pages", f"at most pool, {pool}", pages)
@@ -198,72 +129,72 @@ def agent_prompts(
     prompts = []
     for _ in range(count):
         chosen = rng.sample(written, pages)
-        asked = rng.choice(chosen)[1]
-        body = "\n\n".join([head, *(page for page, _ in chosen)])
-        prompts.append(encode(tokenizer, f"{body}\n\n{asked.question.strip()}", begins=True))
+        prompts.append(encode(tokenizer, _prompt(head, chosen, rng.choice(chosen)), begins=True))
     return prompts
 
 
 def prompt_pairs(
     tokenizer: Any, count: int, kind: PairKind, *, pages: int = 6, page_tokens: int = 100, seed: int = 0, prose: str | None = None
-) -> list[PromptPair]:
-    """Pairs of prompts of a server.
+) -> list[tuple[list[int], list[int]]]:
+    """Pairs of prompts of a server, of which the later one resembles the earlier one.
 
     Args:
         kind: What the later prompt has in place of the earlier one's: "words": single words. "paragraph": one page and no more.
             "pages": half of the pages.
-        pages: In each prompt.
     """
     require_choice("kind", kind, PAIR_KINDS)
     pairs = []
     for number in range(count):
         rng = random.Random(f"pairs {kind} {seed} {number}")
         written, head = _pages(tokenizer, rng, 2 * pages, page_tokens, prose), _system(rng)
-        before, spare = written[:pages], written[pages:]
-        after, asked = list(before), before[0][1]
-        if kind != "words":
-            changed = rng.sample(range(1, pages), 1 if kind == "paragraph" else pages // 2)
-            for index in changed:
-                after[index] = spare[index]
-        earlier, later = ("\n\n".join([head, *(page for page, _ in side), asked.question.strip()]) for side in (before, after))
+        before, after = written[:pages], written[:pages]
+        changed = {"words": 0, "paragraph": 1, "pages": pages // 2}[kind]
+        for index in rng.sample(range(1, pages), changed) if changed else ():
+            after[index] = written[pages + index]
+        earlier, later = (_prompt(head, side, before[0]) for side in (before, after))
         if kind == "words":
             later = _with_other_words(rng, later)
-        pairs.append(PromptPair(kind, encode(tokenizer, earlier, begins=True), encode(tokenizer, later, begins=True)))
+        pairs.append((encode(tokenizer, earlier, begins=True), encode(tokenizer, later, begins=True)))
     return pairs
 
 
 def _needles(rng: random.Random, kind: NeedleKind, count: int) -> list[Needle]:
     """Facts about different people and places."""
     people, places = rng.sample(_PEOPLE, count), rng.sample(_PLACES, count)
+    facts = []
     if kind == "digits":
-        numbers = ["".join(rng.choice("0123456789") for _ in range(5)) for _ in range(count)]
-        return [
-            Needle(
-                f"Remember this: the secret key number of the {place} is {number}. That is important.",
-                f"\n\nWhoever wants to open the {place} has to enter its number, which is",
-                f" {number}",
-            )
-            for place, number in zip(places, numbers, strict=True)
-        ]
-    towns, trades = rng.sample(_TOWNS, count), rng.sample(_TRADES, count)
-    return [
-        Needle(
-            f"{person} works as a {trade} in {town}.",
-            f"\n\nQuestion: How does {person} earn a living?\nAnswer: {person} is a",
-            f" {trade}",
-        )
-        for person, town, trade in zip(people, towns, trades, strict=True)
-    ]
+        for place in places:
+            number = "".join(rng.choice("0123456789") for _ in range(5))
+            note = f"Remember this: the secret key number of the {place} is {number}. That is important."
+            question = f"\n\nWhoever wants to open the {place} has to enter its number, which is"
+            facts.append(Needle(note, question, f" {number}"))
+        return facts
+    for person, town, trade in zip(people, rng.sample(_TOWNS, count), rng.sample(_TRADES, count), strict=True):
+        question = f"\n\nQuestion: How does {person} earn a living?\nAnswer: {person} is a"
+        facts.append(Needle(f"{person} works as a {trade} in {town}.", question, f" {trade}"))
+    return facts
 
 
-def _pages(tokenizer: Any, rng: random.Random, count: int, tokens: int, prose: str | None) -> list[tuple[str, Needle]]:
-    """Pages with a heading, prose and a fact each, and the facts."""
-    text, pages = _prose(prose, rng), []
-    for number, fact in enumerate((_needles(rng, rng.choice(NEEDLE_KINDS), 1)[0] for _ in range(count)), 1):
+class _Page(NamedTuple):
+    """A page with a heading, prose and a fact."""
+
+    text: str
+    fact: Needle
+
+
+def _pages(tokenizer: Any, rng: random.Random, count: int, tokens: int, prose: str | None) -> list[_Page]:
+    source, pages = _Prose(prose, rng), []
+    for number in range(1, count + 1):
+        fact = _needles(rng, rng.choice(NEEDLE_KINDS), 1)[0]
         half = max(1, (tokens - len(encode(tokenizer, fact.note))) // 2)
-        before, after = text.paragraph(tokenizer, half), text.paragraph(tokenizer, half)
-        pages.append((f"# Page {number}\n{before} {fact.note} {after}", fact))
+        before, after = source.paragraph(tokenizer, half), source.paragraph(tokenizer, half)
+        pages.append(_Page(f"# Page {number}\n{before} {fact.note} {after}", fact))
     return pages
+
+
+def _prompt(head: str, pages: Sequence[_Page], asked: _Page) -> str:
+    """The text of a prompt with pages, which ends with the question about one."""
+    return "\n\n".join([head, *(page.text for page in pages), asked.fact.question.strip()])
 
 
 def _system(rng: random.Random) -> str:
@@ -277,12 +208,3 @@ def _with_other_words(rng: random.Random, text: str, words: int = 4) -> str:
     for index in rng.sample(long, min(words, len(long))):
         pieces[index] = rng.choice("copper quiet golden narrow distant gentle hollow silver".split())
     return "".join(pieces)
-
-
-def _prose(prose: str | None, rng: random.Random) -> _Prose:
-    text = plain_prose(rng.randrange(1 << 30)) if prose is None else prose
-    sentences = [" ".join(sentence.split()) for sentence in re.split(r"(?<=[.!?])\s+", text)]
-    kept = [sentence for sentence in sentences if len(sentence) > 8]
-    if not kept:
-        raise ConfigError.of("prose", "a text of sentences", text[:80], "Leave it out for made-up sentences.")
-    return _Prose(kept, rng)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -30,107 +29,81 @@ _METHODS = {"fp8": 8, "fp4": 4, "eetq": 8, "bitnet": 2}
 _FED = 2
 
 
-@dataclass(frozen=True)
-class LayerSize:
-    """What one row of a `DynamicCache` holds in a layer.
+class LayerSize(NamedTuple):
+    """What one row of a `DynamicCache` holds in a layer."""
 
-    Args:
-        numbers: Of a token's keys and values, all heads together.
-        heads: Key heads.
-        window: The most tokens that are kept; None for all.
-        state: Bytes that do not grow with the text.
-    """
-
-    numbers: int
-    heads: int
-    window: int | None = None
-    state: int = 0
-
-    def slots(self, tokens: int) -> int:
-        return tokens if self.window is None else min(tokens, self.window)
+    numbers: int  # of a token's keys and values, all heads together; 0 without attention
+    heads: int  # key heads
+    window: int | None = None  # the most tokens that are kept; None for all
+    state: int = 0  # bytes that do not grow with the text
 
 
-@dataclass(frozen=True)
 class ModelSize:
-    """What a model and its caches are made of.
+    """What a model and its caches are made of; the methods give the bytes of one row of a cache."""
 
-    Args:
-        weight_bytes: Of all weights.
-        element: Bytes of a number of keys and values.
-        weight_bits: Of a number of a quantized matrix; None where weights are not quantized.
-    """
+    def __init__(self, layers: Sequence[LayerSize], weight_bytes: int, element: int, weight_bits: int | None) -> None:
+        self.layers, self.weight_bytes, self.element, self.weight_bits = layers, weight_bytes, element, weight_bits
+        # The other layers have windows or states, which are in every cache as transformers has them.
+        self.full_layers = [layer for layer in layers if layer.window is None and layer.numbers]
+        self.numbers = sum(layer.numbers for layer in self.full_layers)
+        self.heads = sum(layer.heads for layer in self.full_layers)
+        self.token = self.numbers * element
 
-    layers: tuple[LayerSize, ...]
-    weight_bytes: int
-    element: int
-    weight_bits: int | None = None
+    def _others(self, tokens: int) -> int:
+        held = sum(layer.numbers * self.element * min(tokens, layer.window) for layer in self.layers if layer.window is not None)
+        return held + sum(layer.state for layer in self.layers)
 
     def full(self, tokens: int) -> float:
-        """Bytes of a row of a `DynamicCache`."""
-        return sum(self._token(layer) * layer.slots(tokens) + layer.state for layer in self.layers)
+        """A `DynamicCache`."""
+        return self._others(tokens) + tokens * self.token
 
     def growing(self, tokens: int) -> float:
-        """Bytes of a row of a `GrowingCache`, with its reserve."""
-        return self._with(tokens, lambda layer: capacity_for(tokens) * self._token(layer))
+        """A `GrowingCache`, with its reserve."""
+        return self._others(tokens) + capacity_for(tokens) * self.token
 
     def slots(self, tokens: int, budget: int) -> float:
-        """Bytes of a row of an `EquipCache`: beside keys and values, a slot has a position, a score, a place and a mask."""
+        """An `EquipCache`: beside keys and values, a slot has a position, a score, a place and a mask."""
         slots = min(budget, capacity_for(tokens))
-        return self._with(tokens, lambda layer: slots * (self._token(layer) + (12 + self.element) * layer.heads))
+        return self._others(tokens) + slots * (self.token + (12 + self.element) * self.heads)
 
-    def quantized_slots(self, tokens: int, budget: int, bits: int) -> float:
-        """The same with `storage`, of 8 or 4 bits."""
-        slots = min(budget, capacity_for(tokens))
-
-        def of_layer(layer: LayerSize) -> float:
-            scales = layer.numbers / layer.heads / 2 / 32 if bits == 4 else 1
-            value_scales = scales * (4 if self.element <= 2 else 8)
-            # Beside the slots, the centers and sizes of the channels of keys.
-            return slots * (layer.numbers * bits / 8 + (4 + value_scales + 12) * layer.heads) + self._token(layer)
-
-        return self._with(tokens, of_layer)
+    def int8_slots(self, tokens: int, budget: int) -> float:
+        """The same with `storage="int8"`: keys and values have scales, and each channel of keys a center and a size."""
+        slots, scales = min(budget, capacity_for(tokens)), 4 + (4 if self.element <= 2 else 8)
+        return self._others(tokens) + slots * (self.numbers + (scales + 12) * self.heads) + self.token
 
     def codes(self, tokens: int, ratio: float) -> float:
-        """Bytes of a row of a `SubspaceCache` with a codec of that share of the bytes of 16 bits."""
+        """A `SubspaceCache` with a codec of that share of the bytes of 16 bits."""
         coded = TILE * _ENDS.tiles(tokens)
         capacity = room_for(coded) if coded else 0
-        return self._with(tokens, lambda layer: (tokens - coded) * self._token(layer) + capacity * 2 * layer.numbers * ratio)
-
-    def _token(self, layer: LayerSize) -> int:
-        return layer.numbers * self.element
-
-    def _with(self, tokens: int, of_layer: Callable[[LayerSize], float]) -> float:
-        """The bytes of layers with full attention, and of the others as transformers keeps them."""
-        others = [layer for layer in self.layers if layer.window is not None or not layer.numbers]
-        held = sum(of_layer(layer) for layer in self.layers if layer not in others)
-        return held + sum(self._token(layer) * layer.slots(tokens) + layer.state for layer in others)
+        return self._others(tokens) + (tokens - coded) * self.token + capacity * 2 * ratio * self.numbers
 
 
 def model_size(config: PreTrainedConfig, dtype: torch.dtype) -> ModelSize:
-    """Sizes of a model and of its caches; nothing but the config is read.
-
-    Args:
-        dtype: Of weights, keys and values.
-    """
+    """Sizes of a model and of its caches with weights, keys and values of a dtype; nothing but the config is read."""
     model = _without_weights(config)
     element, bits = dtype.itemsize, _weight_bits(config)
-    weights = _weight_bytes(model, element, bits)
     cache = DynamicCache(config=model.config)
     tokens = torch.zeros(1, _FED, dtype=torch.long, device="meta")
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model(input_ids=tokens, **compat.cache_kwargs(model, cache))
-    except (RuntimeError, ValueError, TypeError):  # some models look at what is in a tensor, and here it has nothing in it
-        return ModelSize(_from_config(config), weights, element, bits)
-    return ModelSize(tuple(_measured(layer, element) for layer in cache.layers), weights, element, bits)
+        layers = [_measured(layer, element) for layer in cache.layers]
+    except (RuntimeError, ValueError, TypeError, AttributeError):  # some models look at what is in a tensor, and here it has nothing in it
+        layers = _from_config(config)
+    return ModelSize(layers, _weight_bytes(model, element, bits), element, bits)
+
+
+def _without_weights(config: PreTrainedConfig) -> Any:
+    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText):
+        with contextlib.suppress(ValueError), torch.device("meta"):
+            return auto.from_config(config, dtype=torch.bfloat16)
+    raise UnsupportedError(f"recommend: transformers has no model that writes text with a {type(config).__name__}.")
 
 
 def _weight_bits(config: PreTrainedConfig) -> int | None:
     """How many bits a number of a quantized matrix has, as the config says; None where weights are not quantized, or it does not say."""
-    quantization: Any = getattr(config, "quantization_config", None)
-    if quantization is None:
-        return None
+    quantization: Any = getattr(config, "quantization_config", None) or {}
     options = quantization if isinstance(quantization, dict) else vars(quantization)
     if isinstance(bits := options.get("bits", options.get("w_bit")), int):
         return bits
@@ -142,37 +115,26 @@ def _weight_bits(config: PreTrainedConfig) -> int | None:
 
 def _weight_bytes(model: Any, element: int, bits: int | None) -> int:
     """Bytes of a model's weights; embeddings, the output head and vectors are never quantized, and scales are not counted."""
-    if bits is None:
-        return sum(parameter.numel() for parameter in model.parameters()) * element
-    kept = [module.weight for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
-    exact = {id(parameter) for parameter in kept}
-    return sum(
-        parameter.numel() * element if parameter.ndim < 2 or id(parameter) in exact else parameter.numel() * bits // 8
-        for parameter in model.parameters()
-    )
-
-
-def _without_weights(config: PreTrainedConfig) -> Any:
-    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText):
-        with contextlib.suppress(ValueError), torch.device("meta"):
-            return auto.from_config(config, dtype=torch.bfloat16)
-    raise UnsupportedError(f"recommend: transformers has no model that writes text with a {type(config).__name__}.")
+    ends = [module.weight for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
+    exact = {id(parameter) for parameter in ends}
+    total = 0
+    for parameter in model.parameters():
+        is_exact = bits is None or parameter.ndim < 2 or id(parameter) in exact
+        total += parameter.numel() * element if is_exact else parameter.numel() * bits // 8
+    return total
 
 
 def _measured(layer: Any, element: int) -> LayerSize:
     """The size of a layer that has been fed `_FED` tokens in bfloat16."""
-    keys: Any = getattr(layer, "keys", None)
-    values: Any = getattr(layer, "values", None)
-    has_tokens = isinstance(keys, torch.Tensor) and keys.ndim == 4
-    numbers = sum(tensor.numel() for tensor in (keys, values) if tensor is not None) // _FED if has_tokens else 0
-    states = (tensor for tensor in foreign_tensors(layer).values() if not (has_tokens and (tensor is keys or tensor is values)))
-    state = sum(tensor.numel() * (element if tensor.dtype == torch.bfloat16 else tensor.element_size()) for tensor in states)
+    tensors = foreign_tensors(layer)
+    tokens = [tensors.pop(name) for name in ("keys", "values") if name in tensors and tensors[name].ndim == 4]
+    state = sum(tensor.numel() * (element if tensor.dtype == torch.bfloat16 else tensor.element_size()) for tensor in tensors.values())
     window = getattr(layer, "sliding_window", None)
-    heads = keys.shape[1] if has_tokens else 1
-    return LayerSize(numbers, heads, None if window is None else window - 1, state)
+    numbers = sum(tensor.numel() for tensor in tokens) // _FED
+    return LayerSize(numbers, tokens[0].shape[1] if tokens else 1, None if window is None else window - 1, state)
 
 
-def _from_config(config: PreTrainedConfig) -> tuple[LayerSize, ...]:
+def _from_config(config: PreTrainedConfig) -> list[LayerSize]:
     """The same for models of plain layers, from what their config says."""
     text = compat.decoder_config(config)
     heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None)
@@ -183,4 +145,4 @@ def _from_config(config: PreTrainedConfig) -> tuple[LayerSize, ...]:
             raise UnsupportedError(f"recommend: the sizes of {type(text).__name__} can't be told without weights. Use hf-kvcaches bench.")
         window = getattr(layer, "sliding_window", None)
         layers.append(LayerSize(heads * sum(sizes), heads, None if window is None else window - 1))
-    return tuple(layers)
+    return layers

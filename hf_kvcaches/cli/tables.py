@@ -1,10 +1,9 @@
-"""Rows of results: as an aligned table, as JSON, and in a CSV file with the computer that they were measured on."""
+"""Rows of results: as an aligned table, as JSON, and in a CSV file; the computer that they were measured on."""
 
 from __future__ import annotations
 
 import csv
 import json
-import math
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -47,46 +46,31 @@ def print_environment(device: torch.device) -> None:
 
 def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """Aligned columns, the first to the left and the others to the right; columns without a single entry are left out."""
-    kept = [column for column in range(len(header)) if column == 0 or not lines or any(line[column] for line in lines)]
-    cells = [[line[column] for column in kept] for line in (header, *lines)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    cells.insert(1, ["-" * width for width in widths])
-    aligned = ([cell.rjust(width) for cell, width in zip(line, widths, strict=True)] for line in cells)
-    return "\n".join("  ".join([line[0].ljust(widths[0]), *rest]).rstrip() for line, (_, *rest) in zip(cells, aligned, strict=True))
-
-
-def filled(template: str, row: Row) -> str:
-    """A format string with the row's columns; empty where the row lacks one."""
-    try:
-        return template.format(**row)
-    except (KeyError, ValueError):
-        return ""
+    padded: list[list[str]] = []
+    for column in zip(header, *lines, strict=True):
+        if not lines or any(column[1:]):
+            width = max(map(len, column))
+            cells = (column[0], "-" * width, *column[1:])
+            padded.append([cell.rjust(width) if padded else cell.ljust(width) for cell in cells])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*padded, strict=True))
 
 
 def show(rows: Iterable[Row], columns: Mapping[str, str]) -> str:
-    """A table of rows, with a format string for each heading, as in `{"ms": "{time_ms:.3f}"}`."""
-    return table(list(columns), [[filled(template, row) for template in columns.values()] for row in rows])
+    """A table of rows, with a format string for each heading, as in `{"ms": "{time_ms:.3f}"}`; what a row lacks is left empty."""
 
+    def cell(template: str, row: Row) -> str:
+        try:
+            return template.format(**row)
+        except (KeyError, ValueError):
+            return ""
 
-def show_measured(rows: Iterable[Mapping[str, Any]]) -> str:
-    """A table of the settings that a calibration measured, the chosen ones marked."""
-    as_text = lambda value: "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)  # noqa: E731
-    texts = [{name: as_text(value) for name, value in row.items()} | {"chosen": "*" if row["chosen"] else ""} for row in rows]
-    names = [name for row in texts[:1] for name in row if name != "chosen"]
-    return show(texts, {"": "{chosen}", **{name: f"{{{name}}}" for name in names}})
+    return table(list(columns), [[cell(template, row) for template in columns.values()] for row in rows])
 
 
 def print_json(document: Mapping[str, Any]) -> None:
     """Print a document; numbers that are not finite, which JSON lacks, are null."""
-    print(json.dumps(_plain(document), indent=2, ensure_ascii=False, allow_nan=False))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    finite = json.loads(json.dumps(document), parse_constant=lambda _: None)
+    print(json.dumps(finite, indent=2, ensure_ascii=False))
 
 
 def write_csv(path: Path, rows: Sequence[Row], fixed: Mapping[str, Any] | None = None, columns: Iterable[str] | None = None) -> None:

@@ -1,1 +1,1 @@
-"""What a cache loses on a real model: prompts with known answers, and measures of logits and answers."""
+"""What a cache changes, measured beside the full cache; running models with a clock; what calibrations share."""

@@ -35,20 +35,14 @@ class PassingLayer(KVLayer):
 
 
 class Attended(NamedTuple):
-    """What one call of attention was given.
-
-    Args:
-        module: The model's attention module.
-        query: (batch, heads, tokens, head_dim), rotated, as `keys` and `values` of the KV heads are.
-        options: `scaling`, `softcap` and whatever else the model gives its attention function.
-    """
+    """What one call of attention was given; queries, keys and values are rotated, (batch, heads or KV heads, tokens, head_dim)."""
 
     layer_idx: int
-    module: nn.Module
+    module: nn.Module  # the model's attention
     query: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
-    options: dict[str, Any]
+    options: dict[str, Any]  # `scaling`, `softcap` and whatever else the model gives its attention function
 
     @property
     def scaling(self) -> float:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import Cache, PreTrainedModel
@@ -17,33 +17,18 @@ from hf_kvcaches import compat
 
 @dataclass(frozen=True)
 class Seconds:
-    """Wall-clock time inside the model's forward calls.
+    """Wall-clock time inside the model's forward calls."""
 
-    Args:
-        prefill: The prompt, in one call or in chunks.
-    """
-
-    prefill: float
+    prefill: float  # the prompt, in one call or in chunks
     decode: float
 
-    @property
-    def total(self) -> float:
-        return self.prefill + self.decode
 
+class TextStep(NamedTuple):
+    """A next-token distribution."""
 
-@dataclass(frozen=True)
-class TextStep:
-    """A next-token distribution.
-
-    Args:
-        logits: (batch, vocabulary).
-        token: The tokens that are fed next, (batch,).
-        active: The rows that had not ended before, (batch,).
-    """
-
-    logits: torch.Tensor
-    token: torch.Tensor
-    active: torch.Tensor
+    logits: torch.Tensor  # (batch, vocabulary)
+    token: torch.Tensor  # what is fed next, (batch,)
+    active: torch.Tensor  # the rows that had not ended before, (batch,)
 
 
 class ModelRunner:
@@ -70,11 +55,7 @@ class ModelRunner:
         self.mask = None if bool(full.all()) or "attention_mask" not in accepted else full
 
     def prefill(self, cache: Cache, chunk: int | None = None) -> tuple[torch.Tensor, float]:
-        """Run the prompt; return the last token's logits, (batch, vocabulary), and the seconds.
-
-        Args:
-            chunk: Tokens of a call; None for all.
-        """
+        """Run the prompt, at once or in chunks of so many tokens; return the last token's logits, (batch, vocabulary), and the seconds."""
         length, seconds = self.ids.shape[1], 0.0
         for start in range(0, length, chunk or length):
             stop = min(start + (chunk or length), length)
@@ -83,19 +64,13 @@ class ModelRunner:
         return logits, seconds
 
     def decode(self, cache: Cache, token: torch.Tensor, step: int) -> tuple[torch.Tensor, float]:
-        """Run one token of each row.
-
-        Args:
-            token: (batch,).
-            step: 1 for the first token behind the prompt.
-        """
+        """Run one token of each row, (batch,); the step is 1 for the first one behind the prompt."""
         return self._forward(cache, token[:, None], self.positions[:, -1:] + step, self.ids.shape[1] + step)
 
     def steps(self, cache: Cache, most: int, following: torch.Tensor | None = None) -> tuple[list[TextStep], Seconds]:
-        """Continue the prompt.
+        """Continue the prompt for so many steps, or until all rows have ended.
 
         Args:
-            most: How many steps at most; all rows may end before.
             following: The tokens to feed, (batch, most); None for the most likely ones.
         """
         steps: list[TextStep] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,9 @@ import torch
 
 from hf_kvcaches import KVCacheError
 from hf_kvcaches.cli import arguments as package_options
-from hf_kvcaches.cli import options
-from hf_kvcaches.cli.options import begin, check_counts
+from hf_kvcaches.cli import inputs
+from hf_kvcaches.cli.inputs import begin
+from hf_kvcaches.errors import ConfigError
 from shared import ROOT, TESTBED, testbed
 
 __all__ = ["OPTIONS", "STATE", "add_options", "arguments", "begin", "check_counts", "load", "run_script"]
@@ -41,12 +42,21 @@ def add_options(parser: argparse.ArgumentParser, *names: str) -> argparse.Argume
     return parser
 
 
+def check_counts(args: argparse.Namespace, names: Sequence[str], least: int = 1) -> None:
+    """Refuse options below a number, lists element by element; those left out (None) are right."""
+    for name in names:
+        value = getattr(args, name)
+        smallest = min(value) if isinstance(value, list) else value
+        if smallest is not None and smallest < least:
+            raise ConfigError.of(f"--{name.replace('_', '-')}", f"at least {least}", smallest)
+
+
 def load(name: str, device: torch.device, dtype: str = "auto") -> tuple[Any, Any]:
     """A model and its tokenizer from a folder or the hub; `base`, `tuned`, `deep` and `lora` are the small models of this repository."""
     if name in testbed.NAMES and not Path(name).is_dir():
         model, tokenizer = testbed.load(name)
         return model.to(device), tokenizer
-    return options.load(name, device, dtype)
+    return inputs.load(name, device, dtype)
 
 
 def run_script(main: Callable[[], None]) -> None:

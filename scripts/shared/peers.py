@@ -18,7 +18,7 @@ import torch
 from transformers import Cache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-from hf_kvcaches.evaluate.past import PastCoding
+from shared.past import PastCoding
 
 GROUP = 32
 

@@ -15,18 +15,19 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
+from tqdm import tqdm
 from transformers import Cache, DynamicCache
 
 from hf_kvcaches import EquipCache, HeadBudgets, KeepProbe, KVCodec, SubspaceCache, compat
 from hf_kvcaches.cli import suite
-from hf_kvcaches.cli.prompts import encode, needle_prompts
-from hf_kvcaches.cli.suite import FULL_CACHE, Item, Log
+from hf_kvcaches.cli.prompts import NeedlePrompt, encode, needle_prompts
+from hf_kvcaches.cli.suite import FULL_CACHE, Log
 from hf_kvcaches.cli.tables import Row
-from hf_kvcaches.codec.past import PackedCoding
 from hf_kvcaches.evaluate.measures import cache_bytes
 from hf_kvcaches.evaluate.runner import evaluating
 from shared import ROOT
 from shared.cli import load
+from shared.past import PackedCoding
 from shared.quality import kept
 from shared.results import synchronize
 
@@ -59,13 +60,6 @@ CACHES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-class Sample(NamedTuple):
-    """A context as token ids, and what is asked after it with the answers; the last one is how its text goes on."""
-
-    context: list[int]
-    asked: list[tuple[list[int], list[int]]]
-
-
 class Chat(NamedTuple):
     """Turns as the user's and the assistant's token ids, and a question about the first one with its answer."""
 
@@ -73,12 +67,10 @@ class Chat(NamedTuple):
     question: tuple[list[int], list[int]]
 
 
-def samples(tokenizer: Any, prose: str, task: str, count: int, tokens: int, seed: int) -> list[Sample]:
+def samples(tokenizer: Any, prose: str, task: str, count: int, tokens: int, seed: int) -> list[NeedlePrompt]:
     """Contexts of about so many tokens: those of `hf-kvcaches eval --suite needles`."""
     kind, needles = TASKS[task]
-    made = needle_prompts(tokenizer, count, kind, needles, tokens=tokens, seed=seed, prose=prose)  # type: ignore[arg-type]
-    follows = lambda ids: (ids[:1], ids[1:])  # noqa: E731
-    return [Sample(each.context, [(each.question, each.answer), *each.others, follows(each.continuation)]) for each in made]
+    return needle_prompts(tokenizer, count, kind, needles, tokens=tokens, seed=seed, prose=prose)  # type: ignore[arg-type]
 
 
 def chats(tokenizer: Any, prose: str, count: int, tokens: int, seed: int) -> Iterator[Chat]:
@@ -117,13 +109,14 @@ class Pruning:
     def rows(self) -> list[Row]:
         """The summary rows of all that was asked for."""
         tasks = {task: samples(self.tokenizer, self.prose, task, self._count(task), self.tokens, self.args.seed) for task in TASKS}
-        suite.run([item for task, made in tasks.items() for item in self._items(task, made)], self.log)
+        for task, made in tasks.items():
+            self._measure(task, made)
         if self.args.kvpress:
             self._ask_kvpress(tasks)
         rows = [self._row(name, ratio) for ratio in self.args.ratios for name in [*self.args.caches, *(f"kvpress {p}" for p in PRESSES)]]
         rows += [self._row(name, ratio) | {"task": "codes"} for ratio in self.args.codes for name in (IN_PLACE, PACKED)]
         if self.args.chats:
-            suite.run(list(self._chat_items()), self.log)
+            self._measure_chats()
             rows += [self._chat_row(name) for name in self.args.caches]
         return [row for row in rows if row["samples"]]
 
@@ -131,19 +124,19 @@ class Pruning:
         """How many contexts; each context of facts has three."""
         return self.args.chats if task == "chat" else -(-self.args.samples // TASKS[task][1])
 
-    def _items(self, task: str, made: Sequence[Sample]) -> Iterator[Item]:
-        sides: dict[str, Callable[[Sample], Row]] = {FULL_CACHE: lambda sample: self._asked(sample, self._full)}
+    def _measure(self, task: str, made: Sequence[NeedlePrompt]) -> None:
+        sides: dict[str, Callable[[NeedlePrompt], list[Row]]] = {FULL_CACHE: lambda sample: self._asked(sample, self._full)}
         for name in self.args.caches:
             for ratio in self.args.ratios:
                 sides[f"{name} {ratio:g}"] = lambda sample, name=name, ratio=ratio: self._asked(sample, lambda: self.make(name, ratio))
         for ratio in self.args.codes:
             sides[f"{IN_PLACE} {ratio:g}"] = lambda sample, ratio=ratio: self._asked(sample, lambda: self._coded(ratio))
             sides[f"{PACKED} {ratio:g}"] = lambda sample, ratio=ratio: self._asked(sample, self._full, ratio)
-        for number, sample in enumerate(made):
+        for number, sample in enumerate(tqdm(made, desc=task)):
             for name, measure in sides.items():
-                yield Item(task, name, number, lambda sample=sample, measure=measure: [measure(sample)])  # type: ignore[misc]
+                self.log.measured(task, name, number, measure, sample)
 
-    def _asked(self, sample: Sample, make: Callable[[], Cache], packed: float = 0.0) -> Row:
+    def _asked(self, sample: NeedlePrompt, make: Callable[[], Cache], packed: float = 0.0) -> list[Row]:
         """Read a context and ask; with `packed`, of codes with that share of the bytes in the place of keys and values."""
         cache, size = make(), 0  # artifacts are not part of the seconds
         start = time.perf_counter()
@@ -158,7 +151,7 @@ class Pruning:
             size = coding.nbytes
         *asked, continued = suite.answers(self.model, cache, sample.asked)
         numbers = {"bytes": size or cache_bytes(cache), "seconds": seconds, "continuation": continued.loss}
-        return {**numbers, "right": [answer.matches for answer in asked]}
+        return [{**numbers, "right": [answer.matches for answer in asked]}]
 
     def _full(self) -> Cache:
         return DynamicCache(config=compat.base_model(self.model).config)
@@ -193,18 +186,20 @@ class Pruning:
         make = lambda: kind.calibrate(self.model, self.tokenizer, texts)  # noqa: E731
         return kept(self.args.state / f"{self.name}.{name}", kind, self.model, make)
 
-    def _chat_items(self) -> Iterator[Item]:
-        for number, chat in enumerate(chats(self.tokenizer, self.prose, self.args.chats, CHAT_TOKENS, self.args.seed)):
-            makers: dict[str, Callable[[], Cache]] = {FULL_CACHE: self._full}
-            # kvzip reads a context again when it has ended, which a chat never does.
-            named = [name for name in self.args.caches if CACHES[name][0] != "kvzip"]
-            makers |= {f"{name} {BUDGET}": lambda name=name: self.make(name, BUDGET) for name in named}
+    def _measure_chats(self) -> None:
+        # kvzip reads a context again when it has ended, which a chat never does.
+        named = [name for name in self.args.caches if CACHES[name][0] != "kvzip"]
+        makers: dict[str, Callable[[], Cache]] = {FULL_CACHE: self._full}
+        makers |= {f"{name} {BUDGET}": lambda name=name: self.make(name, BUDGET) for name in named}
+        asked = chats(self.tokenizer, self.prose, self.args.chats, CHAT_TOKENS, self.args.seed)
+        for number, chat in enumerate(tqdm(asked, desc="chat", total=self.args.chats)):
             for name, make in makers.items():
-                yield Item("chat", name, number, lambda chat=chat, make=make: [self._chatted(chat, make())])  # type: ignore[misc]
+                self.log.measured("chat", name, number, self._chatted, chat, make)
 
     @torch.no_grad()
-    def _chatted(self, chat: Chat, cache: Cache) -> Row:
+    def _chatted(self, chat: Chat, make: Callable[[], Cache]) -> list[Row]:
         """Feed a chat, the replies one token at a time, and ask."""
+        cache = make()
         start = time.perf_counter()
         with evaluating(self.model):
             for message, reply in chat.turns:
@@ -212,9 +207,9 @@ class Pruning:
                     self.model(torch.tensor([ids], device=self.device), logits_to_keep=1, **compat.cache_kwargs(self.model, cache))
         synchronize(self.device)
         numbers = {"bytes": cache_bytes(cache), "seconds": time.perf_counter() - start}
-        return {**numbers, "right": [answer.matches for answer in suite.answers(self.model, cache, [chat.question])]}
+        return [{**numbers, "right": [answer.matches for answer in suite.answers(self.model, cache, [chat.question])]}]
 
-    def _ask_kvpress(self, tasks: dict[str, list[Sample]]) -> None:
+    def _ask_kvpress(self, tasks: dict[str, list[NeedlePrompt]]) -> None:
         """Have the interpreter that kvpress is installed for measure its presses, and take its rows."""
         assert self.log.path is not None
         prompts = [

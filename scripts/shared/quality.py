@@ -12,21 +12,20 @@ from statistics import fmean
 from typing import Any, TypeVar
 
 import torch
+from tqdm import tqdm
 from transformers import Cache, QuantizedCache
 
 from hf_kvcaches import KVCacheError, KVCodec, SegmentReuseCache, SegmentStore, SubspaceCache, WarmStartCache, WarmStartLibrary
 from hf_kvcaches.cli import prompts, suite
-from hf_kvcaches.cli.suite import Item, Log
+from hf_kvcaches.cli.suite import Log
 from hf_kvcaches.cli.tables import Row
-from hf_kvcaches.codec.past import CodecCoding, PackedCoding
 from hf_kvcaches.core.hub import Artifact
 from hf_kvcaches.core.rope_families import head_sizes
 from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.evaluate.measures import compare
-from hf_kvcaches.evaluate.past import PastCoding, read_rows
 from hf_kvcaches.evaluate.verify import verify_text
 from shared import testbed
 from shared.cli import load
+from shared.past import CodecCoding, PackedCoding, PastCoding, compare, read_rows
 from shared.peers import KiviCache, KiviCoding, RotatedCoding, share
 
 TASKS = ("codes", "quantized", "requests", "pairs")
@@ -104,7 +103,7 @@ class Quality:
     def rows(self) -> list[Row]:
         """The summary rows of all that the log holds in the end."""
         for task in self.args.tasks:
-            suite.run(list(getattr(self, task)()), self.log)
+            getattr(self, task)()
         return [{"model": self.name, **row} for row in summaries(self.log.rows)]
 
     def _rows_of(self, ids: Sequence[int], count: int, tokens: int) -> torch.Tensor:
@@ -124,7 +123,7 @@ class Quality:
         folder = lambda recent: state / f"{self.name}-{self.text}-{calibrate}-{recent}.codec"  # noqa: E731
         return {recent: kept(folder(recent), KVCodec, self.model, lambda recent=recent: make(recent)) for recent in WINDOWS}
 
-    def codes(self) -> Iterator[Item]:
+    def codes(self) -> None:
         head_dim, _ = head_sizes(self.model.config, self.model.config.num_hidden_layers - 1) or (64, 64)
         rows = self._rows_of(self.ids[self.args.calibrate :], self.args.rows, self.args.row_tokens)
         full: dict[int, torch.Tensor] = {}
@@ -139,47 +138,44 @@ class Quality:
             return [{"side": vars(side), **numbers}]
 
         sides = codings(self.model, self.codecs, head_dim)
-        for sample in range(len(rows)):
+        for sample in tqdm(range(len(rows)), desc="codes"):
             for side, coding in sides.items():
-                yield Item(f"codes {self.text}", str(side), sample, lambda s=sample, side=side, c=coding: measure(s, side, c))  # type: ignore[misc]
+                self.log.measured(f"codes {self.text}", str(side), sample, measure, sample, side, coding)
 
-    def quantized(self) -> Iterator[Item]:
+    def quantized(self) -> None:
         prompt, steps = self.args.quantized
         rows = self._rows_of(self.ids[self.args.calibrate :], max(1, self.args.rows // 2), prompt + steps)
-        for side, make in quantized_caches(self.model, self.codecs[64]).items():
+        task = f"quantized {self.text}"
 
-            def measure(make: Any, side: Side, row: torch.Tensor) -> list[Row]:
-                report = verify_text(self.model, {"cache": make}, row[:, :prompt], row[:, prompt:])["cache"]
-                return [{"side": vars(side), "tokens": report.steps, "kl": report.mean_kl, "agreement": report.agreement}]
+        def measure(make: Any, side: Side, row: torch.Tensor) -> list[Row]:
+            report = verify_text(self.model, {"cache": make}, row[:, :prompt], row[:, prompt:])["cache"]
+            return [{"side": vars(side), "tokens": report.steps, "kl": report.mean_kl, "agreement": report.agreement}]
 
-            items = [
-                Item(f"quantized {self.text}", str(side), sample, lambda make=make, side=side, row=row: measure(make, side, row))
-                for sample, row in enumerate(rows.split(1))
-            ]
-            reason = "" if all(map(self.log.has, items)) else why_not(make)
-            if not reason:
-                yield from items
-            else:
-                note = {"side": vars(side), "note": reason}
-                yield Item(f"quantized {self.text}", str(side), NOT_MEASURED, lambda note=note: [note])
+        for side, make in tqdm(quantized_caches(self.model, self.codecs[64]).items(), desc="quantized"):
+            is_measured = all(self.log.has(task, str(side), sample) for sample in range(len(rows)))
+            if reason := "" if is_measured else why_not(make):
+                self.log.measured(task, str(side), NOT_MEASURED, lambda note: [note], {"side": vars(side), "note": reason})
+                continue
+            for sample, row in enumerate(rows.split(1)):
+                self.log.measured(task, str(side), sample, measure, make, side, row)
 
-    def requests(self) -> Iterator[Item]:
+    def requests(self) -> None:
         requests = prompts.agent_prompts(self.tokenizer, self.args.requests_count + 1, page_tokens=self.args.page, prose=self.prose)
         sides: dict[str, Callable[[], Cache]] = {}
         for mode in ("exact", "auto", "approximate"):
             store = SegmentStore("memory")
             sides[f"segments {mode}"] = lambda mode=mode, store=store: SegmentReuseCache(self.model, store, self.tokenizer, mode)
-        yield from suite.request_items(self.model, "requests", requests, sides)
+        suite.follow_requests(self.log, self.model, requests, sides)
 
-    def pairs(self) -> Iterator[Item]:
-        def prepare(earlier: Sequence[int]) -> Callable[[], Cache]:
+    def pairs(self) -> None:
+        def prepare(earlier: Sequence[int]) -> Cache:
             library = WarmStartLibrary(self.model, self.tokenizer)
             library.add([list(earlier)])
-            return lambda: WarmStartCache(self.model, library, self.tokenizer)
+            return WarmStartCache(self.model, library, self.tokenizer)
 
         for kind in prompts.PAIR_KINDS:
             pairs = prompts.prompt_pairs(self.tokenizer, self.args.pairs_count, kind, page_tokens=self.args.page, prose=self.prose)
-            yield from suite.pair_items(self.model, pairs, {"warm start auto": prepare})
+            suite.follow_pairs(self.log, self.model, f"pairs {kind}", pairs, {"warm start auto": prepare})
 
 
 def why_not(make: Callable[[], Cache]) -> str:

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hf_kvcaches.cli.bench import in_turns, ratios, spread
 from hf_kvcaches.cli.tables import Row
-from hf_kvcaches.cli.timing import in_turns, ratios, spread
 from shared.sides import FULL, PROMPTS, STORED, Bench, Way, aligned, ask, cold, copied, pages_of, segments
 
 SECTIONS = (*PROMPTS, "no repeats")

@@ -96,8 +96,9 @@ def evaluation_texts(tokenizer: Any, count: int, seed: int, longest: int, *, of_
         documents = [document for document in testbed.documents("evaluation") if document.tokens <= longest]
         return texts + [quiz(tokenizer, documents[(seed + number) % len(documents)]) for number in range(count)]
     for needle in needle_prompts(tokenizer, count, "digits", tokens=300, seed=seed, prose=testbed.held_out()):
-        asked = len(needle.question)
-        texts.append(Text("documents", needle.context, [*needle.question, *needle.answer], ((asked, asked + len(needle.answer)),)))
+        question, answer = needle.asked[0]
+        asked = len(question)
+        texts.append(Text("documents", needle.context, [*question, *answer], ((asked, asked + len(answer)),)))
     return texts
 
 

@@ -1,5 +1,6 @@
 """Runs the command in this process."""
 
+import json
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,14 +15,22 @@ BASE = FOLDER / "base"
 class Done(NamedTuple):
     """What came of it."""
 
-    code: int
+    code: Any
     out: str
     err: str
+
+    @property
+    def document(self) -> Any:
+        """The JSON document that was printed."""
+        return json.loads(self.out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
 
 def run(capsys: pytest.CaptureFixture[str], *options: Any) -> Done:
     """Runs `hf-kvcaches` with options."""
     capsys.readouterr()
     with unchanged_process():
-        code = main([str(option) for option in options])
+        try:
+            code: Any = main([str(option) for option in options])
+        except SystemExit as end:
+            code = end.code
     return Done(code, *capsys.readouterr())

@@ -1,5 +1,6 @@
-"""The command starts fast, names its commands, and ends errors that a user can mend with a sentence."""
+"""The command starts fast, refuses wrong arguments before torch is imported, and ends what a user can mend with a sentence."""
 
+import importlib
 import subprocess
 import sys
 import tomllib
@@ -7,43 +8,96 @@ import tomllib
 import pytest
 
 import hf_kvcaches
-from hf_kvcaches.cli import COMMANDS, main
-from hf_kvcaches.cli.options import model_source
+from hf_kvcaches.cli import COMMANDS
+from hf_kvcaches.cli.arguments import model_source
 from tests.cli.running import BASE, run
 from tests.scripts.running import ROOT
 
+CACHE = ("--cache", "GrowingCache")
+# Of each command, what it needs.
+COMPLETE = {
+    "recommend": ("recommend", "--model", BASE),
+    "verify": ("verify", "--model", BASE, *CACHE, "--prompt", "a"),
+    "eval": ("eval", "--model", BASE, *CACHE, "--suite", "needles"),
+    "bench": ("bench", "--model", BASE, *CACHE),
+    "calibrate": ("calibrate", "codec", "--model", BASE, "--out", "x", "--texts", BASE / "config.json"),
+}
+TRANSLATOR = ("calibrate", "translator", "--producer", BASE, "--consumer", "./none", "--out", "x", "--texts", BASE / "config.json")
+WRONG = [
+    ((), "COMMAND"),
+    (("verrify",), "invalid choice: 'verrify'"),
+    (("verify", "--model", BASE, *CACHE), "--prompt --file is required"),
+    (("verify", "--model", BASE, "--cache", "EquipCash", "--prompt", "a"), "Did you mean 'EquipCache'?"),
+    (("verify", "--model", BASE, *CACHE, "--file", "no-such.txt"), "--file: expected files that exist"),
+    (("verify", "--model", "./nowhere", *CACHE, "--prompt", "a"), "got './nowhere'. There is no such folder."),
+    (("bench", "--model", "/absolute", *CACHE), "got '/absolute'. There is no such folder."),
+    (("recommend", "--model", "folders/of/models"), "got 'folders/of/models'. There is no such folder."),
+    (("eval", "--model", BASE, *CACHE), "--texts: expected files of text, or --suite"),
+    ((*COMPLETE["bench"], "--steps", "0"), "--steps: expected at least 1, got 0"),
+    ((*COMPLETE["bench"], "--rounds", "1"), "--rounds: expected at least 2"),
+    ((*COMPLETE["recommend"], "--context", "long"), "--context: expected a number of tokens, such as 4096 or 32k"),
+    (("calibrate", "segments", "--model", BASE, "--out", "x", "--prompts", "no-such.jsonl"), "--prompts: expected files that exist"),
+    (TRANSLATOR, "--consumer: model: expected a folder that exists, or a hub id such as owner/name, got './none'."),
+    *((("calibrate", kind, "--out", "x"), "required") for kind in ("codec", "segments", "warmstart", "translator")),
+    *(((*options, "--nope"), "unrecognized arguments: --nope") for options in COMPLETE.values()),
+]
 
-def test_help_names_all_commands_and_imports_no_torch():
-    text, _ = _printed("--help")
-    assert all(f" {command} " in text.replace("\n", " ") for command in COMMANDS)
+
+def fresh(program: str) -> subprocess.CompletedProcess[str]:
+    """Runs a program that may not have imported torch in the end."""
+    end = 'assert not {"torch", "transformers"} & set(sys.modules)'
+    program = f"import sys, time\nfrom hf_kvcaches.cli import main\ntry:\n    {program}\nfinally:\n    {end}\n"
+    return subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "calibrate codec"])
-def test_help_of_a_command_takes_at_most_half_a_second_of_processor_time(command):
-    text, seconds = _printed(*command.split(), "--help")
-    assert f"hf-kvcaches {command}" in text
-    assert seconds <= 0.5
+@pytest.mark.parametrize("command", ["", *COMMANDS, "calibrate codec"])
+def test_help_takes_at_most_half_a_second_of_processor_time(command):
+    done = fresh(f"main({[*command.split(), '--help']!r})\nfinally:\n    print(time.process_time(), file=sys.stderr)\ntry:\n    pass")
+    assert f"hf-kvcaches {command}" in done.stdout
+    assert command or all(f" {name} " in done.stdout.replace("\n", " ") for name in COMMANDS)
+    assert float(done.stderr) <= 0.5
 
 
-def test_scripts_get_the_module_of_options_and_not_that_of_arguments():
-    program = "from hf_kvcaches.cli import options; print(options.__name__)"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == "hf_kvcaches.cli.options\n"
-
-
-def _printed(*options: str) -> tuple[str, float]:
-    """What the command prints, and the processor time of its process; it imports neither torch nor transformers."""
+def test_wrong_arguments_are_refused_before_torch_is_imported():
+    calls = [[str(option) for option in options] for options, _ in WRONG]
     program = f"""
-import sys, time
-from hf_kvcaches.cli import main
-try:
-    main({list(options)!r})
-finally:
-    assert not {{"torch", "transformers"}} & set(sys.modules)
-    print(time.process_time(), file=sys.stderr)
-"""
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    return done.stdout, float(done.stderr)
+    for options in {calls!r}:
+        try:
+            code = main(options)
+        except SystemExit as end:
+            code = end.code
+        assert code == 2, (options, code)
+        print("----", file=sys.stderr)"""
+    for (options, message), printed in zip(WRONG, fresh(program).stderr.split("----\n")[:-1], strict=True):
+        assert message in printed, (options, printed)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_unknown_option_prints_the_usage_of_its_command(command, capsys):
+    printed = run(capsys, *COMPLETE[command], "--nope").err
+    assert printed.startswith(f"usage: hf-kvcaches {'calibrate codec' if command == 'calibrate' else command} ")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((*COMPLETE["verify"], "--device", "gpuu"), "--device: expected auto"),
+        ((*COMPLETE["recommend"], "--memory", "much"), "--memory: expected a number of bytes"),
+    ],
+)
+def test_what_a_user_can_mend_ends_with_2_and_a_sentence(options, message, capsys):
+    done = run(capsys, *options)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith(f"error: {message}")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_ctrl_c_ends_a_command_with_130_and_one_word(command, capsys, monkeypatch):
+    def interrupted(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(importlib.import_module(f"hf_kvcaches.cli.{COMMANDS[command][-1]}"), f"run_{command}", interrupted)
+    assert run(capsys, *COMPLETE[command]) == (130, "", "interrupted\n")
 
 
 @pytest.mark.full
@@ -51,7 +105,7 @@ def test_the_module_runs_as_the_command():
     command = [sys.executable, "-m", "hf_kvcaches", "verify", "--model", "nowhere/at-all-here", "--cache", "GrowingCache(", "--prompt", "a"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr.startswith("error: --cache: expected a class, or a call of it")
+    assert "--cache: cache: expected a class, or a call of it" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -61,48 +115,19 @@ def test_the_script_of_the_project_is_the_command():
 
 
 def test_the_version_is_the_packages(capsys):
-    with pytest.raises(SystemExit) as end:
-        main(["--version"])
-    assert end.value.code == 0
-    assert capsys.readouterr().out == f"hf-kvcaches {hf_kvcaches.__version__}\n"
+    assert run(capsys, "--version") == (0, f"hf-kvcaches {hf_kvcaches.__version__}\n", "")
 
 
-@pytest.mark.parametrize("options", [[], ["verrify"], ["verify", "--model", "x"]])
-def test_arguments_that_are_missing_or_unknown_end_with_2(options, capsys):
-    with pytest.raises(SystemExit) as end:
-        main(options)
-    assert end.value.code == 2
+def test_a_name_that_is_neither_a_folder_nor_on_the_hub_is_said_to_be_none(capsys, monkeypatch):
+    def offline(*args, **options):
+        raise OSError("We couldn't connect to the Hub.")
 
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["verify", "--model", "no-such-folder/at-all/", "--cache", "GrowingCache", "--prompt", "a"], "no-such-folder"),
-        (["verify", "--model", BASE, "--cache", "GrowingCache", "--file", "no-such.txt"], "--file: expected files that exist"),
-        (["verify", "--model", BASE, "--cache", "GrowingCache", "--prompt", "a", "--context", "0"], "--context: expected at least 1"),
-        (["verify", "--model", BASE, "--cache", "GrowingCache", "--prompt", "a", "--device", "gpuu"], "--device: expected auto"),
-        (["eval", "--model", BASE, "--cache", "EquipCash", "--texts", BASE / "config.json"], "Did you mean 'EquipCache'?"),
-        (["bench", "--model", BASE, "--cache", "GrowingCache", "--rounds", "1"], "--rounds: expected at least 2"),
-        (["recommend", "--model", BASE, "--context", "long"], "--context: expected a number of tokens, such as 4096 or 32k"),
-        (["recommend", "--model", BASE, "--memory", "much"], "--memory: expected a number of bytes"),
-        (["calibrate", "codec", "--model", BASE, "--texts", "no-such.txt", "--out", "x"], "--texts: expected files that exist"),
-    ],
-)
-def test_what_a_user_can_mend_ends_with_2_and_a_sentence(options, message, capsys):
-    done = run(capsys, *options)
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", offline)
+    done = run(capsys, "recommend", "--model", "nowhere")
     assert done.code == 2
-    assert done.err.startswith("error: ")
-    assert message in done.err
-
-
-@pytest.mark.parametrize("command", ["recommend", "verify", "bench"])
-@pytest.mark.parametrize("name", ["./no/such/folder", "folders/of/models", "/absolute", "no-such-folder/"])
-def test_a_folder_that_does_not_exist_is_said_to_be_none(command, name, capsys):
-    options = {"recommend": (), "verify": ("--cache", "GrowingCache", "--prompt", "a"), "bench": ("--cache", "GrowingCache")}[command]
-    done = run(capsys, command, "--model", name, *options)
-    assert (done.code, done.out) == (2, "")
-    assert (
-        done.err == f"error: model: expected a folder that exists, or a hub id such as owner/name, got {name!r}. There is no such folder.\n"
+    assert done.err == (
+        "error: model: expected a folder that exists, or a model of the Hub, got 'nowhere'. "
+        "There is no such folder, and from the Hub came: We couldn't connect to the Hub.\n"
     )
 
 
@@ -112,16 +137,8 @@ def test_the_name_of_a_real_model_is_its_folder_in_the_checkout(tmp_path, monkey
     (tmp_path / "deeper").mkdir()
     monkeypatch.chdir(tmp_path / "deeper")
     assert run(capsys, "recommend", "--model", "smollm2").code == 0
-
-
-def test_a_real_model_that_was_not_made_is_refused_with_what_makes_it(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
     done = run(capsys, "recommend", "--model", "gemma3")
     assert done.code == 2
     assert "make models" in done.err
-
-
-def test_a_folder_named_as_a_real_model_comes_first(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "gemma3").mkdir()
+    (tmp_path / "deeper" / "gemma3").mkdir()
     assert model_source("gemma3") == "gemma3"

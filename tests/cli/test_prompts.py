@@ -13,14 +13,15 @@ TOKENIZER = testbed.load("base")[1]
 @pytest.mark.parametrize("needles", [1, 4])
 def test_a_needle_is_in_its_context_and_its_question_does_not_tell_it(kind: prompts.NeedleKind, needles: int) -> None:
     for prompt in prompts.needle_prompts(TOKENIZER, 3, kind, needles, tokens=300, prose=testbed.held_out()):
-        context, question, answer = (TOKENIZER.decode(ids) for ids in (prompt.context, prompt.question, prompt.answer))
+        *asked, (first, follows) = prompt.asked
+        context, question, answer = (TOKENIZER.decode(ids) for ids in (prompt.context, *asked[0]))
         assert answer.strip() in context
         assert answer.strip() not in question
         assert context.count("works as a" if kind == "words" else "secret key number") == needles
         assert 250 < len(prompt.context) < 350
-        assert prompt.needles == needles
+        assert len(asked) == needles
         prose = " ".join(testbed.held_out().split())
-        assert TOKENIZER.decode(prompt.context[-8:] + prompt.continuation).strip() in prose
+        assert TOKENIZER.decode(prompt.context[-8:] + first + follows).strip() in prose
 
 
 def test_needles_are_the_same_for_the_same_seed_and_others_for_another() -> None:
@@ -41,7 +42,7 @@ def test_requests_of_an_agent_share_their_system_text_and_have_pages_in_other_or
 @pytest.mark.parametrize(("kind", "others"), [("words", (1, 4)), ("paragraph", (1, 1)), ("pages", (3, 3))])
 def test_pairs_differ_in_what_their_kind_says(kind: prompts.PairKind, others: tuple[int, int]) -> None:
     for pair in prompts.prompt_pairs(TOKENIZER, 3, kind, pages=6, page_tokens=40):
-        earlier, later = (TOKENIZER.decode(ids).split("\n\n") for ids in (pair.earlier, pair.later))
+        earlier, later = (TOKENIZER.decode(ids).split("\n\n") for ids in pair)
         changed = sum(before != after for before, after in zip(earlier, later, strict=True))
         assert others[0] <= changed <= others[1]
         assert earlier[-1] == later[-1] or kind == "words"
@@ -64,7 +65,7 @@ def test_a_prompt_begins_as_the_tokenizer_begins_a_text_and_a_question_does_not(
     [prompt] = prompts.needle_prompts(Beginning(), 1, "words", tokens=60)
     assert prompt.context[0] == 2
     assert prompt.context[-1] != 1
-    assert prompt.question[0] != 2
+    assert prompt.asked[0][0][0] != 2
 
 
 def test_unknown_kinds_and_prose_without_sentences_are_refused() -> None:

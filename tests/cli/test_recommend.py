@@ -8,9 +8,7 @@ import torch
 from transformers import DeepseekV3Config, DynamicCache, FalconConfig, MistralConfig, Qwen3Config, Qwen3NextConfig
 
 from hf_kvcaches import EquipCache, GrowingCache, KVCodec, SubspaceCache
-from hf_kvcaches.cli.bench import SPEED_COLUMNS
-from hf_kvcaches.cli.knowledge import family_of, nearest, speed_table
-from hf_kvcaches.cli.recommend import choices
+from hf_kvcaches.cli.recommend import choices, family_of, nearest, speed_table
 from hf_kvcaches.cli.sizes import model_size
 from hf_kvcaches.errors import ArtifactError
 from hf_kvcaches.evaluate.measures import cache_bytes
@@ -37,8 +35,7 @@ def test_bytes_are_those_that_caches_hold(dtype):
     assert size.growing(TOKENS) == measured(model, GrowingCache(model))
     expected = {
         "slots": (size.slots(TOKENS, BUDGET), EquipCache(model, budget=BUDGET)),
-        "int8": (size.quantized_slots(TOKENS, BUDGET, 8), EquipCache(model, budget=BUDGET, storage="int8")),
-        "int4": (size.quantized_slots(TOKENS, BUDGET, 4), EquipCache(model, budget=BUDGET, storage="int4")),
+        "int8": (size.int8_slots(TOKENS, BUDGET), EquipCache(model, budget=BUDGET, storage="int8")),
         "codes": (size.codes(TOKENS, codec.bytes_ratio), SubspaceCache(model, codec)),
     }
     for name, (told, cache) in expected.items():
@@ -157,8 +154,7 @@ def test_a_family_that_nobody_tried_is_said():
 def row(cache, setting="", **changes):
     case = {"hardware": "Abacus", "device": "cpu", "dtype": "float32", "hidden": 1024, "layers": 28, "batch": 1, "context": 2048}
     numbers = {"prefill_s": 1, "decode_ms": 1, "prefill_ratio": 1, "decode_ratio": 2}
-    known = case | numbers | {"cache": cache, "setting": setting} | changes
-    return {name: str(known.get(name, "")) for name in SPEED_COLUMNS}
+    return {name: str(value) for name, value in (case | numbers | {"cache": cache, "setting": setting} | changes).items()}
 
 
 def test_the_nearest_row_is_of_the_same_cache_and_kind_of_setting():
@@ -174,9 +170,10 @@ def test_the_nearest_row_is_of_the_same_cache_and_kind_of_setting():
 
 def test_a_speed_table_of_ones_own_is_read_and_another_file_is_refused(capsys, tmp_path):
     with (tmp_path / "speed.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, SPEED_COLUMNS)
+        measured = row("GrowingCache", prefill_ratio=1.25, decode_ratio=3.5)
+        writer = csv.DictWriter(file, measured)
         writer.writeheader()
-        writer.writerow(row("GrowingCache", prefill_ratio=1.25, decode_ratio=3.5))
+        writer.writerow(measured)
     done = run(capsys, "recommend", "--model", BASE, "--speed", tmp_path / "speed.csv")
     assert re.search(r"GrowingCache\(\).* 1\.25x  3\.50x", done.out)
     assert "measured nearest (1024 x 28 layers, float32, 1 x 2048 tokens, Abacus)" in done.out
@@ -185,10 +182,17 @@ def test_a_speed_table_of_ones_own_is_read_and_another_file_is_refused(capsys, t
         speed_table(tmp_path / "other.csv")
 
 
-def test_every_number_goes_to_a_file(capsys, tmp_path):
-    run(capsys, "recommend", "--model", BASE, "--context", 512, "--csv", tmp_path / "a.csv")
-    with (tmp_path / "a.csv").open() as file:
+def test_json_and_csv_have_the_rows_of_the_table(capsys, tmp_path):
+    options = ("recommend", "--model", BASE, "--context", "2k", "--json")
+    found = run(capsys, *options, "--memory", "1GiB", "--csv", tmp_path / "rows.csv").document
+    assert (found["family"], found["layers"], found["full_attention_layers"], found["context"]) == ("llama", 4, 4, 2048)
+    assert found["memory_bytes"] == 2**30
+    with (tmp_path / "rows.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 12
-    assert rows[0]["cache"] == "GrowingCache()"
-    assert rows[0]["context"] == "512"
+    assert [(row["cache"], row["gib"]) for row in found["caches"]] == [(row["cache"], float(row["gib"])) for row in rows]
+    assert {row["context"] for row in rows} == {"2048"}
+    assert found["choice"]["cache"] == "GrowingCache()"
+    assert "per_call(GrowingCache)" in found["choice"]["code"]
+    nothing = run(capsys, *options, "--memory", "1MiB")
+    assert (nothing.code, nothing.document["choice"]) == (1, None)

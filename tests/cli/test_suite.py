@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_kvcaches import EquipCache
-from hf_kvcaches.cli.suite import Item, Log, answers, needle_summary, read_context, run
+from hf_kvcaches.cli.suite import Log, answers, needle_summary, read_context
 from hf_kvcaches.errors import ArtifactError, ConfigError
 from tests import tiny
 
@@ -19,10 +19,11 @@ def test_an_answer_matches_exactly_if_greedy_decoding_writes_it() -> None:
     other = [*written[:3], (written[3] + 1) % tiny.VOCABULARY]
     cache = read_context(model, DynamicCache(config=model.config), context)
     right, wrong = answers(model, cache, [(question, written), (question, other)])
-    assert right.matches
-    assert not wrong.matches
+    assert (right.matches, wrong.matches) == (True, False)
     assert right.loss < wrong.loss
     assert cache.get_seq_length() == 20
+    with pytest.raises(ConfigError, match="questions"):
+        answers(model, cache, [([], [6])])
 
 
 def test_a_context_is_pruned_before_its_questions_are_known() -> None:
@@ -31,22 +32,20 @@ def test_a_context_is_pruned_before_its_questions_are_known() -> None:
     assert max(cache.report().kept) <= 20
 
 
-def test_a_question_without_tokens_is_refused() -> None:
-    model = tiny.llama()
-    with pytest.raises(ConfigError, match="questions"):
-        answers(model, read_context(model, DynamicCache(config=model.config), [3, 4, 5]), [([], [6])])
-
-
-def item(name: str, measured: list[str]) -> Item:
-    return Item("task", name, 0, lambda: [measured.append(name) or {"value": len(measured)}])
-
-
 def test_rows_in_the_log_are_not_measured_again(tmp_path: Path) -> None:
     measured: list[str] = []
-    first = run([item("a", measured)], Log(tmp_path / "new" / "log.jsonl"), progress=False)
-    both = run([item("a", measured), item("b", measured)], Log(tmp_path / "new" / "log.jsonl"), progress=False)
+
+    def rows_of(name: str) -> list[dict[str, object]]:
+        measured.append(name)
+        return [{"value": len(measured)}]
+
+    path = tmp_path / "new" / "log.jsonl"
+    first = Log(path).measured("task", "a", 0, rows_of, "a")
+    log = Log(path)
+    assert first == log.measured("task", "a", 0, rows_of, "a") == [{"task": "task", "cache": "a", "item": 0, "sample": 0, "value": 1}]
+    log.measured("task", "b", 0, rows_of, "b")
     assert measured == ["a", "b"]
-    assert both[0] == first[0]
+    assert Log(path).rows == log.rows
 
 
 def test_a_damaged_log_is_named(tmp_path: Path) -> None:

@@ -9,12 +9,11 @@ import torch
 from transformers import DynamicCache
 
 from hf_kvcaches import KVCodec, SubspaceCache
-from hf_kvcaches.codec.past import CodecCoding, PackedCoding
-from hf_kvcaches.evaluate.measures import compare
-from hf_kvcaches.evaluate.past import read_rows
 from tests import testbed
+from tests.scripts.running import import_script
 
 pytestmark = pytest.mark.full
+past = import_script("shared.past")
 
 
 @cache
@@ -63,9 +62,10 @@ def test_at_equal_bytes_the_metric_of_the_loss_beats_none(name: str, ratio: floa
 @pytest.mark.parametrize("name", ["base", "deep"])
 def test_at_equal_bytes_the_packed_form_beats_codes_in_memory(name: str, ratio: float) -> None:
     model, codec, rows = model_of(name), codec_of(name, "loss").at(ratio), ids()[12_000:12_384].view(4, 96)
-    full = read_rows(model, rows)
+    full = past.read_rows(model, rows)
     memory, packed = (
-        compare(full, read_rows(model, rows, coding(codec, model, recent=32), 4), rows).kl for coding in (CodecCoding, PackedCoding)
+        past.compare(full, past.read_rows(model, rows, coding(codec, model, recent=32), 4), rows).kl
+        for coding in (past.CodecCoding, past.PackedCoding)
     )
     assert packed < 0.8 * memory
 

@@ -91,30 +91,16 @@ def test_a_template_that_changes_earlier_messages_has_the_chat_computed_anew(cha
     assert answers == alone(chats, "The ship left", "and then")
 
 
-def test_an_answer_is_streamed_in_pieces(chats):
-    pieces = [piece for piece in chats.answer(chats.session("us"), "The ship left the harbour", NEW) if piece]
-    assert len(pieces) > 1
-    assert "".join(pieces) == alone(chats, "The ship left the harbour")[0]
-
-
-def test_the_session_that_was_idle_for_longest_is_forgotten(client):
+def test_the_session_that_was_idle_for_longest_is_forgotten_and_another_on_request(client, chats):
     for name in ("one", "two", "one", "three"):
         say(client, name, "Hello")
     assert list(client.get("/sessions").json()) == ["one", "three"]
-
-
-def test_a_busy_session_is_not_forgotten(chats):
-    busy = chats.session("busy")
-    with busy.lock:
-        chats.session("two")
-        chats.session("three")
-        assert list(chats.sessions) == ["busy", "three"]
-
-
-def test_a_session_is_forgotten_on_request(client):
-    say(client, "us", "Hello")
-    assert client.delete("/chat/us").json() == {"forgotten": True}
-    assert client.delete("/chat/us").json() == {"forgotten": False}
+    assert client.delete("/chat/one").json() == {"forgotten": True}
+    assert client.delete("/chat/one").json() == {"forgotten": False}
+    with chats.session("busy").lock:
+        chats.session("four")
+        chats.session("five")
+        assert list(chats.sessions) == ["busy", "five"]
 
 
 @pytest.mark.parametrize("fed", [False, True])
@@ -141,11 +127,15 @@ def test_no_new_tokens_are_refused_before_anything_is_computed(client):
     assert client.post("/chat/us", json={"message": "Hello", "max_new_tokens": 0}).status_code == 422
 
 
-def test_a_client_that_leaves_stops_the_generation(chats):
+def test_an_answer_is_streamed_in_pieces_and_a_client_that_leaves_stops_it(chats):
     session = chats.session("us")
-    pieces = chats.answer(session, "The ship left the harbour", 200)
-    next(pieces)
-    pieces.close()
+    pieces = [piece for piece in chats.answer(session, "The ship left the harbour", NEW) if piece]
+    assert len(pieces) > 1
+    assert "".join(pieces) == alone(chats, "The ship left the harbour")[0]
+    session = chats.session("them")
+    more = chats.answer(session, "The ship left the harbour", 200)
+    next(more)
+    more.close()
     assert not session.lock.locked()
     assert 0 < len(session.token_ids) < 150
 

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_kvcaches import KVCodec
-from hf_kvcaches.cli.options import REAL_MODELS
+from hf_kvcaches.cli.arguments import REAL_MODELS
 from tests import testbed
 
 MODELS = Path(__file__).resolve().parents[2] / ".models"

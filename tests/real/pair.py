@@ -109,10 +109,11 @@ class RealPair:
         """How many answers are right of those to questions behind a context."""
         right = 0
         for prompt in needle_prompts(self.tokenizer, count, "digits", tokens=300, prose=testbed.held_out()):
-            context = [*prompt.context, *prompt.question]
-            ids = torch.tensor([*context, *prompt.answer])
+            question, answer = prompt.asked[0]
+            context = [*prompt.context, *question]
+            ids = torch.tensor([*context, *answer])
             logits = self.logits(ids, len(context), make)
-            right += logits.argmax(-1).tolist() == list(prompt.answer)
+            right += logits.argmax(-1).tolist() == answer
         return right
 
     def _own(self, ids: torch.Tensor) -> torch.Tensor:

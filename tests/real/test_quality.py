@@ -6,7 +6,7 @@ kernels differ between machines, and .005 above a number that is next to nothing
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,11 +15,10 @@ import torch
 from hf_kvcaches import EquipCache, SegmentReuseCache, SegmentStore, WarmStartCache, WarmStartLibrary
 from hf_kvcaches.cli import suite
 from hf_kvcaches.cli.prompts import PairKind, agent_prompts, needle_prompts, prompt_pairs
-from hf_kvcaches.codec.past import CodecCoding
-from hf_kvcaches.evaluate.measures import compare
-from hf_kvcaches.evaluate.past import read_rows
 from tests import testbed
+from tests.scripts.running import import_script
 
+past = import_script("shared.past")
 PROSE = testbed.held_out()
 ROW_TOKENS = 384
 MEASURED: dict[str, dict[str, dict[str, float]]] = {
@@ -54,11 +53,7 @@ MEASURED: dict[str, dict[str, dict[str, float]]] = {
 GREATER_IS_BETTER = ("recalled", "saved")
 
 
-def measured(items: Iterable[suite.Item]) -> list[suite.Row]:
-    return suite.run(list(items), suite.Log(), progress=False)
-
-
-def check(name: str, case: str, found: suite.Row) -> None:
+def check(name: str, case: str, found: dict[str, Any]) -> None:
     """Compare what was found with the numbers of a case."""
     for measure, known in MEASURED[name][case].items():
         if measure in GREATER_IS_BETTER:
@@ -72,35 +67,35 @@ def check(name: str, case: str, found: suite.Row) -> None:
 @pytest.mark.parametrize(("case", "budget"), [("half", 0.5), ("quarter", 0.25)])
 def test_needles_and_continuation_behind_a_context_that_was_pruned_before_the_question(real, case, budget):
     prompts = needle_prompts(real.tokenizer, 4, "digits", tokens=350, prose=PROSE)
-    rows = measured(suite.needle_items(real.model, prompts, {case: lambda: EquipCache(real.model, budget=budget)}))
+    rows = suite.ask_needles(suite.Log(), real.model, "needles", prompts, {case: lambda: EquipCache(real.model, budget=budget)})
     found = suite.needle_summary(rows, case)
     check(real.name, case, found | {"recalled": found["right"]})
 
 
 def test_divergence_and_perplexity_behind_coded_past(real):
     ids = torch.tensor(real.tokenizer(PROSE[:20000])["input_ids"][:ROW_TOKENS])[None].to(real.model.device)
-    codings = {str(share): CodecCoding(real.codec.at(share), real.model) for share in (0.125, 0.1875, 0.25)}
-    codings["0.125, 64 recent"] = CodecCoding(real.codec.at(0.125), real.model, recent=64)
-    full = read_rows(real.model, ids)
+    codings = {str(share): past.CodecCoding(real.codec.at(share), real.model) for share in (0.125, 0.1875, 0.25)}
+    codings["0.125, 64 recent"] = past.CodecCoding(real.codec.at(0.125), real.model, recent=64)
+    full = past.read_rows(real.model, ids)
     for case, coding in codings.items():
-        found = compare(full, read_rows(real.model, ids, coding, prompt=4), ids)
+        found = past.compare(full, past.read_rows(real.model, ids, coding, prompt=4), ids)
         check(real.name, case, {"kl": found.kl, "change": found.change})
 
 
 def test_divergence_behind_pages_that_have_moved(real):
     requests, store = agent_prompts(real.tokenizer, 3, pool=6, page_tokens=70, prose=PROSE), SegmentStore("memory")
     caches = {"segments": lambda: SegmentReuseCache(real.model, store, real.tokenizer, mode="approximate")}
-    rows = measured(suite.request_items(real.model, "agents", requests, caches))
+    rows = suite.follow_requests(suite.Log(), real.model, requests, caches)
     check(real.name, "segments", suite.reuse_summary(rows, "segments"))
 
 
 @pytest.mark.parametrize("kind", ["words", "paragraph", "pages"])
 def test_divergence_behind_a_prompt_that_starts_from_a_similar_one(real, kind: PairKind):
-    def prepare(earlier: Sequence[int]) -> Callable[[], Any]:
+    def prepare(earlier: Sequence[int]) -> WarmStartCache:
         library = WarmStartLibrary(real.model, real.tokenizer)
         library.add([list(earlier)])
-        return lambda: WarmStartCache(real.model, library)
+        return WarmStartCache(real.model, library)
 
     pairs = prompt_pairs(real.tokenizer, 2, kind, page_tokens=60, prose=PROSE)
-    rows = measured(suite.pair_items(real.model, pairs, {kind: prepare}))
+    rows = suite.follow_pairs(suite.Log(), real.model, "pairs", pairs, {kind: prepare})
     check(real.name, kind, suite.reuse_summary(rows, kind))

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from hf_kvcaches import ConfigError
-from hf_kvcaches.cli.bench import SPEED_COLUMNS
 from tests.scripts.running import ROOT, import_script, rows_of, run_script
 
-results, sides, cells = import_script("shared.results"), import_script("shared.sides"), import_script("shared.equip_cells")
+bench, results, sides, cells = map(import_script, ("bench", "shared.results", "shared.sides", "shared.equip_cells"))
 MACHINE = {"hardware": "Abacus", "device": "cpu", "threads": 1}
 
 
@@ -26,7 +25,7 @@ def test_every_cache_has_a_row_of_prompts_and_steps_in_each_cell(quick: Any) -> 
     folder, done = quick
     assert done.returncode == 0, done.stderr
     rows = rows_of(folder / "speed-cpu.csv")
-    assert tuple(rows[0]) == SPEED_COLUMNS
+    assert tuple(rows[0]) == bench.SPEED_COLUMNS
     assert len(rows) == 2 * (len(sides.SIDES) + 1) - 1, "warm starts have one row"
     assert all(float(row[name]) > 0 for row in rows for name in ("prefill_s", "decode_ms", "prefill_ratio", "decode_ratio", "mib"))
 
@@ -71,13 +70,12 @@ def test_what_a_file_has_is_not_measured_again(quick: Any, tmp_path: Any) -> Non
 
 
 def test_logits_that_differ_end_a_benchmark() -> None:
-    script = import_script("bench")
     logits = torch.zeros(1, 5)
-    script.check(logits, logits + 1e-5, "float32", "a")
+    bench.check(logits, logits + 1e-5, "float32", "a")
     with pytest.raises(SystemExit, match=r"a: logits differ by 0\.1"):
-        script.check(logits, logits + 0.1, "float32", "a")
+        bench.check(logits, logits + 0.1, "float32", "a")
     with pytest.raises(SystemExit, match="a: logits are not finite"):
-        script.check(logits / 0, None, "float32", "a")
+        bench.check(logits / 0, None, "float32", "a")
 
 
 def test_a_cell_that_is_none_is_named() -> None:

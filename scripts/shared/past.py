@@ -1,4 +1,4 @@
-"""Read rows of text in one pass in which every token reads a coded past, as if the tokens came one by one.
+"""Read rows of text in one pass in which every token reads a coded past, as if the tokens came one by one; what is lost by that.
 
 Token by token a cache codes each token as soon as it is no longer exact, and the next token attends to the codes. All of these attentions
 can be computed in one pass: each query sees the exact keys and values of the tokens that are still exact for it, and what is read of the
@@ -7,23 +7,28 @@ codes of all others.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from hf_kvcaches import compat
+from hf_kvcaches import KVCodec, compat
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.call import Call
 from hf_kvcaches.core.layers import KVLayer
 from hf_kvcaches.core.view import LayerView
-from hf_kvcaches.errors import UnsupportedError, require_instance, whole_number
-from hf_kvcaches.evaluate.measures import require_rows
+from hf_kvcaches.errors import ConfigError, UnsupportedError, require_instance, whole_number
+from hf_kvcaches.evaluate.measures import divergence, losses
 from hf_kvcaches.evaluate.observer import PassingLayer
 from hf_kvcaches.evaluate.runner import evaluating
+from hf_kvcaches.kernels.code_format import TILE
 
+# Logits of so many positions are compared at a time: a vocabulary may have 262k entries.
+_POSITIONS = 64
 # Scores of so many queries are held at a time.
 _QUERIES = 256
 
@@ -65,6 +70,55 @@ class PastCoding(ABC):
         return None
 
 
+class CodecCoding(PastCoding):
+    """The codes of a `KVCodec` in memory, as a `SubspaceCache` with the same codec, sinks and recent tokens reads them.
+
+    Args:
+        codec: Calibrated for the model.
+        model: The model.
+    """
+
+    tile = TILE
+
+    def __init__(self, codec: KVCodec, model: Any, *, sinks: int = 4, recent: int = 0) -> None:
+        super().__init__(sinks, recent)
+        require_instance("codec", codec, KVCodec, {"model": model}, "KVCodec.calibrate makes one for a model.")
+        codec.require_model(model)
+        self.codec, self.config = codec, compat.decoder_config(compat.base_model(model).config)
+
+    def read(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        geometry, positions = self.codec.geometry(self.config, layer_idx), torch.arange(keys.shape[2], device=keys.device)
+        coder = self.codec.in_place.coder(layer_idx, keys.dtype, keys.device)
+        # Of the first token of each tile; those of the sinks are exact.
+        starts = positions - (positions - self.sinks) % TILE
+        wide = keys if keys.dtype == torch.float64 else keys.float()
+        codes = coder.encode(keys if geometry is None else geometry.unrotate(wide, starts), values)
+        decoded_keys, decoded_values = coder.decode(codes, keys.dtype)
+        return decoded_keys if geometry is None else geometry.rotate(decoded_keys, starts), decoded_values
+
+
+class PackedCoding(CodecCoding):
+    """The packed form of a `KVCodec`, as stores keep it.
+
+    Attributes:
+        nbytes: Of all that was read, first tokens left out; they are kept exactly elsewhere.
+    """
+
+    tile = 1
+    nbytes = 0
+
+    def read(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        geometry, positions = self.codec.geometry(self.config, layer_idx), torch.arange(keys.shape[2], device=keys.device)
+        plain = keys if geometry is None else geometry.unrotate(keys.float(), positions)
+        records = [
+            self.codec.pack({layer_idx: own}, {layer_idx: value}, self.sinks)[layer_idx] for own, value in zip(plain, values, strict=True)
+        ]
+        self.nbytes += sum(map(len, records))
+        rows = self.codec.unpack([(layer_idx, record, 0, None) for record in records], keys.dtype)
+        read_keys, read_values = torch.stack([row[0] for row in rows]), torch.stack([row[1] for row in rows])
+        return read_keys if geometry is None else geometry.rotate(read_keys, positions), read_values
+
+
 class CodedPast(KVCache):
     """A cache for one pass over whole rows: every token reads the past as token-by-token decoding behind a prompt would.
 
@@ -81,7 +135,7 @@ class CodedPast(KVCache):
     needs_attention = True
 
     def __init__(self, model: Any, coding: PastCoding, prompt: int = 1) -> None:
-        require_instance("coding", coding, PastCoding, {"model": model}, "codec.past.CodecCoding(codec, model) reads a codec's codes.")
+        require_instance("coding", coding, PastCoding, {"model": model}, "CodecCoding(codec, model) reads a codec's codes.")
         self.coding, self.prompt = coding, whole_number("prompt", prompt, 0, "a number of tokens, 0 or more")
         super().__init__(model)
 
@@ -174,3 +228,60 @@ def read_rows(model: Any, input_ids: torch.Tensor, coding: PastCoding | None = N
         cache = None if coding is None else CodedPast(model, coding, prompt)
         logits: torch.Tensor = model(input_ids=ids, **compat.cache_kwargs(model, cache)).logits
     return logits
+
+
+@dataclass(frozen=True)
+class TextQuality:
+    """What a cache loses over a text.
+
+    Args:
+        tokens: How many distributions were compared.
+        kl: The mean KL(full || cache) in nats.
+        loss: The mean loss with the cache in nats.
+        full_loss: That with the full cache.
+    """
+
+    tokens: int
+    kl: float
+    loss: float
+    full_loss: float
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss)
+
+    @property
+    def change(self) -> float:
+        """By which share the perplexity is higher than that of the full cache."""
+        return math.expm1(self.loss - self.full_loss)
+
+
+def compare(full_logits: torch.Tensor, logits: torch.Tensor, input_ids: torch.Tensor, prompt: int = 4) -> TextQuality:
+    """Return what logits lose against those of the full cache, over the positions behind a prompt that have a successor.
+
+    Args:
+        full_logits: (batch, tokens, vocabulary); and `logits`.
+        input_ids: (batch, tokens).
+        prompt: First tokens of each row, which are not compared.
+    """
+    require_rows(input_ids, prompt + 2)
+    last, total = input_ids.shape[1] - 1, torch.zeros(3, dtype=torch.float64)
+    for start in range(prompt, last, _POSITIONS):
+        span = slice(start, min(start + _POSITIONS, last))
+        targets = input_ids[:, span.start + 1 : span.stop + 1]
+        full, other = full_logits[:, span], logits[:, span]
+        total += torch.stack([part.sum() for part in (divergence(full, other), losses(other, targets), losses(full, targets))]).cpu()
+    count = len(input_ids) * (last - prompt)
+    return TextQuality(count, *(total / count).tolist())
+
+
+def require_rows(input_ids: object, least: int) -> torch.Tensor:
+    """Refuse anything but rows of token ids.
+
+    Args:
+        least: Tokens that a row needs.
+    """
+    if not isinstance(input_ids, torch.Tensor) or input_ids.ndim != 2 or not len(input_ids) or input_ids.shape[1] < least:
+        got = tuple(input_ids.shape) if isinstance(input_ids, torch.Tensor) else type(input_ids).__name__
+        raise ConfigError.of("input_ids", f"token ids (batch, tokens) of at least {least} tokens", got)
+    return input_ids
