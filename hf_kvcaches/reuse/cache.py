@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.cache import KVCache
-from hf_kvcaches.core.decoder import decoder_layers
 from hf_kvcaches.core.identity import Identity
 from hf_kvcaches.core.layers import GrowingLayer
 from hf_kvcaches.core.parallel import HeadShard
 from hf_kvcaches.core.prompt import PrefillCall, Remaining
 from hf_kvcaches.core.refusal import Refusal
-from hf_kvcaches.reuse import layout
 from hf_kvcaches.reuse.layer import SplicingCache
-from hf_kvcaches.reuse.plan import PromptPlan, PromptRow
-from hf_kvcaches.reuse.record import NewPrompt, PromptStates, Recorder
+from hf_kvcaches.reuse.plan import PlannedSpan, PromptPlan, PromptRow
+from hf_kvcaches.reuse.record import PromptStates, Recorder
 from hf_kvcaches.reuse.repair import hand_over
 from hf_kvcaches.reuse.sparse import spans_refused
 from hf_kvcaches.reuse.store import SpanStore
-from hf_kvcaches.reuse.writer import write_rows
+from hf_kvcaches.reuse.writer import write_plan
 
 
 class ReuseCache(SplicingCache):
@@ -77,7 +75,7 @@ class ReuseCache(SplicingCache):
             return self.leave(plan, rows)
         taken: int | Remaining = 0
         if plan.records:
-            self._write(plan, blobs)
+            write_plan(self, plan, blobs, self.store.codec)
             plan, taken = hand_over(self, call, plan)
         self.note(plan, identity)
         return taken
@@ -105,17 +103,6 @@ class ReuseCache(SplicingCache):
         rows = zip(self.log.rows(), padding, strict=True)
         return tuple(PromptRow(number, pad, slots[pad:], max(seen - pad, 0)) for number, (slots, pad) in enumerate(rows))
 
-    def _write(self, plan: PromptPlan, blobs: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Make room for the prompt, and write the tokens of a plan into the layers; none counts as seen."""
-        _, _, modules = decoder_layers(self.model)
-        form = next(piece.record.form for row in plan.rows for piece in row.sources)
-        padding, dtype, shapes = max(row.padding for row in plan.rows), *layout.states_of(form, len(self.layers))
-        for layer, module, (heads, *dims) in zip(self.layers, modules, shapes, strict=True):
-            device = compat.layer_device(module)
-            keys, values = (torch.empty(1, heads, 0, dim, dtype=dtype, device=device) for dim in dims)
-            layer.open(len(plan.rows), plan.total, keys, values, padding)
-        write_rows(self.layers, plan.rows, blobs, self.rotation.layers, self.store.codec)
-
     @property
     def moving_refused(self) -> Refusal | None:
         """Why tokens can't be reused behind another text with this model."""
@@ -129,27 +116,22 @@ class ReuseCache(SplicingCache):
     def expect(self, plan: PromptPlan, first: int, store: Callable[[PromptStates], None]) -> None:
         """Have the prompt of a plan stored, from a slot on, once it is computed."""
         if self.recorder is not None:
-            self.recorder.expect(NewPrompt(plan.total, first, store))
+            self.recorder.expect(plan.total, first, store)
 
     def _release(self) -> None:
         """Hand a computed prompt to the store, before its buffers change."""
         if (recorder := self.recorder) is not None and recorder.prompt is not None:
             recorder.release()
 
-    @property
-    def waiting(self) -> bool:
-        """Whether a prompt still has to be stored."""
-        return self.recorder is not None and self.recorder.prompt is not None
-
     def observe(self, input_ids: torch.Tensor, attention_mask: Any, position_ids: Any) -> None:
         self._release()
         super().observe(input_ids, attention_mask, position_ids)
 
     def steps_matter(self) -> bool:
-        return self.waiting or super().steps_matter()
+        return (self.recorder is not None and self.recorder.prompt is not None) or super().steps_matter()
 
     def release_layer(self, layer: GrowingLayer) -> None:
-        if not self.waiting:
+        if self.recorder is None or self.recorder.prompt is None:
             super().release_layer(layer)
 
     def prompt_answered(self) -> None:
@@ -161,7 +143,7 @@ class ReuseCache(SplicingCache):
     def crop(self, tokens_to_remove: int) -> None:
         self._release()
         if self.recorder is not None:
-            self.recorder.protect(self.source_layers, self.seen + int(tokens_to_remove))
+            self.recorder.protect(self.seen + int(tokens_to_remove))
         super().crop(tokens_to_remove)
 
     def reset(self) -> None:
@@ -174,7 +156,7 @@ class ReuseCache(SplicingCache):
         super().pick_rows(of_layer, pick)
 
     @property
-    def reused_spans(self) -> Sequence[tuple[int, Any]]:
+    def reused_spans(self) -> list[tuple[int, PlannedSpan]]:
         """The spans with reused tokens, each with the number of its row."""
         return [(row.number, span) for row in self.plans for span in row.spans if span.sources]
 

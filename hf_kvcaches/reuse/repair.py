@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -14,8 +13,8 @@ from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.prompt import PrefillCall, Remaining
 from hf_kvcaches.reuse.layer import SplicingCache
 from hf_kvcaches.reuse.partial import LayerPass, run_layers, run_module
-from hf_kvcaches.reuse.plan import Indices, PromptPlan, PromptRow
-from hf_kvcaches.reuse.sparse import ProbingPass, SparsePass
+from hf_kvcaches.reuse.plan import PromptPlan
+from hf_kvcaches.reuse.sparse import SparsePass
 
 # Tokens whose attention is averaged before repaired tokens are picked.
 _NEIGHBOURS = 7
@@ -26,15 +25,18 @@ _QUESTION = 64
 def hand_over(cache: SplicingCache, call: PrefillCall, plan: PromptPlan) -> tuple[PromptPlan, int | Remaining]:
     """Take a prefix if nothing else is reused; else have the model run the tokens between reused ones. Return the executed plan, too."""
     # Where all tokens of a span are recomputed, or none, there is nothing to pick.
-    if any(0 < span.repair < span.stop - span.start for row in plan.rows for span in row.spans):
+    if any(span.repaired and span.reused for row in plan.rows for span in row.spans):
         plan = _picking(cache, call, plan)
     if (prefix := plan.only_prefix) is not None:
         return plan, cache.take(prefix)
-    if depths := plan.repair_depths:
-        _run_in_parts(cache, call, plan, depths)
+    if plan.repair_depths:
+        _run_in_parts(cache, call, plan)
         return plan, cache.take(plan.total - 1)
+    # The prompt's last token runs, and those whose queries the holder needs.
     window = 1 if cache.holder is None else max(1, cache.holder.adopt_window or 0)
-    cache.sparse_pass = sparse = SparsePass.of(call, [_with_last(row, window) for row in plan.rows], plan.padding, plan.total)
+    last = [np.arange(max(row.begin, len(row.ids) - window), len(row.ids)) for row in plan.rows]
+    indices = [np.union1d(row.running(), ends) for row, ends in zip(plan.rows, last, strict=True)]
+    cache.sparse_pass = sparse = SparsePass.of(call, indices, plan.padding, plan.total)
     return plan, Remaining(sparse.ids, sparse.positions)
 
 
@@ -45,9 +47,10 @@ def _picking(cache: SplicingCache, call: PrefillCall, plan: PromptPlan) -> Promp
     """
     last = [min(_QUESTION, row.behind) for row in plan.rows]
     indices = [np.union1d(row.new, np.arange(len(row.ids) - count, len(row.ids))) for row, count in zip(plan.rows, last, strict=True)]
-    probing = ProbingPass.of(call, indices, plan.padding, plan.total)
+    by_layer = list[torch.Tensor]()
+    probing = SparsePass.of(call, indices, plan.padding, plan.total, by_layer)
     run_module(cache.model.base_model, _SplicingPass(cache, probing), probing.ids, probing.positions)
-    shares = torch.stack([share.to(call.input_ids.device) for share in probing.shares])
+    shares = torch.stack([share.to(call.input_ids.device) for share in by_layer])
     if cache.shard is not None:
         shares = cache.shard.gather(shares[None], 0).amax(0)
     pooled = functional.avg_pool1d(shares.mean(0), _NEIGHBOURS, 1, _NEIGHBOURS // 2).cpu().numpy()
@@ -55,18 +58,12 @@ def _picking(cache: SplicingCache, call: PrefillCall, plan: PromptPlan) -> Promp
     return PromptPlan(tuple(row.picking(shares[row.padding :], count) for row, shares, count in picking), plan.total)
 
 
-def _with_last(row: PromptRow, window: int) -> Indices:
-    """The indices of the tokens that still run, and of the last ones: the prompt's last, and those whose queries the holder needs."""
-    tokens = len(row.ids)
-    return np.union1d(row.remaining, np.arange(max(row.begin, tokens - window), tokens))
-
-
-def _run_in_parts(cache: SplicingCache, call: PrefillCall, plan: PromptPlan, depths: Sequence[int]) -> None:
+def _run_in_parts(cache: SplicingCache, call: PrefillCall, plan: PromptPlan) -> None:
     """Run all tokens but the last, some layers at a time: between them, repaired tokens leave, whose higher layers are reused."""
     hidden: torch.Tensor | None = None
     before: SparsePass | None = None
-    for start, stop in pairwise([0, *depths, len(cache.layers)]):
-        indices = [_repaired_up_to(row, start) for row in plan.rows]
+    for start, stop in pairwise([0, *plan.repair_depths, len(cache.layers)]):
+        indices = [row.running(start) for row in plan.rows]
         if not any(map(len, indices)):
             return
         sparse = SparsePass.of(call, indices, plan.padding, plan.total)
@@ -82,12 +79,6 @@ def _places(before: SparsePass, sparse: SparsePass) -> torch.Tensor:
     pairs = zip(before.host_slots, sparse.host_slots, strict=True)
     places = [np.searchsorted(np.where(old < before.total, old, -1), np.where(new < before.total, new, -1)) for old, new in pairs]
     return torch.from_numpy(np.stack(places))
-
-
-def _repaired_up_to(row: PromptRow, layer: int) -> Indices:
-    """The indices of the tokens that a layer computes."""
-    left = [span.computed for span in row.spans if span.repair and span.repair_depth is not None and span.repair_depth <= layer]
-    return np.setdiff1d(row.remaining, np.concatenate(left)) if left else row.remaining
 
 
 class _SplicingPass(LayerPass):

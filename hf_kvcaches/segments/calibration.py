@@ -167,7 +167,7 @@ def calibrate(
         best = sweep.best()
         others = [sweep.replay(best.policy, other) for other in _QUANTIZATIONS if other != quantization]
     rows = tuple(measured.row(measured is best) for measured in (*sweep.done, *others))
-    return best.policy.with_changes(bound=float(bound), measured=rows).bound_to(ModelFingerprint.of(model, tokenizer))
+    return replace(best.policy, bound=float(bound), measured=rows, fingerprint=ModelFingerprint.of(model, tokenizer))
 
 
 def _series(prompts: Sequence[Tokens] | Series, asked: int) -> dict[str, list[list[int]]]:

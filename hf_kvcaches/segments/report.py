@@ -73,7 +73,7 @@ def report_of(plans: Sequence[PromptRow], costs: Costs, **fields: Any) -> Segmen
     """Report executed plans; `fields` are the other fields of the report."""
     spans = tuple(
         ReusedSpan(
-            *(row.number, span.start, span.stop, span.rule, span.repair, span.repair_depth),
+            *(row.number, span.start, span.stop, span.rule, len(span.repaired), span.repair_depth),
             tuple(piece.record.key for piece in span.sources),
             span.reason,
         )
@@ -134,8 +134,7 @@ class Costs:
 
     def of_row(self, row: PromptRow) -> float:
         """Return the cost of the tokens that a plan does not reuse, of the last token, and of those that ran once more."""
-        repaired = [(span.computed, span.repair_depth) for span in row.spans if span.repair and span.repair_depth is not None]
-        saved = sum(self.of_tokens(indices, depth) for indices, depth in repaired)
+        saved = sum(self.of_tokens(span.computed, span.repair_depth) for span in row.spans if span.repair_depth is not None)
         probed = self.of_prompt(len(row.ids) - row.probed, len(row.ids))
         return self.of_tokens(np.append(row.computed, len(row.ids) - 1)) + probed - saved
 

@@ -20,7 +20,7 @@ def rows(draw: st.DrawFn) -> PromptRow:
         stop = start + draw(st.integers(1, 30))
         sources = () if kind == "computed" else (Piece(start, stop, STORED, 0),)
         repair = draw(st.integers(0, stop - start)) if kind == "repaired" else 0
-        spans.append(PlannedSpan(start, stop, kind, sources, repair))
+        spans.append(PlannedSpan(start, stop, kind, sources, tuple(range(start, start + repair))))
         start = stop
     end = start + draw(st.integers(0, 12))
     return PromptRow(0, 0, np.arange(end + 1, dtype=np.uint32), 0, (*spans, PlannedSpan(start, end)))
@@ -31,12 +31,12 @@ def test_first_tokens_of_spans_and_those_with_the_largest_shares_are_repaired_as
     shares = np.random.default_rng(seed).random(len(row.ids), dtype=np.float32)
     probed = min(8, row.behind)
     picked = row.picking(shares, probed)
-    candidates = {index for span in row.spans if span.repair for index in range(span.start, span.stop)}
+    candidates = {index for span in row.spans if span.repaired for index in range(span.start, span.stop)}
     repaired = [index for span in picked.spans if span.sources for index in span.computed.tolist()]
     assert set(repaired) <= candidates
     assert repaired == sorted(repaired)
-    assert len(repaired) == sum(span.repair for span in row.spans) == sum(span.repair for span in picked.spans)
-    first = {index for span in row.spans for index in range(span.start, span.start + -(-span.repair // 3))}
+    assert len(repaired) == sum(len(span.repaired) for span in row.spans)
+    first = {index for span in row.spans for index in range(span.start, span.start + -(-len(span.repaired) // 3))}
     assert first <= set(repaired)
     by_share = [shares[index] for index in repaired if index not in first]
     assert max((shares[index] for index in candidates - set(repaired)), default=0) <= min(by_share, default=1)
@@ -48,7 +48,7 @@ def test_new_tokens_run_before_tokens_are_picked_and_these_and_the_last_ones_beh
     probed = row.behind
     picked = row.picking(np.ones(len(row.ids), np.float32), probed)
     last = len(row.ids) - 1
-    first_pass, second_pass = set(row.new.tolist()), set(picked.remaining.tolist())
+    first_pass, second_pass = set(row.new.tolist()), set(picked.running().tolist())
     assert first_pass | second_pass | set(range(len(row.ids) - probed, last)) == set(picked.computed.tolist())
     assert second_pass & first_pass == set(range(len(row.ids) - probed, last)) & first_pass
-    assert row.remaining.tolist() == row.computed.tolist(), "a row that is not probed runs all at once"
+    assert row.running().tolist() == row.computed.tolist(), "a row that is not probed runs all at once"

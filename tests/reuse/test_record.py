@@ -12,8 +12,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_kvcaches import SegmentReuseCache, SegmentStore
-from hf_kvcaches.reuse import record
-from hf_kvcaches.reuse.record import NewPrompt, Queue, Recorder
+from hf_kvcaches.reuse import store as stores
+from hf_kvcaches.reuse.record import Recorder
+from hf_kvcaches.reuse.store import Queue
 from tests import tiny
 
 PROMPT = tiny.ids(1, 120, seed=1)
@@ -59,7 +60,7 @@ def test_caches_that_are_watched_are_not_kept_alive() -> None:
 
 
 def test_a_full_queue_drops_a_prompt_and_counts_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record, "MOST", 1)
+    monkeypatch.setattr(stores, "MOST", 1)
     model, store, over = tiny.llama(), SegmentStore("memory"), threading.Event()
     store.queue.add(lambda: over.wait(30), 1)
     for seed in (1, 2):
@@ -73,10 +74,10 @@ def test_a_full_queue_drops_a_prompt_and_counts_it(monkeypatch: pytest.MonkeyPat
 
 def test_a_request_does_not_wait_for_what_takes_long_to_store(monkeypatch: pytest.MonkeyPatch) -> None:
     model, store, over = tiny.llama(), SegmentStore("memory"), threading.Event()
-    store.queue.add(lambda: over.wait(30), record.SMALL + 1)
+    store.queue.add(lambda: over.wait(30), stores.SMALL + 1)
     began = time.monotonic()
     asked(model, SegmentReuseCache(model, store))
-    assert time.monotonic() - began < record.PATIENCE
+    assert time.monotonic() - began < stores.PATIENCE
     over.set()
     store.close()
 
@@ -125,7 +126,7 @@ def test_decode_steps_behind_a_prompt_that_is_stored_wait_for_nothing() -> None:
         used = cache if cache is not None else SegmentReuseCache(model, SegmentStore("memory"))
         asked(model, used)
         if cache is None:  # nothing to store
-            used.recorder.expect(NewPrompt(10**6, 0, lambda states: None))
+            used.recorder.expect(10**6, 0, lambda states: None)
         with Waits():
             for step in range(3):
                 asked(model, used, PROMPT[:, step : step + 1])

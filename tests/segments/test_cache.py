@@ -110,7 +110,7 @@ def test_moved_segments_give_what_one_token_after_the_other_gives(name, repair):
 def test_rows_with_padding_are_matched_by_themselves(repair_depth):
     policy = SegmentPolicy(repair_depth=repair_depth)
     model, earlier = tiny.llama(), joined(A, B, C)
-    prompts = [joined(D, B, D[:, :5]), joined(A, B, D), joined(tiny.ids(1, 40, seed=9), C, D), D]
+    prompts = [joined(D, B, D[:, :5]), joined(A, B, D), joined(tiny.ids(1, 40, seed=9), C, D), D, earlier]
     length = max(prompt.shape[1] for prompt in prompts)
     ids = torch.cat([torch.cat([torch.zeros(1, length - prompt.shape[1], dtype=torch.long), prompt], dim=1) for prompt in prompts])
     mask = torch.stack([torch.arange(length) >= length - prompt.shape[1] for prompt in prompts]).long()

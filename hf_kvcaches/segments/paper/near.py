@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hf_kvcaches.errors import require
-from hf_kvcaches.reuse.index import Piece, Run, TokenIndex
+from hf_kvcaches.reuse.index import Ids, Match, Piece, TokenIndex
 from hf_kvcaches.reuse.plan import PROBING, PromptRow
 from hf_kvcaches.segments.cache import SegmentReuseCache
 
@@ -44,7 +44,7 @@ class NearReuseCache(SegmentReuseCache):
     Only spans of equal tokens are reused.
     """
 
-    def runs(self, index: TokenIndex, row: PromptRow, start: int) -> list[Run]:
+    def runs(self, index: TokenIndex, row: PromptRow, start: int) -> list[Match]:
         verbatim, ids = super().runs(index, row, start), row.ids[:-PROBING]
         lsh: Any = require("datasketch", "retrieval", "Looking for near-identical segments").MinHashLSH(
             num_perm=_PERMUTATIONS, params=(_BANDS, _WIDTH)
@@ -68,7 +68,7 @@ class NearReuseCache(SegmentReuseCache):
         return sorted(found, key=lambda run: run.start)
 
 
-def _gaps(runs: Sequence[Run], start: int, stop: int) -> Iterator[tuple[int, int]]:
+def _gaps(runs: Sequence[Match], start: int, stop: int) -> Iterator[tuple[int, int]]:
     """Yield the spans from `start` to `stop` that no run covers."""
     for run in runs:
         if run.stop > start and run.start < stop:
@@ -77,8 +77,9 @@ def _gaps(runs: Sequence[Run], start: int, stop: int) -> Iterator[tuple[int, int
     yield start, stop
 
 
-def _aligned(ids: Any, start: int, stop: int, index: TokenIndex, key: str) -> list[Run]:
+def _aligned(ids: Ids, start: int, stop: int, index: TokenIndex, key: str) -> list[Match]:
     """Return the runs that a gap shares with a segment, token by token."""
     record = index.records[key]
     blocks = difflib.SequenceMatcher(None, record.ids.tolist(), ids[start:stop].tolist(), autojunk=False).get_matching_blocks()
-    return [Run((Piece(start + block.b, start + block.b + block.size, record, block.a),)) for block in blocks if block.size >= _SHORTEST]
+    pieces = [Piece(start + block.b, start + block.b + block.size, record, block.a) for block in blocks if block.size >= _SHORTEST]
+    return [Match((piece,), ids) for piece in pieces]
