@@ -1,13 +1,19 @@
-"""Which tokens of a plan are repaired, and which run when."""
+"""What a plan reuses, which tokens it repairs, and which run when."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_kvcaches.reuse.index import Piece, Record
-from hf_kvcaches.reuse.plan import PlannedSpan, PromptRow
+from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.reuse.index import Piece, Record, as_ids
+from hf_kvcaches.reuse.plan import PlannedSpan, PromptRow, plan_row
+from hf_kvcaches.reuse.policy import Admission
+from tests.reuse.test_policy import match
 
 STORED = Record("", np.zeros(1, np.uint32), "", "", 0, np.zeros(0, np.uint32))
 
@@ -52,3 +58,23 @@ def test_new_tokens_run_before_tokens_are_picked_and_these_and_the_last_ones_beh
     assert first_pass | second_pass | set(range(len(row.ids) - probed, last)) == set(picked.computed.tolist())
     assert second_pass & first_pass == set(range(len(row.ids) - probed, last)) & first_pass
     assert row.running().tolist() == row.computed.tolist(), "a row that is not probed runs all at once"
+
+
+ROW = PromptRow(0, 0, as_ids([*range(10), *range(1000, 1040), 7]), 0)
+
+
+@pytest.mark.parametrize("answer", [None, True, Admission("exact"), Admission("computed"), Admission("mine", -1), Admission("mine", 41)])
+def test_a_rule_that_answers_with_anything_else_is_refused(answer: Any) -> None:
+    found = match(list(range(10)), [3, 4])
+    with pytest.raises(ConfigError, match="admit: expected an Admission"):
+        plan_row(ROW, [], [found], lambda found: answer, 4)
+
+
+@pytest.mark.parametrize(("share", "depth"), [(1.0, None), (0.5, 2), (0.3, 2), (0.0, None)])
+def test_a_plan_has_no_gaps_and_ends_before_the_last_token(share: float, depth: int | None) -> None:
+    found = match(list(range(10)), [3, 4])
+    planned = plan_row(ROW, [], [found], lambda found: Admission("mine", 5, share), 4)
+    assert [(span.start, span.stop, span.rule) for span in planned.spans] == [(0, 10, "computed"), (10, 50, "mine")]
+    assert planned.spans[1].repair_depth == depth
+    assert planned.reused == (40 if share == 0.0 else 35)
+    assert plan_row(ROW, [], [found], None, 4).reused == 0

@@ -14,7 +14,6 @@ from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.hub import FILE_NAME
 from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch
 from hf_kvcaches.reuse.index import Piece, Record, as_ids
-from hf_kvcaches.reuse.plan import PromptRow, plan_row
 from hf_kvcaches.reuse.policy import Admission, Match, SegmentPolicy
 from tests import tiny
 
@@ -102,26 +101,6 @@ def test_tokens_behind_as_many_equal_ones_as_the_guard_asks_for_are_not_repaired
     admission = SegmentPolicy(guard=guard, similarity=0.0, repair=repair).admit(found)
     assert admission.rule == ("guarded" if same >= guard else "repaired")
     assert admission.repair == (0 if same >= guard else min(math.ceil(repair * 40), guard - same))
-
-
-ROW = PromptRow(0, 0, as_ids([*range(10), *range(1000, 1040), 7]), 0)
-
-
-@pytest.mark.parametrize("answer", [None, True, Admission("exact"), Admission("computed"), Admission("mine", -1), Admission("mine", 41)])
-def test_a_rule_that_answers_with_anything_else_is_refused(answer: Any) -> None:
-    found = match(list(range(10)), [3, 4])
-    with pytest.raises(ConfigError, match="admit: expected an Admission"):
-        plan_row(ROW, [], [found], lambda found: answer, 4)
-
-
-@pytest.mark.parametrize(("share", "depth"), [(1.0, None), (0.5, 2), (0.3, 2), (0.0, None)])
-def test_a_plan_has_no_gaps_and_ends_before_the_last_token(share: float, depth: int | None) -> None:
-    found = match(list(range(10)), [3, 4])
-    planned = plan_row(ROW, [], [found], lambda found: Admission("mine", 5, share), 4)
-    assert [(span.start, span.stop, span.rule) for span in planned.spans] == [(0, 10, "computed"), (10, 50, "mine")]
-    assert planned.spans[1].repair_depth == depth
-    assert planned.reused == (40 if share == 0.0 else 35)
-    assert plan_row(ROW, [], [found], None, 4).reused == 0
 
 
 def test_damaged_policies_are_refused(tmp_path) -> None:

@@ -115,15 +115,6 @@ def test_keys_are_turned_to_where_they_now_stand(name: str, way: Any, heads: int
     check(opened(plan, 2, 30), 1, 4, placed, [turning] * 2)
 
 
-def test_a_shift_is_really_made_and_only_of_keys() -> None:
-    plan, turning = [(2, 16, 16)], geometry("llama default")
-    stored = Stored(plan, 4, 10, None)
-    (layer,) = layers = opened(plan, 1, 20)
-    splice_row(layers, 0, 0, [place(stored, 3)], [turning])
-    assert (layer.key_buffer[0, :, 3:7] - stored.layers[0].keys).abs().max() > 0.1
-    assert torch.equal(layer.value_buffer[0, :, 3:7], stored.layers[0].values)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_what_stays_where_it_was_is_copied_to_the_bit(dtype: torch.dtype) -> None:
     turning = geometry("llama default")
@@ -189,15 +180,6 @@ def test_on_a_cpu_all_layers_of_a_blob_are_written_at_once(monkeypatch: pytest.M
     assert sizes == [(4, 4)] * 12  # layers and tokens, for keys and for values
 
 
-def test_layers_without_positions_of_their_own_keep_their_keys() -> None:
-    plan = [(2, 16, 16)] * 2
-    stored = Stored(plan, 4, 9, None)
-    layers = opened(plan, 1, 20)
-    splice_row(layers, 0, 0, [place(stored, 2)], [STILL, geometry("llama default")])
-    assert torch.equal(layers[0].key_buffer[0, :, 2:6], stored.layers[0].keys)
-    assert not torch.equal(layers[1].key_buffer[0, :, 2:6], stored.layers[1].keys)
-
-
 def test_stored_tensors_are_not_written_to() -> None:
     plan, turning = [(2, 16, 16)], geometry("llama default")
     for way in WAYS:
@@ -205,12 +187,6 @@ def test_stored_tensors_are_not_written_to() -> None:
         before = {name: tensor.clone() for name, tensor in stored.tensors.items()}
         splice_row(opened(plan, 1, 20), 0, 0, [place(stored, 2)], [turning])
         assert all(torch.equal(tensor, before[name]) for name, tensor in stored.tensors.items())
-
-
-def test_nothing_is_written_without_pieces() -> None:
-    layers = opened([(2, 16, 16)], 1, 4)
-    splice_row(layers, 0, 0, [], [geometry("llama default")])
-    assert layers[0].key_buffer.isnan().all()
 
 
 def test_layers_on_several_devices_each_get_their_own() -> None:

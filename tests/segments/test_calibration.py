@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import DynamicCache
 
 from hf_kvcaches import SegmentPolicy, SegmentReuseCache, SegmentStore
@@ -18,7 +14,6 @@ from hf_kvcaches.segments.calibration import (
     Bounds,
     Measured,
     calibrate,
-    divergence,
     next_tokens,
 )
 from tests import tiny
@@ -185,12 +180,3 @@ def test_asked_tokens_get_the_logits_of_one_pass_over_everything(model, asked):
         torch.testing.assert_close(next_tokens(model, ids[:-asked], ids[-asked:], cache), expected, atol=1e-4, rtol=1e-4)
     assert cache.report().reused_tokens == len(ids) - asked - 1
     store.close()
-
-
-@given(st.lists(st.floats(-8, 8), min_size=6, max_size=6), st.lists(st.floats(-8, 8), min_size=6, max_size=6))
-def test_divergence_is_that_of_the_textbook(left, right):
-    p, q = (torch.tensor(each, dtype=torch.float64).softmax(0).tolist() for each in (left, right))
-    expected = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
-    found = float(divergence(torch.tensor([left]), torch.tensor([right])))
-    assert found == pytest.approx(expected, abs=1e-4)
-    assert found >= 0
