@@ -7,7 +7,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cache, cached_property, lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,10 +17,8 @@ from hf_kvcaches.core.token_log import Ids as Ids
 
 # The rule of tokens that the model computes, and of those that were computed behind the same tokens.
 COMPUTED, EXACT = "computed", "exact"
-# An anchor is this many consecutive tokens, which are found at any index of a prompt.
-ANCHOR = 16
-# How many records with the same anchor are kept: the newest.
-ALIKE = 8
+# An anchor is this many consecutive tokens, found at any index of a prompt. Of records with the same anchor the newest are kept.
+ANCHOR, ALIKE = 16, 8
 # How many tokens before its own are stored with a record: the most equal tokens that a guard can require, short of all.
 CONTEXT = 512
 # How many tokens before a match are compared, by their shingles, and how many consecutive tokens a shingle is.
@@ -88,27 +86,25 @@ class Record:
     @cached_property
     def anchors(self) -> list[tuple[int, int]]:
         """Hash and offset of its anchors: any 2 * ANCHOR - 1 consecutive tokens contain one."""
-        if len(self) < ANCHOR:
-            return []
         hashes = window_hashes(self.ids, ANCHOR)
-        return [(int(hashes[offset]), offset) for offset in (*range(0, len(self) - ANCHOR, ANCHOR), len(self) - ANCHOR)]
+        return [(hashes[offset], offset) for offset in sorted({*range(0, len(hashes), ANCHOR), len(hashes) - 1})] if hashes else []
 
     def to_dict(self) -> dict[str, Any]:
         """Return the record as JSON values."""
-        plain = {name: getattr(self, name) for name in _KINDS}
-        return plain | {name: array_as_text(value, "<u4") for name, value in (("ids", self.ids), ("context", self.context))}
+        arrays = {"ids": array_as_text(self.ids, "<u4"), "context": array_as_text(self.context, "<u4")}
+        return {name: getattr(self, name) for name in _KINDS} | arrays
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Record:
         """Restore what `to_dict` returned; raise a `LookupError`, `TypeError` or `ValueError` if a field is missing or wrong."""
-        arrays: dict[str, Any] = {name: array_of_text(data[name], "<u4") for name in ("ids", "context")}
-        plain = {name: data[name] for name in _KINDS}
         for name, kind in _KINDS.items():
-            if type(plain[name]) is not kind:
-                raise TypeError(f"{name}: expected {kind.__name__}, got {type(plain[name]).__name__}")
-        if not plain["origin"] or plain["origin"] == COMPUTED or plain["start"] < 0 or not len(arrays["ids"]):
-            raise ValueError(f"no span has {len(arrays['ids'])} tokens, the origin {plain['origin']!r} and the start {plain['start']!r}")
-        return cls(**plain, **arrays)
+            if type(data[name]) is not kind:
+                raise TypeError(f"{name}: expected {kind.__name__}, got {type(data[name]).__name__}")
+        arrays: dict[str, Any] = {name: array_of_text(data[name], "<u4") for name in ("ids", "context")}
+        record = cls(**{name: data[name] for name in _KINDS}, **arrays)
+        if record.origin in ("", COMPUTED) or record.start < 0 or not len(record):
+            raise ValueError(f"no span has {len(record)} tokens, the origin {record.origin!r} and the start {record.start}")
+        return record
 
 
 class Piece(NamedTuple):
@@ -253,26 +249,20 @@ class TokenIndex:
 
     def runs(self, ids: Ids, start: int, shortest: int) -> list[Match]:
         """Return the tokens that earlier rows have at any index, in order and without overlaps; of several matches the longest."""
-        matches: list[Match] = []
-        hashes = window_hashes(ids[start:], ANCHOR).tolist()
-        index = free = start
-        while index - start < len(hashes):
-            alike = self._anchored.get(hashes[index - start], ())
-            found = [match for key, offset in alike if (match := self._match(ids, index, free, self.records[key], offset)) is not None]
-            best = max(found, key=lambda match: (len(match), match.same), default=None)
-            if best is None or len(best) < shortest:
-                index += 1
-            else:
-                matches.append(best)
-                index = free = best.stop
+        matches, free = list[Match](), start
+        for index, alike in enumerate(map(self._anchored.get, window_hashes(ids[start:], ANCHOR)), start):
+            if alike is not None and index >= free:
+                found = [self._match(ids, index, free, self.records[key], offset) for key, offset in alike]
+                best = max(found, key=lambda match: (len(match), match.same))
+                if len(best) >= shortest:
+                    matches.append(best)
+                    free = best.stop
         return matches
 
-    def _match(self, ids: Ids, index: int, free: int, record: Record, offset: int) -> Match | None:
+    def _match(self, ids: Ids, index: int, free: int, record: Record, offset: int) -> Match:
         """Return the longest match that has a record's token `offset` at an index, from `free` on and through the records that follow."""
         back = common_suffix(record.ids[:offset], ids[free:index])
         ahead = common_prefix(record.ids[offset:], ids[index:])
-        if ahead < ANCHOR:  # a collision of hashes
-            return None
         pieces = [Piece(index - back, index + ahead, record, offset - back)]
         while offset + ahead == len(record) and (start := pieces[-1].stop) < len(ids):
             following = [self.records[key] for key in self._after.get((record.right, int(ids[start])), ())]
@@ -311,24 +301,15 @@ def common_suffix(a: Ids, b: Ids) -> int:
     return common_prefix(a[::-1], b[::-1])
 
 
-def window_hashes(ids: Ids, width: int) -> npt.NDArray[np.uint64]:
-    """Hash every window of `width` consecutive tokens, (tokens - width + 1,); equal windows have equal hashes."""
+def window_hashes(ids: Ids, width: int) -> list[int]:
+    """Hash every window of `width` consecutive tokens; equal windows have equal hashes."""
     if len(ids) < width:
-        return np.zeros(0, np.uint64)
-    mixed = ids.astype(np.uint64)
-    # The finaliser of splitmix64: small ids fill all 64 bits.
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB) + np.uint64(0x9E3779B97F4A7C15)
-    windows = np.lib.stride_tricks.sliding_window_view(mixed, width)
-    hashes: npt.NDArray[np.uint64] = (windows * _powers(width)).sum(axis=1, dtype=np.uint64)
+        return []
+    powers = np.uint64(0x9E3779B97F4A7C15) ** np.arange(width, dtype=np.uint64)  # modulo 2^64
+    hashes: list[int] = (np.lib.stride_tricks.sliding_window_view(ids.astype(np.uint64), width) * powers).sum(1).tolist()
     return hashes
 
 
 @lru_cache(1024)  # every prompt that has a stored span compares the tokens before it
 def _shingles(ids: bytes) -> frozenset[int]:
-    return frozenset(window_hashes(np.frombuffer(ids, np.uint32), SHINGLE).tolist())
-
-
-@cache
-def _powers(width: int) -> npt.NDArray[np.uint64]:
-    return np.array([pow(0x9E3779B97F4A7C15, width - 1 - i, 2**64) for i in range(width)], dtype=np.uint64)
+    return frozenset(window_hashes(np.frombuffer(ids, np.uint32), SHINGLE))

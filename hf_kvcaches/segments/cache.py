@@ -120,7 +120,8 @@ class SegmentReuseCache(ReuseCache):
         if identity.reason:
             return Refusal(identity.reason)
         self.store.refresh()
-        index, admit = self.store.look_up(identity, self.model, self.tokenizer).tokens, self.admit
+        _, index = self.store.look_up(identity, self.model, self.tokenizer)
+        admit = self.admit
         with self.store.catalog.lock:
             plan = PromptPlan(tuple(self._planned(row, index, admit) for row in rows), rows[0].padding + len(rows[0].ids))
         # Of one row without a rule, nothing but a prefix is reused.

@@ -7,7 +7,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -21,18 +21,6 @@ from hf_kvcaches.stores.catalog import TIMEOUT
 
 # The version of the format of stored segments.
 FORMAT = 4
-
-
-class Segments(NamedTuple):
-    """The segments that a cache may reuse.
-
-    Args:
-        scope: A digest of everything that must be equal for a stored segment to be reused.
-        tokens: They themselves, to be used under the catalog's lock.
-    """
-
-    scope: str
-    tokens: TokenIndex
 
 
 @dataclass(frozen=True)
@@ -111,14 +99,14 @@ class SegmentStore(SpanStore):
         limits = {"max_bytes": max_bytes, "hot_bytes": hot_bytes, "time_to_live": time_to_live, "timeout": timeout}
         super().__init__(self.contents, "segment", quantization, location, **limits)
 
-    def look_up(self, identity: Identity, model: PreTrainedModel, tokenizer: Any) -> Segments:
-        """Return the segments of a model; warn once if the store has segments, but none of this model."""
+    def look_up(self, identity: Identity, model: PreTrainedModel, tokenizer: Any) -> tuple[str, TokenIndex]:
+        """Return the scope of a model, and its segments, to be used under the catalog's lock; warn once if all are of other models."""
         indices = self.contents.indices
         scope = _scope_of(identity, model, tokenizer, self.stored_as)
         if scope not in indices and self.catalog.entries:
             self.catalog.warn_once("foreign", " ".join(self._foreign(identity, model, tokenizer)))
         with self.catalog.lock:
-            return Segments(scope, indices[scope])
+            return scope, indices[scope]
 
     def _foreign(self, identity: Identity, model: PreTrainedModel, tokenizer: Any) -> Iterator[str]:
         """Say what differs where the segments of this model have another scope, as far as that can be told."""
@@ -155,6 +143,7 @@ class SegmentStore(SpanStore):
 
 
 def _scope_of(identity: Identity, model: PreTrainedModel, tokenizer: Any, stored_as: str | None) -> str:
+    """A digest of everything that must be equal for a stored segment to be reused."""
     words = "" if tokenizer is None else digest_of_tokenizer(tokenizer)
     parts = (str(FORMAT), identity.digest, words, str(stored_as), str(model.dtype))
     return hashlib.blake2b("|".join(parts).encode(), digest_size=16).hexdigest()

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from itertools import pairwise
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -265,15 +264,6 @@ def test_only_the_newest_of_many_alike_are_remembered() -> None:
     asked = np.concatenate((as_ids([50, 0]), common))
     (run,) = index.runs(asked, 0, 24)
     assert run.pieces[0].record.context.tolist() != [0]
-
-
-def test_tokens_are_compared_where_two_anchors_have_one_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    index, text = TokenIndex(), as_ids(range(64))
-    monkeypatch.setattr("hf_kvcaches.reuse.index.window_hashes", lambda ids, width: np.zeros(max(0, len(ids) - width + 1), np.uint64))
-    add(index, text, [])
-    assert index.runs(text + np.uint32(1000), 0, 24) == []
-    assert index.runs(np.append(text[: ANCHOR - 1], text + np.uint32(1000)), 0, 1) == []
-    assert_sound(text, 0, 24, index.runs(text, 0, 24))
 
 
 # Going

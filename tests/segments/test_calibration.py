@@ -95,13 +95,12 @@ def answered(kl: float, saved: float = 0.5, approximate: int = 10, **others) -> 
 
 
 def measured(*answers: Answered, **policy) -> Measured:
-    return Measured(SegmentPolicy(**{"similarity": 1.01, **policy}), None, {"all": list(answers)})
+    return Measured.of(SegmentPolicy(**{"similarity": 1.01, **policy}), None, [answers])
 
 
 def test_the_bounds_hold_in_each_series_and_not_only_on_average():
-    series = {"good": [answered(0.0)] * 9, "bad": [answered(0.4, same=0.75)]}
-    assert Measured(SegmentPolicy(), None, series).kl == 0.4
-    assert Measured(SegmentPolicy(), None, series).same == 0.75
+    found = Measured.of(SegmentPolicy(), None, [[answered(0.0)] * 9, [answered(0.4, same=0.75)]])
+    assert (found.kl, found.same) == (0.4, 0.75)
 
 
 def test_prompts_without_anything_approximate_do_not_water_the_measurements_down():
