@@ -4,27 +4,33 @@ from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, Self
 
+import numpy as np
 import torch
+from torch.nn import functional
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.cache import KVCache
-from hf_kvcaches.core.decoder import decoder_layers
 from hf_kvcaches.core.identity import Identity
 from hf_kvcaches.core.layers import GrowingLayer
 from hf_kvcaches.core.parallel import HeadShard
 from hf_kvcaches.core.prompt import PrefillCall, Remaining
 from hf_kvcaches.core.refusal import Refusal
-from hf_kvcaches.reuse import layout
 from hf_kvcaches.reuse.layer import SplicingCache
-from hf_kvcaches.reuse.plan import PromptPlan, PromptRow
-from hf_kvcaches.reuse.record import NewPrompt, PromptStates, Recorder
-from hf_kvcaches.reuse.repair import hand_over
-from hf_kvcaches.reuse.sparse import spans_refused
+from hf_kvcaches.reuse.partial import LayerPass, run_layers, run_module
+from hf_kvcaches.reuse.plan import PlannedSpan, PromptPlan, PromptRow
+from hf_kvcaches.reuse.record import PromptStates, Recorder
+from hf_kvcaches.reuse.sparse import SparsePass, spans_refused
 from hf_kvcaches.reuse.store import SpanStore
-from hf_kvcaches.reuse.writer import write_rows
+from hf_kvcaches.reuse.writer import write_plan
+
+# Tokens whose attention is averaged before repaired tokens are picked.
+_NEIGHBOURS = 7
+# The most tokens at the end of a prompt, such as a question, that run again once the tokens that they attend to are repaired.
+_QUESTION = 64
 
 
 class ReuseCache(SplicingCache):
@@ -77,8 +83,8 @@ class ReuseCache(SplicingCache):
             return self.leave(plan, rows)
         taken: int | Remaining = 0
         if plan.records:
-            self._write(plan, blobs)
-            plan, taken = hand_over(self, call, plan)
+            write_plan(self, plan, blobs, self.store.codec)
+            plan, taken = _hand_over(self, call, plan)
         self.note(plan, identity)
         return taken
 
@@ -105,17 +111,6 @@ class ReuseCache(SplicingCache):
         rows = zip(self.log.rows(), padding, strict=True)
         return tuple(PromptRow(number, pad, slots[pad:], max(seen - pad, 0)) for number, (slots, pad) in enumerate(rows))
 
-    def _write(self, plan: PromptPlan, blobs: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Make room for the prompt, and write the tokens of a plan into the layers; none counts as seen."""
-        _, _, modules = decoder_layers(self.model)
-        form = next(piece.record.form for row in plan.rows for piece in row.sources)
-        padding, dtype, shapes = max(row.padding for row in plan.rows), *layout.states_of(form, len(self.layers))
-        for layer, module, (heads, *dims) in zip(self.layers, modules, shapes, strict=True):
-            device = compat.layer_device(module)
-            keys, values = (torch.empty(1, heads, 0, dim, dtype=dtype, device=device) for dim in dims)
-            layer.open(len(plan.rows), plan.total, keys, values, padding)
-        write_rows(self.layers, plan.rows, blobs, self.rotation.layers, self.store.codec)
-
     @property
     def moving_refused(self) -> Refusal | None:
         """Why tokens can't be reused behind another text with this model."""
@@ -129,27 +124,22 @@ class ReuseCache(SplicingCache):
     def expect(self, plan: PromptPlan, first: int, store: Callable[[PromptStates], None]) -> None:
         """Have the prompt of a plan stored, from a slot on, once it is computed."""
         if self.recorder is not None:
-            self.recorder.expect(NewPrompt(plan.total, first, store))
+            self.recorder.expect(plan.total, first, store)
 
     def _release(self) -> None:
         """Hand a computed prompt to the store, before its buffers change."""
         if (recorder := self.recorder) is not None and recorder.prompt is not None:
             recorder.release()
 
-    @property
-    def waiting(self) -> bool:
-        """Whether a prompt still has to be stored."""
-        return self.recorder is not None and self.recorder.prompt is not None
-
     def observe(self, input_ids: torch.Tensor, attention_mask: Any, position_ids: Any) -> None:
         self._release()
         super().observe(input_ids, attention_mask, position_ids)
 
     def steps_matter(self) -> bool:
-        return self.waiting or super().steps_matter()
+        return (self.recorder is not None and self.recorder.prompt is not None) or super().steps_matter()
 
     def release_layer(self, layer: GrowingLayer) -> None:
-        if not self.waiting:
+        if self.recorder is None or self.recorder.prompt is None:
             super().release_layer(layer)
 
     def prompt_answered(self) -> None:
@@ -161,7 +151,7 @@ class ReuseCache(SplicingCache):
     def crop(self, tokens_to_remove: int) -> None:
         self._release()
         if self.recorder is not None:
-            self.recorder.protect(self.source_layers, self.seen + int(tokens_to_remove))
+            self.recorder.protect(self.seen + int(tokens_to_remove))
         super().crop(tokens_to_remove)
 
     def reset(self) -> None:
@@ -174,7 +164,7 @@ class ReuseCache(SplicingCache):
         super().pick_rows(of_layer, pick)
 
     @property
-    def reused_spans(self) -> Sequence[tuple[int, Any]]:
+    def reused_spans(self) -> list[tuple[int, PlannedSpan]]:
         """The spans with reused tokens, each with the number of its row."""
         return [(row.number, span) for row in self.plans for span in row.spans if span.sources]
 
@@ -210,3 +200,78 @@ def _agreed(shard: HeadShard, plan: PromptPlan | Refusal) -> PromptPlan | Refusa
     if isinstance(plan, Refusal) or "" in decisions:
         return plan if isinstance(plan, Refusal) else Refusal(differ)
     return PromptPlan(tuple(row.cut(row.begin, differ) for row in plan.rows), plan.total)
+
+
+def _hand_over(cache: SplicingCache, call: PrefillCall, plan: PromptPlan) -> tuple[PromptPlan, int | Remaining]:
+    """Take a prefix if nothing else is reused; else have the model run the tokens between reused ones. Return the executed plan, too."""
+    # Where all tokens of a span are recomputed, or none, there is nothing to pick.
+    if any(span.repaired and span.reused for row in plan.rows for span in row.spans):
+        plan = _picking(cache, call, plan)
+    if (prefix := plan.only_prefix) is not None:
+        return plan, cache.take(prefix)
+    if plan.repair_depths:
+        _run_in_parts(cache, call, plan)
+        return plan, cache.take(plan.total - 1)
+    # The prompt's last token runs, and those whose queries the holder needs.
+    window = 1 if cache.holder is None else max(1, cache.holder.adopt_window or 0)
+    last = [np.arange(max(row.begin, len(row.ids) - window), len(row.ids)) for row in plan.rows]
+    indices = [np.union1d(row.running(), ends) for row, ends in zip(plan.rows, last, strict=True)]
+    cache.sparse_pass = sparse = SparsePass.of(call, indices, plan.padding, plan.total)
+    return plan, Remaining(sparse.ids, sparse.positions)
+
+
+def _picking(cache: SplicingCache, call: PrefillCall, plan: PromptPlan) -> PromptPlan:
+    """Run the new tokens of a prompt, and pick the tokens that are repaired: those that its last tokens attend to most, with neighbours.
+
+    A token that is attended to is often the first of several, such as the digits of a number, and the next ones follow in decode steps.
+    """
+    last = [min(_QUESTION, row.behind) for row in plan.rows]
+    indices = [np.union1d(row.new, np.arange(len(row.ids) - count, len(row.ids))) for row, count in zip(plan.rows, last, strict=True)]
+    by_layer = list[torch.Tensor]()
+    probing = SparsePass.of(call, indices, plan.padding, plan.total, by_layer)
+    run_module(cache.model.base_model, _SplicingPass(cache, probing), probing.ids, probing.positions)
+    shares = torch.stack([share.to(call.input_ids.device) for share in by_layer])
+    if cache.shard is not None:
+        shares = cache.shard.gather(shares[None], 0).amax(0)
+    pooled = functional.avg_pool1d(shares.mean(0), _NEIGHBOURS, 1, _NEIGHBOURS // 2).cpu().numpy()
+    picking = zip(plan.rows, pooled, last, strict=True)
+    return PromptPlan(tuple(row.picking(shares[row.padding :], count) for row, shares, count in picking), plan.total)
+
+
+def _run_in_parts(cache: SplicingCache, call: PrefillCall, plan: PromptPlan) -> None:
+    """Run all tokens but the last, some layers at a time: between them, repaired tokens leave, whose higher layers are reused."""
+    hidden: torch.Tensor | None = None
+    before: SparsePass | None = None
+    for start, stop in pairwise([0, *plan.repair_depths, len(cache.layers)]):
+        indices = [row.running(start) for row in plan.rows]
+        if not any(map(len, indices)):
+            return
+        sparse = SparsePass.of(call, indices, plan.padding, plan.total)
+        if hidden is not None and before is not None:
+            hidden = hidden.gather(1, _places(before, sparse).to(hidden.device)[..., None].expand(-1, -1, hidden.shape[-1]))
+        splicing = _SplicingPass(cache, sparse, start)
+        hidden = run_layers(cache.model, start, stop, sparse.ids, splicing, sparse.positions, hidden=hidden)
+        before = sparse
+
+
+def _places(before: SparsePass, sparse: SparsePass) -> torch.Tensor:
+    """Where a pass's tokens are among those of the pass before, (batch, tokens); fillers are anywhere."""
+    pairs = zip(before.host_slots, sparse.host_slots, strict=True)
+    places = [np.searchsorted(np.where(old < before.total, old, -1), np.where(new < before.total, new, -1)) for old, new in pairs]
+    return torch.from_numpy(np.stack(places))
+
+
+class _SplicingPass(LayerPass):
+    """A layer pass that writes the tokens of a sparse pass into their slots."""
+
+    def __init__(self, cache: KVCache, sparse: SparsePass, start: int = 0) -> None:
+        super().__init__(cache, start)
+        self.sparse = sparse
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        view = self.sparse.write(self.layers[layer_idx], layer_idx, key_states, value_states)
+        self.cache.answer_next(view)
+        return view, view
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.sparse.total, 0

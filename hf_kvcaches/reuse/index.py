@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,12 +17,12 @@ from hf_kvcaches.core.token_log import Ids as Ids
 
 # The rule of tokens that the model computes, and of those that were computed behind the same tokens.
 COMPUTED, EXACT = "computed", "exact"
-# An anchor is this many consecutive tokens, which are found at any index of a prompt.
-ANCHOR = 16
-# How many records with the same anchor are kept: the newest.
-ALIKE = 8
+# An anchor is this many consecutive tokens, found at any index of a prompt. Of records with the same anchor the newest are kept.
+ANCHOR, ALIKE = 16, 8
 # How many tokens before its own are stored with a record: the most equal tokens that a guard can require, short of all.
 CONTEXT = 512
+# How many tokens before a match are compared, by their shingles, and how many consecutive tokens a shingle is.
+SURROUNDINGS, SHINGLE = 128, 8
 
 _KINDS = {"scope": str, "left": str, "right": str, "start": int, "origin": str, "fresh": bool, "form": dict}
 
@@ -86,27 +86,25 @@ class Record:
     @cached_property
     def anchors(self) -> list[tuple[int, int]]:
         """Hash and offset of its anchors: any 2 * ANCHOR - 1 consecutive tokens contain one."""
-        if len(self) < ANCHOR:
-            return []
         hashes = window_hashes(self.ids, ANCHOR)
-        return [(int(hashes[offset]), offset) for offset in (*range(0, len(self) - ANCHOR, ANCHOR), len(self) - ANCHOR)]
+        return [(hashes[offset], offset) for offset in sorted({*range(0, len(hashes), ANCHOR), len(hashes) - 1})] if hashes else []
 
     def to_dict(self) -> dict[str, Any]:
         """Return the record as JSON values."""
-        plain = {name: getattr(self, name) for name in _KINDS}
-        return plain | {name: array_as_text(value, "<u4") for name, value in (("ids", self.ids), ("context", self.context))}
+        arrays = {"ids": array_as_text(self.ids, "<u4"), "context": array_as_text(self.context, "<u4")}
+        return {name: getattr(self, name) for name in _KINDS} | arrays
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Record:
         """Restore what `to_dict` returned; raise a `LookupError`, `TypeError` or `ValueError` if a field is missing or wrong."""
-        arrays: dict[str, Any] = {name: array_of_text(data[name], "<u4") for name in ("ids", "context")}
-        plain = {name: data[name] for name in _KINDS}
         for name, kind in _KINDS.items():
-            if type(plain[name]) is not kind:
-                raise TypeError(f"{name}: expected {kind.__name__}, got {type(plain[name]).__name__}")
-        if not plain["origin"] or plain["origin"] == COMPUTED or plain["start"] < 0 or not len(arrays["ids"]):
-            raise ValueError(f"no span has {len(arrays['ids'])} tokens, the origin {plain['origin']!r} and the start {plain['start']!r}")
-        return cls(**plain, **arrays)
+            if type(data[name]) is not kind:
+                raise TypeError(f"{name}: expected {kind.__name__}, got {type(data[name]).__name__}")
+        arrays: dict[str, Any] = {name: array_of_text(data[name], "<u4") for name in ("ids", "context")}
+        record = cls(**{name: data[name] for name in _KINDS}, **arrays)
+        if record.origin in ("", COMPUTED) or record.start < 0 or not len(record):
+            raise ValueError(f"no span has {len(record)} tokens, the origin {record.origin!r} and the start {record.start}")
+        return record
 
 
 class Piece(NamedTuple):
@@ -122,30 +120,61 @@ class Piece(NamedTuple):
         """The first token's position when it was computed."""
         return self.record.start + self.offset
 
-    def cut(self, stop: int) -> Piece:
-        """Return the tokens before an index."""
-        return self._replace(stop=min(stop, self.stop))
 
-
-class Run(NamedTuple):
-    """Consecutive tokens of a prompt that were consecutive in an earlier one.
+@dataclass(frozen=True, eq=False)
+class Match:
+    """Consecutive tokens of a prompt that were consecutive in an earlier one, behind another text.
 
     Args:
         pieces: Spans without gaps, in order; each was stored behind the one before.
+        ids: The tokens of the prompt, as far as they were looked up.
     """
 
     pieces: tuple[Piece, ...]
+    ids: Ids
 
     @property
     def start(self) -> int:
+        """Index of the first token."""
         return self.pieces[0].start
 
     @property
     def stop(self) -> int:
+        """Index behind the last token."""
         return self.pieces[-1].stop
 
     def __len__(self) -> int:
         return self.stop - self.start
+
+    @property
+    def tokens(self) -> Ids:
+        """Its own tokens."""
+        return self.ids[self.start : self.stop]
+
+    @property
+    def before(self) -> Ids:
+        """The tokens before it in the prompt."""
+        return self.ids[: self.start]
+
+    @cached_property
+    def stored_before(self) -> Ids:
+        """The last tokens before it in the text where it was stored."""
+        first = self.pieces[0]
+        return np.concatenate((first.record.context, first.record.ids[: first.offset]))
+
+    @cached_property
+    def same(self) -> int:
+        """How many tokens directly before it are the same in both texts."""
+        return common_suffix(self.stored_before, self.before)
+
+    @cached_property
+    def likeness(self) -> float:
+        """How similar both texts end before it: the Jaccard similarity of the shingles of their last `SURROUNDINGS` tokens."""
+        first, second = (_shingles(ids[-SURROUNDINGS:].tobytes()) for ids in (self.stored_before, self.before))
+        if not first or not second:
+            return float(np.array_equal(self.stored_before, self.before))
+        shared = len(first & second)
+        return shared / (len(first) + len(second) - shared)
 
 
 class TokenIndex:
@@ -153,72 +182,58 @@ class TokenIndex:
 
     def __init__(self) -> None:
         self.records: dict[str, Record] = {}
-        # Keys of records by the chain of all tokens before them, and their first token.
+        # Keys of records by the chain of all tokens before them and their first token, and by the index where they start and this token.
         self._after: defaultdict[tuple[str, int], list[str]] = defaultdict(list)
-        # How many records start at an index with a token.
-        self._starts: Counter[tuple[int, int]] = Counter()
+        self._starts: defaultdict[tuple[int, int], list[str]] = defaultdict(list)
+        # Keys, and offsets in their records, by the hash of an anchor.
         self._anchored: defaultdict[int, list[tuple[str, int]]] = defaultdict(list)
 
     def add(self, key: str, record: Record) -> None:
         """Add a record, if it is not there."""
-        if key in self.records:
-            return
-        self.records[key] = record
-        first = int(record.ids[0])
-        self._after[record.left, first].append(key)
-        self._starts[record.start, first] += 1
-        if record.fresh:
-            for anchor, offset in record.anchors:
-                alike = self._anchored[anchor]
-                alike.append((key, offset))
-                del alike[:-ALIKE]
+        if key not in self.records:
+            self.records[key] = record
+            for table, name, entry in self._entries(key, record):
+                table[name].append(entry)
+                if table is self._anchored:
+                    del table[name][:-ALIKE]
 
     def remove(self, key: str) -> None:
         """Remove a record, if it is there."""
-        record = self.records.pop(key, None)
-        if record is None:
-            return
+        if (record := self.records.pop(key, None)) is not None:
+            for table, name, entry in self._entries(key, record):
+                table[name] = [other for other in table[name] if other != entry]
+                if not table[name]:
+                    del table[name]
+
+    def _entries(self, key: str, record: Record) -> Iterator[tuple[defaultdict[Any, list[Any]], Any, Any]]:
+        """Yield the tables in which a record is listed, each with the list's name and the entry."""
         first = int(record.ids[0])
-        self._after[record.left, first].remove(key)
-        if not self._after[record.left, first]:
-            del self._after[record.left, first]
-        self._starts[record.start, first] -= 1
-        if not self._starts[record.start, first]:
-            del self._starts[record.start, first]
-        if record.fresh:
-            for anchor, _ in record.anchors:
-                remaining = [entry for entry in self._anchored[anchor] if entry[0] != key]
-                if remaining:
-                    self._anchored[anchor] = remaining
-                else:
-                    self._anchored.pop(anchor, None)
+        yield self._after, (record.left, first), key
+        yield self._starts, (record.start, first), key
+        for anchor, offset in record.anchors if record.fresh else ():
+            yield self._anchored, anchor, (key, offset)
 
-    def prefix(self, ids: Ids, chain: Chain, start: int, exact_only: bool) -> tuple[list[Piece], Chain]:
-        """Return the stored spans of the longest prefix that a row shares with earlier rows, and the chain of all tokens up to its end.
-
-        Args:
-            chain: The chain of the row's first `start` tokens.
-        """
-        spans = self._prefix_spans(ids, chain, start, exact_only)
+    def prefix(self, ids: Ids, start: int, exact_only: bool) -> list[Piece]:
+        """Return the stored spans, from an index on, of the longest prefix that a row shares with earlier rows."""
+        spans = self._prefix_spans(ids, start, exact_only)
         end = max((span.stop for span in spans), default=start)
         pieces: list[Piece] = []
-        index = start
-        while index < end:
+        while start < end:
             # An exact span comes before a longer one, which the rest is then taken from.
-            covering = [span for span in spans if span.start <= index < span.stop]
+            covering = [span for span in spans if span.start <= start < span.stop]
             best = max(covering, key=lambda span: (span.record.origin == EXACT, span.stop))
-            pieces.append(Piece(index, best.stop, best.record, index - best.start))
-            index = best.stop
-        return pieces, chain.extend(ids[start:end])
+            pieces.append(Piece(start, best.stop, best.record, start - best.start))
+            start = best.stop
+        return pieces
 
-    def _prefix_spans(self, ids: Ids, chain: Chain, start: int, exact_only: bool) -> list[Piece]:
+    def _prefix_spans(self, ids: Ids, start: int, exact_only: bool) -> list[Piece]:
         """Return all stored spans that follow a prefix of a row and continue like the row.
 
         Spans overlap if rows were cut differently: in one batch, by several processes, or stored again after an eviction. So records are
         looked up at every index that stored spans reach, not only where one ends.
         """
         spans: list[Piece] = []
-        stop = hashed = start
+        chain, hashed, stop = Chain(), 0, start
         for index, token in enumerate(ids[start:].tolist(), start):
             if index > stop:
                 break
@@ -232,63 +247,31 @@ class TokenIndex:
                     stop = max(stop, spans[-1].stop)
         return spans
 
-    def runs(self, ids: Ids, start: int, shortest: int) -> list[Run]:
-        """Return the verbatim runs that earlier rows have at any index, in order and without overlaps."""
-        runs: list[Run] = []
-        hashes = window_hashes(ids[start:], ANCHOR).tolist()
-        index, free = start, start
-        while index - start < len(hashes):
-            alike = self._anchored.get(hashes[index - start])
-            run = self._longest(ids, index, free, alike) if alike else None
-            if run is None or len(run) < shortest:
-                index += 1
-                continue
-            runs.append(run)
-            index = free = run.stop
-        return runs
+    def runs(self, ids: Ids, start: int, shortest: int) -> list[Match]:
+        """Return the tokens that earlier rows have at any index, in order and without overlaps; of several matches the longest."""
+        matches, free = list[Match](), start
+        for index, alike in enumerate(map(self._anchored.get, window_hashes(ids[start:], ANCHOR)), start):
+            if alike is not None and index >= free:
+                found = [self._match(ids, index, free, self.records[key], offset) for key, offset in alike]
+                best = max(found, key=lambda match: (len(match), match.same))
+                if len(best) >= shortest:
+                    matches.append(best)
+                    free = best.stop
+        return matches
 
-    def _longest(self, ids: Ids, index: int, free: int, alike: Iterable[tuple[str, int]]) -> Run | None:
-        """Return the longest run through an index that does not begin before `free`."""
-        best: Run | None = None
-        best_score = (0, 0)
-        for key, offset in alike:
-            record = self.records.get(key)
-            if record is None:
-                continue
-            run = self._run(ids, index, free, record, offset)
-            if run is None:
-                continue
-            first = run.pieces[0]
-            before = np.concatenate((first.record.context, first.record.ids[: first.offset]))
-            score = (len(run), common_suffix(before, ids[: run.start]))
-            if score > best_score:
-                best, best_score = run, score
-        return best
-
-    def _run(self, ids: Ids, index: int, free: int, record: Record, offset: int) -> Run | None:
-        """Return the longest run that has a record's token `offset` at an index, through the records that follow it."""
+    def _match(self, ids: Ids, index: int, free: int, record: Record, offset: int) -> Match:
+        """Return the longest match that has a record's token `offset` at an index, from `free` on and through the records that follow."""
         back = common_suffix(record.ids[:offset], ids[free:index])
         ahead = common_prefix(record.ids[offset:], ids[index:])
-        if ahead < ANCHOR:  # a collision of hashes
-            return None
         pieces = [Piece(index - back, index + ahead, record, offset - back)]
-        while offset + ahead == len(record) and pieces[-1].stop < len(ids):
-            continuation = self._fresh_after(record.right, ids[pieces[-1].stop :])
-            if continuation is None:
+        while offset + ahead == len(record) and (start := pieces[-1].stop) < len(ids):
+            following = [self.records[key] for key in self._after.get((record.right, int(ids[start])), ())]
+            fresh = [(common_prefix(other.ids, ids[start:]), other) for other in following if other.fresh]
+            if not fresh:
                 break
-            record, ahead = continuation
-            offset = 0
-            pieces.append(Piece(pieces[-1].stop, pieces[-1].stop + ahead, record, 0))
-        return Run(tuple(pieces))
-
-    def _fresh_after(self, name: str, ids: Ids) -> tuple[Record, int] | None:
-        best: tuple[Record, int] | None = None
-        for key in self._after.get((name, int(ids[0])), ()):
-            record = self.records[key]
-            shared = common_prefix(record.ids, ids) if record.fresh else 0
-            if shared > (best[1] if best else 0):
-                best = record, shared
-        return best
+            offset, (ahead, record) = 0, max(fresh, key=lambda pair: pair[0])
+            pieces.append(Piece(start, start + ahead, record, 0))
+        return Match(tuple(pieces), ids)
 
 
 def as_ids(values: Any) -> Ids:
@@ -318,19 +301,15 @@ def common_suffix(a: Ids, b: Ids) -> int:
     return common_prefix(a[::-1], b[::-1])
 
 
-def window_hashes(ids: Ids, width: int) -> npt.NDArray[np.uint64]:
-    """Hash every window of `width` consecutive tokens, (tokens - width + 1,); equal windows have equal hashes."""
+def window_hashes(ids: Ids, width: int) -> list[int]:
+    """Hash every window of `width` consecutive tokens; equal windows have equal hashes."""
     if len(ids) < width:
-        return np.zeros(0, np.uint64)
-    mixed = ids.astype(np.uint64)
-    # The finaliser of splitmix64: small ids fill all 64 bits.
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB) + np.uint64(0x9E3779B97F4A7C15)
-    windows = np.lib.stride_tricks.sliding_window_view(mixed, width)
-    hashes: npt.NDArray[np.uint64] = (windows * _powers(width)).sum(axis=1, dtype=np.uint64)
+        return []
+    powers = np.uint64(0x9E3779B97F4A7C15) ** np.arange(width, dtype=np.uint64)  # modulo 2^64
+    hashes: list[int] = (np.lib.stride_tricks.sliding_window_view(ids.astype(np.uint64), width) * powers).sum(1).tolist()
     return hashes
 
 
-@cache
-def _powers(width: int) -> npt.NDArray[np.uint64]:
-    return np.array([pow(0x9E3779B97F4A7C15, width - 1 - i, 2**64) for i in range(width)], dtype=np.uint64)
+@lru_cache(1024)  # every prompt that has a stored span compares the tokens before it
+def _shingles(ids: bytes) -> frozenset[int]:
+    return frozenset(window_hashes(np.frombuffer(ids, np.uint32), SHINGLE))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.nn import functional
@@ -26,16 +26,24 @@ class SplicedLayer(GrowingLayer):
     buffers as long as the text again, with zeros for the dropped tokens, so that slots are counted from the text's start.
     """
 
+    counters: ClassVar[tuple[str, ...]] = (*GrowingLayer.counters, "dropped", "offset")
     window: int | None = None
     """How many tokens the model's attention sees, its own included; None: all."""
     dropped: int = 0
     """How many of the first tokens are lost."""
     offset: int = 0
     """How many of the dropped tokens have no slot in the buffers: all of them or none."""
-    record_past: bool = False
-    """Whether tokens that leave the window are kept, because drafts may be cropped."""
     arrived: torch.cuda.Event | None = None
     """What stored tokens are written behind, on another stream; None once this stream waits for it."""
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """Keys and values of all slots, (batch, kv_heads, capacity, head_dim); none before the first token."""
+        return [buffer for buffer in (self.key_buffer, self.value_buffer) if buffer is not None]
+
+    def replace_buffers(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Put what a function makes of keys and of values in their places."""
+        self.key_buffer, self.value_buffer = map(function, self.buffers)
 
     def arrive(self) -> None:
         """Make the current stream, not the CPU, wait for stored tokens that are on their way."""
@@ -47,24 +55,12 @@ class SplicedLayer(GrowingLayer):
         self.arrive()
         return super().owned_tensors()
 
-    def own_buffers(self) -> None:
-        """Copy the buffers, which another thread goes on reading."""
-        for name in ("key_buffer", "value_buffer"):
-            if (buffer := getattr(self, name)) is not None:
-                setattr(self, name, buffer.clone())
-
-    def see_window(self, window: int) -> None:
-        """Keep no more than a window between prompts."""
-        self.window, self.is_sliding = window, True
-
     @property
     def kept(self) -> int:
         return self.seen - self.offset
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        if self.window is None:
-            return self.seen + query_length, 0
-        visible = min(self.seen, self.window - 1)
+        visible = self.seen if self.window is None else min(self.seen, self.window - 1)
         return visible + query_length, self.seen - visible
 
     def exact_states(self, window: bool = False) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
@@ -98,108 +94,73 @@ class SplicedLayer(GrowingLayer):
         last, slots = self.window - 1, self.key_buffer.shape[2]
         if self.kept <= last or (slots <= capacity_for(last) and self.kept < slots):
             return
-        start = self.kept - last
-        for name in ("key_buffer", "value_buffer"):
-            setattr(self, name, append(None, getattr(self, name)[:, :, start : self.kept], 0))
+        start, stop = self.kept - last, self.kept
+        self.replace_buffers(lambda buffer: append(None, buffer[:, :, start:stop], 0))
         self.offset += start
         self.dropped = self.offset
 
     def fit_slots(self, tokens: int) -> None:
         """Make the buffers as long as the text, with room for some new tokens."""
-        if not self.offset:
-            return
-        for name in ("key_buffer", "value_buffer"):
-            held = getattr(self, name)
-            buffer = held.new_zeros(*held.shape[:2], capacity_for(self.seen + tokens), held.shape[3])
-            buffer[:, :, self.offset : self.seen] = held[:, :, : self.kept]
-            setattr(self, name, buffer)
-        self.offset = 0
+        if self.offset:
+            start, stop, kept = self.offset, self.seen, self.kept
 
-    def require_croppable(self, tokens_to_remove: int) -> None:
-        """Refuse a crop after which the window would reach back to dropped tokens."""
-        left = self.seen + int(tokens_to_remove)
-        if self.dropped and self.window is not None and 0 < left < self.dropped + self.window - 1:
-            raise UnsupportedError(
-                f"crop: of the {left} tokens that would be left, layers with a window of {self.window} have dropped some that the next one "
-                "sees. Use a new cache for the shorter text, or reset() this one."
-            )
+            def fitted(held: torch.Tensor) -> torch.Tensor:
+                buffer = held.new_zeros(*held.shape[:2], capacity_for(stop + tokens), held.shape[3])
+                buffer[:, :, start:stop] = held[:, :, :kept]
+                return buffer
+
+            self.replace_buffers(fitted)
+            self.offset = 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        self.require_croppable(tokens_to_remove)
         super().crop(tokens_to_remove)
         if self.seen == 0:
             self.dropped = self.offset = 0
 
-    def activate_past_recording(self) -> None:
-        self.record_past = True
-
     def reset(self) -> None:
         super().reset()
-        self.dropped = self.offset = 0
-        self.record_past, self.arrived = False, None
-
-    def export_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        tensors, values = super().export_state()
-        return tensors, values | ({"dropped": self.dropped, "offset": self.offset} if self.dropped else {})
+        self.arrived = None
 
     def import_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
-        others = dict(values)
-        dropped, offset = others.pop("dropped", 0), others.pop("offset", 0)
-        super().import_state(tensors, others)
-        if not (type(dropped) is type(offset) is int and 0 <= offset <= dropped <= self.seen and offset in (0, dropped)):
-            raise ArtifactError(f"The stored state of a {type(self).__name__} has dropped {dropped} tokens. Save the cache again.")
-        self.dropped, self.offset = dropped, offset
+        super().import_state(tensors, {"dropped": 0, "offset": 0} | values)
+        counts = self.offset, self.dropped, self.seen
+        if not all(type(count) is int for count in counts) or sorted(counts) != [*counts] or self.offset not in (0, self.dropped):
+            raise ArtifactError(f"The stored state of a {type(self).__name__} has dropped {self.dropped} tokens. Save the cache again.")
 
-    def open(self, rows: int, total: int, keys: torch.Tensor, values: torch.Tensor, padding: int | None = None) -> None:
+    def open(self, rows: int, total: int, keys: torch.Tensor, values: torch.Tensor, padding: int) -> None:
         """Make room for a prompt's tokens, the filler slot behind them, and some new tokens.
 
         Args:
             keys: Any tensor with the keys' heads (third last dimension), head_dim (last one), dtype and device.
-            padding: The slots from here on, but for the prompt's last one, are written before they are read; None: they may not be.
+            padding: The slots from here on, but for the prompt's last one, are written before they are read.
         """
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
-        missing = total + 1 - self.seen
-        capacity = capacity_for(missing)
         for name, like in (("key_buffer", keys), ("value_buffer", values)):
-            if getattr(self, name) is None and not torch.is_grad_enabled():
-                buffer = like.new_empty(rows, like.shape[-3], capacity, like.shape[-1])
-                buffer[:, :, : total if padding is None else padding].zero_()
+            buffer, heads, dim = getattr(self, name), like.shape[-3], like.shape[-1]
+            if buffer is None:
+                buffer = like.new_empty(rows, heads, capacity_for(total + 1), dim)
+                buffer[:, :, :padding].zero_()
                 buffer[:, :, total - 1 :].zero_()
             else:
-                room = like.new_zeros(rows, like.shape[-3], missing, like.shape[-1])
-                buffer = append(getattr(self, name), room, self.seen)
+                buffer = append(buffer, like.new_zeros(rows, heads, total + 1 - self.seen, dim), self.seen)
             setattr(self, name, buffer)
 
     def write(
         self, key_states: torch.Tensor, value_states: torch.Tensor, slots: torch.Tensor, total: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write tokens into slots and return keys and values of all slots; no token counts as seen.
+        """Write tokens into slots of an open layer and return keys and values of all slots; no token counts as seen.
 
         Args:
             key_states: (batch, kv_heads, tokens, head_dim), rotated.
             slots: (batch, tokens); `total` for fillers, which no query sees.
         """
         self.arrive()
-        if not all(_has_room(buffer, total) for buffer in (self.key_buffer, self.value_buffer)):
-            self.open(len(slots), total, key_states, value_states)
-        assert self.key_buffer is not None
-        assert self.value_buffer is not None
-        slots = slots.to(key_states.device)
-        if len(slots) == 1:
-            self.key_buffer.index_copy_(2, slots[0], key_states)
-            self.value_buffer.index_copy_(2, slots[0], value_states)
-        else:
-            index = slots[:, None, :, None]
-            self.key_buffer.scatter_(2, index.expand_as(key_states), key_states)
-            self.value_buffer.scatter_(2, index.expand_as(value_states), value_states)
-        return self.key_buffer.narrow(2, 0, total), self.value_buffer.narrow(2, 0, total)
-
-
-def _has_room(buffer: torch.Tensor | None, total: int) -> bool:
-    """Whether a buffer is writable and has room for a prompt's slots and the filler slot."""
-    frozen = buffer is not None and buffer.is_inference() and not torch.is_inference_mode_enabled()
-    return buffer is not None and buffer.shape[2] > total and not frozen
+        keys, values = self.buffers
+        rows, slots = torch.arange(len(slots), device=keys.device)[:, None], slots.to(keys.device)
+        keys.transpose(1, 2)[rows, slots] = key_states.transpose(1, 2)
+        values.transpose(1, 2)[rows, slots] = value_states.transpose(1, 2)
+        return keys.narrow(2, 0, total), values.narrow(2, 0, total)
 
 
 class SplicingCache(SourceCache):
@@ -220,20 +181,20 @@ class SplicingCache(SourceCache):
     def __init__(self, model: Any, *, decode_with: KVCache | None = None, offloading: bool = False) -> None:
         super().__init__(model, decode_with=decode_with, offloading=offloading)
         foreign = sorted({kind for kind, _ in compat.layer_plan(self.config) if kind not in self.own_layer_types})
-        if foreign:
-            raise UnsupportedError(f"model: layers of the types {foreign} keep no keys and values that could be reused. Use DynamicCache.")
-        if self.rotation.refused:
-            raise UnsupportedError(f"model: {self.rotation.why}. Use DynamicCache.")
+        for refused, why in (
+            (foreign, f"layers of the types {foreign} keep no keys and values that could be reused"),
+            (self.rotation.refused, self.rotation.why),
+            (compat.is_family(self.config, "inserts_tokens"), "it inserts tokens before every text, which count in the cache"),
+            (self.learned_prompt, "a learned prompt stands before every text, and is in no fingerprint"),
+        ):
+            if refused:
+                raise UnsupportedError(f"model: {why}. Use DynamicCache.")
         if self._model is not None:
             decoder_layers(self.model)  # refuses models without decoder layers
-        if compat.is_family(self.config, "inserts_tokens"):
-            raise UnsupportedError("model: it inserts tokens before every text, which count in the cache. Use DynamicCache.")
-        if self.learned_prompt:
-            raise UnsupportedError("model: a learned prompt stands before every text, and is in no fingerprint. Use DynamicCache.")
         if self.holder is None:  # which takes all tokens of a layer
             for layer, (kind, plain) in zip(self.layers, compat.layer_plan(self.config), strict=True):
                 if kind == "sliding_attention":
-                    layer.see_window(plain.sliding_window)
+                    layer.window, layer.is_sliding = plain.sliding_window, True
         self.shard = shard_of(model)
         if self.shard is None and self._model is not None and is_tensor_parallel(self.model):
             raise UnsupportedError(
@@ -311,8 +272,13 @@ class SplicingCache(SourceCache):
         self.stage = Stage.OPEN
 
     def crop(self, tokens_to_remove: int) -> None:
+        left = self.seen + int(tokens_to_remove)
         for layer in self.source_layers:
-            layer.require_croppable(tokens_to_remove)
+            if layer.dropped and layer.window is not None and 0 < left < layer.dropped + layer.window - 1:
+                raise UnsupportedError(
+                    f"crop: of the {left} tokens that would be left, layers with a window of {layer.window} have dropped some that the "
+                    "next one sees. Use a new cache for the shorter text, or reset() this one."
+                )
         super().crop(tokens_to_remove)
 
     def reset(self) -> None:

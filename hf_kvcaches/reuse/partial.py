@@ -78,17 +78,25 @@ def with_layers(model: PreTrainedModel, layers: Sequence[nn.Module]) -> nn.Modul
 
 
 class StandIn(nn.Module):
-    """Stands where another module stood, and answers for its attributes."""
+    """Stands where another module stood, answers for its attributes, and calls a function in its place.
 
-    def __init__(self, stood: nn.Module) -> None:
+    Args:
+        call: Gets the arguments of the module; None in a subclass with a `forward` of its own.
+    """
+
+    def __init__(self, stood: nn.Module, call: Callable[..., Any] | None = None) -> None:
         super().__init__()
         # In a tuple, so that the module is not registered as a child.
-        self._stood = (stood,)
+        self._stood, self._call = (stood,), call
 
     @property
     def stood(self) -> nn.Module:
         """The module in whose place this one stands."""
         return self._stood[0]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._call is not None
+        return self._call(*args, **kwargs)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         return self.stood.parameters(recurse)
@@ -98,21 +106,6 @@ class StandIn(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.__dict__["_stood"][0], name)
-
-
-class SkippedLayer(StandIn):
-    """Computes nothing: it hands on what it is given, or hands out what the layer would have.
-
-    Args:
-        hidden: What it hands out, (batch, tokens, hidden); None for what it is given.
-    """
-
-    def __init__(self, stood: nn.Module, hidden: torch.Tensor | None = None) -> None:
-        super().__init__(stood)
-        self._hidden = hidden
-
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return hidden_states if self._hidden is None else self._hidden
 
 
 class ToldModule(StandIn):
@@ -131,23 +124,6 @@ class ToldModule(StandIn):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._on_call(args, kwargs)
         return self.stood(*args, **kwargs)
-
-
-class RunningLayer(StandIn):
-    """Runs the layer, and keeps what came out.
-
-    Attributes:
-        output: What the layer gave last, (batch, tokens, hidden).
-    """
-
-    def __init__(self, stood: nn.Module) -> None:
-        super().__init__(stood)
-        self.__dict__["output"] = None
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        outputs = self.stood(*args, **kwargs)
-        self.__dict__["output"] = outputs[0] if isinstance(outputs, tuple) else outputs
-        return outputs
 
 
 class LayerPass(Cache):
@@ -184,8 +160,8 @@ class LayerPass(Cache):
 class StoppingPass(LayerPass):
     """Ends when a layer has its keys and values, with a `PassEnded`."""
 
-    def __init__(self, cache: KVCache, last: int, start: int = 0) -> None:
-        super().__init__(cache, start)
+    def __init__(self, cache: KVCache, last: int) -> None:
+        super().__init__(cache)
         self.last = last
 
     def update(
@@ -200,7 +176,7 @@ class StoppingPass(LayerPass):
 def run_span(
     model: PreTrainedModel, cache: Cache, input_ids: torch.Tensor, positions: torch.Tensor, attention_mask: torch.Tensor | None = None
 ) -> None:
-    """Runs tokens at given positions into a cache.
+    """Run tokens at given positions into a cache.
 
     Args:
         cache: What the tokens follow, and where their keys and values go.
@@ -218,13 +194,7 @@ def run_module(
     positions: torch.Tensor | None = None,
     attention_mask: torch.Tensor | None = None,
 ) -> None:
-    """Does what `run_span` does, with the module to call.
-
-    Args:
-        module: A model without its head, or a twin of it.
-        cache: As in `run_span`; None for none.
-        positions: As in `run_span`; None for those that follow.
-    """
+    """Run tokens as `run_span` does, through a model without its head or a twin of it; without positions, at those that follow."""
     arguments: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask, **compat.cache_kwargs(module, cache)}
     names = compat.parameter_names(type(module))
     if positions is not None and "position_ids" in names:
@@ -245,7 +215,7 @@ def run_layers(
     *,
     hidden: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Runs only the layers from `start` to before `stop`, and returns what would enter layer `stop`, (batch, tokens, hidden).
+    """Run only the layers from `start` to before `stop`, and return what would enter layer `stop`, (batch, tokens, hidden).
 
     The cache's other layers are not touched, whatever they hold. After the last layer it is what enters the model's final norm.
 
@@ -263,13 +233,22 @@ def run_layers(
         raise ConfigError.of("start", f"a decoder layer from 0 to {len(layers) - 1}, and hidden for all but layer 0", start)
     if not start < stop <= len(layers):
         raise ConfigError.of("stop", f"a layer above {start}, or the number of layers", stop)
+    output: Any = None
+
+    def run_last(*args: Any, **kwargs: Any) -> Any:
+        nonlocal output
+        outputs = layers[stop - 1](*args, **kwargs)
+        output = outputs[0] if isinstance(outputs, tuple) else outputs
+        return outputs
+
     # Skipped layers stay in the list, because models look up masks by a layer's index. The last one hands out `hidden`, so that nothing
     # that the model does to its embeddings (scaling, learned positions) matters.
-    below = [SkippedLayer(layer, hidden if index == start - 1 else None) for index, layer in enumerate(layers[:start])]
-    running = [RunningLayer(layer) for layer in layers[start:stop]]
-    twin = with_layers(model, [*below, *running, *(SkippedLayer(layer) for layer in layers[stop:])])
-    run_module(twin, cache if isinstance(cache, LayerPass) else LayerPass(cache, start), input_ids, positions, attention_mask)
-    output = running[-1].output
+    modules: list[nn.Module] = [StandIn(layer, lambda hidden_states, *args, **kwargs: hidden_states) for layer in layers]
+    modules[start:stop] = [*layers[start : stop - 1], StandIn(layers[stop - 1], run_last)]
+    if start:
+        modules[start - 1] = StandIn(layers[start - 1], lambda *args, **kwargs: hidden)
+    taking = cache if isinstance(cache, LayerPass) else LayerPass(cache, start)
+    run_module(with_layers(model, modules), taking, input_ids, positions, attention_mask)
     if not isinstance(output, torch.Tensor) or output.shape[:-1] != input_ids.shape:
         raise UnsupportedError(f"model: {type(model).__name__} passes more than hidden states from layer to layer. Run whole prompts.")
     return output

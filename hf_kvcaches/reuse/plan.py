@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.reuse.index import COMPUTED, EXACT, Ids, Piece, Record, Run, common_suffix, window_hashes
+from hf_kvcaches.reuse.index import COMPUTED, EXACT, Ids, Match, Piece, Record
+from hf_kvcaches.reuse.policy import Admission, Admit
 
 # Indices of tokens in their row, padding not counted, ascending.
 Indices = npt.NDArray[np.int64]
 
-# How many tokens before a match are compared, by their shingles, and how many consecutive tokens a shingle is.
-SURROUNDINGS, SHINGLE = 128, 8
 # How many tokens at the end of a prompt are computed where text before them has changed; those that they attend to most are repaired.
 PROBING = 8
 # One in so many of a span's repaired tokens is among its first ones, which depend most on the text before.
@@ -33,9 +32,8 @@ class PlannedSpan:
     Args:
         rule: What admitted them, or "computed".
         sources: The stored tokens that are reused, without gaps; empty where all tokens are computed.
-        repair: How many of its tokens are recomputed, in the layers below `repair_depth`; the layers above reuse them.
-        repair_depth: None: all layers.
-        picked: The indices of the recomputed tokens, ascending; None until they are picked: the first ones.
+        repaired: The indices of stored tokens that are recomputed, ascending: until they are picked, the first ones.
+        repair_depth: The layers below it recompute these, the layers above reuse them. None: all layers recompute them.
         reason: Why nothing more is reused, as a sentence; "" where nothing is stored or everything is reused.
     """
 
@@ -43,32 +41,29 @@ class PlannedSpan:
     stop: int
     rule: str = COMPUTED
     sources: tuple[Piece, ...] = ()
-    repair: int = 0
+    repaired: tuple[int, ...] = ()
     repair_depth: int | None = None
     reason: str = ""
-    picked: tuple[int, ...] | None = None
 
     @property
     def reused(self) -> int:
         """How many tokens no layer computes."""
-        return self.stop - self.start - self.repair if self.sources else 0
+        return self.stop - self.start - len(self.repaired) if self.sources else 0
 
     @property
     def computed(self) -> Indices:
         """The indices of the tokens that the lowest layer computes."""
-        if self.picked is not None:
-            return np.array(self.picked, np.int64)
-        return np.arange(self.start, self.start + self.repair if self.sources else self.stop)
+        return np.array(self.repaired, np.int64) if self.sources else np.arange(self.start, self.stop)
 
     def outline(self) -> tuple[Any, ...]:
         """What it computes and reuses; not from which blobs, where tokens were computed behind the same text."""
         sources = [] if self.rule == EXACT else [(piece.start, piece.stop, piece.offset, piece.position) for piece in self.sources]
-        return self.start, self.stop, self.rule, bool(self.sources), sources, self.repair, self.repair_depth
+        return self.start, self.stop, self.rule, bool(self.sources), sources, self.repaired, self.repair_depth
 
     def cut(self, stop: int) -> PlannedSpan:
         """Return the span up to an index inside of it."""
-        sources = tuple(piece.cut(stop) for piece in self.sources if piece.start < stop)
-        return replace(self, stop=min(self.stop, stop), sources=sources, repair=min(self.repair, stop - self.start))
+        sources = tuple(piece._replace(stop=min(stop, piece.stop)) for piece in self.sources if piece.start < stop)
+        return replace(self, stop=min(self.stop, stop), sources=sources, repaired=tuple(each for each in self.repaired if each < stop))
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,17 +108,18 @@ class PromptRow:
         return _together(span.computed for span in self.spans if not span.sources)
 
     @property
-    def remaining(self) -> Indices:
-        """The indices of the tokens that still run when repaired ones are picked, without the last one."""
-        if not self.probed:
-            return self.computed
-        repaired = _together(span.computed for span in self.spans if span.sources)
-        return np.union1d(repaired, np.arange(len(self.ids) - self.probed, len(self.ids) - 1))
-
-    @property
     def behind(self) -> int:
         """How many tokens are behind the last reused one."""
         return len(self.ids) - max((piece.stop for piece in self.sources), default=self.begin)
+
+    def running(self, layer: int = 0) -> Indices:
+        """Return the indices of the tokens that a layer still computes when repaired ones are picked, without the last one."""
+        indices = self.computed
+        if self.probed:
+            repaired = _together(span.computed for span in self.spans if span.sources)
+            indices = np.union1d(repaired, np.arange(len(self.ids) - self.probed, len(self.ids) - 1))
+        left = _together(span.computed for span in self.spans if span.repair_depth is not None and span.repair_depth <= layer)
+        return np.setdiff1d(indices, left)
 
     def picking(self, shares: npt.NDArray[np.float32], probed: int) -> PromptRow:
         """Return the row with the tokens picked that are repaired: the first few of each span, and of all those with the largest shares.
@@ -131,16 +127,14 @@ class PromptRow:
         Args:
             shares: Of the weights of the last `probed` tokens, for each token of the row.
         """
-        indices = _together(np.arange(span.start, span.stop) for span in self.spans if span.repair)
         shares = shares.copy()
         for span in self.spans:
-            shares[span.start : span.start + -(-span.repair // _FIRST)] = np.inf
-        best = np.argsort(-shares[indices], kind="stable")[: sum(span.repair for span in self.spans)]
+            shares[span.start : span.start + -(-len(span.repaired) // _FIRST)] = np.inf
+        indices = _together(np.arange(span.start, span.stop) for span in self.spans if span.repaired)
+        best = np.argsort(-shares[indices], kind="stable")[: sum(len(span.repaired) for span in self.spans)]
         picked = np.sort(indices[best])
-        spans = []
-        for span in self.spans:
-            own = tuple(picked[(picked >= span.start) & (picked < span.stop)].tolist())
-            spans.append(replace(span, repair=len(own), picked=own) if span.repair else span)
+        inside = [picked[(picked >= span.start) & (picked < span.stop)].tolist() for span in self.spans]
+        spans = [replace(span, repaired=tuple(repaired)) for span, repaired in zip(self.spans, inside, strict=True)]
         return replace(self, spans=tuple(spans), probed=probed)
 
     def cut(self, stop: int, reason: str = "") -> PromptRow:
@@ -155,12 +149,17 @@ class PromptRow:
         for span in self.spans:
             lost = [piece.start for piece in span.sources if piece.record.key in keys]
             prefix = min([prefix, *lost])
-            if not lost or span.repair:
-                spans.append(PlannedSpan(span.start, span.stop, reason=reason) if lost else span)
-                continue
-            for piece in span.sources:
-                kept = {"rule": COMPUTED, "sources": (), "reason": reason} if piece.start in lost else {"sources": (piece,)}
-                spans.append(replace(span, start=piece.start, stop=piece.stop, **kept))
+            if not lost:
+                spans.append(span)
+            elif span.repaired:
+                spans.append(PlannedSpan(span.start, span.stop, reason=reason))
+            else:
+                spans += [
+                    PlannedSpan(piece.start, piece.stop, reason=reason)
+                    if piece.start in lost
+                    else replace(span, start=piece.start, stop=piece.stop, sources=(piece,))
+                    for piece in span.sources
+                ]
         return replace(self, spans=tuple(spans), prefix=prefix)
 
 
@@ -188,7 +187,7 @@ class PromptPlan:
     @property
     def repair_depths(self) -> list[int]:
         """The layers at which repaired tokens leave, ascending."""
-        return sorted({span.repair_depth for row in self.rows for span in row.spans if span.repair and span.repair_depth is not None})
+        return sorted({span.repair_depth for row in self.rows for span in row.spans if span.repaired and span.repair_depth is not None})
 
     def outline(self) -> str:
         """Which tokens are reused, and from which tokens' states, as a text: the same for plans that run the same tokens."""
@@ -216,87 +215,13 @@ class PromptPlan:
         return replace(self, rows=tuple(row.cut(max(common - row.padding, row.begin)) for row in self.rows))
 
 
-@dataclass(frozen=True, eq=False)
-class Match:
-    """Consecutive tokens of a row that an earlier prompt had behind another text.
-
-    Args:
-        ids: All tokens of the row.
-    """
-
-    run: Run
-    ids: Ids
-
-    @property
-    def start(self) -> int:
-        """Index of the first token."""
-        return self.run.start
-
-    @property
-    def stop(self) -> int:
-        """Index behind the last token."""
-        return self.run.stop
-
-    def __len__(self) -> int:
-        return len(self.run)
-
-    @property
-    def tokens(self) -> Ids:
-        """Its own tokens."""
-        return self.ids[self.start : self.stop]
-
-    @property
-    def before(self) -> Ids:
-        """The tokens before it in the row."""
-        return self.ids[: self.start]
-
-    @cached_property
-    def stored_before(self) -> Ids:
-        """The last tokens before it in the text where it was stored."""
-        first = self.run.pieces[0]
-        return np.concatenate((first.record.context, first.record.ids[: first.offset]))
-
-    @cached_property
-    def same(self) -> int:
-        """How many tokens directly before it are the same in both texts."""
-        return common_suffix(self.stored_before, self.before)
-
-    @cached_property
-    def likeness(self) -> float:
-        """How similar both texts end before it: the Jaccard similarity of the shingles of their last `SURROUNDINGS` tokens."""
-        first, second = (_shingles(ids[-SURROUNDINGS:].tobytes()) for ids in (self.stored_before, self.before))
-        if not first or not second:
-            return float(np.array_equal(self.stored_before, self.before))
-        shared = len(first & second)
-        return shared / (len(first) + len(second) - shared)
-
-
-class Admission(NamedTuple):
-    """The decision on a match; without a `rule` it is rejected.
-
-    Args:
-        rule: A name for reports.
-        repair: How many tokens are recomputed: its first ones, and of all matches those that the prompt's end attends to most.
-        repair_depth: The share of the layers that recompute them, from the lowest on; the others reuse them.
-        reason: Why it is rejected, as a sentence.
-    """
-
-    rule: str = ""
-    repair: int = 0
-    repair_depth: float = 1.0
-    reason: str = ""
-
-
-Admit = Callable[[Match], Admission]
-
-
-def plan_row(row: PromptRow, prefix: Sequence[Piece], runs: Sequence[Run], admit: Admit | None, layers: int) -> PromptRow:
+def plan_row(row: PromptRow, prefix: Sequence[Piece], matches: Sequence[Match], admit: Admit | None, layers: int) -> PromptRow:
     """Plan a row from what is stored: exact tokens of the prefix are reused, and `admit` decides on all others.
 
     Args:
         prefix: Stored tokens from `row.begin` on, behind the same tokens. What is not exact was repaired for another end of the prompt,
             unless the whole prompt is stored.
-        runs: Stored tokens behind the prefix, in order and without overlaps; the last token of the row is in none.
+        matches: Stored tokens behind the prefix, in order and without overlaps; the last token of the row is in none.
         admit: None to reuse an exact prefix alone.
         layers: Of the model.
     """
@@ -307,11 +232,11 @@ def plan_row(row: PromptRow, prefix: Sequence[Piece], runs: Sequence[Run], admit
         if as_stored:
             spans += [PlannedSpan(piece.start, piece.stop, piece.record.origin, (piece,)) for piece in pieces]
         elif admit is not None:
-            spans.append(_admitted(Match(Run(tuple(pieces)), row.ids), admit, layers))
-    for run in runs if admit is not None else ():
+            spans.append(_admitted(Match(tuple(pieces), row.ids), admit, layers))
+    for match in matches if admit is not None else ():
         assert admit is not None
-        spans += [PlannedSpan(end, run.start), _admitted(Match(run, row.ids), admit, layers)]
-        end = run.stop
+        spans += [PlannedSpan(end, match.start), _admitted(match, admit, layers)]
+        end = match.stop
     spans.append(PlannedSpan(end, len(row.ids) - 1))
     return replace(row, spans=_joined(spans), prefix=reached)
 
@@ -324,13 +249,8 @@ def _admitted(match: Match, admit: Admit, layers: int) -> PlannedSpan:
     if not admission.rule:
         return PlannedSpan(match.start, match.stop, reason=admission.reason)
     depth = math.ceil(admission.repair_depth * layers)
-    repaired = admission.repair if depth else 0
-    return PlannedSpan(match.start, match.stop, admission.rule, match.run.pieces, repaired, depth if repaired and depth < layers else None)
-
-
-@lru_cache(1024)  # every prompt that has a stored span compares the tokens before it
-def _shingles(ids: bytes) -> frozenset[int]:
-    return frozenset(window_hashes(np.frombuffer(ids, np.uint32), SHINGLE).tolist())
+    repaired = tuple(range(match.start, match.start + admission.repair)) if depth else ()
+    return PlannedSpan(match.start, match.stop, admission.rule, match.pieces, repaired, depth if repaired and depth < layers else None)
 
 
 def _together(indices: Iterable[Indices]) -> Indices:
@@ -343,7 +263,7 @@ def _joined(spans: Sequence[PlannedSpan]) -> tuple[PlannedSpan, ...]:
     for span in (span for span in spans if span.start < span.stop):
         last = merged[-1] if merged else None
         alike = last is not None and (last.rule, not last.sources, last.reason) == (span.rule, not span.sources, span.reason)
-        if last is None or not alike or last.repair or span.repair:
+        if last is None or not alike or last.repaired or span.repaired:
             merged.append(span)
         else:
             merged[-1] = replace(last, stop=span.stop, sources=last.sources + span.sources)

@@ -3,22 +3,41 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Self
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple, Self
 
 from torch import Tensor
 
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.hub import Artifact, markdown_table
 from hf_kvcaches.errors import ConfigError, is_number, whole_number
-from hf_kvcaches.reuse.plan import Admission as Admission
-from hf_kvcaches.reuse.plan import Match as Match
+from hf_kvcaches.reuse.index import Match as Match
 
 _RANGES = (
     ("similarity", 1.01, "0 reuses matches in any surroundings, 1.01 none."),
     ("repair", 1.0, "0.15 computes three tokens of twenty again."),
     ("repair_depth", 1.0, "0.5 computes them in the lower half of the layers, 1 in all."),
 )
+
+
+class Admission(NamedTuple):
+    """The decision on a match; without a `rule` it is rejected.
+
+    Args:
+        rule: A name for reports.
+        repair: How many tokens are recomputed: its first ones, and of all matches those that the prompt's end attends to most.
+        repair_depth: The share of the layers that recompute them, from the lowest on; the others reuse them.
+        reason: Why it is rejected, as a sentence.
+    """
+
+    rule: str = ""
+    repair: int = 0
+    repair_depth: float = 1.0
+    reason: str = ""
+
+
+Admit = Callable[[Match], Admission]
 
 
 @dataclass(frozen=True)
@@ -36,6 +55,7 @@ class SegmentPolicy(Artifact):
         shortest: The least number of tokens that are reused behind another text.
         bound: The bound on the mean KL divergence that calibration kept, in nats; None without calibration.
         measured: One dict of settings and measurements for each setting that was tried.
+        fingerprint: The model that it was measured for, or None.
     """
 
     artifact_type: ClassVar[str] = "segment-policy"
@@ -48,6 +68,7 @@ class SegmentPolicy(Artifact):
     shortest: int = 16
     bound: float | None = None
     measured: tuple[dict[str, Any], ...] = field(default=(), repr=False)
+    fingerprint: ModelFingerprint | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name, most, hint in _RANGES:
@@ -56,8 +77,7 @@ class SegmentPolicy(Artifact):
                 raise ConfigError.of(name, f"a number from 0 to {most}", value, hint)
         object.__setattr__(self, "shortest", whole_number("shortest", self.shortest, 1, hint="It counts tokens."))
         if self.guard is not None:
-            hint = "Shares of the layers are no longer guarded: see repair_depth." if isinstance(self.guard, tuple | list) else ""
-            object.__setattr__(self, "guard", whole_number("guard", self.guard, 0, "a number of tokens, or None", hint))
+            object.__setattr__(self, "guard", whole_number("guard", self.guard, 0, "a number of tokens, or None"))
         if self.bound is not None and not (is_number(self.bound) and self.bound >= 0):
             raise ConfigError.of("bound", "a number of nats of at least 0, or None", self.bound, "Calibration sets it.")
         object.__setattr__(self, "measured", tuple(self.measured))
@@ -76,33 +96,11 @@ class SegmentPolicy(Artifact):
         return {}
 
     def metadata(self) -> dict[str, Any]:
-        names = ("guard", "similarity", "repair", "repair_depth", "shortest", "bound")
-        return {name: getattr(self, name) for name in names} | {"measured": list(self.measured)}
+        return {name: value for name, value in vars(self).items() if name != "fingerprint"}
 
     @classmethod
     def restore(cls, tensors: dict[str, Tensor], metadata: dict[str, Any]) -> Self:
         return cls(**metadata)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the policy as JSON values, for `from_json`."""
-        return {**self.metadata(), "fingerprint": None if self.fingerprint is None else self.fingerprint.to_dict()}
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Self:
-        """Restore what `to_json` returned."""
-        fields = dict(values)
-        fingerprint = fields.pop("fingerprint")
-        return cls(**fields).bound_to(None if fingerprint is None else ModelFingerprint.from_dict(fingerprint))
-
-    def bound_to(self, fingerprint: ModelFingerprint | None) -> Self:
-        """Set the model that the policy was measured for, and return the policy."""
-        object.__setattr__(self, "fingerprint", fingerprint)
-        return self
-
-    def with_changes(self, **changes: Any) -> SegmentPolicy:
-        """Return the policy with other fields, for the same model; None changes nothing."""
-        changes = {name: value for name, value in changes.items() if value is not None}
-        return replace(self, **changes).bound_to(self.fingerprint) if changes else self
 
     def describe_calibration(self) -> str:
         if self.bound is None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -81,18 +81,24 @@ class SparsePass:
         ids: The token ids, (batch, tokens), on the device of the model's input; any for fillers.
         host_slots: (batch, tokens), ascending in each row but for fillers, which have `total`.
         padding: How many slots at the start of each row hold no token.
-        kinds: The type of each of the model's layers, one of transformers' names, and its window.
+        windows: How many tokens a query sees in each layer, its own included; None: all.
         total: How many tokens the cache has seen behind the pass.
+        shares: Of each layer in the upper half, once it has run, the largest share of the weights of the last `PROBING` queries that a slot
+            has in any head, (batch, slots). None: nothing is measured.
     """
 
     ids: torch.Tensor
     host_slots: np.ndarray[Any, np.dtype[np.int64]]
     padding: Sequence[int]
-    kinds: Sequence[tuple[str, int | None]]
+    windows: Sequence[int | None]
     total: int
+    shares: list[torch.Tensor] | None = None
+    _masks: dict[Any, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, call: PrefillCall, indices: Sequence[Indices], padding: Sequence[int], total: int) -> Self:
+    def of(
+        cls, call: PrefillCall, indices: Sequence[Indices], padding: Sequence[int], total: int, shares: list[torch.Tensor] | None = None
+    ) -> SparsePass:
         """Return the pass over some indices of each row of a prompt."""
         slots = np.full((len(indices), max(map(len, indices))), total)
         for row_slots, row_indices, pad in zip(slots, indices, padding, strict=True):
@@ -100,7 +106,8 @@ class SparsePass:
         columns = np.minimum(slots - (total - call.input_ids.shape[1]), call.input_ids.shape[1] - 1)
         ids = call.input_ids.gather(1, torch.from_numpy(columns).to(call.input_ids.device))
         plan = compat.layer_plan(compat.decoder_config(call.model.config))
-        return cls(ids, slots, padding, [(kind, getattr(layer, "sliding_window", None)) for kind, layer in plan], total)
+        windows = [layer.sliding_window if kind == "sliding_attention" else None for kind, layer in plan]
+        return cls(ids, slots, padding, windows, total, shares)
 
     @cached_property
     def slots(self) -> torch.Tensor:
@@ -118,14 +125,37 @@ class SparsePass:
         """The blocks of each row, which leave out fillers."""
         return [list(_blocks(slots, int((slots == self.total).sum()))) for slots in self.host_slots]
 
+    def visible(self, row: int, block: Block, low: int, window: int | None, device: torch.device) -> torch.Tensor:
+        """Return which slots from `low` on each query of a block sees, (queries, slots); made once for all layers."""
+        key = row, block, low, window, device
+        if key not in self._masks:
+            queries = self.slots[row, block.first : block.last, None].to(device)
+            slots = torch.arange(low, block.stop, device=device)
+            self._masks[key] = slots <= queries if window is None else (slots <= queries) & (slots > queries - window)
+        return self._masks[key]
+
+    def bias(self, row: int, block: Block, dtype: torch.dtype) -> torch.Tensor:
+        """Return what is added to the scores of a block with its own slots, (queries, slots), on the CPU; made once for all layers."""
+        key = row, block, dtype
+        if key not in self._masks:
+            visible = self.visible(row, block, block.start, None, torch.device("cpu"))
+            self._masks[key] = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)
+        return self._masks[key]
+
     def write(self, layer: SplicedLayer, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> SparseView:
         """Write the pass's tokens into their slots of a layer, and return the view that answers their queries."""
         keys, values = layer.write(key_states, value_states, self.slots, self.total)
-        return SparseView(self, *self.kinds[layer_idx], keys, values)
+        shares = None
+        if self.shares is not None and 2 * layer_idx >= len(self.windows):
+            shares = torch.zeros(len(keys), self.total, device=keys.device)
+            self.shares.append(shares)
+        return SparseView(self, self.windows[layer_idx], keys, values, shares)
 
 
 def _blocks(slots: Indices, fillers: int) -> Iterator[Block]:
     """Yield the blocks of a row: consecutive tokens of any number, or `_BLOCK` tokens with small gaps between them."""
+    if fillers == len(slots):
+        return
     edges = [fillers, *(fillers + 1 + np.flatnonzero(np.diff(slots[fillers:]) > _GAP)).tolist(), len(slots)]
     for begin, end in pairwise(edges):
         whole = _block(slots, begin, end)
@@ -141,14 +171,15 @@ class SparseView(TensorView):
     """Keys and values of all slots, for the queries of a sparse pass.
 
     Args:
-        kind: The type of the layer, one of transformers' names.
-        window: How many tokens a query sees, its own included, or the size of a chunk; None: all.
         keys: (batch, kv_heads, total, head_dim).
+        shares: Where the largest shares of the last queries' weights go, (batch, slots), zeros before; None: they are not measured.
     """
 
-    def __init__(self, sparse: SparsePass, kind: str, window: int | None, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def __init__(
+        self, sparse: SparsePass, window: int | None, keys: torch.Tensor, values: torch.Tensor, shares: torch.Tensor | None
+    ) -> None:
         super().__init__(keys, values)
-        self.sparse, self.kind, self.window = sparse, kind, window
+        self.sparse, self.window, self.shares = sparse, window, shares
 
     def attend(self, module: nn.Module, query: torch.Tensor, mask: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         call = Call(module, mask, kwargs)
@@ -158,32 +189,23 @@ class SparseView(TensorView):
         batch, heads, tokens, _ = query.shape
         output = query.new_zeros(batch, tokens, heads, self.values.shape[-1])  # fillers stay zeros
         for row, blocks in enumerate(self.sparse.blocks):
-            for block, lowest in (pair for each in blocks for pair in self._visible(each, row)):
-                queries = slice(block.first, block.last)
-                output[row, queries] = self._attended(query[row : row + 1, :, queries], row, block, lowest, call)[0]
+            for block in blocks:
+                own = slice(block.first, block.last)
+                output[row, own] = self._attended(query[row : row + 1, :, own], row, block, call)[0]
+            if self.shares is not None:
+                self._measure(query[row : row + 1], row, call)
         return output, None
 
-    def _visible(self, block: Block, row: int) -> list[tuple[Block, int]]:
-        """Return the block with the lowest slot that its queries see, cut where that is another one."""
-        padding = self.sparse.padding[row]
-        if self.kind != "chunked_attention" or self.window is None:
-            return [(block, padding)]
-        slots = self.sparse.host_slots[row]
-        lowest = padding + (slots[block.first : block.last] - padding) // self.window * self.window
-        edges = [block.first, *(block.first + 1 + np.flatnonzero(np.diff(lowest))).tolist(), block.last]
-        return [(_block(slots, first, last), int(lowest[first - block.first])) for first, last in pairwise(edges)]
-
-    def _attended(self, query: torch.Tensor, row: int, block: Block, lowest: int, call: Call) -> torch.Tensor:
+    def _attended(self, query: torch.Tensor, row: int, block: Block, call: Call) -> torch.Tensor:
         """Return the attention of a block, (1, queries, heads, value_dim).
 
         Args:
             query: (1, heads, queries, head_dim).
-            lowest: The first slot that its queries see.
         """
-        keys, values = self.keys[row : row + 1], self.values[row : row + 1]
+        keys, values, lowest = self.keys[row : row + 1], self.values[row : row + 1], self.sparse.padding[row]
         plain = call.softcap is None and call.sink_logits is None and keys.shape[-1] == values.shape[-1]
         fused = plain and (query.device.type == "cpu" or (query.is_cuda and keys.shape[-1] % 8 == 0))
-        if not fused or (self.kind == "sliding_attention" and self.window is not None and block.stop - lowest > self.window):
+        if not fused or (self.window is not None and block.stop - lowest > self.window):
             outputs = []
             for first in range(block.first, block.last, _BLOCK):
                 some = _block(self.sparse.host_slots[row], first, min(first + _BLOCK, block.last))
@@ -192,8 +214,8 @@ class SparseView(TensorView):
             return torch.cat(outputs, 1)
         own, before = slice(block.start, block.stop), slice(lowest, block.start)
         if block.consecutive or query.device.type == "cpu":
-            mask = None if block.consecutive else _mask(self.sparse.host_slots[row, block.first : block.last], query.dtype)
-            part = _fused(query, keys[:, :, own], values[:, :, own], call.scaling, block.consecutive, mask)
+            bias = None if block.consecutive else self.sparse.bias(row, block, query.dtype)
+            part = _fused(query, keys[:, :, own], values[:, :, own], call.scaling, block.consecutive, bias)
         else:
             part = self._masked(query, row, block, block.start, call)
         if block.start == lowest:
@@ -202,56 +224,25 @@ class SparseView(TensorView):
 
     def _masked(self, query: torch.Tensor, row: int, block: Block, lowest: int, call: Call) -> AttentionPart:
         """Attention of a block over the slots from `lowest` on."""
-        seen, visible = self._seen(row, block, lowest, query.device)
+        seen, visible = self._seen(row, block, lowest)
         keys, values = self.keys[row : row + 1, :, seen], self.values[row : row + 1, :, seen]
         return exact_part(query, keys, values, call.scaling, visible, call.softcap)
 
-    def _seen(self, row: int, block: Block, lowest: int, device: torch.device) -> tuple[slice, torch.Tensor]:
+    def _seen(self, row: int, block: Block, lowest: int) -> tuple[slice, torch.Tensor]:
         """The slots from `lowest` on that a block sees, and which of them each query does, (1, queries, slots)."""
-        window = self.window if self.kind == "sliding_attention" else None
-        low = lowest if window is None else max(lowest, block.start - window + 1)
-        own = self.sparse.slots[row, block.first : block.last, None].to(device)
-        slots = torch.arange(low, block.stop, device=device)
-        visible = slots <= own if window is None else (slots <= own) & (slots > own - window)
-        return slice(low, block.stop), visible[None]
+        low = lowest if self.window is None else max(lowest, block.start - self.window + 1)
+        return slice(low, block.stop), self.sparse.visible(row, block, low, self.window, self.keys.device)[None]
 
-
-@dataclass(frozen=True, eq=False)
-class ProbingPass(SparsePass):
-    """A pass over the last tokens of a prompt that measures which tokens they attend to.
-
-    Args:
-        shares: Of each layer in the upper half, the largest share of the weights of the last `PROBING` queries that a slot has in any head,
-            (batch, slots).
-    """
-
-    shares: list[torch.Tensor] = field(default_factory=list)
-
-    def write(self, layer: SplicedLayer, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> SparseView:
-        view = super().write(layer, layer_idx, key_states, value_states)
-        if 2 * layer_idx < len(self.kinds):
-            return view
-        self.shares.append(torch.zeros(len(view.keys), self.total, device=view.keys.device))
-        return ProbingView(view.sparse, view.kind, view.window, view.keys, view.values, shares=self.shares[-1])
-
-
-class ProbingView(SparseView):
-    """A view that measures the weights of its queries.
-
-    Args:
-        shares: Where the largest shares go, (batch, slots), zeros before.
-    """
-
-    def __init__(self, *view: Any, shares: torch.Tensor) -> None:
-        super().__init__(*view)
-        self.shares = shares
-
-    def _attended(self, query: torch.Tensor, row: int, block: Block, lowest: int, call: Call) -> torch.Tensor:
-        first = max(block.first, self.sparse.host_slots.shape[1] - PROBING)
-        if first < block.last:
+    def _measure(self, query: torch.Tensor, row: int, call: Call) -> None:
+        """Add the weights of the last queries of a row, (1, heads, queries, head_dim), to the shares of the slots."""
+        assert self.shares is not None
+        for block in self.sparse.blocks[row]:
+            first = max(block.first, query.shape[2] - PROBING)
+            if first >= block.last:
+                continue
             last = _block(self.sparse.host_slots[row], first, block.last)
-            seen, visible = self._seen(row, last, lowest, query.device)
-            states, keys = query[:, :, first - block.first :].float(), self.keys[row : row + 1, :, seen].float()
+            seen, visible = self._seen(row, last, self.sparse.padding[row])
+            states, keys = query[:, :, first : block.last].float(), self.keys[row : row + 1, :, seen].float()
             scores = (states.reshape(1, keys.shape[1], -1, states.shape[-1]) * call.scaling) @ keys.mT
             weights, highest = exponentials(scores.view(1, -1, last.last - first, scores.shape[-1]), visible, call.softcap)
             total = weights.sum(-1, keepdim=True)
@@ -259,7 +250,6 @@ class ProbingView(SparseView):
                 total += (call.sink_logits.to(total.dtype).view(1, -1, 1, 1) - highest).exp()
             slots = self.shares[row, seen]
             torch.maximum(slots, (weights / total).amax((0, 1, 2)).to(slots.dtype), out=slots)
-        return super()._attended(query, row, block, lowest, call)
 
 
 def _sinks(part: AttentionPart, logits: torch.Tensor | None) -> list[AttentionPart]:
@@ -270,32 +260,25 @@ def _sinks(part: AttentionPart, logits: torch.Tensor | None) -> list[AttentionPa
     return [AttentionPart(torch.zeros_like(part.sums), torch.ones_like(part.total), highest.clone())]
 
 
-def _mask(slots: Indices, dtype: torch.dtype) -> torch.Tensor:
-    """What is added to the scores of the queries in some slots with the tokens from the first of these slots on, (queries, slots)."""
-    own = torch.from_numpy(slots - slots[0])[:, None]
-    hidden = torch.arange(int(own[-1]) + 1) > own
-    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
-
-
 def _fused(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     scaling: float,
     causal: bool = False,
-    mask: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
 ) -> AttentionPart:
     """Attention by PyTorch's fused kernels, with the logarithm of its sum of exponentials.
 
     Args:
         query: (1, heads, queries, head_dim).
         keys: (1, kv_heads, tokens, head_dim); as many tokens as queries, if causal.
-        mask: What is added to the scores, (queries, tokens); on a CPU only.
+        bias: What is added to the scores, (queries, tokens); on a CPU only.
     """
     (_, heads, tokens, _), kv_heads = query.shape, keys.shape[1]
     if query.device.type == "cpu":
         output, total = compat.fused_attention("flash_attention_for_cpu")(
-            query, keys, values, 0.0, causal, attn_mask=None if mask is None else mask[None, None], scale=scaling
+            query, keys, values, 0.0, causal, attn_mask=None if bias is None else bias[None, None], scale=scaling
         )
     else:
         if causal and heads > kv_heads:  # of the run's own tokens alone

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import contextlib
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Self
@@ -10,13 +16,16 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from hf_kvcaches.core.rope import RotaryGeometry
-from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.reuse import layout
+from hf_kvcaches.errors import ArtifactError, ConfigError
 from hf_kvcaches.reuse.index import Record
-from hf_kvcaches.reuse.layout import LayerStates, Quantization, TokenCodec
-from hf_kvcaches.reuse.record import Queue
+from hf_kvcaches.reuse.layout import LayerStates, Quantization, TokenCodec, check, check_quantization, encode, name_of
 from hf_kvcaches.stores.blobs import BlobStore, NewBlob, bytes_of
-from hf_kvcaches.stores.catalog import TIMEOUT, Catalog, Contents
+from hf_kvcaches.stores.catalog import Catalog, Contents
+
+# Bytes of prompts that may wait to be stored; one alone may be larger.
+MOST = 2**31
+# A request waits for what earlier ones store, as it may reuse it, if that is at most so many bytes, and for at most so many seconds.
+SMALL, PATIENCE = 2**25, 0.5
 
 
 @dataclass(frozen=True)
@@ -64,6 +73,100 @@ class NewSpan(NamedTuple):
     head: Mapping[str, Any] = {}
 
 
+class Queue:
+    """Jobs that run in order, one at a time, in short-lived threads or in the thread that waits for all.
+
+    A `ThreadPoolExecutor` does not do: the garbage collector may add a job during another `add`, where `submit` would wait for a lock that
+    its own thread holds; and its threads end with the executor, while these end with their jobs, before the interpreter does.
+
+    Args:
+        warn: Called with a sentence when a job fails.
+
+    Attributes:
+        dropped: How many prompts were not stored because the queue was full.
+    """
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._warn, self._jobs = warn, deque[tuple[Callable[[], None], int]]()
+        self._bytes, self._process, self.dropped = 0, os.getpid(), 0
+        # Reentrant: a finalizer may add a job or a cache.
+        self._running, self._lock = threading.RLock(), threading.RLock()
+        self._recorders: tuple[weakref.ref[Any], ...] = ()
+        weakref.finalize(self, _finish, weakref.ref(self))
+
+    def watch(self, recorder: Any) -> None:
+        """Make `flush` and `settle` hand over the computed prompt of a cache's `Recorder`, too; it is not kept alive."""
+        with self._lock:
+            # Replaced as a whole: another thread may be reading them.
+            self._recorders = (*(each for each in self._recorders if each() is not None), weakref.ref(recorder))
+
+    @property
+    def idle(self) -> bool:
+        """Whether no job waits or runs."""
+        return self._bytes == 0
+
+    def has_room(self, size: int) -> bool:
+        """Whether a prompt of so many bytes may be added; if not, it counts as dropped."""
+        self._own()
+        with self._lock:
+            full = self._bytes > 0 and self._bytes + size > MOST
+            self.dropped += full
+            return not full
+
+    def add(self, job: Callable[[], None], size: int = 0) -> None:
+        """Run a job after those that were added before."""
+        with self._lock:
+            self._bytes += size + 1
+        self._jobs.append((job, size + 1))
+        # While the interpreter ends no thread starts, and the next `flush` runs the job.
+        with contextlib.suppress(RuntimeError):
+            threading.Thread(target=self._run, name="hf_kvcaches-store").start()
+
+    def _run(self) -> None:
+        """Return when no jobs are left; called by a job, when no other jobs are left."""
+        self._own()
+        with self._running:
+            while self._jobs:
+                job, size = self._jobs.popleft()
+                try:
+                    job()
+                except Exception as error:  # no caller waits for the job
+                    self._warn(f"A prompt was not stored: {type(error).__name__}: {error}")
+                finally:
+                    with self._lock:
+                        self._bytes -= size
+
+    def _own(self) -> None:
+        """After a fork, in which another thread may have held the locks: take new ones."""
+        if self._process != os.getpid():
+            self._process, self._running, self._lock = os.getpid(), threading.RLock(), threading.RLock()
+            self._bytes = sum(size for _, size in self._jobs)
+
+    def flush(self) -> None:
+        """Wait until all computed prompts are written."""
+        self._hand_over()
+        self._run()
+
+    def settle(self) -> None:
+        """Begin to store all computed prompts, and wait a moment for few of them."""
+        self._hand_over()
+        deadline = time.monotonic() + PATIENCE
+        while 0 < self._bytes <= SMALL and time.monotonic() < deadline:
+            time.sleep(0.0005)
+
+    def _hand_over(self) -> None:
+        self._own()
+        for reference in self._recorders:
+            if (recorder := reference()) is not None and recorder.prompt is not None:
+                recorder.release(drop=False)
+
+
+def _finish(reference: weakref.ref[Queue]) -> None:
+    """Write all computed prompts when the interpreter ends."""
+    if (queue := reference()) is not None:
+        queue.flush()
+
+
 class SpanStore:
     """Spans in a catalog, and the queue that stores them in the background.
 
@@ -72,23 +175,13 @@ class SpanStore:
         noun: The user's word for a span.
         quantization: How keys and values are stored: None for bit-equal ones, a `KVCodec` of the model, `"int8"` or `"int4"`.
         location: See `stores.catalog.open_blobs`.
+        **limits: `max_bytes`, `hot_bytes`, `time_to_live` and `timeout` of the catalog.
     """
 
-    def __init__(
-        self,
-        contents: Contents,
-        noun: str,
-        quantization: Quantization,
-        location: str | BlobStore,
-        *,
-        max_bytes: int | str | None = None,
-        hot_bytes: int | str | None = None,
-        time_to_live: float | None = None,
-        timeout: float = TIMEOUT,
-    ) -> None:
-        self.quantization = layout.check_quantization(quantization)
-        limits: dict[str, Any] = {"max_bytes": max_bytes, "hot_bytes": hot_bytes, "time_to_live": time_to_live}
-        self.catalog = Catalog(location, contents, noun, timeout=timeout, **limits)
+    def __init__(self, contents: Contents, noun: str, quantization: Quantization, location: str | BlobStore, **limits: Any) -> None:
+        self.quantization = check_quantization(quantization)
+        self.stored_as = name_of(self.quantization)
+        self.catalog = Catalog(location, contents, noun, **limits)
         self.queue = Queue(partial(self.catalog.warn_once, "failed job"))
 
     @property
@@ -114,12 +207,15 @@ class SpanStore:
             device: Where the hot tier keeps them, if no earlier call named a device.
         """
 
-        def check(key: str, tensors: dict[str, torch.Tensor]) -> None:
-            layout.check(tensors, records[key].form, len(records[key].ids))
+        def check_blob(key: str, tensors: dict[str, torch.Tensor]) -> None:
+            form = records[key].form
+            if form["quantization"] != self.stored_as:
+                raise ArtifactError(f"it is stored as {form['quantization']!r}, expected {self.stored_as!r}")
+            check(tensors, form, len(records[key]))
 
-        return self.catalog.read(list(records), check, device)
+        return self.catalog.read(list(records), check_blob, device)
 
-    def put(self, spans: Sequence[NewSpan], geometries: Sequence[RotaryGeometry | None] = ()) -> bool:
+    def put(self, spans: Sequence[NewSpan], geometries: Sequence[RotaryGeometry] = ()) -> bool:
         """Store spans that are not stored yet, evict others above the cap, and return whether the back-end took all.
 
         Args:
@@ -135,10 +231,10 @@ class SpanStore:
         self.catalog.refresh()
         return stored
 
-    def _encoded(self, spans: Iterable[NewSpan], geometries: Sequence[RotaryGeometry | None]) -> Iterator[NewBlob]:
+    def _encoded(self, spans: Iterable[NewSpan], geometries: Sequence[RotaryGeometry]) -> Iterator[NewBlob]:
         for record, layers, head in spans:
             try:
-                tensors, form = layout.encode(layers, self.quantization, record.start, geometries)
+                tensors, form = encode(layers, self.quantization, record.start, geometries)
             except ConfigError as error:  # not finite
                 self.catalog.warn_once("unfinite", f"A {self.catalog.noun} was not stored: {error}")
                 continue
@@ -153,12 +249,7 @@ class SpanStore:
         self.queue.flush()
 
     def pin(self, key: str, pinned: bool = True) -> None:
-        """Keep a span from eviction above the cap, by any process.
-
-        Args:
-            key: Its id, as in reports.
-            pinned: False to unpin it.
-        """
+        """Keep a span, by its id in reports, from eviction above the cap by any process; `pinned=False` unpins it."""
         self.catalog.pin(key, pinned)
 
     def delete(self, key: str) -> bool:

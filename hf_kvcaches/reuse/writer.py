@@ -7,20 +7,25 @@ pass waits for each layer when it gets there: the next layers are sent while it 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import Any
 
 import numpy as np
 import torch
 
+from hf_kvcaches import compat
+from hf_kvcaches.core.decoder import decoder_layers
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.kernels.arguments import Packed
-from hf_kvcaches.kernels.rotation import Layout
 from hf_kvcaches.kernels.splice import splice
-from hf_kvcaches.reuse import layout
 from hf_kvcaches.reuse.index import Piece
-from hf_kvcaches.reuse.layer import SplicedLayer
-from hf_kvcaches.reuse.plan import PromptRow
+from hf_kvcaches.reuse.layer import SplicedLayer, SplicingCache
+from hf_kvcaches.reuse.layout import DTYPES, TokenCodec, group_of
+from hf_kvcaches.reuse.plan import PromptPlan, PromptRow
+
+Blobs = Mapping[str, Mapping[str, torch.Tensor]]
 
 # Bytes in a cache that are decoded at a time on a CPU.
 PORTION = 2**25
@@ -28,59 +33,55 @@ PORTION = 2**25
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
-class _Angles(NamedTuple):
-    """By which angles the keys of some layers are rotated; no tables for no rotation."""
-
-    cos: torch.Tensor | None = None
-    sin: torch.Tensor | None = None
-    layout: Layout = "half"
+def write_plan(cache: SplicingCache, plan: PromptPlan, blobs: Blobs, codec: TokenCodec | None) -> None:
+    """Make room for a prompt, and write the tokens that its plan reuses into a cache's layers; none counts as seen."""
+    form = next(iter(plan.records.values())).form
+    shapes = dict(sorted((index, dims) for members, dims in zip(form["piles"], form["dims"], strict=True) for index in members))
+    for layer, module, (heads, *dims) in zip(cache.layers, decoder_layers(cache.model)[2], shapes.values(), strict=True):
+        device = compat.layer_device(module)
+        keys, values = (torch.empty(1, heads, 0, dim, dtype=DTYPES[form["dtype"]], device=device) for dim in dims)
+        layer.open(len(plan.rows), plan.total, keys, values, max(plan.padding))
+    write_rows(cache.layers, plan.rows, blobs, cache.rotation.layers, codec)
 
 
 def write_rows(
     layers: Sequence[SplicedLayer],
-    rows: Sequence[PromptRow],
-    blobs: Mapping[str, Mapping[str, torch.Tensor]],
-    geometries: Sequence[RotaryGeometry | None],
-    codec: layout.TokenCodec | None,
+    rows: Iterable[PromptRow],
+    blobs: Blobs,
+    geometries: Sequence[RotaryGeometry],
+    codec: TokenCodec | None,
 ) -> None:
-    """Write the tokens that the rows of a plan reuse into the layers' buffers.
+    """Write the tokens that rows reuse into the layers' buffers.
 
     Args:
-        blobs: Tensors by the keys of the plan.
-        geometries: How each layer's keys are rotated; None where they can't be, and keep their positions.
+        geometries: How each layer's keys are rotated.
+        codec: What all stored tokens are the codes of; None where they are no codes.
     """
-    groups = [_Group(row, pieces, blobs, geometries, codec) for row in rows for pieces in _alike(row.sources)]
-    devices = {layer.key_buffer.device for layer in layers if layer.key_buffer is not None}
-    if len(devices) == 1 and not any(device.type == "cuda" for device in devices):
-        for group in groups:
-            # All, unless they are decoded first.
-            step = len(layers) if group.codec is None else max(1, PORTION // (group.tokens * layout.bytes_per_token(group.form)))
-            for number, members in enumerate(group.form["piles"]):
-                for start in range(0, len(members), step):
-                    group.write(layers, number, slice(start, start + step))
-        return
-    places = [_places(group.form) for group in groups]
+    buffers = [layer.buffers for layer in layers]
+    devices = {keys.device for keys, _ in buffers}
+    on_cpu = {device.type for device in devices} == {"cpu"}
+    groups = list[_Group]()
+    for row in rows:
+        pieces = list(row.sources)
+        # A GPU gets all pieces of a row in one copy, and a codec decodes them together.
+        for together in [[piece] for piece in pieces] if on_cpu and codec is None else [pieces][: len(pieces)]:
+            groups.append(_Group(row, together, blobs, geometries, codec))
     streams = {device: _stream(device) for device in devices if device.type == "cuda"}
     for device, stream in streams.items():
         stream.wait_stream(torch.cuda.current_stream(device))
-    for index, layer in enumerate(layers):
-        if layer.key_buffer is None or layer.value_buffer is None:
-            continue
-        own = streams.get(layer.key_buffer.device)
+    step = len(layers) if on_cpu else 1
+    if on_cpu and codec is not None and groups:
+        largest = max(keys[0, :, 0].nbytes + values[0, :, 0].nbytes for keys, values in buffers)
+        step = max(1, PORTION // (largest * max(group.tokens for group in groups)))
+    for first in range(0, len(layers), step):
+        own = streams.get(buffers[first][0].device)
         with torch.cuda.stream(own):  # None changes nothing
-            for group, found in zip(groups, places, strict=True):
-                if index in found:
-                    number, place = found[index]
-                    group.write(layers, number, slice(place, place + 1))
+            for group in groups:
+                group.write(buffers, first, first + step)
         if own is not None:
-            layer.key_buffer.record_stream(own)
-            layer.value_buffer.record_stream(own)
-            layer.arrived = own.record_event()
-
-
-def _places(form: Mapping[str, Any]) -> dict[int, tuple[int, int]]:
-    """Return the pile of each layer, and its place there."""
-    return {index: (number, place) for number, pile in enumerate(form["piles"]) for place, index in enumerate(pile)}
+            for buffer in buffers[first]:
+                buffer.record_stream(own)
+            layers[first].arrived = own.record_event()
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:
@@ -89,107 +90,99 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return _streams[device]
 
 
-def _alike(sources: Iterable[Piece]) -> list[list[Piece]]:
-    """Group pieces that are stored in the same form."""
-    groups: list[list[Piece]] = []
-    for piece in sources:
-        group = next((group for group in groups if group[0].record.form == piece.record.form), None)
-        if group is None:
-            groups.append(group := [])
-        group.append(piece)
-    return groups
-
-
 class _Group:
-    """The tokens of one row that are stored in one form.
-
-    Attributes:
-        codec: What they are the codes of; None where they are no codes.
-    """
+    """Tokens of one row that are written together."""
 
     def __init__(
-        self,
-        row: PromptRow,
-        pieces: Sequence[Piece],
-        blobs: Mapping[str, Mapping[str, torch.Tensor]],
-        geometries: Sequence[RotaryGeometry | None],
-        codec: layout.TokenCodec | None,
+        self, row: PromptRow, pieces: Sequence[Piece], blobs: Blobs, geometries: Sequence[RotaryGeometry], codec: TokenCodec | None
     ) -> None:
-        self.row, self.pieces, self.geometries, self.form = row, pieces, geometries, pieces[0].record.form
-        self.codec = codec if layout.is_coded(self.form) else None
-        spans = [(blobs[each.record.key], self.form, each.offset, each.offset + each.stop - each.start) for each in pieces]
-        self.spans = [layout.BlobSpan(*span) for span in spans]
-        self.tokens = sum(each.stop - each.start for each in pieces)
+        self.row, self.pieces, self.geometries, self.codec, self.form = row, pieces, geometries, codec, pieces[0].record.form
+        self.tokens = sum(piece.stop - piece.start for piece in pieces)
+        # The tensors of each piece, and its tokens in them.
+        self._spans = [(blobs[piece.record.key], slice(piece.offset, piece.offset + piece.stop - piece.start)) for piece in pieces]
         # Codes are not rotated. Others are rotated by how far they moved.
-        self._rotates = self.codec is not None or any(each.start != each.position for each in pieces)
-        self._angles: dict[Any, _Angles] = {}
-        self._slots: dict[Any, torch.Tensor] = {}
+        self._rotates = codec is not None or any(piece.start != piece.position for piece in pieces)
+        self._rotations: dict[Any, dict[str, Any]] = {}
+        self._slots: dict[torch.device, torch.Tensor] = {}
 
-    def write(self, layers: Sequence[SplicedLayer], number: int, chosen: slice) -> None:
-        """Write some layers of a pile."""
+    def write(self, buffers: Sequence[Sequence[torch.Tensor]], first: int, last: int) -> None:
+        """Write the layers from `first` to before `last`."""
+        for number, pile in enumerate(self.form["piles"]):
+            chosen = slice(bisect_left(pile, first), bisect_left(pile, last))
+            if not (members := pile[chosen]):
+                continue
+            key_outs, value_outs = zip(*([side[self.row.number] for side in buffers[index]] for index in members), strict=True)
+            device = key_outs[0].device
+            key_parts, value_parts = self._decoded(number, chosen) if self.codec is not None else self._stored(number, chosen)
+            keys, slots, start = _sent(key_parts, device), self._slots_on(device), 0
+            # Layers that are rotated alike are written together.
+            for _, alike in groupby([id(self.geometries[index]) if self._rotates else 0 for index in members]):
+                stop = start + len(list(alike))
+                rotation = self._rotation(self.geometries[members[start]], device)
+                splice(_of_layers(keys, slice(start, stop)), key_outs[start:stop], slots, **rotation)
+                start = stop
+            splice(_sent(value_parts, device), value_outs, slots)
+
+    def _stored(self, number: int, chosen: slice) -> tuple[list[Packed], list[Packed]]:
+        """Return the keys and the values of each piece in some layers of a pile, as they are stored."""
+        quantization = self.form["quantization"]
+        sides: tuple[list[Packed], list[Packed]] = [], []
+        for tensors, tokens in self._spans:
+            for name, side in zip((f"keys.{number}", f"values.{number}"), sides, strict=True):
+                data = tensors[name][chosen, :, tokens]
+                if quantization is None:
+                    side.append(Packed(data))
+                else:
+                    scale, zero = (tensors[f"{name}.{part}"][chosen, :, tokens] for part in ("scale", "zero"))
+                    side.append(Packed(data, scale, zero, group_of(quantization, data.shape[-1] * (2 if data.dtype == torch.uint8 else 1))))
+        return sides
+
+    def _decoded(self, number: int, chosen: slice) -> tuple[list[Packed], list[Packed]]:
+        """Return the keys, without rotation, and the values of each piece in some layers of a pile."""
+        assert self.codec is not None
         members = self.form["piles"][number][chosen]
-        buffers = [(layers[index].key_buffer, layers[index].value_buffer) for index in members]
-        outs = [[side[self.row.number] for side in sides if side is not None] for sides in zip(*buffers, strict=True)]
-        device = outs[0][0].device
-        parts = layout.parts(self.spans, number, chosen, self.codec)
-        places: Sequence[int | None] = range(len(parts))
-        if device.type != "cpu":  # all in one
-            key_parts, value_parts = zip(*parts, strict=True)
-            parts, places = [(_sent(key_parts, device), _sent(value_parts, device))], [None]
-        for place, (keys, values) in zip(places, parts, strict=True):
-            slots = self._slots_of(place, device)
-            for positions, angles in self._rotations(members, place, device):
-                every = len(positions) == len(members)
-                taken = keys if every else _of_layers(keys, positions)
-                splice(taken, [outs[0][each] for each in positions], slots, cos=angles.cos, sin=angles.sin, layout=angles.layout)
-            splice(values, outs[1], slots)
+        asked = [(index, tensors[f"codes.{index}"], tokens.start, tokens.stop) for tensors, tokens in self._spans for index in members]
+        states = self.codec.unpack(asked, DTYPES[self.form["dtype"]])
+        sides: tuple[list[Packed], list[Packed]] = [], []
+        for tensors, tokens in self._spans:
+            layers, states = states[: len(members)], states[len(members) :]
+            for name, side, stacked in zip(("keys", "values"), sides, map(torch.stack, zip(*layers, strict=True)), strict=True):
+                exact = tensors[f"{name}.{number}"][chosen, :, tokens]
+                stacked[:, :, : exact.shape[2]] = exact
+                side.append(Packed(stacked))
+        return sides
 
-    def _slots_of(self, place: int | None, device: torch.device) -> torch.Tensor:
-        """Return the slots of one piece, or of all."""
-        key = place, device
-        if key not in self._slots:
-            chosen = self.pieces if place is None else [self.pieces[place]]
-            slots = np.concatenate([np.arange(piece.start, piece.stop) for piece in chosen]) + self.row.padding
-            self._slots[key] = _to_device(torch.from_numpy(slots), device)
-        return self._slots[key]
+    def _slots_on(self, device: torch.device) -> torch.Tensor:
+        if device not in self._slots:
+            slots = np.concatenate([np.arange(piece.start, piece.stop) for piece in self.pieces]) + self.row.padding
+            self._slots[device] = _to_device(torch.from_numpy(slots), device)
+        return self._slots[device]
 
-    def _rotations(self, members: Sequence[int], place: int | None, device: torch.device) -> Iterator[tuple[list[int], _Angles]]:
-        """Yield layers that rotate alike, as places in `members`, with the angles of one piece or of all."""
-        if not self._rotates:
-            yield list(range(len(members))), _Angles()
-            return
-        groups: dict[int, list[int]] = {}
-        for position, index in enumerate(members):
-            groups.setdefault(id(self.geometries[index]), []).append(position)
-        for positions in groups.values():
-            geometry = self.geometries[members[positions[0]]]
-            key = id(geometry), place, device
-            if key not in self._angles:
-                self._angles[key] = self._tables(geometry, place, device)
-            yield positions, self._angles[key]
-
-    def _tables(self, geometry: RotaryGeometry | None, place: int | None, device: torch.device) -> _Angles:
-        pieces = self.pieces if place is None else [self.pieces[place]]
-        moved = self.codec is not None or any(piece.start != piece.position for piece in pieces)
-        if geometry is None or geometry.kind != "rope" or not moved:
-            return _Angles()
-        if self.codec is not None:
-            positions = torch.from_numpy(np.concatenate([np.arange(piece.start, piece.stop) for piece in pieces]))
-            cos, sin = (table * geometry.attention_scaling for table in geometry.cos_sin(positions, torch.float32))
-        else:
-            moves = torch.tensor([piece.start - piece.position for piece in pieces])
-            lengths = torch.tensor([piece.stop - piece.start for piece in pieces])
-            cos, sin = (table.repeat_interleave(lengths, dim=0) for table in geometry.cos_sin(moves, torch.float32))
-        return _Angles(_to_device(cos, device), _to_device(sin, device), geometry.layout)
+    def _rotation(self, geometry: RotaryGeometry, device: torch.device) -> dict[str, Any]:
+        """Return by which angles keys are rotated, as arguments of `splice`; nothing for no rotation."""
+        if not self._rotates or geometry.kind != "rope":
+            return {}
+        key = id(geometry), device
+        if key not in self._rotations:
+            if self.codec is not None:
+                positions = torch.from_numpy(np.concatenate([np.arange(piece.start, piece.stop) for piece in self.pieces]))
+                tables = [table * geometry.attention_scaling for table in geometry.cos_sin(positions, torch.float32)]
+            else:
+                moves = torch.tensor([piece.start - piece.position for piece in self.pieces])
+                lengths = torch.tensor([piece.stop - piece.start for piece in self.pieces])
+                tables = [table.repeat_interleave(lengths, dim=0) for table in geometry.cos_sin(moves, torch.float32)]
+            cos, sin = (_to_device(table, device) for table in tables)
+            self._rotations[key] = {"cos": cos, "sin": sin, "layout": geometry.layout}
+        return self._rotations[key]
 
 
-def _of_layers(packed: Packed, positions: Sequence[int]) -> Packed:
-    scale, zero = (None if part is None else part[positions] for part in (packed.scale, packed.zero))
-    return packed._replace(data=packed.data[positions], scale=scale, zero=zero)
+def _of_layers(packed: Packed, layers: slice) -> Packed:
+    scale, zero = (None if part is None else part[layers] for part in (packed.scale, packed.zero))
+    return packed._replace(data=packed.data[layers], scale=scale, zero=zero)
 
 
 def _sent(parts: Sequence[Packed], device: torch.device) -> Packed:
-    """Send the tokens of several sources to a GPU, one behind the other, in one copy for each tensor."""
+    """Send the tokens of several pieces to a device, one behind the other, in one copy for each tensor."""
     joined = []
     for tensors in zip(*(part[:3] for part in parts), strict=True):
         present = [tensor for tensor in tensors if tensor is not None]

@@ -12,15 +12,16 @@ import numpy as np
 
 from hf_kvcaches.codec.codec import KVCodec
 from hf_kvcaches.core.cache import KVCache
+from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.identity import Identity, require_identity
 from hf_kvcaches.core.parallel import require_all_heads
 from hf_kvcaches.core.refusal import Refusal
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ConfigError, UnsupportedError, require_choice, require_instance, require_tokenizer
 from hf_kvcaches.reuse.cache import ReuseCache
-from hf_kvcaches.reuse.index import CONTEXT, EXACT, Chain, Record, Run, TokenIndex
-from hf_kvcaches.reuse.plan import PROBING, Admit, PlannedSpan, PromptPlan, PromptRow, plan_row
-from hf_kvcaches.reuse.policy import SegmentPolicy
+from hf_kvcaches.reuse.index import CONTEXT, EXACT, Chain, Match, Record, TokenIndex
+from hf_kvcaches.reuse.plan import PROBING, PlannedSpan, PromptPlan, PromptRow, plan_row
+from hf_kvcaches.reuse.policy import Admit, SegmentPolicy
 from hf_kvcaches.reuse.record import PromptStates
 from hf_kvcaches.reuse.store import NewSpan
 from hf_kvcaches.segments.discovery import Discovery, checked_spans, discovery_for
@@ -92,7 +93,9 @@ class SegmentReuseCache(ReuseCache):
         super().__init__(model, store, decode_with=decode_with, offloading=offloading)
         self.tokenizer, self.own_rule = tokenizer, admit
         self.mode: Mode = mode or ("exact" if policy is None and admit is None else "auto")
-        self.policy = (policy or SegmentPolicy()).with_changes(repair=repair)
+        self.policy = policy or SegmentPolicy()
+        if repair is not None:
+            self.policy = replace(self.policy, repair=repair)
         if self.policy.fingerprint is not None:
             self.policy.fingerprint.require_model(require_identity(self.model, "The policy").fingerprint, "The policy")
         if isinstance(store.codec, KVCodec):
@@ -117,28 +120,26 @@ class SegmentReuseCache(ReuseCache):
         if identity.reason:
             return Refusal(identity.reason)
         self.store.refresh()
-        index, admit = self.store.look_up(identity, self.model, self.tokenizer).tokens, self.admit
+        _, index = self.store.look_up(identity, self.model, self.tokenizer)
+        admit = self.admit
         with self.store.catalog.lock:
             plan = PromptPlan(tuple(self._planned(row, index, admit) for row in rows), rows[0].padding + len(rows[0].ids))
         # Of one row without a rule, nothing but a prefix is reused.
         return plan.with_common_prefix() if len(rows) > 1 and self.moving_refused else plan
 
     def _planned(self, row: PromptRow, index: TokenIndex, admit: Admit | None) -> PromptRow:
-        ids = row.ids[:-1]
-        prefix, _ = index.prefix(ids, Chain().extend(ids[: row.begin]), row.begin, exact_only=admit is None)
+        prefix = index.prefix(row.ids[:-1], row.begin, exact_only=admit is None)
         end = prefix[-1].stop if prefix else row.begin
-        runs = [] if admit is None else self.runs(index, row, end)
-        planned = plan_row(row, prefix, runs, admit, len(self.layers))
+        planned = plan_row(row, prefix, [] if admit is None else self.runs(index, row, end), admit, len(self.layers))
         # Where too few tokens are stored, reuse of the prefix alone, or of nothing, takes less time.
         tokens, reused = len(row.ids) - row.begin, planned.reused
         reason = f"{reused} tokens are stored, too few for reuse to pay."
         on_cpu = self.model.device.type == "cpu"
         if reused > end - row.begin and reused < max(self.policy.shortest, tokens * LEAST_BETWEEN if on_cpu else 0):
             planned = planned.cut(end, reason)
-            reused = planned.reused
-        return planned if reused >= int(tokens * LEAST) else planned.cut(row.begin, reason)
+        return planned if planned.reused >= int(tokens * LEAST) else planned.cut(row.begin, reason)
 
-    def runs(self, index: TokenIndex, row: PromptRow, start: int) -> list[Run]:
+    def runs(self, index: TokenIndex, row: PromptRow, start: int) -> list[Match]:
         """Return the stored tokens behind an index of a row, in order and without overlaps."""
         return index.runs(row.ids[:-PROBING], start, self.policy.shortest)
 
@@ -148,7 +149,7 @@ class SegmentReuseCache(ReuseCache):
         with store.catalog.lock:
             firsts = [self._stored_up_to(row, index) for row in plan.rows]
         new = [
-            _NewRow(row, first, self._earlier_spans(row), tuple(self.caller_spans[row.number]) if self.caller_spans else ())
+            _NewRow(row, first, self._earlier_spans(row), self.caller_spans[row.number] if self.caller_spans else [])
             for row, first in zip(plan.rows, firsts, strict=True)
             if first < len(row.ids)
         ]
@@ -166,7 +167,7 @@ class SegmentReuseCache(ReuseCache):
         """How many of a row's first tokens are in the store. In a chat in one cache, tokens generated since the last prompt are not."""
         if not row.begin:
             return row.prefix
-        pieces, _ = index.prefix(row.ids[: row.begin], Chain(), 0, exact_only=self.mode == "exact")
+        pieces = index.prefix(row.ids[: row.begin], 0, exact_only=self.mode == "exact")
         end = pieces[-1].stop if pieces else 0
         # Of dropped tokens there is nothing to store.
         return max(row.prefix if end == row.begin else end, self.dropped - row.padding)
@@ -183,12 +184,16 @@ class SegmentReuseCache(ReuseCache):
     def settings(self) -> dict[str, Any]:
         if self.own_rule is not None:
             raise UnsupportedError("save: a rule of your own can't be written to a file. Save a cache with the rule of a mode.")
-        return {"mode": self.mode, "policy": self.policy.to_json()}
+        fingerprint = self.policy.fingerprint
+        return {"mode": self.mode, "policy": self.policy.metadata() | {"fingerprint": fingerprint and fingerprint.to_dict()}}
 
     @classmethod
     def rebuild(cls, model: Any, settings: dict[str, Any]) -> Self:
+        policy = dict(settings["policy"])
+        if policy["fingerprint"] is not None:
+            policy["fingerprint"] = ModelFingerprint.from_dict(policy["fingerprint"])
         # The file holds keys and values but no store; the loaded cache gets a new one.
-        return cls(model, SegmentStore("memory"), mode=settings["mode"], policy=SegmentPolicy.from_json(settings["policy"]))
+        return cls(model, SegmentStore("memory"), mode=settings["mode"], policy=SegmentPolicy(**policy))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # These are shared, not copied.
@@ -219,6 +224,23 @@ class _NewRow(NamedTuple):
     earlier: Sequence[PlannedSpan]
     caller_spans: Sequence[tuple[int, int]]
 
+    def spans(self, discovery: Discovery, scope: str, states: PromptStates) -> Iterator[NewSpan]:
+        """Yield the segments that are not in the store."""
+        row, first = self.row, self.first
+        # A prompt may be stored without its last token, which is computed later.
+        own = [(start, min(stop, len(row.ids))) for start, stop in self.caller_spans if start < len(row.ids)]
+        edges = {first, len(row.ids), *(start for start, _ in discovery.spans(row.ids.astype(np.int64), own))}
+        edges.update(edge for span in row.spans for edge in (span.start, span.stop))
+        chain = Chain().extend(row.ids[:first])
+        for start, stop in pairwise(sorted(edge for edge in edges if first <= edge <= len(row.ids))):
+            left, chain = chain, chain.extend(row.ids[start:stop])
+            reused = [span for span in (*self.earlier, *row.spans) if span.sources and span.start < stop]
+            rules = [EXACT, *(span.rule for span in reused if span.rule != EXACT)]
+            fresh = not any(span.stop > start for span in reused)
+            context = row.ids[max(0, start - CONTEXT) : start]
+            record = Record(scope, row.ids[start:stop], left.name, chain.name, start, context, rules[-1], fresh)
+            yield NewSpan(record, states.of(row.number, start + row.padding, stop + row.padding))
+
 
 def _put(
     store: SegmentStore,
@@ -231,26 +253,4 @@ def _put(
 ) -> None:
     """Store the segments of rows that are not in the store."""
     if identity.known_digest():
-        store.put([span for new in rows for span in _new_spans(new, discovery, scope, states)], geometries)
-
-
-def _new_spans(new: _NewRow, discovery: Discovery, scope: str, states: PromptStates) -> Iterator[NewSpan]:
-    row, first = new.row, new.first
-    # A prompt may be stored without its last token, which is computed later.
-    own = [(start, min(stop, len(row.ids))) for start, stop in new.caller_spans if start < len(row.ids)]
-    edges = {first, len(row.ids), *(start for start, _ in discovery.spans(row.ids.astype(np.int64), own))}
-    edges.update(edge for span in row.spans for edge in (span.start, span.stop))
-    chain = Chain().extend(row.ids[:first])
-    for start, stop in pairwise(sorted(edge for edge in edges if first <= edge <= len(row.ids))):
-        left, chain = chain, chain.extend(row.ids[start:stop])
-        origin, fresh = _origin([*new.earlier, *row.spans], start, stop)
-        context = row.ids[max(0, start - CONTEXT) : start]
-        record = Record(scope, row.ids[start:stop], left.name, chain.name, start, context, origin, fresh)
-        yield NewSpan(record, states.of(row.number, start + row.padding, stop + row.padding))
-
-
-def _origin(spans: Sequence[PlannedSpan], start: int, stop: int) -> tuple[str, bool]:
-    """Return the rule of a span of a row, and whether all of it was computed at its index."""
-    reused = [span for span in spans if span.sources and span.start < stop]
-    approximate = [span.rule for span in reused if span.rule != EXACT]
-    return (approximate[-1] if approximate else EXACT), not any(span.stop > start for span in reused)
+        store.put([span for row in rows for span in row.spans(discovery, scope, states)], geometries)

@@ -57,44 +57,40 @@ class Answered(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """A policy and a quantization, with the result of each prompt of each series."""
+    """A policy and a quantization, with the worst of all series. Divergences are of prompts that reused tokens behind another text.
+
+    Args:
+        saved: The mean of the series' means, so that long series count no more than short ones.
+        kl_max: The largest divergence of a prompt.
+        reused: How many tokens were reused behind another text.
+    """
 
     policy: SegmentPolicy
     quantization: Quantization
-    series: dict[str, list[Answered]]
+    saved: float
+    kl: float
+    kl_max: float
+    same: float
+    reused: int
 
-    @property
-    def approximated(self) -> list[list[Answered]]:
-        """The prompts of each series that reused tokens behind another text; series without any are left out."""
-        series = ([answer for answer in answers if answer.approximate] for answers in self.series.values())
-        return [answers for answers in series if answers]
-
-    @property
-    def kl(self) -> float:
-        """The mean over the `approximated` prompts of the worst series."""
-        return max((fmean(answer.kl for answer in answers) for answers in self.approximated), default=0.0)
-
-    @property
-    def same(self) -> float:
-        """The share of equal next tokens in the `approximated` prompts of the worst series."""
-        return min((fmean(answer.same for answer in answers) for answers in self.approximated), default=1.0)
-
-    @property
-    def saved(self) -> float:
-        """The mean of the series' means, so that long series count no more than short ones."""
-        return fmean(fmean(answer.saved for answer in answers) for answers in self.series.values())
-
-    @property
-    def worst(self) -> float:
-        """The largest divergence of an `approximated` prompt."""
-        return max((answer.kl for answers in self.approximated for answer in answers), default=0.0)
+    @classmethod
+    def of(cls, policy: SegmentPolicy, quantization: Quantization, series: Sequence[Sequence[Answered]]) -> Measured:
+        approximated = [some for answers in series if (some := [answer for answer in answers if answer.approximate])]
+        return cls(
+            policy,
+            quantization,
+            saved=fmean(fmean(answer.saved for answer in answers) for answers in series),
+            kl=max((fmean(answer.kl for answer in answers) for answers in approximated), default=0.0),
+            kl_max=max((answer.kl for answers in approximated for answer in answers), default=0.0),
+            same=min((fmean(answer.same for answer in answers) for answers in approximated), default=1.0),
+            reused=sum(answer.approximate for answers in series for answer in answers),
+        )
 
     def row(self, chosen: bool) -> dict[str, Any]:
         """Return plain values for `SegmentPolicy.measured`."""
         settings = {name: getattr(self.policy, name) for name in ("similarity", "repair", "repair_depth", "guard")}
-        numbers = {"saved": self.saved, "kl": self.kl, "kl_max": self.worst, "same": self.same}
-        reused = sum(answer.approximate for answers in self.series.values() for answer in answers)
-        return {"quantization": label_of(self.quantization), **settings, **numbers, "reused": reused, "chosen": chosen}
+        numbers = {name: getattr(self, name) for name in ("saved", "kl", "kl_max", "same", "reused")}
+        return {"quantization": label_of(self.quantization), **settings, **numbers, "chosen": chosen}
 
 
 @dataclass(frozen=True)
@@ -106,13 +102,9 @@ class Bounds:
     same: float = 0.0
     slack: float = 0.05
 
-    def kept(self, measured: Measured) -> bool:
-        """Whether the setting may be used."""
-        return measured.kl <= self.kl and measured.worst <= self.worst and measured.same >= self.same
-
     def best(self, done: Sequence[Measured]) -> Measured:
         """Choose among settings that keep the bounds and save about most: the least divergence, at about equal ones the strictest."""
-        bounded = [measured for measured in done if self.kept(measured)]
+        bounded = [each for each in done if each.kl <= self.kl and each.kl_max <= self.worst and each.same >= self.same]
         most = max(measured.saved for measured in bounded)
         return min((measured for measured in bounded if measured.saved >= most - self.slack), key=self._looseness)
 
@@ -167,19 +159,17 @@ def calibrate(
         best = sweep.best()
         others = [sweep.replay(best.policy, other) for other in _QUANTIZATIONS if other != quantization]
     rows = tuple(measured.row(measured is best) for measured in (*sweep.done, *others))
-    return best.policy.with_changes(bound=float(bound), measured=rows).bound_to(ModelFingerprint.of(model, tokenizer))
+    return replace(best.policy, bound=float(bound), measured=rows, fingerprint=ModelFingerprint.of(model, tokenizer))
 
 
-def _series(prompts: Sequence[Tokens] | Series, asked: int) -> dict[str, list[list[int]]]:
+def _series(prompts: Sequence[Tokens] | Series, asked: int) -> list[list[list[int]]]:
     asked = whole_number("asked", asked, 1)
     named = dict(prompts) if isinstance(prompts, Mapping) else {"prompts": prompts}
-    series = {name: [[int(token) for token in ids] for ids in texts] for name, texts in named.items()}
-    if not series or any(len(texts) < 2 for texts in series.values()):
-        raise ConfigError.of("prompts", "at least two in each series", {name: len(texts) for name, texts in series.items()})
-    for texts in series.values():
-        for ids in texts:
-            if len(ids) < asked + 2:
-                raise ConfigError.of("prompts", f"at least {asked + 2} tokens in each", len(ids), "Or ask for fewer tokens.")
+    series = [[[int(token) for token in ids] for ids in texts] for texts in named.values()]
+    if not series or any(len(texts) < 2 for texts in series):
+        raise ConfigError.of("prompts", "at least two in each series", {name: len(texts) for name, texts in named.items()})
+    if (shortest := min(len(ids) for texts in series for ids in texts)) < asked + 2:
+        raise ConfigError.of("prompts", f"at least {asked + 2} tokens in each", shortest, "Or ask for fewer tokens.")
     return series
 
 
@@ -189,13 +179,13 @@ class _Sweep:
 
     model: PreTrainedModel
     tokenizer: Any
-    series: dict[str, list[list[int]]]
+    series: list[list[list[int]]]
     asked: int
     bounds: Bounds
     quantization: Quantization
     bar: tqdm[Any]
     done: list[Measured] = field(default_factory=list)
-    expected: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
+    expected: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
 
     def best(self) -> Measured:
         """Measure one kind of setting after the other, and return the best."""
@@ -210,38 +200,30 @@ class _Sweep:
             self.measure(replace(self.bounds.best(self.done).policy, similarity=similarity))
         return self.bounds.best(self.done)
 
-    def measure(self, policy: SegmentPolicy) -> Measured:
+    def measure(self, policy: SegmentPolicy) -> None:
         """Run all prompts with a policy, unless it was measured before."""
-        measured = next((measured for measured in self.done if measured.policy == policy), None)
-        if measured is None:
-            measured = self.replay(policy, self.quantization)
-            self.done.append(measured)
-        return measured
+        if all(measured.policy != policy for measured in self.done):
+            self.done.append(self.replay(policy, self.quantization))
 
     def replay(self, policy: SegmentPolicy, quantization: Quantization) -> Measured:
         """Run all prompts, each series with a store of its own."""
-        return Measured(policy, quantization, {name: self._answers(name, policy, quantization) for name in self.series})
+        series = []
+        for texts in self.series:
+            with closing(SegmentStore("memory", quantization=quantization)) as store:
+                series.append([self._answered(ids, policy, store) for ids in texts])
+        return Measured.of(policy, quantization, series)
 
-    def _answers(self, name: str, policy: SegmentPolicy, quantization: Quantization) -> list[Answered]:
-        answers = []
-        with closing(SegmentStore("memory", quantization=quantization)) as store:
-            for number, ids in enumerate(self.series[name]):
-                prompt, asked = ids[: -self.asked], ids[-self.asked :]
-                if (name, number) not in self.expected:
-                    self.expected[name, number] = next_tokens(self.model, prompt, asked).cpu()
-                cache = SegmentReuseCache(self.model, store, self.tokenizer, mode="auto", policy=policy)
-                logits = next_tokens(self.model, prompt, asked, cache).cpu()
-                store.flush()
-                answers.append(_answered(cache, self.expected[name, number], logits))
-                self.bar.update()
-        return answers
-
-
-def _answered(cache: SegmentReuseCache, expected: torch.Tensor, logits: torch.Tensor) -> Answered:
-    report = cache.report()
-    return Answered(
-        kl=float(divergence(expected, logits).mean()),
-        same=float((expected.argmax(-1) == logits.argmax(-1)).float().mean()),
-        saved=report.flops_saved,
-        approximate=sum(tokens for rule, tokens in (report.tiers or {}).items() if rule not in (EXACT, COMPUTED)),
-    )
+    def _answered(self, ids: list[int], policy: SegmentPolicy, store: SegmentStore) -> Answered:
+        prompt, asked = ids[: -self.asked], ids[-self.asked :]
+        if (expected := self.expected.get(tuple(ids))) is None:
+            expected = self.expected[tuple(ids)] = next_tokens(self.model, prompt, asked).cpu()
+        cache = SegmentReuseCache(self.model, store, self.tokenizer, mode="auto", policy=policy)
+        logits, report = next_tokens(self.model, prompt, asked, cache).cpu(), cache.report()
+        store.flush()
+        self.bar.update()
+        return Answered(
+            kl=float(divergence(expected, logits).mean()),
+            same=float((expected.argmax(-1) == logits.argmax(-1)).float().mean()),
+            saved=report.flops_saved,
+            approximate=sum(tokens for rule, tokens in (report.tiers or {}).items() if rule not in (EXACT, COMPUTED)),
+        )

@@ -52,12 +52,10 @@ class Discovery:
             raise ConfigError.of("separators", "a list of strings, none empty", separators)
         if separators and tokenizer is None:
             raise ConfigError.of("separators", "none without a tokenizer", separators, "Pass the tokenizer: they are looked for in text.")
-        self.shortest = shortest
-        self.longest = longest
+        self.shortest, self.longest, self._tokenizer = shortest, longest, tokenizer
         self.messages = _message_starts(tokenizer)
-        self._tokenizer = tokenizer
-        self._message = _any_of([_loosely(text) for text in self.messages])
-        self._separator = _any_of([re.escape(text) for text in separators])
+        starts = list(map(_loosely, self.messages)), list(map(re.escape, separators))
+        self._walls = [re.compile("|".join(sorted(patterns, key=len, reverse=True))) for patterns in starts if patterns]
         self._pieces: dict[int, str] = {}
         self._anchor = _anchor(tokenizer)
 
@@ -90,41 +88,28 @@ class Discovery:
         """Return the text of each token: a private character for a part of a character, "" for an unknown id."""
         row, texts = _as_list(ids), self._pieces
         for token in set(row) - texts.keys():
-            texts[token] = self._decoded(token)
+            # Behind another token, because some tokenizers drop the space at the start of a text.
+            text = _decode(self._tokenizer, [self._anchor[0], token] if self._anchor else [token])
+            text = text.removeprefix(self._anchor[1]) if self._anchor else text
+            texts[token] = text.replace("\ufffd", chr(_PRIVATE + token % _PRIVATE_SIZE))
         return [texts[token] for token in row]
-
-    def _decoded(self, token: int) -> str:
-        # Decoded behind another token, because some tokenizers drop the space at the start of a text.
-        text = _decode(self._tokenizer, [self._anchor[0], token] if self._anchor else [token])
-        if self._anchor and text.startswith(self._anchor[1]):
-            text = text[len(self._anchor[1]) :]
-        return text.replace("\ufffd", chr(_PRIVATE + token % _PRIVATE_SIZE))
 
     def _mark(self, row: list[int], strength: NDArray[np.uint8]) -> None:
         """Write the strength of the edge before each token, by the structure of the row's text."""
         pieces = self.pieces(row)
-        # Offsets of the tokens in the text.
-        offsets = np.cumsum([0, *map(len, pieces)])
-        # With a line end at its start, every line begins behind one.
-        text = "\n" + "".join(pieces)
+        offsets = np.cumsum([0, *map(len, pieces)])  # of the tokens in the text
+        text = "\n" + "".join(pieces)  # with a line end at its start, every line begins behind one
 
         def tokens(places: Iterable[int]) -> NDArray[np.int64]:
             indices = np.searchsorted(offsets, np.fromiter(places, dtype=np.int64) - 1, side="right") - 1
             return np.maximum(indices, 0)
 
         strength[tokens(match.end() for match in _BLANK_LINE.finditer(text))] = _BLOCK
-        if self._separator is not None:
-            strength[tokens(match.start() for match in self._separator.finditer(text))] = _WALL
-        if self._message is not None:
-            strength[tokens(match.start() for match in self._message.finditer(text))] = _WALL
+        for wall in self._walls:
+            strength[tokens(match.start() for match in wall.finditer(text))] = _WALL
 
     def _joined(self, edges: list[int], strengths: list[int], caller_starts: set[int]) -> Iterator[tuple[int, int]]:
-        """Yield the spans of a row.
-
-        Args:
-            edges: All indices where it may be cut, including its two ends.
-            caller_starts: The starts of the caller's spans.
-        """
+        """Yield the spans of a row from all indices where it may be cut, its two ends among them."""
         waiting = edges[0]  # where short blocks begin that are not yet a span
         for (start, stop), strength in zip(pairwise(edges), strengths[1:], strict=True):
             if start in caller_starts:
@@ -162,10 +147,6 @@ def checked_spans(caller_spans: Sequence[tuple[int, int]], length: int | None = 
         if before[1] > after[0]:
             raise ConfigError.of("spans", "spans that don't overlap", [before, after])
     return kept
-
-
-def _any_of(patterns: Sequence[str]) -> re.Pattern[str] | None:
-    return re.compile("|".join(sorted(patterns, key=len, reverse=True))) if patterns else None
 
 
 def _loosely(text: str) -> str:
@@ -247,12 +228,11 @@ def _without_end(between: str, end: str, special: tuple[str, ...]) -> str:
 
 
 _discoveries: weakref.WeakKeyDictionary[Any, dict[tuple[str, ...], Discovery]] = weakref.WeakKeyDictionary()
-_without_tokenizer: dict[tuple[str, ...], Discovery] = {}
 
 
 def discovery_for(tokenizer: Any, separators: tuple[str, ...]) -> Discovery:
     """Return the discovery of a tokenizer, which is shared because it caches the text of tokens."""
-    discoveries = _without_tokenizer if tokenizer is None else _discoveries.setdefault(tokenizer, {})
+    discoveries = _discoveries.setdefault(Discovery if tokenizer is None else tokenizer, {})
     if separators not in discoveries:
         discoveries[separators] = Discovery(tokenizer, separators=separators)
     return discoveries[separators]

@@ -40,10 +40,9 @@ class ReusedSpan(NamedTuple):
     def __repr__(self) -> str:
         """Shorten ids to 8 digits, and leave out what is as in most spans; `segments` has whole ids."""
         ids = ", ".join(f"{key[:8]}…" for key in self.segments[:3]) + (f", {len(self.segments) - 3} more" if len(self.segments) > 3 else "")
-        shown = {"repaired": self.repaired or None, "depth": self.depth, "segments": f"[{ids}]" if ids else None}
-        shown["reason"] = repr(self.reason) if self.reason else None
-        others = "".join(f", {name}={value}" for name, value in shown.items() if value is not None)
-        return f"ReusedSpan(row={self.row}, start={self.start}, stop={self.stop}, tier={self.tier!r}{others})"
+        shown = {"row": self.row, "start": self.start, "stop": self.stop, "tier": repr(self.tier), "repaired": self.repaired or None}
+        shown |= {"depth": self.depth, "segments": f"[{ids}]" if ids else None, "reason": repr(self.reason) if self.reason else None}
+        return f"ReusedSpan({', '.join(f'{name}={value}' for name, value in shown.items() if value is not None)})"
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ def report_of(plans: Sequence[PromptRow], costs: Costs, **fields: Any) -> Segmen
     """Report executed plans; `fields` are the other fields of the report."""
     spans = tuple(
         ReusedSpan(
-            *(row.number, span.start, span.stop, span.rule, span.repair, span.repair_depth),
+            *(row.number, span.start, span.stop, span.rule, len(span.repaired), span.repair_depth),
             tuple(piece.record.key for piece in span.sources),
             span.reason,
         )
@@ -95,14 +94,8 @@ def report_of(plans: Sequence[PromptRow], costs: Costs, **fields: Any) -> Segmen
     )
 
 
-@dataclass(frozen=True)
-class Costs:
-    """The cost of one token in one layer, in floating-point operations.
-
-    Args:
-        linear: Of each layer's matrices.
-        scores: Of each layer's attention, for each key that the token attends to.
-    """
+class Costs(NamedTuple):
+    """The floating-point operations of one token in the matrices of each layer, and for each key that it attends to there."""
 
     linear: tuple[float, ...]
     scores: tuple[float, ...]
@@ -121,11 +114,7 @@ class Costs:
         return _COSTS.setdefault(model, cls(linear, scores))
 
     def of_tokens(self, indices: Indices, start: int = 0) -> float:
-        """Return the cost of running tokens through the layers from `start` on.
-
-        Args:
-            indices: The tokens' indices in their row: each attends to all tokens up to itself.
-        """
+        """Return the cost of tokens, each of which attends to all up to itself, in the layers from `start` on."""
         return len(indices) * sum(self.linear[start:]) + sum(self.scores[start:]) * float((indices + 1).sum())
 
     def of_prompt(self, begin: int, stop: int) -> float:
@@ -134,8 +123,7 @@ class Costs:
 
     def of_row(self, row: PromptRow) -> float:
         """Return the cost of the tokens that a plan does not reuse, of the last token, and of those that ran once more."""
-        repaired = [(span.computed, span.repair_depth) for span in row.spans if span.repair and span.repair_depth is not None]
-        saved = sum(self.of_tokens(indices, depth) for indices, depth in repaired)
+        saved = sum(self.of_tokens(span.computed, span.repair_depth) for span in row.spans if span.repair_depth is not None)
         probed = self.of_prompt(len(row.ids) - row.probed, len(row.ids))
         return self.of_tokens(np.append(row.computed, len(row.ids) - 1)) + probed - saved
 

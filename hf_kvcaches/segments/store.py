@@ -5,34 +5,22 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformers import PreTrainedModel
 
 from hf_kvcaches.core.identity import Identity
 from hf_kvcaches.core.tokenizer_digest import digest_of_tokenizer
 from hf_kvcaches.reuse.index import Record, TokenIndex
-from hf_kvcaches.reuse.layout import Quantization, check_form, name_of
+from hf_kvcaches.reuse.layout import Quantization, check_form
 from hf_kvcaches.reuse.store import CatalogReport, SpanStore
 from hf_kvcaches.stores.blobs import BlobHead, BlobStore
 from hf_kvcaches.stores.catalog import TIMEOUT
 
 # The version of the format of stored segments.
 FORMAT = 4
-
-
-class Segments(NamedTuple):
-    """The segments that a cache may reuse.
-
-    Args:
-        scope: A digest of everything that must be equal for a stored segment to be reused.
-        tokens: They themselves, to be used under the catalog's lock.
-    """
-
-    scope: str
-    tokens: TokenIndex
 
 
 @dataclass(frozen=True)
@@ -108,30 +96,31 @@ class SegmentStore(SpanStore):
         timeout: float = TIMEOUT,
     ) -> None:
         self.contents = SegmentContents()
-        limits: dict[str, Any] = {"max_bytes": max_bytes, "hot_bytes": hot_bytes, "time_to_live": time_to_live, "timeout": timeout}
+        limits = {"max_bytes": max_bytes, "hot_bytes": hot_bytes, "time_to_live": time_to_live, "timeout": timeout}
         super().__init__(self.contents, "segment", quantization, location, **limits)
 
-    def look_up(self, identity: Identity, model: PreTrainedModel, tokenizer: Any) -> Segments:
-        """Return the segments of a model; warn once if the store has segments, but none of this model."""
-        quantization, indices = self.quantization, self.contents.indices
-        scope = _scope_of(identity, model, tokenizer, quantization)
+    def look_up(self, identity: Identity, model: PreTrainedModel, tokenizer: Any) -> tuple[str, TokenIndex]:
+        """Return the scope of a model, and its segments, to be used under the catalog's lock; warn once if all are of other models."""
+        indices = self.contents.indices
+        scope = _scope_of(identity, model, tokenizer, self.stored_as)
         if scope not in indices and self.catalog.entries:
-            stored = "It has segments of this model that were stored"
-            others = [(tokenizer, other, f"{stored} with quantization={other!r}.") for other in _PLAIN]
-            without = f"{stored} without a tokenizer: pass the tokenizer to all caches, or to none."
-            others = [(None, quantization, without), *others] if tokenizer is not None else others
-            # What differs where segments of this model have another scope, as far as that can be told.
-            differs = [sentence for words, other, sentence in others if _scope_of(identity, model, words, other) in indices]
-            if tokenizer is None:
-                own = "This cache has no tokenizer, and segments stored with one are not its own"
-                differs = [f"{own}: pass the tokenizer to all caches, or to none.", *differs]
-            self.catalog.warn_once(
-                "foreign",
-                f"{self.catalog.blobs.place} holds {len(self._lengths())} segments, but none for this model with its adapters, tokenizer "
-                "and format, so nothing is reused until it has stored its own." + "".join(f" {sentence}" for sentence in differs),
-            )
+            self.catalog.warn_once("foreign", " ".join(self._foreign(identity, model, tokenizer)))
         with self.catalog.lock:
-            return Segments(scope, indices[scope])
+            return scope, indices[scope]
+
+    def _foreign(self, identity: Identity, model: PreTrainedModel, tokenizer: Any) -> Iterator[str]:
+        """Say what differs where the segments of this model have another scope, as far as that can be told."""
+        yield (
+            f"{self.catalog.blobs.place} holds {len(self._lengths())} segments, but none for this model with its adapters, tokenizer and "
+            "format, so nothing is reused until it has stored its own."
+        )
+        if tokenizer is None:
+            yield "This cache has no tokenizer, and segments stored with one are not its own: pass the tokenizer to all caches, or to none."
+        elif _scope_of(identity, model, None, self.stored_as) in self.contents.indices:
+            yield ("It has segments of this model that were stored without a tokenizer: pass the tokenizer to all caches, or to none.")
+        for other in (None, "int8", "int4"):
+            if _scope_of(identity, model, tokenizer, other) in self.contents.indices:
+                yield f"It has segments of this model that were stored with quantization={other!r}."
 
     def report(self) -> StoreReport:
         """Report what the store holds, after writing pending segments."""
@@ -153,10 +142,8 @@ class SegmentStore(SpanStore):
             return {key: len(record) for index in self.contents.indices.values() for key, record in index.records.items()}
 
 
-_PLAIN: tuple[Quantization, ...] = (None, "int8", "int4")
-
-
-def _scope_of(identity: Identity, model: PreTrainedModel, tokenizer: Any, quantization: Quantization) -> str:
+def _scope_of(identity: Identity, model: PreTrainedModel, tokenizer: Any, stored_as: str | None) -> str:
+    """A digest of everything that must be equal for a stored segment to be reused."""
     words = "" if tokenizer is None else digest_of_tokenizer(tokenizer)
-    parts = (str(FORMAT), identity.digest, words, str(name_of(quantization)), str(model.dtype))
+    parts = (str(FORMAT), identity.digest, words, str(stored_as), str(model.dtype))
     return hashlib.blake2b("|".join(parts).encode(), digest_size=16).hexdigest()

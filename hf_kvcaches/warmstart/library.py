@@ -23,7 +23,7 @@ from hf_kvcaches.core.save import named_codec
 from hf_kvcaches.core.tokenizer_digest import digest_of_tokenizer
 from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch, require_tokenizer
 from hf_kvcaches.reuse import layout
-from hf_kvcaches.reuse.index import Ids, Record, Run, TokenIndex, as_ids
+from hf_kvcaches.reuse.index import Ids, Match, Record, TokenIndex, as_ids
 from hf_kvcaches.reuse.layout import LayerStates, Quantization
 from hf_kvcaches.reuse.store import NewSpan, SpanStore
 from hf_kvcaches.stores.blobs import BlobStore, NewBlob
@@ -303,7 +303,7 @@ class WarmStartLibrary(SpanStore):
         return f"WarmStartLibrary({len(self)} prompts, {layout.label_of(self.quantization)}, {self.catalog.blobs.place!r})"
 
 
-def runs_in(records: Sequence[Record], ids: Ids, start: int, shortest: int) -> list[Run]:
+def runs_in(records: Sequence[Record], ids: Ids, start: int, shortest: int) -> list[Match]:
     """Return the runs of a prompt, from an index on, that some earlier prompts have."""
     tokens = TokenIndex()
     for record in records:

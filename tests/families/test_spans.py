@@ -15,7 +15,7 @@ from hf_kvcaches.reuse.sparse import spans_refused
 from tests.families.models import Family, build, families, special
 
 PADDING, TOKENS = (3, 0), 8
-ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+ATTENTION = {"full_attention", "sliding_attention"}
 # A layer that calls one of these computes with a length that is right for consecutive tokens only.
 LENGTHS = frozenset({"get_seq_length", "get_mask_sizes"})
 
@@ -48,8 +48,6 @@ def visible(kind: str, layer: Any) -> torch.Tensor:
     found = (slots <= queries) & (slots >= padding)
     if kind == "sliding_attention":
         found = found & (slots > queries - window)
-    elif kind == "chunked_attention":
-        found = found & ((slots - padding) // window == (queries - padding) // window)
     return found
 
 

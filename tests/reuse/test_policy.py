@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.hub import FILE_NAME
 from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch
-from hf_kvcaches.reuse.index import Piece, Record, Run, as_ids
-from hf_kvcaches.reuse.plan import PromptRow, plan_row
+from hf_kvcaches.reuse.index import Piece, Record, as_ids
 from hf_kvcaches.reuse.policy import Admission, Match, SegmentPolicy
 from tests import tiny
 
@@ -40,22 +39,14 @@ def test_a_policy_comes_back_as_it_was_saved(tmp_path_factory: pytest.TempPathFa
 
 
 def test_a_policy_knows_the_model_that_it_was_made_for_also_with_another_repair(tmp_path) -> None:
-    model, policy = tiny.llama(), SegmentPolicy(bound=0.1)
-    object.__setattr__(policy, "fingerprint", ModelFingerprint.of(model))
-    changed = policy.with_changes(repair=0.5)
+    model = tiny.llama()
+    policy = SegmentPolicy(bound=0.1, fingerprint=ModelFingerprint.of(model))
+    changed = replace(policy, repair=0.5)
     assert (changed.repair, changed.fingerprint, policy.repair) == (0.5, policy.fingerprint, 0.25)
     changed.save_pretrained(tmp_path)
     assert SegmentPolicy.from_pretrained(tmp_path, model=model) == changed
     with pytest.raises(FingerprintMismatch):
         SegmentPolicy.from_pretrained(tmp_path, model=tiny.llama(seed=1))
-
-
-def test_without_another_repair_a_policy_stays_itself() -> None:
-    policy = SegmentPolicy()
-    assert policy.with_changes(repair=None) is policy
-    assert policy.with_changes(repair=0.0) == replace(policy, repair=0.0)
-    with pytest.raises(ConfigError, match=r"^repair: "):
-        policy.with_changes(repair=1.5)
 
 
 BAD: list[tuple[str, Any]] = [
@@ -76,7 +67,7 @@ def match(before: list[int], stored_before: list[int], tokens: int = 40) -> Matc
     """A match of that many tokens behind some others, which stood behind others when they were stored."""
     ids, context = as_ids([*before, *range(1000, 1000 + tokens), 7]), as_ids(stored_before)
     record = Record("scope", ids[len(before) : -1], "left", "right", len(stored_before), context)
-    return Match(Run((Piece(len(before), len(before) + tokens, record, 0),)), ids)
+    return Match((Piece(len(before), len(before) + tokens, record, 0),), ids)
 
 
 def test_a_match_knows_the_text_before_it_here_and_where_it_was_stored() -> None:
@@ -110,26 +101,6 @@ def test_tokens_behind_as_many_equal_ones_as_the_guard_asks_for_are_not_repaired
     admission = SegmentPolicy(guard=guard, similarity=0.0, repair=repair).admit(found)
     assert admission.rule == ("guarded" if same >= guard else "repaired")
     assert admission.repair == (0 if same >= guard else min(math.ceil(repair * 40), guard - same))
-
-
-ROW = PromptRow(0, 0, as_ids([*range(10), *range(1000, 1040), 7]), 0)
-
-
-@pytest.mark.parametrize("answer", [None, True, Admission("exact"), Admission("computed"), Admission("mine", -1), Admission("mine", 41)])
-def test_a_rule_that_answers_with_anything_else_is_refused(answer: Any) -> None:
-    run = match(list(range(10)), [3, 4]).run
-    with pytest.raises(ConfigError, match="admit: expected an Admission"):
-        plan_row(ROW, [], [run], lambda found: answer, 4)
-
-
-@pytest.mark.parametrize(("share", "depth"), [(1.0, None), (0.5, 2), (0.3, 2), (0.0, None)])
-def test_a_plan_has_no_gaps_and_ends_before_the_last_token(share: float, depth: int | None) -> None:
-    run = match(list(range(10)), [3, 4]).run
-    planned = plan_row(ROW, [], [run], lambda found: Admission("mine", 5, share), 4)
-    assert [(span.start, span.stop, span.rule) for span in planned.spans] == [(0, 10, "computed"), (10, 50, "mine")]
-    assert planned.spans[1].repair_depth == depth
-    assert planned.reused == (40 if share == 0.0 else 35)
-    assert plan_row(ROW, [], [run], None, 4).reused == 0
 
 
 def test_damaged_policies_are_refused(tmp_path) -> None:

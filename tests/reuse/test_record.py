@@ -12,8 +12,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_kvcaches import SegmentReuseCache, SegmentStore
-from hf_kvcaches.reuse import record
-from hf_kvcaches.reuse.record import NewPrompt, Queue, Recorder
+from hf_kvcaches.reuse import store as stores
+from hf_kvcaches.reuse.record import Recorder, mark, own_stream, wait_for
+from hf_kvcaches.reuse.store import Queue
 from tests import tiny
 
 PROMPT = tiny.ids(1, 120, seed=1)
@@ -59,7 +60,7 @@ def test_caches_that_are_watched_are_not_kept_alive() -> None:
 
 
 def test_a_full_queue_drops_a_prompt_and_counts_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record, "MOST", 1)
+    monkeypatch.setattr(stores, "MOST", 1)
     model, store, over = tiny.llama(), SegmentStore("memory"), threading.Event()
     store.queue.add(lambda: over.wait(30), 1)
     for seed in (1, 2):
@@ -73,10 +74,10 @@ def test_a_full_queue_drops_a_prompt_and_counts_it(monkeypatch: pytest.MonkeyPat
 
 def test_a_request_does_not_wait_for_what_takes_long_to_store(monkeypatch: pytest.MonkeyPatch) -> None:
     model, store, over = tiny.llama(), SegmentStore("memory"), threading.Event()
-    store.queue.add(lambda: over.wait(30), record.SMALL + 1)
+    store.queue.add(lambda: over.wait(30), stores.SMALL + 1)
     began = time.monotonic()
     asked(model, SegmentReuseCache(model, store))
-    assert time.monotonic() - began < record.PATIENCE
+    assert time.monotonic() - began < stores.PATIENCE
     over.set()
     store.close()
 
@@ -125,9 +126,49 @@ def test_decode_steps_behind_a_prompt_that_is_stored_wait_for_nothing() -> None:
         used = cache if cache is not None else SegmentReuseCache(model, SegmentStore("memory"))
         asked(model, used)
         if cache is None:  # nothing to store
-            used.recorder.expect(NewPrompt(10**6, 0, lambda states: None))
+            used.recorder.expect(10**6, 0, lambda states: None)
         with Waits():
             for step in range(3):
                 asked(model, used, PROMPT[:, step : step + 1])
         counts.append(waits)
     assert counts[0] == counts[1]
+
+
+# On a GPU
+
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+
+
+@CUDA
+def test_a_thread_on_a_stream_of_its_own_reads_what_was_queued_before_it_and_is_waited_for() -> None:
+    first = torch.zeros(1 << 20, device="cuda")
+    torch.cuda._sleep(50_000_000)
+    first += 1
+    begun, made, done = mark([first]), [], []
+
+    def work() -> None:
+        with own_stream(begun):
+            torch.cuda._sleep(50_000_000)
+            made.append(first * 2)
+            done.extend(mark(made))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    wait_for(done, made)
+    assert bool((made[0] == 2).all())
+
+
+@CUDA
+def test_a_prompt_that_another_stream_computed_is_stored_as_it_was_computed() -> None:
+    model, store = tiny.llama().cuda(), SegmentStore("memory")
+    ids = tiny.ids(1, 160).cuda()
+    with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(100_000_000)
+        model(ids, past_key_values=SegmentReuseCache(model, store), logits_to_keep=1)
+    store.flush()
+    cache = SegmentReuseCache(model, store)
+    with torch.no_grad():
+        logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
+        assert torch.allclose(logits, model(ids, logits_to_keep=1).logits, atol=1e-4)
+    assert cache.report().reused_tokens == 159

@@ -12,8 +12,8 @@ from transformers import DynamicCache, GptOssConfig, PreTrainedModel
 
 from hf_kvcaches.core.prompt import PrefillCall
 from hf_kvcaches.reuse import sparse
-from hf_kvcaches.reuse.layer import SplicingCache
-from hf_kvcaches.reuse.sparse import Block, ProbingPass, SparsePass
+from hf_kvcaches.reuse.layer import PlainCache
+from hf_kvcaches.reuse.sparse import Block, SparsePass
 from tests.tiny import VOCABULARY, build, gemma2, ids, llama
 
 TOKENS = 150
@@ -26,19 +26,25 @@ def gpt_oss() -> PreTrainedModel:
     return build(GptOssConfig(vocab_size=VOCABULARY, sliding_window=40, **sizes, **heads))
 
 
-class _AnyCache(SplicingCache):
-    hooks_forward = False
-
-
 @pytest.fixture(params=[7, 256])
 def block(request, monkeypatch) -> int:
     monkeypatch.setattr(sparse, "_BLOCK", request.param)
     return int(request.param)
 
 
-def ran(model: PreTrainedModel, prompt: torch.Tensor, pads: list[int], passes: list[list[np.ndarray]]) -> _AnyCache:
+def opened(model: PreTrainedModel, rows: int, tokens: int) -> PlainCache:
+    """A cache with room for a prompt."""
+    cache, config = PlainCache(model), model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    for layer in cache.layers:
+        layer.open(rows, tokens, *torch.empty(2, rows, config.num_key_value_heads, 0, head_dim), padding=0)
+    return cache
+
+
+def ran(model: PreTrainedModel, prompt: torch.Tensor, pads: list[int], passes: list[list[np.ndarray]]) -> PlainCache:
     """A cache that passes over some indices of each row have filled, one behind the other."""
-    cache, tokens = _AnyCache(model), prompt.shape[1]
+    tokens = prompt.shape[1]
+    cache = opened(model, len(prompt), tokens)
     call = PrefillCall(model, prompt, None, None, tokens - 1)
     for indices in passes:
         cache.sparse_pass = pass_over = SparsePass.of(call, indices, pads, tokens)
@@ -101,9 +107,10 @@ def test_a_probing_pass_measures_the_largest_weights_of_the_last_tokens_in_the_u
     expected = torch.stack([layer[:, :, -last:].amax((1, 2)) for layer in weights[len(weights) // 2 :]])
     cache = ran(model, prompt, pads, [[np.arange(TOKENS - pad) for pad in pads]])
     call = PrefillCall(model, prompt, None, None, TOKENS - 1)
-    cache.sparse_pass = probing = ProbingPass.of(call, [np.arange(TOKENS - pad - last, TOKENS - pad) for pad in pads], pads, TOKENS)
+    indices, shares = [np.arange(TOKENS - pad - last, TOKENS - pad) for pad in pads], list[torch.Tensor]()
+    cache.sparse_pass = probing = SparsePass.of(call, indices, pads, TOKENS, shares)
     model(input_ids=probing.ids, position_ids=probing.positions, past_key_values=cache, logits_to_keep=1)
-    torch.testing.assert_close(torch.stack(probing.shares), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.stack(shares), expected, rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
@@ -120,7 +127,7 @@ def test_no_mask_over_all_slots_and_no_expanded_key_is_made() -> None:
             return out
 
     prompt = ids(1, tokens)
-    cache = _AnyCache(model)
+    cache = opened(model, 1, tokens)
     call = PrefillCall(model, prompt, None, None, tokens - 1)
     for indices in (np.arange(500), np.arange(500, tokens)):
         cache.sparse_pass = pass_over = SparsePass.of(call, [indices], [0], tokens)

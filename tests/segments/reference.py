@@ -82,7 +82,7 @@ def as_planned(
     if row.probed:
         ran = step_by_step(model, ids, stored, source)[2]
         given = {place: ran[place] for place in row.new.tolist() if place < ids.shape[1] - row.probed}
-    again = set(row.remaining.tolist())
+    again = set(row.running().tolist())
     positions = {place: position for place, position in stored.items() if place not in again}
     return step_by_step(model, ids, positions, source, repaired, given)[:2]
 

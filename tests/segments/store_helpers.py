@@ -16,9 +16,6 @@ import transformers.models.llama.modeling_llama  # noqa: F401 - the forkserver h
 from transformers import PreTrainedModel
 
 from hf_kvcaches import SegmentReuseCache, SegmentStore
-from hf_kvcaches.reuse.index import Chain, Record, as_ids
-from hf_kvcaches.reuse.layout import LayerStates
-from hf_kvcaches.reuse.store import NewSpan
 from tests import tiny
 from tests.helpers.stores import PROCESSES
 
@@ -26,14 +23,6 @@ from tests.helpers.stores import PROCESSES
 LENGTH, PART = 48, 16
 # All but the last token, which is always computed.
 WHOLE = LENGTH - 1
-
-
-def segment(seed: int, tokens: int = 16) -> NewSpan:
-    """A segment as a cache would hand it over, of one layer."""
-    made = torch.Generator().manual_seed(seed)
-    ids = as_ids(torch.randint(0, 99, (tokens,), generator=made))
-    record = Record("scope", ids, Chain().name, Chain().extend(ids).name, 0, ids[:0], "exact", True)
-    return NewSpan(record, [LayerStates(*(torch.randn(1, tokens, 4, generator=made) for _ in range(2)))])
 
 
 def opened(folder: Path) -> SegmentStore:
@@ -128,18 +117,6 @@ def answer_questions(location: str, options: dict[str, Any], pipe: Connection) -
         pipe.send(store.report())
 
 
-def ask_on_and_on(location: str, pipe: Connection) -> None:
-    """Asks new prompts, and tells of each that is written, until it is killed."""
-    torch.set_num_threads(1)
-    model, store = small(), SegmentStore(location, quantization=None)
-    ask(model, prompt(1000), store)
-    store.flush()
-    for seed in range(1001, 2000):
-        pipe.send(seed - 1)
-        ask(model, prompt(seed), store)
-        store.flush()
-
-
 def ask_with_little_room(location: str, limit: int, seeds: Sequence[int], pipe: Connection) -> None:
     """Asks while no file may grow beyond a limit."""
     import resource
@@ -151,20 +128,6 @@ def ask_with_little_room(location: str, limit: int, seeds: Sequence[int], pipe: 
         found = [right(model, prompt(seed), store).reused for seed in seeds]
         report = store.report()
     pipe.send((found, sentences, report))
-
-
-def put_with_little_room(location: str, limit: int, cap: int, pipe: Connection) -> None:
-    """Fills a store, and puts four more segments of which the last to be written is too large for a file."""
-    import resource
-
-    store = SegmentStore(location, max_bytes=cap, quantization=None)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    with said() as sentences:
-        while real_bytes(location) < cap - 2000:
-            store.put([segment(len(blob_files(Path(location.removeprefix("disk:")))))])
-        before = real_bytes(location)
-        store.put([segment(1000, tokens=1000), *(segment(number) for number in (1001, 1002, 1003))])
-    pipe.send((sentences, before, real_bytes(location)))
 
 
 def ask_after_fork(location: str, pipe: Connection) -> None:

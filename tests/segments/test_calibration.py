@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import DynamicCache
 
 from hf_kvcaches import SegmentPolicy, SegmentReuseCache, SegmentStore
@@ -18,7 +14,6 @@ from hf_kvcaches.segments.calibration import (
     Bounds,
     Measured,
     calibrate,
-    divergence,
     next_tokens,
 )
 from tests import tiny
@@ -100,13 +95,12 @@ def answered(kl: float, saved: float = 0.5, approximate: int = 10, **others) -> 
 
 
 def measured(*answers: Answered, **policy) -> Measured:
-    return Measured(SegmentPolicy(**{"similarity": 1.01, **policy}), None, {"all": list(answers)})
+    return Measured.of(SegmentPolicy(**{"similarity": 1.01, **policy}), None, [answers])
 
 
 def test_the_bounds_hold_in_each_series_and_not_only_on_average():
-    series = {"good": [answered(0.0)] * 9, "bad": [answered(0.4, same=0.75)]}
-    assert Measured(SegmentPolicy(), None, series).kl == 0.4
-    assert Measured(SegmentPolicy(), None, series).same == 0.75
+    found = Measured.of(SegmentPolicy(), None, [[answered(0.0)] * 9, [answered(0.4, same=0.75)]])
+    assert (found.kl, found.same) == (0.4, 0.75)
 
 
 def test_prompts_without_anything_approximate_do_not_water_the_measurements_down():
@@ -185,12 +179,3 @@ def test_asked_tokens_get_the_logits_of_one_pass_over_everything(model, asked):
         torch.testing.assert_close(next_tokens(model, ids[:-asked], ids[-asked:], cache), expected, atol=1e-4, rtol=1e-4)
     assert cache.report().reused_tokens == len(ids) - asked - 1
     store.close()
-
-
-@given(st.lists(st.floats(-8, 8), min_size=6, max_size=6), st.lists(st.floats(-8, 8), min_size=6, max_size=6))
-def test_divergence_is_that_of_the_textbook(left, right):
-    p, q = (torch.tensor(each, dtype=torch.float64).softmax(0).tolist() for each in (left, right))
-    expected = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
-    found = float(divergence(torch.tensor([left]), torch.tensor([right])))
-    assert found == pytest.approx(expected, abs=1e-4)
-    assert found >= 0

@@ -141,33 +141,15 @@ def test_spans_follow_from_blocks_and_walls_as_the_docstring_says(sections: list
 
 # Their first and last blocks, between blank lines, are long enough to stand for themselves.
 LONG = [
-    '{"name": "find_person", "arguments": {"name": "string", "place": "string"}, "about": "finds }"}\n\n',
     '{\n  "name": "find_person",\n  "about": "it has { in it",\n  "arguments": {\n    "name": "string"\n  }\n}\n\n',
-    "These are the tools that can be called in the course of a talk with a traveller:\n"
-    '[\n  {\n    "name": "a",\n    "about": "the first of the tools"\n  },\n  {\n    "name": "b",\n    "about": "{ [ other"\n  }\n]\n'
-    "Call one of them only when the notes below are silent on what is asked.\n\n",
     "<doc id='1'>\nThe keeper of these records gives short answers.\nHe never invents any.\n\n"
     "Ask him by day, and never by night or at dawn.\n<p>And be polite.\n</doc>\n\n",
     "```python\ndef find(name):\n    # not a heading\n    return archive.get(name, None)\n\n"
     "# nor this one\nfor name in names:\n    print(find(name))\n```\n\n",
-    "```\nplain words in a fence, some more of them, and then the end of it\n```\n\n",
-    "Read with care: every answer stands somewhere in the notes,\nand nowhere else. Keep each answer short.\nDo not guess.\nBe polite.\n\n",
     "- The sign of Emma is red, and her mark is the lion\n- The token of Ruth is green, and so is her badge\n- Ivan has none\n\n",
-    "# The rules of the house and of the garden behind it, as they were written down\nBe kind.\n\n",
     " ".join(testbed.held_out()[:1500].split()) + "\n\n",
 ]
-SHORT = [
-    "Notes:\n\n",
-    "## Tools\n\n",
-    "[1]\n\n",
-    "{}\n\n",
-    "<br>\n\n",
-    "Yes.\n\n",
-    "Q: who?\nA: me.\n\n",
-    "---\n\n",
-    'Say "no\n\n',
-    "{\n\n",
-]
+SHORT = ["Notes:\n\n", "## Tools\n\n", "{}\n\n", "Q: who?\nA: me.\n\n", 'Say "no\n\n']
 
 
 @cache
@@ -260,17 +242,16 @@ def test_without_a_tokenizer_there_are_windows_and_given_spans() -> None:
 # --- chat templates ------------------------------------------------------------------------------------------------------------------
 
 
+CHAT_TOKENS, TURN_TOKENS, HEADER_TOKENS = ["<|im_start|>", "<|im_end|>"], ["<turn>", "</turn>"], ["<|start|>", "<|end|>", "<|eot|>"]
+
+
 @pytest.mark.parametrize(
     ("template", "special", "starts"),
     [
-        (CHATML, ["<|im_start|>", "<|im_end|>"], {f"<|im_start|>{role}" for role in ROLES}),
-        (
-            LLAMA3,
-            ["<|start|>", "<|end|>", "<|eot|>"],
-            {f"<|start|>{role}<|end|>" for role in ROLES},
-        ),
+        (CHATML, CHAT_TOKENS, {f"<|im_start|>{role}" for role in ROLES}),
+        (LLAMA3, HEADER_TOKENS, {f"<|start|>{role}<|end|>" for role in ROLES}),
         (LLAMA2, [], {"<s>[INST]", "[/INST]", "[INST] <<SYS>>", "<</SYS>>"}),
-        (NO_SYSTEM, ["<turn>", "</turn>"], {"<turn>user", "<turn>model"}),
+        (NO_SYSTEM, TURN_TOKENS, {"<turn>user", "<turn>model"}),
         (ONLY_LISTS, [], {f"## {role}:" for role in ROLES}),
         ("{% for m in messages %}{{ m.content }}\n{% endfor %}", [], set()),
         ("{{ raise_exception('never') }}", [], set()),
@@ -284,11 +265,11 @@ def test_how_messages_begin_is_learned_from_the_template(template: str, special:
 @pytest.mark.parametrize(
     ("template", "special", "roles"),
     [
-        (CHATML, ["<|im_start|>", "<|im_end|>"], ("system", "user", "assistant", "tool")),
-        (LLAMA3, ["<|start|>", "<|end|>", "<|eot|>"], ("system", "user", "assistant", "tool")),
+        (CHATML, CHAT_TOKENS, ("system", "user", "assistant", "tool")),
+        (LLAMA3, HEADER_TOKENS, ("system", "user", "assistant", "tool")),
         (LLAMA2, [], ("user", "assistant", "user")),
         (LLAMA2, [], ("system", "user", "assistant")),
-        (NO_SYSTEM, ["<turn>", "</turn>"], ("user", "assistant", "user")),
+        (NO_SYSTEM, TURN_TOKENS, ("user", "assistant", "user")),
         (ONLY_LISTS, [], ("user", "assistant")),
     ],
 )
@@ -390,10 +371,7 @@ def test_rows_are_arrays_of_whole_numbers_in_one_dimension(ids: np.ndarray) -> N
         Discovery().spans(ids)
 
 
-NASTY = ["{\n", "[\n{", '{"\n', '"{', "<a>\n", "<a>\n</b>", "<a ", "<", "\n```", "\n", " \n", "\n ", "# \n", "{}\n", "[[", "}\n", "x"]
-
-
-@pytest.mark.parametrize("part", NASTY)
+@pytest.mark.parametrize("part", ["{\n", "<a>\n</b>", "\n```", "\n", " \n", "\n ", "x"])
 def test_the_time_grows_with_the_length_and_no_faster(part: str) -> None:
     discovery = Discovery(bytes_only(), separators=["##"])
     ids = encoded(part, bytes_only()) * (60_000 // len(part))

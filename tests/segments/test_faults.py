@@ -14,7 +14,7 @@ from hf_kvcaches.stores.blobs import Changes
 from hf_kvcaches.stores.catalog import open_blobs
 from tests import tiny
 from tests.helpers.stores import header_end
-from tests.segments.store_helpers import LENGTH, PART, WHOLE, ask, blob_files, opened, prompt, right, said
+from tests.segments.store_helpers import LENGTH, PART, WHOLE, ask, opened, prompt, right, said
 
 
 def segments_of(model, folder: Path) -> list[Path]:
@@ -88,39 +88,6 @@ def test_a_flipped_bit_in_any_field_is_a_miss_and_is_mended(model, folder, when)
         damage(model, folder, path, content, when)
 
 
-@WHEN
-def test_a_file_cut_at_any_length_or_longer_is_a_miss_and_is_mended(model, folder, when):
-    paths = segments_of(model, folder)
-    header = header_end(paths[0].read_bytes())
-    for number, length in enumerate([0, 1, 8, 40, 97, 500, header - 1, header, header + 1, -1000, -1, None]):
-        path = paths[number % len(paths)]
-        content = path.read_bytes()
-        damage(model, folder, path, content + b"\0" if length is None else content[:length], when)
-
-
-@pytest.mark.parametrize("number", range(3))
-def test_a_flipped_bit_in_redis_is_a_miss_and_is_mended(model, shared_server, redis_location, number):
-    ask(model, prompt(0), first := SegmentStore(redis_location, quantization=None))
-    first.flush()
-    key = ask(model, prompt(0), first).keys[number]
-    first.flush()
-    name, client = f"{redis_location.partition('?prefix=')[2]}:body:{key}", shared_server.client()
-    for place in fields(client.get(name)).values():
-        store = SegmentStore(redis_location, quantization=None)
-        store.refresh()
-        content = bytearray(client.get(name))
-        content[place] ^= 4
-        client.set(name, bytes(content))
-        with said() as sentences:
-            answer = right(model, prompt(0), store)
-            store.flush()
-            assert right(model, prompt(0), store).reused == WHOLE
-            store.flush()
-        assert WHOLE - PART <= answer.reused < WHOLE
-        assert ["damaged" in sentence and key in sentence for sentence in sentences] == [True]
-        assert client.get(name) != content
-
-
 @pytest.mark.parametrize("which", [(0,), (1,), (0, 1), (1, 2), (0, 2), (0, 1, 2)])
 def test_any_of_a_prompts_segments_may_be_gone_when_it_is_read(model, folder, which, monkeypatch):
     paths = segments_of(model, folder)
@@ -136,31 +103,6 @@ def test_any_of_a_prompts_segments_may_be_gone_when_it_is_read(model, folder, wh
         assert right(model, prompt(0), store).reused == WHOLE
     # Nothing was damaged: another process may have evicted it.
     assert sentences == []
-
-
-def test_a_blob_under_anothers_key_is_damaged_and_goes(model, folder):
-    paths = segments_of(model, folder)
-    stranger = folder / f"{'ab' * 16}.kvblob"
-    shutil.copy(paths[0], stranger)
-    shutil.copy(paths[1], paths[2])
-    store = opened(folder)
-    with said() as sentences:
-        assert right(model, prompt(0), store).reused == 2 * PART
-        assert right(model, prompt(0), store).reused == WHOLE
-    assert len(sentences) == 1
-    assert not stranger.exists()
-    assert store.report().damaged == 2
-
-
-def test_damage_is_said_once_however_much_there_is(model, folder):
-    store = opened(folder)
-    store.refresh()
-    for path in blob_files(folder):
-        path.write_bytes(path.read_bytes()[:-1])
-    with said() as sentences:
-        assert right(model, prompt(0), store).reused == 0
-        assert right(model, prompt(0), store).reused == WHOLE
-    assert len(sentences) == 1
 
 
 @pytest.mark.parametrize("number", range(3))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import threading
-import time
 
 import pytest
 import torch
@@ -14,15 +13,12 @@ from hf_kvcaches import SegmentReuseCache, SegmentStore
 from hf_kvcaches.reuse.index import Record
 from hf_kvcaches.stores.catalog import open_blobs
 from tests import tiny
-from tests.helpers.stores import blob
 from tests.segments.store_helpers import (
     LENGTH,
     PART,
-    PROCESSES,
     WHOLE,
     Other,
     ask,
-    ask_on_and_on,
     prompt,
     real_bytes,
     right,
@@ -63,70 +59,6 @@ def test_two_processes_that_ask_at_the_same_time_find_all_of_each_others_segment
     # And a third one, that comes when they are gone.
     store = SegmentStore(shared_location, quantization=None)
     assert [right(model, prompt(*seed), store).reused for seed in mine + theirs] == [WHOLE] * 10
-
-
-def test_a_second_process_reuses_as_much_as_one_that_does_all_itself(model, shared_location):
-    earlier, later = [(1,), (2, PART), (3, PART)], [(1,), (4, PART), (2, 2 * PART), (5,), (4, PART)]
-    alone = SegmentStore(quantization=None)
-    expected = [right(model, prompt(*seed), alone).reused for seed in earlier + later]
-    assert sum(expected) > 0
-    first, second = Other(shared_location), Other(shared_location)
-    first.ask(*earlier)
-    assert first.answer() == expected[:3]
-    second.ask(*later)
-    assert second.answer() == expected[3:]
-    first.end()
-    second.end()
-
-
-def test_two_processes_that_evict_stay_within_the_cap_and_leave_something(model, shared_location):
-    ask(model, prompt(0), probe := SegmentStore(quantization=None))
-    report = probe.report()
-    cap = int(2.5 * (report.bytes + report.segments * 1500))
-    first, second = Other(shared_location, max_bytes=cap), Other(shared_location, max_bytes=cap)
-    for turn in range(3):
-        first.ask(*[(100 + 10 * turn + number,) for number in range(4)])
-        second.ask(*[(200 + 10 * turn + number,) for number in range(4)])
-        first.answer()
-        second.answer()
-        # Both have flushed.
-        assert cap / 4 < real_bytes(shared_location) <= cap
-    reports = [first.end(), second.end()]
-    assert reports[0].evicted > 0
-    assert reports[1].evicted > 0
-    count = written(shared_location)
-    assert count == reports[1].segments > 0
-    # Each segment was evicted by one of them.
-    assert reports[0].written + reports[1].written - reports[0].evicted - reports[1].evicted == count
-    assert reports[0].damaged == reports[1].damaged == 0
-
-
-def test_a_process_that_is_killed_while_it_writes_leaves_a_store_that_works(model, shared_location):
-    for count, delay in ((1, 0.0), (1, 0.01), (2, 0.02), (2, 0.03), (3, 0.005), (4, 0.015)):
-        ours, theirs = PROCESSES.Pipe(duplex=False)
-        writer = PROCESSES.Process(target=ask_on_and_on, args=(shared_location, theirs), daemon=True)
-        writer.start()
-        theirs.close()
-        seeds = [ours.recv() for _ in range(count)]
-        time.sleep(delay)
-        writer.kill()
-        writer.join()
-        while ours.poll():
-            try:
-                seeds.append(ours.recv())
-            except EOFError:
-                break
-        assert written(shared_location) > 0
-        store = SegmentStore(shared_location, quantization=None)
-        with said() as sentences:
-            for seed in seeds[-2:]:
-                assert right(model, prompt(seed), store).reused == WHOLE
-            # What it was at may be there in part.
-            right(model, prompt(seeds[-1] + 1), store)
-            assert right(model, prompt(seeds[-1] + 1), store).reused == WHOLE
-        assert sentences == []
-        assert store.report().damaged == 0
-        store.clear()
 
 
 # Threads
@@ -248,17 +180,6 @@ def test_threads_that_flush_delete_and_pin_meanwhile_do_no_harm(model, shared_lo
     for _ in range(2):
         answer = right(model, prompt(0), store)
     assert answer.reused == LENGTH - 1
-
-
-def test_a_store_and_blobs_of_somebody_else_share_a_place(model, shared_location):
-    others = open_blobs(shared_location)
-    others.put("ab", {"mine": True}, blob())
-    store = SegmentStore(shared_location, quantization=None)
-    with said() as sentences:
-        right(model, prompt(0), store)
-        assert right(model, prompt(0), store).reused == WHOLE
-    assert len(sentences) == 1
-    assert others.tensors("ab") is not None
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -20,12 +20,9 @@ from tests.segments.store_helpers import (
     ask,
     blob_files,
     prompt,
-    put_with_little_room,
     real_bytes,
     right,
-    run_apart,
     said,
-    segment,
 )
 
 
@@ -183,36 +180,6 @@ def test_the_callers_spans_are_stored_and_wrong_ones_refused_at_once(model):
             SegmentReuseCache(model, store, spans=[spans])
 
 
-def test_a_segment_that_only_its_header_makes_too_large_drives_out_no_other(tmp_path):
-    probe = SegmentStore(f"disk:{tmp_path / 'probe'}", quantization=None)
-    probe.put([segment(0, tokens=400)])
-    cap = probe.report().bytes - 1
-    store = SegmentStore(f"disk:{tmp_path / 'store'}", max_bytes=cap, quantization=None)
-    store.put([segment(1, tokens=10)])
-    store.put([segment(0, tokens=400)])
-    assert blob_files(tmp_path / "store") == [tmp_path / "store" / f"{segment(1, tokens=10).record.key}.kvblob"]
-    report = store.report()
-    assert (report.segments, report.written, report.evicted) == (1, 2, 1)
-
-
-def test_a_store_that_is_opened_with_a_smaller_cap_shrinks_to_it(model, shared_location):
-    store = SegmentStore(shared_location, quantization=None)
-    for seed in range(4):
-        ask(model, prompt(seed), store)
-    whole = store.report().bytes
-    smaller = SegmentStore(shared_location, max_bytes=whole // 2, quantization=None)
-    assert 0 < smaller.report().bytes <= whole // 2
-    assert real_bytes(shared_location) == smaller.report().bytes == store.report().bytes
-
-
-def test_what_was_stored_before_the_disk_was_full_is_held_to_the_cap(tmp_path):
-    cap = 35_000
-    sentences, before, after = run_apart(put_with_little_room, f"disk:{tmp_path}", 3000, cap)
-    assert len(sentences) == 1
-    assert "File too large" in sentences[0]
-    assert before <= after <= cap
-
-
 # Deleting
 
 
@@ -302,19 +269,6 @@ def test_a_blob_that_is_no_segment_is_left_alone_and_said_once(model, tmp_path, 
     assert len(sentences) == 1
     assert "is no segment" in sentences[0]
     assert len(blob_files(tmp_path)) == store.report().segments + 2
-
-
-def test_a_segment_that_another_process_stored_first_is_known_as_that_one_has_it(shared_location):
-    first, second = (SegmentStore(shared_location, quantization=None) for _ in range(2))
-    second.refresh()
-    first.put([segment(0)])
-    # It has not looked since.
-    second.put([segment(0)._replace(layers=segment(1).layers)])
-    second.refresh()
-    key = segment(0).record.key
-    record = second.contents.indices[segment(0).record.scope].records[key]
-    assert torch.equal(second.load({key: record})[key]["keys.0"][0], segment(0).layers[0].keys)
-    assert second.report().bytes == real_bytes(shared_location)
 
 
 # The hot tier, and time to live

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hf_kvcaches.errors import require
-from hf_kvcaches.reuse.index import Piece, Run, TokenIndex
+from hf_kvcaches.reuse.index import Ids, Match, Piece, Record, TokenIndex
 from hf_kvcaches.reuse.plan import PROBING, PromptRow
 from hf_kvcaches.segments.cache import SegmentReuseCache
 
@@ -44,14 +44,12 @@ class NearReuseCache(SegmentReuseCache):
     Only spans of equal tokens are reused.
     """
 
-    def runs(self, index: TokenIndex, row: PromptRow, start: int) -> list[Run]:
+    def runs(self, index: TokenIndex, row: PromptRow, start: int) -> list[Match]:
         verbatim, ids = super().runs(index, row, start), row.ids[:-PROBING]
-        lsh: Any = require("datasketch", "retrieval", "Looking for near-identical segments").MinHashLSH(
-            num_perm=_PERMUTATIONS, params=(_BANDS, _WIDTH)
-        )
-        signatures = {
-            key: signature_of(self.discovery.text(record.ids.astype(np.int64))) for key, record in index.records.items() if record.fresh
-        }
+        datasketch = require("datasketch", "retrieval", "Looking for near-identical segments")
+        lsh: Any = datasketch.MinHashLSH(num_perm=_PERMUTATIONS, params=(_BANDS, _WIDTH))
+        fresh = {key: record for key, record in index.records.items() if record.fresh}
+        signatures = {key: signature_of(self.discovery.text(record.ids.astype(np.int64))) for key, record in fresh.items()}
         for key, signature in signatures.items():
             lsh.insert(key, signature)
         found = list(verbatim)
@@ -63,22 +61,22 @@ class NearReuseCache(SegmentReuseCache):
             signature = signature_of(self.discovery.text(ids[first:last].astype(np.int64)))
             near = sorted(lsh.query(signature), key=lambda key: (-signature.jaccard(signatures[key]), key))[:_COMPARED]
             for gap in gaps:
-                candidates = [_aligned(ids, *gap, index, key) for key in near]
+                candidates = [_aligned(ids, *gap, fresh[key]) for key in near]
                 found += max(candidates, key=lambda candidate: sum(map(len, candidate)), default=[])
-        return sorted(found, key=lambda run: run.start)
+        return sorted(found, key=lambda match: match.start)
 
 
-def _gaps(runs: Sequence[Run], start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Yield the spans from `start` to `stop` that no run covers."""
-    for run in runs:
-        if run.stop > start and run.start < stop:
-            yield start, min(stop, run.start)
-            start = max(start, run.stop)
+def _gaps(matches: Sequence[Match], start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Yield the spans from `start` to `stop` that no match covers."""
+    for match in matches:
+        if match.stop > start and match.start < stop:
+            yield start, min(stop, match.start)
+            start = max(start, match.stop)
     yield start, stop
 
 
-def _aligned(ids: Any, start: int, stop: int, index: TokenIndex, key: str) -> list[Run]:
+def _aligned(ids: Ids, start: int, stop: int, record: Record) -> list[Match]:
     """Return the runs that a gap shares with a segment, token by token."""
-    record = index.records[key]
     blocks = difflib.SequenceMatcher(None, record.ids.tolist(), ids[start:stop].tolist(), autojunk=False).get_matching_blocks()
-    return [Run((Piece(start + block.b, start + block.b + block.size, record, block.a),)) for block in blocks if block.size >= _SHORTEST]
+    pieces = [Piece(start + block.b, start + block.b + block.size, record, block.a) for block in blocks if block.size >= _SHORTEST]
+    return [Match((piece,), ids) for piece in pieces]

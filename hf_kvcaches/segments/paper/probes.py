@@ -48,7 +48,7 @@ class ProbeRule:
 
     def score(self, match: Match) -> float:
         """Return the mean cosine of stored and computed keys; 0 where the stored ones can't be read."""
-        piece = match.run.pieces[0]
+        piece = match.pieces[0]
         stop = match.start + min(TOKENS, piece.stop - piece.start)
         ids = torch.from_numpy(match.ids[:stop].astype("int64"))[None].to(compat.input_device(self.model))
         fresh = PlainCache(self.model)
