@@ -25,15 +25,11 @@ _ATTENTION, _SPLIT = re.compile(r"attn|attention"), "colwise"
 
 @dataclass(frozen=True, eq=False)
 class HeadShard:
-    """The heads of this process: of each layer the `rank`-th of `size` equal spans of heads.
-
-    Args:
-        group: The process group of `torch.distributed`; None for the default one.
-    """
+    """The heads of this process: of each layer the `rank`-th of `size` equal spans of heads."""
 
     rank: int
     size: int
-    group: Any = None
+    group: Any = None  # of `torch.distributed`; None for the default one
 
     def span(self, heads: int) -> slice:
         """Return the indices of this process's heads, of the heads of all processes."""
@@ -107,12 +103,11 @@ def _shards_heads(model: PreTrainedModel) -> bool:
 
 
 def require_all_heads(model: Any, what: str, instead: str, *, any_plan: bool = False) -> None:
-    """Refuse a tensor-parallel model, each of whose processes has only some of the heads.
+    """Refuse a tensor-parallel model, each of whose processes has only some of the heads; with `any_plan` also where all are whole.
 
     Args:
         what: What needs all heads of a layer, as the subject of the message.
         instead: What the user may do.
-        any_plan: Whether to refuse plans that leave heads whole, too.
     """
     base, _ = compat.split_model(model)
     if base is not None and is_tensor_parallel(base) and (any_plan or _shards_heads(base)):

@@ -1,6 +1,7 @@
 """A fingerprint changes with everything that changes keys and values, and with nothing else."""
 
 import copy
+import functools
 import json
 import os
 import pickle
@@ -33,68 +34,42 @@ def gemma2() -> torch.nn.Module:
     return AutoModelForCausalLM.from_config(Gemma2Config(**TINY, num_key_value_heads=2, head_dim=8, sliding_window=16))
 
 
-def setting(**values: object) -> Change:
-    def change(model: torch.nn.Module) -> None:
-        for name, value in values.items():
-            setattr(model.config, name, value)
-
-    return change
-
-
-def narrow_first_window(model: torch.nn.Module) -> None:
-    model.model.layers[0].self_attn.sliding_window = 8
-
-
-def slow_rotation(model: torch.nn.Module) -> None:
-    model.model.rotary_emb.inv_freq.mul_(0.5)
-
-
 def new_rope(model: torch.nn.Module) -> None:
     model.config.rope_parameters = {**model.config.rope_parameters, "rope_theta": 500000.0}
 
 
 def pictures() -> torch.nn.Module:
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size"), 16)
+    vision = {**sizes, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
     text = {**TINY, "num_key_value_heads": 2, "head_dim": 8}
-    torch.manual_seed(0)
-    config = Gemma3Config(text_config=text, vision_config={**vision, "patch_size": 14}, mm_tokens_per_image=4)
-    return Gemma3ForConditionalGeneration(config)
+    return Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4))
 
 
-def other_eyes(model: torch.nn.Module) -> None:
-    model.config.vision_config.layer_norm_eps = 0.3
+def on(path: str, **values: object) -> Change:
+    """Sets attributes of a part of the model."""
+
+    def change(model: torch.nn.Module) -> None:
+        part = functools.reduce(getattr, path.split("."), model)
+        for name, value in values.items():
+            setattr(part, name, value)
+
+    return change
 
 
-def other_text_window(model: torch.nn.Module) -> None:
-    model.config.text_config.sliding_window = 3
-
-
+LAYER = "model.layers.1.self_attn"
 CHANGES: dict[str, tuple[Callable[[], torch.nn.Module], Change, set[str], str]] = {
     "an embedding": (llama, nudge("model.embed_tokens.weight"), {"weights"}, "weights differ"),
-    "a norm": (llama, nudge("model.norm.weight"), {"weights"}, "weights differ"),
     "a saved buffer": (llama, lambda m: m.register_buffer("extra", torch.ones(3)), {"weights"}, "weights differ"),
     "rope theta": (llama, new_rope, {"settings"}, "rope_parameters"),
-    "frequencies in use": (llama, slow_rotation, {"weights"}, "weights differ"),
-    "rope scaling in use": (
-        llama,
-        lambda m: setattr(m.model.rotary_emb, "attention_scaling", 2.0),
-        {"settings"},
-        "settings differ: modules",
-    ),
-    "context length": (llama, setting(max_position_embeddings=77), {"settings"}, "max_position_embeddings 77 here, 2048 there"),
-    "window": (gemma2, setting(sliding_window=8), {"settings"}, "sliding_window 8 here, 16 there"),
-    "window in use": (gemma2, narrow_first_window, {"settings"}, "settings differ: modules"),
-    "layer types": (gemma2, setting(layer_types=["full_attention"] * 2), {"settings"}, "layer_types"),
-    "softcap": (gemma2, setting(attn_logit_softcapping=9.0), {"settings"}, "attn_logit_softcapping 9.0 here, 50.0 there"),
-    "causality": (llama, lambda m: setattr(m.model.layers[1].self_attn, "is_causal", False), {"settings"}, "settings differ: modules"),
-    "score scale": (llama, lambda m: setattr(m.model.layers[1].self_attn, "scaling", 1.0), {"settings"}, "settings differ: modules"),
-    "key-value heads": (llama, setting(num_key_value_heads=4), {"settings"}, "num_key_value_heads 4 here, 2 there"),
-    "head size": (llama, setting(head_dim=16), {"settings"}, "head_dim 16 here, 8 there"),
-    "norm epsilon": (llama, setting(rms_norm_eps=1e-3), {"settings"}, "rms_norm_eps 0.001 here, 1e-06 there"),
-    "an unknown option": (llama, setting(brand_new_option=True), {"settings"}, "brand_new_option True here, None there"),
-    "quantisation": (llama, setting(quantization_config={"quant_method": "x", "bits": 4}), {"settings"}, "quantization_config"),
-    "vision": (pictures, other_eyes, {"settings"}, "settings differ: config.vision_config"),
-    "text inside": (pictures, other_text_window, {"settings"}, "settings differ: config.text_config"),
+    "window": (gemma2, on("config", sliding_window=8), {"settings"}, "sliding_window 8 here, 16 there"),
+    "window in use": (gemma2, on(LAYER, sliding_window=8), {"settings"}, "settings differ: modules"),
+    "layer types": (gemma2, on("config", layer_types=["full_attention"] * 2), {"settings"}, "layer_types"),
+    "softcap": (gemma2, on("config", attn_logit_softcapping=9.0), {"settings"}, "attn_logit_softcapping 9.0 here, 50.0 there"),
+    "causality": (llama, on(LAYER, is_causal=False), {"settings"}, "settings differ: modules"),
+    "an unknown option": (llama, on("config", brand_new_option=True), {"settings"}, "brand_new_option True here, None there"),
+    "quantisation": (llama, on("config", quantization_config={"bits": 4}), {"settings"}, "quantization_config"),
+    "vision": (pictures, on("config.vision_config", layer_norm_eps=0.3), {"settings"}, "settings differ: config.vision_config"),
+    "text inside": (pictures, on("config.text_config", sliding_window=3), {"settings"}, "settings differ: config.text_config"),
     "dtype": (llama, lambda m: m.lm_head.to(torch.bfloat16), {"weights"}, "weights differ"),
 }
 

@@ -201,5 +201,5 @@ def test_keys_and_values_show_what_counts_and_can_not_be_assigned():
     layer.crop(-2)
     assert layer.keys.shape[2] == 3
     for name in ("keys", "values"):
-        with pytest.raises(TypeError, match=name):
+        with pytest.raises(AttributeError, match=name):
             setattr(layer, name, torch.zeros(1, 2, 1, 3))
