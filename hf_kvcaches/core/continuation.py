@@ -1,10 +1,9 @@
 """A prompt must go on with what its cache holds.
 
-`generate` takes it for granted that a prompt begins with the tokens in the cache: it cuts off as many as the cache has seen, and neither
-the model nor the cache is shown them. A prompt that begins otherwise would be answered behind the cache's text. `generate` asks
-`model.prepare_inputs_for_generation` for the inputs of each pass, the first time with the whole prompt. From its first `generate` with a
-cache of this package on, and for as long as that cache lives, a model has a `Preparation` there, which compares the prompt with the
-cache's log of tokens before anything runs, and writes down the tokens of each pass.
+`generate` cuts off as many tokens of a prompt as the cache has seen, unread: a prompt that begins otherwise would be answered behind the
+cache's text. It asks `model.prepare_inputs_for_generation` for the inputs of each pass, the first time with the whole prompt. From its
+first `generate` with a cache of this package on, and for as long as that cache lives, a model has a `Preparation` there, which compares the
+prompt with the cache's log of tokens before anything runs, and writes down the tokens of each pass.
 """
 
 from __future__ import annotations
@@ -129,7 +128,8 @@ def _require_continuation(cache: Any, input_ids: torch.Tensor, options: dict[str
         input_ids: The whole prompt; or the new tokens alone, where the mask is of all; or the first chunk of either.
     """
     seen, tokens = cache.seen, input_ids.shape[1]
-    embeddings, length = options.get("inputs_embeds"), options.get("next_sequence_length")
+    embeddings: Any = options.get("inputs_embeds")
+    length: Any = options.get("next_sequence_length")
     embedded = embeddings is not None and options.get("is_first_iteration")
     if embedded or length is not None:
         if (embeddings.shape[1] - seen if embedded else length) <= 0:

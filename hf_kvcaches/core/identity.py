@@ -34,16 +34,11 @@ _ADVICE = "Remove it, or give the function an attribute only_observes = True if 
 
 
 class Identity:
-    """What computes keys and values in this process.
-
-    Args:
-        reason: What takes part in the pass and is in no fingerprint, as a sentence; "" where there is nothing.
-        known: The fingerprint, without a tokenizer, if it was read.
-        state: The state in which the model was seen, in which it can be read.
-    """
+    """What computes keys and values in this process: the state in which the model was seen, and its fingerprint once it was read."""
 
     def __init__(self, reason: str = "", known: ModelFingerprint | None = None, state: _State | None = None) -> None:
-        self.reason, self._known, self._state = reason, known, state
+        self.reason = reason  # what takes part in the pass and is in no fingerprint, as a sentence; "" where there is nothing
+        self._known, self._state = known, state
 
     @property
     def fingerprint(self) -> ModelFingerprint:

@@ -152,7 +152,7 @@ class TensorLayer(KVLayer):
         return {name: tensor for name in self.row_tensors if (tensor := getattr(self, name, None)) is not None}
 
     def reset(self) -> None:
-        vars(self).update(dict.fromkeys(self.row_tensors) | dict.fromkeys(self.counters, 0))
+        self.__dict__.update(dict.fromkeys(self.row_tensors) | dict.fromkeys(self.counters, 0))
         self.is_initialized = False
 
     def export_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -167,7 +167,7 @@ class TensorLayer(KVLayer):
         if type(values.get("seen", 0)) is not int or any(abs(number) > _MOST_TOKENS for number in numbers):
             raise ArtifactError(f"The stored state of a {type(self).__name__} has the counters {str(values)[:200]}. Save the cache again.")
         self.reset()
-        vars(self).update(tensors | values)
+        self.__dict__.update(tensors | values)
         if self.keys is not None and self.values is not None:
             self.lazy_initialization(self.keys, self.values)
 
@@ -186,10 +186,10 @@ class TensorLayer(KVLayer):
         return self.owned_tensors()
 
     def _map_rows(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        vars(self).update({name: function(tensor) for name, tensor in self._declared_tensors().items()})
+        self.__dict__.update({name: function(tensor) for name, tensor in self._declared_tensors().items()})
 
     def _move(self, device: torch.device | str) -> None:
-        vars(self).update({name: tensor.to(device, non_blocking=True) for name, tensor in self._declared_tensors().items()})
+        self.__dict__.update({name: tensor.to(device, non_blocking=True) for name, tensor in self._declared_tensors().items()})
 
     def leave_inference_mode(self) -> None:
         """Copy what was made under `torch.inference_mode`, where that is over: it can neither be written to nor be part of a graph."""

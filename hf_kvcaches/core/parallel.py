@@ -1,8 +1,7 @@
 """Tensor parallelism: which heads of each layer this process has, and how the processes decide as one.
 
-Keys, values, codes and scores of a head stay with the process that has the head. A decision that looks at all heads of a layer gathers
-scores first, so that every process takes the decision that one process with all heads would take. All processes must make the same
-calls in the same order.
+Keys, values, codes and scores of a head stay with its process. A decision that looks at all heads of a layer gathers scores first. All
+processes must make the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -115,12 +114,7 @@ def require_all_heads(model: Any, what: str, instead: str, *, any_plan: bool = F
 
 
 def require_heads(heads: int, shard: HeadShard | None, total: int, what: str) -> None:
-    """Refuse keys with another number of heads than expected, as those of a sharded model that a cache does not know.
-
-    Args:
-        total: The heads of the model in all processes.
-        what: What looks at the heads together, as the subject of the message.
-    """
+    """Refuse keys with other heads than the `total` of all processes tells, as those of a sharded model that a cache does not know."""
     expected = total if shard is None else total // shard.size
     # Configs of whole models may name another number, as with latents, but no process has a part of the heads without a group.
     sharded = shard is not None or (heads < total and total % heads == 0 and _processes() % (total // heads) == 0)

@@ -20,16 +20,12 @@ from hf_kvcaches.errors import ConfigError, UnsupportedError
 class TokenMask:
     """A mask, read."""
 
-    valid: torch.Tensor | None = None
-    """True where a new token is real, (batch, tokens), or None where all are."""
-    real_before: torch.Tensor | None = None
-    """How many of the tokens before are real in each row, (batch, 1), or None where the mask does not tell."""
+    valid: torch.Tensor | None = None  # True where a new token is real, (batch, tokens), or None where all are
+    real_before: torch.Tensor | None = None  # how many of the tokens before are real in each row, (batch, 1), where the mask tells
+    # True where a query may look, (batch or 1, heads or 1, tokens, seen + tokens), if the mask says more than padding and causality.
     allowed: torch.Tensor | None = None
-    """True where a query may look, (batch or 1, heads or 1, tokens, seen + tokens), if the mask says more than padding and causality."""
-    shown: torch.Tensor | None = None
-    """True for tokens that are not hidden as padding, (batch, seen + tokens or tokens), or None."""
-    ahead: bool = False
-    """Whether tokens look at later ones, which is possible for a first block as a whole."""
+    shown: torch.Tensor | None = None  # True for tokens that are not hidden as padding, (batch, seen + tokens or tokens)
+    ahead: bool = False  # whether tokens look at later ones, which is possible for a first block as a whole
 
     @classmethod
     def read(cls, mask: Any, seen: int, tokens: int, causal: bool = True) -> TokenMask:
@@ -143,19 +139,14 @@ def _as_booleans(mask: Any, columns: int, tokens: int) -> torch.Tensor:
 
 
 class Pass:
-    """What all layers of one forward pass share.
-
-    Args:
-        position_ids: The model's positions of the new tokens, (batch or 1, tokens), or None where it does not tell.
-        whole: Whether these are all new tokens of the model's call.
-    """
+    """What all layers of one forward pass share; `whole` if these are all new tokens of the model's call."""
 
     def __init__(
         self, mask: TokenMask, position_ids: torch.Tensor | None, seen: int, tokens: int, device: torch.device, whole: bool = True
     ) -> None:
         self.mask, self.seen, self.tokens, self.device, self.whole = mask, seen, tokens, device, whole
         self.valid, self.real_before, self.allowed = mask.valid, mask.real_before, mask.allowed
-        self.position_ids = position_ids
+        self.position_ids = position_ids  # the model's, of the new tokens, (batch or 1, tokens), or None where it does not tell
         self._shared: dict[Any, Any] = {}
 
     def part(self, start: int, stop: int) -> Pass:
@@ -214,11 +205,9 @@ class Passes:
         self._memos.clear()
 
     def memo(self, name: Any, source: Any, make: Callable[[], Any]) -> Any:
-        """Return what another layer has made of the same object in this pass, or what `make` gives; for steps, which need no `enter`.
+        """Return what another layer has made under a name of the same object in this pass, or what `make` gives; without `enter`.
 
-        Args:
-            name: Of what is made.
-            source: The object, compared by identity; of None, which says nothing of what the pass is at, nothing is shared.
+        Of None, which says nothing of what the pass is at, nothing is shared.
         """
         if source is None or torch.compiler.is_compiling():
             return make()
@@ -230,8 +219,7 @@ class Passes:
     def enter(self, call: Call, seen: int, tokens: int, device: torch.device, real_before: torch.Tensor | int | None = None) -> Pass:
         """Return the pass that a layer is asked in: the running one, or a new one where the model has another mask for the layer.
 
-        Args:
-            real_before: The layer's own count of real tokens before the new ones, (batch, 1), or a number for all rows.
+        A layer may count the real tokens before the new ones itself, (batch, 1), or one number for all rows.
         """
         running = self._running((call.mask, None), (seen, tokens, device))
         if running is None:
@@ -242,12 +230,7 @@ class Passes:
         return running
 
     def of_prompt(self, positions: torch.Tensor, padding: torch.Tensor | None, tokens: int, device: torch.device) -> Pass:
-        """Return the pass of a prompt whose keys and values come from another cache; layers that pass the same tensors share it.
-
-        Args:
-            positions: The model's positions of all tokens, (batch or 1, tokens).
-            padding: How many slots at the start of each row hold no token, (batch,), or None.
-        """
+        """Return the pass of a prompt from another cache, shared by layers that pass the same tensors, which are as for `adopt`."""
         running = self._running((positions, padding), (0, tokens, device))
         if running is None:
             valid = None if padding is None else torch.arange(tokens, device=device) >= padding.to(device)[:, None]
@@ -264,9 +247,7 @@ class Passes:
     def block_length(self, tokens: int, begun: bool, recording: bool) -> int:
         """How many of a call's first tokens attend as a block; those behind are decode steps, one by one, as if they had come alone.
 
-        Args:
-            begun: Whether the layer holds tokens.
-            recording: Whether new tokens may be taken back.
+        The layer has begun if it holds tokens, and is recording if new ones may be taken back.
         """
         if not recording:
             return 0 if tokens == 1 and begun else tokens

@@ -119,8 +119,7 @@ def answer_next(view: LayerView, configs: Sequence[PreTrainedConfig], bound: boo
         for config in configs:
             found = name = vars(config).get(compat.ATTENTION_NAME)
             if not isinstance(name, _Switched):
-                previous = previous_implementation(config) if name in (None, NAME) else name
-                name = _Switched(previous, explicit=name == NAME)
+                name = _Switched("eager" if name in (None, NAME) else name, explicit=name == NAME)
             name.waiting[view._thread] = id(view)
             if name is not found:  # last, so that an interrupt finds the view waiting
                 vars(config)[compat.ATTENTION_NAME] = name
@@ -223,10 +222,7 @@ def previous_implementation(config: PreTrainedConfig) -> str:
     name = vars(config).get(compat.ATTENTION_NAME)
     if isinstance(name, _Switched):
         return name.previous
-    if name != NAME:
-        return name or "eager"
-    # Set by its bare name. Softcapping is beyond sdpa, and so are the attention sinks of some families, which it would leave out.
-    return "eager" if getattr(config, "attn_logit_softcapping", None) or not compat.supports_sdpa(config) else "sdpa"
+    return "eager" if name in (None, NAME) else name  # ours may be set by its bare name
 
 
 def is_enabled(config: PreTrainedConfig) -> bool:

@@ -23,6 +23,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
+import hf_kvcaches
 from hf_kvcaches import (
     AdaptiveSubspace,
     ConfigError,
@@ -285,3 +286,42 @@ def test_it_travels_with_what_it_was_given(model):
     copied = pickle.loads(pickle.dumps(recipe("equip")))
     assert repr(copied) == repr(recipe("equip"))
     assert torch.equal(generate(model, custom_generate=copied), generate(model, custom_generate=recipe("equip")))
+
+
+# A class, or a cache, given where the other belongs
+
+PUBLIC = [getattr(hf_kvcaches, name) for name in hf_kvcaches.__all__]
+CLASSES = [each for each in PUBLIC if isinstance(each, type) and issubclass(each, KVCache) and each is not KVCache]
+every_class = pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+every_name = pytest.mark.parametrize("name", sorted({"past_key_values", compat.GENERATE_CACHE}))
+
+
+@every_name
+@every_class
+def test_a_class_in_the_place_of_a_cache_is_refused(kind, name):
+    with pytest.raises(ConfigError, match=rf"got the class {kind.__name__}\. Pass {kind.__name__}\(model, .*per_call"):
+        generate(model_of("llama"), **{name: kind})
+
+
+@every_name
+def test_after_a_refused_class_new_caches_still_refuse_another_text(name):
+    model = model_of("llama")
+    with pytest.raises(ConfigError):
+        generate(model, **{name: GrowingCache})
+    cache = GrowingCache(model)
+    generate(model, **{name: cache})
+    with pytest.raises(ConfigError, match="another token"):
+        generate(model, inputs=tiny.ids(1, 40, seed=5), **{name: cache})
+
+
+@every_class
+def test_a_class_as_custom_generate_is_refused(kind):
+    with pytest.raises(ConfigError, match=rf"custom_generate: expected per_call\({kind.__name__}, \.\.\.\), got the class"):
+        generate(model_of("llama"), custom_generate=kind)
+
+
+def test_a_cache_as_custom_generate_is_refused_and_not_left_out():
+    cache = GrowingCache(model_of("llama"))
+    with pytest.raises(ConfigError, match=r"expected per_call\(GrowingCache, \.\.\.\), got a GrowingCache\. .*past_key_values"):
+        generate(model_of("llama"), custom_generate=cache)
+    assert not cache.seen

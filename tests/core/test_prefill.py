@@ -116,20 +116,6 @@ def test_some_layers_run_from_stored_hidden_states(model):
                 torch.testing.assert_close(mine.keys[:, :, :kept], theirs.keys[:, :, :kept], atol=1e-5, rtol=1e-5)
 
 
-@torch.no_grad()
-def test_upper_layers_catch_up_with_filled_lower_ones(model):
-    text = tiny.ids(1, 14)
-    layers = len(decoder_layers(model)[2])
-    cache = GrowingCache(model)
-    hidden = hidden_states(model, input_ids=text, past_key_values=cache)[layers - 1]
-    cache.layers[layers - 1] = GrowingCache(model).layers[layers - 1]
-    for a, b in ((0, 9), (9, 14)):
-        passes.run_layers(model, layers - 1, layers, text[:, a:b], cache, torch.arange(a, b), hidden=hidden[:, a:b])
-    follow = tiny.ids(1, 1, seed=5)
-    fresh = model(torch.cat([text, follow], dim=1)).logits[:, -1]
-    torch.testing.assert_close(model(follow, past_key_values=cache).logits[:, -1], fresh, atol=1e-4, rtol=1e-4)
-
-
 @pytest.mark.parametrize(("start", "stop"), [(-1, 2), (4, 5), (2, 2), (2, 5), (1, 0)])
 def test_layers_that_do_not_exist_are_refused(start, stop):
     model = tiny.llama()
