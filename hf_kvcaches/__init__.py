@@ -15,7 +15,7 @@ _PUBLIC = {
     "core.layers": "KVLayer",
     "core.per_call": "per_call",
     "core.report": "CacheReport",
-    "core.growing": "GrowingCache",
+    "core.holder": "GrowingCache",
     "core.fingerprint": "ModelFingerprint set_fingerprint",
     "core.rope": "RotaryGeometry",
     "evaluate.verify": "verify VerifyReport",

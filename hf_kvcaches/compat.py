@@ -19,7 +19,6 @@ from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTra
 from transformers.cache_utils import get_layer_types_and_kwargs
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.auto.modeling_auto import MODEL_MAPPING
 from transformers.utils import output_capturing
 
 from hf_kvcaches.errors import ConfigError, UnsupportedError
@@ -272,12 +271,6 @@ def parameter_names(kind: type[nn.Module]) -> tuple[str, ...]:
 @cache
 def _names_of(forward: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(inspect.signature(forward).parameters)[1:]
-
-
-def supports_sdpa(config: PreTrainedConfig) -> bool:
-    """Whether a config's models may be computed with sdpa; those that transformers has no model for may."""
-    models = MODEL_MAPPING.get(type(config), ())
-    return all(getattr(model, "_supports_sdpa", True) for model in (models if isinstance(models, tuple) else (models,)))
 
 
 def attention_function(name: str, module: nn.Module) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ import transformers
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.versions import OLDEST_TESTED
+from hf_kvcaches.version import OLDEST_TESTED
 
 pytestmark = pytest.mark.skipif(transformers.__version__ != OLDEST_TESTED, reason="not the oldest supported transformers")
 

@@ -17,11 +17,7 @@ _lock = threading.RLock()
 
 
 class Attachment(ABC):
-    """Holds on to neither models nor caches.
-
-    Attributes:
-        caches: For each model the caches that it is attached for.
-    """
+    """Holds on to neither models nor caches; `caches` has for each model those that it is attached for."""
 
     _all: ClassVar[list[Attachment]] = []
 

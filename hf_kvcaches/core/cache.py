@@ -25,24 +25,19 @@ from hf_kvcaches.core.layers import KVLayer, row_picker
 from hf_kvcaches.core.report import CacheReport, foreign_kept, foreign_kind, foreign_tensors, measured_bytes, summarise
 from hf_kvcaches.core.save import SavedCache
 from hf_kvcaches.core.token_log import TokenLog
-from hf_kvcaches.core.versions import warn_of_untested_version
 from hf_kvcaches.errors import ConfigError, UnsupportedError
+from hf_kvcaches.version import warn_of_untested_version
 
 
 class KVCache(continuation.CacheArgument, SavedCache, Cache, ABC):
     """The base of every cache here: one layer object per model layer, and what all caches can do.
 
-    A subclass writes `make_layer`, and names in `settings` what its constructor needs to be called again. The method applies to
-    full-attention layers; sliding, linear and shared layers of hybrid models are transformers' own, unless `own_layer_types` names them.
+    A subclass writes `make_layer`, and names in `settings` what its constructor needs to be called again.
 
     Args:
         model: A transformers model, or a config: with a config the attention is switched for models that share this very object, and
             other models need `hf_kvcaches.enable`.
         offloading: Keep all layers but the running one in CPU memory; needs CUDA.
-
-    Attributes:
-        log: The tokens that `generate` has fed in; of all passes where `hooks_forward`.
-        provenance: Which model computed them.
     """
 
     needs_attention: ClassVar[bool] = False
@@ -58,7 +53,8 @@ class KVCache(continuation.CacheArgument, SavedCache, Cache, ABC):
         warn_of_untested_version()
         base, self.config = compat.split_model(model)
         self._model = None if base is None else weakref.ref(base)
-        self.provenance, self.log = Provenance(), TokenLog()
+        self.provenance = Provenance()  # of the tokens
+        self.log = TokenLog()  # of what `generate` has fed in; of all passes where `hooks_forward`
         self.thread: int | None = None  # in which `generate` fills it, or did last
         self.learned_prompt = compat.has_learned_prompt(model)
         if offloading and not torch.cuda.is_available():
@@ -68,8 +64,8 @@ class KVCache(continuation.CacheArgument, SavedCache, Cache, ABC):
         # In which configs the attention modules look up their implementation; the cache holds on to them and not to the model.
         self._attention_configs = (None if base is None else attention_configs(base)) or (self.config,)
         layers = [
-            self.make_layer(index) if layer_type in self.own_layer_types else layer
-            for index, (layer_type, layer) in enumerate(compat.layer_plan(self.config))
+            self.make_layer(index) if kind in self.own_layer_types else layer
+            for index, (kind, layer) in enumerate(compat.layer_plan(self.config))
         ]
         super().__init__(layers=layers, **({"offloading": True} if offloading else {}))
         # Layers of linear attention are not told of tokens.
@@ -119,7 +115,7 @@ class KVCache(continuation.CacheArgument, SavedCache, Cache, ABC):
         if torch.compiler.is_compiling():
             if self.needs_attention and not self.is_compileable:
                 return _update_uncompiled(self, key_states, value_states, layer_idx, *args, **kwargs)
-        elif layer_idx == self._lowest and (self.needs_attention or key_states.shape[-2] > 1 or not self.provenance.until):
+        elif layer_idx == self._lowest:
             self.begin_pass(key_states.shape[-2])
         states: tuple[Any, Any]
         if self.offloading:
@@ -159,22 +155,19 @@ class KVCache(continuation.CacheArgument, SavedCache, Cache, ABC):
 
     def begin_pass(self, tokens: int) -> None:
         """Take the model's identity before a pass that adds some tokens. Decode steps are by the model of the pass before."""
-        until = self.provenance.until
-        # Up to `until` a source's hook has taken it.
-        if (tokens == 1 and until) or (seen := self.seen) + tokens <= until or torch.compiler.is_compiling():
-            return
-        if (model := self.living_model) is not None:
+        until = self.provenance.until  # up to there a source's hook has taken it
+        taken = (tokens == 1 and until) or (seen := self.seen) + tokens <= until
+        if not taken and not torch.compiler.is_compiling() and (model := self.living_model) is not None:
             self.provenance.begin_pass(model, seen, tokens)
 
     def reset(self) -> None:
         """Forget all tokens; settings, and what does not belong to a sequence, stay."""
-        for layer in self.layers:
-            if isinstance(layer, KVLayer):
+        for index, (_, empty) in enumerate(compat.layer_plan(self.config)):
+            if isinstance(layer := self.layers[index], KVLayer):
                 layer.reset()
                 layer.record_past = False
-        for index, (_, layer) in enumerate(compat.layer_plan(self.config)):
-            if not isinstance(self.layers[index], KVLayer):
-                self.layers[index] = layer  # their reset keeps zeros in transformers 5.17
+            else:
+                self.layers[index] = empty  # their own reset keeps zeros in transformers 5.17
         self.provenance = Provenance()
         self.log.reset()
 
@@ -240,14 +233,17 @@ class KVCache(continuation.CacheArgument, SavedCache, Cache, ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         # A weak reference can't be pickled, and the model must not travel with each cache: it is found again in the same process.
-        model = self.living_model
-        return {**vars(self), "_model": None if model is None else _name_of(model), "_attention_configs": (self.config,)}
+        name = None
+        if (model := self.living_model) is not None:
+            name = _names.setdefault(model, uuid.uuid4().hex)  # that no other model has, in this process or another
+            _named[name] = model
+        return {**vars(self), "_model": name, "_attention_configs": (self.config,)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        model = _named.get(state["_model"])
-        self._model = None if model is None else weakref.ref(model)
-        if model is not None:
+        self._model = None
+        if (model := _named.get(state["_model"])) is not None:
+            self._model = weakref.ref(model)
             self.config, self._attention_configs = compat.decoder_config(model.config), attention_configs(model)
 
     def __repr__(self) -> str:
@@ -260,10 +256,3 @@ class KVCache(continuation.CacheArgument, SavedCache, Cache, ABC):
 _update_uncompiled = torch.compiler.disable(KVCache.update, reason="the cache's is_compileable is False")
 _names: weakref.WeakKeyDictionary[PreTrainedModel, str] = weakref.WeakKeyDictionary()
 _named: weakref.WeakValueDictionary[str, PreTrainedModel] = weakref.WeakValueDictionary()
-
-
-def _name_of(model: PreTrainedModel) -> str:
-    """A name that no other model has, in this process or another, for pickled caches."""
-    name = _names.setdefault(model, uuid.uuid4().hex)
-    _named[name] = model
-    return name

@@ -16,21 +16,14 @@ from hf_kvcaches.errors import UnsupportedError
 
 
 class Call:
-    """What a model's attention module asks.
-
-    Attributes:
-        module: The module.
-        mask: As the model made it for its own implementation.
-        options: All other arguments of the attention function.
-        softcap: The bound of the scores, or None.
-        bias: What is added to the scores, (batch or 1, heads or 1, queries, tokens seen), or None.
-        sink_logits: A learned score for each head that takes a share of the weights and gives nothing, (heads,), or None.
-    """
+    """What a model's attention module asks, with its mask, made for its own implementation, and all other arguments of its function."""
 
     def __init__(self, module: nn.Module, mask: torch.Tensor | None, options: dict[str, Any]) -> None:
         self.module, self.mask, self.options = module, mask, options
-        self.softcap: float | None = options.get("softcap")
+        self.softcap: float | None = options.get("softcap")  # the bound of the scores
+        # What is added to the scores, (batch or 1, heads or 1, queries, tokens seen).
         self.bias: torch.Tensor | None = options.get("position_bias")
+        # A learned score for each head that takes a share of the weights and gives nothing, (heads,).
         self.sink_logits: torch.Tensor | None = options.get("s_aux")
 
     @cached_property
@@ -61,13 +54,10 @@ class Call:
 
 
 class AnsweringLayer(KVLayer):
-    """A layer that takes new tokens together with their queries, which it answers.
-
-    Attributes:
-        cache_name: The class of the cache, for errors.
-    """
+    """A layer that takes new tokens together with their queries, which it answers."""
 
     cache_name: ClassVar[str]
+    """The class of the cache, for errors."""
 
     @abstractmethod
     def check_new_tokens(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -92,21 +82,16 @@ class NewTokens(LayerView):
     """New tokens, (batch, kv_heads, tokens, head_dim), on their way to an answering layer's `attend`.
 
     Under autocast, keys and values are cast as the model's own attention would cast them.
-
-    Attributes:
-        afterwards: Called when the queries are answered.
     """
 
-    afterwards: Callable[[], None] | None = None
+    afterwards: Callable[[], None] | None = None  # called when the queries are answered
 
     def __init__(self, layer: AnsweringLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
         device = keys.device.type
-        # Autocast leaves float64 alone.
-        available = torch.amp.is_autocast_available(device)
-        self.autocasts = available and torch.is_autocast_enabled(device) and keys.dtype != torch.float64
+        enabled = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        self.autocasts = enabled and keys.dtype != torch.float64  # which autocast leaves alone
         if self.autocasts:
-            dtype = torch.get_autocast_dtype(device)
-            keys, values = keys.to(dtype), values.to(dtype)
+            keys, values = (states.to(torch.get_autocast_dtype(device)) for states in (keys, values))
         layer.check_new_tokens(keys, values)
         if not layer.is_initialized:
             layer.lazy_initialization(keys, values)
@@ -124,8 +109,7 @@ class NewTokens(LayerView):
         call = Call(module, mask, kwargs)
         if not self.autocasts:
             output = self.layer.attend(query, self.keys, self.values, call)
-        else:
-            # The layer computes in the autocast precision throughout, as in a model of that precision.
+        else:  # the layer computes in the autocast precision throughout, as in a model of that precision
             with torch.autocast(query.device.type, enabled=False):
                 output = self.layer.attend(query.to(self.keys.dtype), self.keys, self.values, call)
         if self.afterwards is not None:

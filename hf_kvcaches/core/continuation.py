@@ -1,10 +1,9 @@
 """A prompt must go on with what its cache holds.
 
-`generate` takes it for granted that a prompt begins with the tokens in the cache: it cuts off as many as the cache has seen, and neither
-the model nor the cache is shown them. A prompt that begins otherwise would be answered behind the cache's text. `generate` asks
-`model.prepare_inputs_for_generation` for the inputs of each pass, the first time with the whole prompt. From its first `generate` with a
-cache of this package on, and for as long as that cache lives, a model has a `Preparation` there, which compares the prompt with the
-cache's log of tokens before anything runs, and writes down the tokens of each pass.
+`generate` cuts off as many tokens of a prompt as the cache has seen, unread: a prompt that begins otherwise would be answered behind the
+cache's text. It asks `model.prepare_inputs_for_generation` for the inputs of each pass, the first time with the whole prompt. From its
+first `generate` with a cache of this package on, and for as long as that cache lives, a model has a `Preparation` there, which compares the
+prompt with the cache's log of tokens before anything runs, and writes down the tokens of each pass.
 """
 
 from __future__ import annotations
@@ -44,14 +43,11 @@ def _not_custom_generate(kind: type, got: str, other: str = "") -> ConfigError:
 
 
 class Preparation:
-    """Stands in for a model's `prepare_inputs_for_generation`, which it calls; copies and pickles of the model have their own method.
+    """Stands in for a model's `prepare_inputs_for_generation`, which it calls; copies and pickles of the model have their own method."""
 
-    Args:
-        original: What the model has in its own dictionary, as PEFT's wrapper puts its method there; None for its class's method.
-    """
-
-    def __init__(self, model: PreTrainedModel, original: Any) -> None:
-        self._model, self.original = weakref.ref(model), original
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = weakref.ref(model)
+        self.original = vars(model).get(METHOD)  # PEFT's wrapper puts its method there; else None, and the class's method is called
 
     @property
     def __wrapped__(self) -> Any:  # `generate` reads the signature
@@ -71,8 +67,11 @@ class Preparation:
                 _require_continuation(cache, input_ids, kwargs)
             cache.thread = get_ident()
         elif prepared and cache.thread not in (None, get_ident()):
-            cache.thread = _SEVERAL  # the other thread's next pass is refused, too
-            raise _used_by_threads(cache)
+            cache.thread, kind = _SEVERAL, type(cache).__name__  # the other thread's next pass is refused, too
+            raise ConfigError(
+                f"past_key_values: expected a cache that one thread uses at a time, got {with_article(kind)} that two calls of generate "
+                f"fill at once. Call reset(), and make a cache for each of them, as custom_generate=per_call({kind}, ...) does."
+            )
         inputs: dict[str, Any] = self.__wrapped__(input_ids, *args, **kwargs)
         if not prepared:
             return inputs
@@ -100,9 +99,8 @@ def _method_of_class(model: PreTrainedModel | None) -> Any:
 
 class _Preparations(Attachment):
     def attach(self, model: PreTrainedModel) -> None:
-        original = vars(model).get(METHOD)
-        if not isinstance(original, Preparation):
-            vars(model)[METHOD] = Preparation(model, original)
+        if not isinstance(vars(model).get(METHOD), Preparation):
+            vars(model)[METHOD] = Preparation(model)
 
     def detach(self, model: PreTrainedModel) -> None:
         preparation = vars(model).get(METHOD)
@@ -124,22 +122,20 @@ def begin_generate(model: PreTrainedModel, cache: Any) -> None:
 
 
 def _require_continuation(cache: Any, input_ids: torch.Tensor, options: dict[str, Any]) -> None:
-    """Refuse a prompt that does not go on with what a cache holds.
+    """Refuse a prompt that does not go on with what a cache holds, as far as `generate` passes it along.
 
     Args:
         input_ids: The whole prompt; or the new tokens alone, where the mask is of all; or the first chunk of either.
-        options: What `generate` passes along.
     """
     seen, tokens = cache.seen, input_ids.shape[1]
-    embeddings, length = options.get("inputs_embeds"), options.get("next_sequence_length")
-    if embeddings is not None and options.get("is_first_iteration"):
-        if embeddings.shape[1] <= seen:
+    embeddings: Any = options.get("inputs_embeds")
+    length: Any = options.get("next_sequence_length")
+    embedded = embeddings is not None and options.get("is_first_iteration")
+    if embedded or length is not None:
+        if (embeddings.shape[1] - seen if embedded else length) <= 0:
             raise not_continued(cache, "a prompt that is not longer")
-        return
-    if length is not None:
-        if length <= 0:
-            raise not_continued(cache, "a prompt that is not longer")
-        _require_same(cache, input_ids[:, : tokens - length], options)
+        if not embedded:
+            _require_same(cache, input_ids[:, : tokens - length], options)
         return
     mask, positions = options.get("attention_mask"), options.get("position_ids")
     # `generate` drops a mask without padding, and has the positions of all of its tokens, or of those of a chunk.
@@ -167,14 +163,6 @@ def _require_same(cache: Any, beginning: torch.Tensor, options: dict[str, Any]) 
     if bool(other.any()):
         row, index = other.nonzero()[0].tolist()
         raise not_continued(cache, f"one whose row {row} has another token at {index}")
-
-
-def _used_by_threads(cache: Any) -> ConfigError:
-    kind = type(cache).__name__
-    return ConfigError(
-        f"past_key_values: expected a cache that one thread uses at a time, got {with_article(kind)} that two calls of generate fill at "
-        f"once, in different threads. Call reset(), and make a cache for each of them, as custom_generate=per_call({kind}, ...) does."
-    )
 
 
 def not_continued(cache: Any, got: str) -> ConfigError:

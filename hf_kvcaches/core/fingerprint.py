@@ -21,14 +21,12 @@ from hf_kvcaches.errors import ArtifactError, FingerprintMismatch, UnsupportedEr
 from hf_kvcaches.kernels.checksum import describe, hash_of, is_readable, name_of, plain
 
 _FORMAT_VERSION = 5
-_SHARD = "heads of this process"
-# By which share a cast changes a number at most.
-_ROUNDING = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+_SHARD = "heads of this process"  # a setting
+_ROUNDING = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}  # what a cast changes, as a share
 # What PEFT's wrappers call the module that they wrap, and by which attributes they choose adapters.
-_WRAPPED = ("base_layer", "original_module", "token_adapter")
+_WRAPPED = frozenset(("base_layer", "original_module", "token_adapter"))
 _CHOICE = ("_active_adapter", "_disable_adapters", "merged_adapters")
-# Has an effect in training mode alone.
-FOR_TRAINING = re.compile(r"drop|jitter|noise")
+FOR_TRAINING = re.compile(r"drop|jitter|noise")  # has an effect in training mode alone
 _WITHOUT_EFFECT = frozenset(vars(nn.Module())) | compat.WITHOUT_EFFECT
 # Of models whose weights can't be read where they run, as callers gave them.
 supplied: weakref.WeakKeyDictionary[nn.Module, ModelFingerprint] = weakref.WeakKeyDictionary()
@@ -101,11 +99,12 @@ class ModelFingerprint:
         """Return the reasons why state of the other model can't be used with this one; empty if it can."""
         reasons = [] if self.weights == other.weights else ["weights differ"]
         for name, here, there in (("adapters", self.adapters, other.adapters), ("settings", self.settings, other.settings)):
-            different = [key for key in {**here, **there} if here.get(key) != there.get(key)]
-            shown = ", ".join(f"{key} {str(here.get(key))[:60]} here, {str(there.get(key))[:60]} there" for key in different[:3])
-            reasons += [f"{name} differ: {shown}{f' and {len(different) - 3} more' if different[3:] else ''}"] if different else []
-        same_words = None in (self.tokenizer, other.tokenizer) or self.tokenizer == other.tokenizer
-        return reasons if same_words else [*reasons, "tokenizer differs: vocabulary, special tokens or chat template"]
+            if different := [key for key in {**here, **there} if here.get(key) != there.get(key)]:
+                shown = ", ".join(f"{key} {str(here.get(key))[:60]} here, {str(there.get(key))[:60]} there" for key in different[:3])
+                reasons.append(f"{name} differ: {shown}{f' and {len(different) - 3} more' if different[3:] else ''}")
+        if None not in (self.tokenizer, other.tokenizer) and self.tokenizer != other.tokenizer:
+            reasons.append("tokenizer differs: vocabulary, special tokens or chat template")
+        return reasons
 
     def require_same(self, other: ModelFingerprint, what: str) -> None:
         """Raise `FingerprintMismatch` unless state of the other model, bit by bit, can be used with this one.
@@ -123,7 +122,7 @@ class ModelFingerprint:
         """Raise `FingerprintMismatch` unless a model is the one of this fingerprint, perhaps in another dtype.
 
         Args:
-            model: With the adapters that are active now. All of its weights are read; or its fingerprint, if there is one.
+            model: With the adapters that are active now, or its fingerprint.
             what: What is bound to the model, as the subject of the message.
             tokenizer: Compared where this fingerprint has one.
         """
@@ -160,8 +159,8 @@ class ModelFingerprint:
 def set_fingerprint(model: nn.Module, fingerprint: ModelFingerprint | None) -> None:
     """Say which weights a model has that can't be read where it runs: shards of distributed tensors, or weights on the meta device.
 
-    All weights and adapters of such a model are taken from it; others are read as ever. Make it with `ModelFingerprint.of` where they are
-    whole, or with `gathered`, and bring it along as JSON. The weights must be those, and stay so: nobody can tell.
+    Make it with `ModelFingerprint.of` where they are whole, or with `gathered`, and bring it along as JSON. The weights must be those, and
+    stay so: nobody can tell. Of a model whose weights can be read they are.
 
     Args:
         model: The model, also inside a wrapper.
@@ -178,18 +177,17 @@ def set_fingerprint(model: nn.Module, fingerprint: ModelFingerprint | None) -> N
 
 
 def why_unreadable(root: PreTrainedModel) -> str:
-    """Why neither a model nor its given fingerprint tells what its weights are, as a sentence; "" where one does. Reads none."""
+    """Why neither a model nor its given fingerprint tells what its weights are, as a sentence; "" where one does."""
     return _Parts(root).why_unreadable(supplied.get(root))
 
 
 class _Parts:
-    """What a model computes with, by the names that modules had before any adapter was added; an adapter's begin with its name in quotes.
-
-    Of each tensor there is its name, itself, and what fetches it from where accelerate keeps it.
-    """
+    """What a model computes with, by the names that modules had before any adapter was added; an adapter's begin with its quoted name."""
 
     def __init__(self, root: PreTrainedModel) -> None:
-        self.settings, self.tensors = dict[str, Any](), list[tuple[str, Any, Callable[[], Any] | None]]()
+        self.settings: dict[str, Any] = {}
+        # The name of each tensor, the tensor, and what fetches it from where accelerate keeps it.
+        self.tensors: list[tuple[str, Any, Callable[[], Any] | None]] = []
         self.adapters: dict[str, list[str]] = {"active": [], "merged": []}
         self._add("", root)
         self.structure = hash_of([(name, str(getattr(each, "dtype", "")), [*getattr(each, "shape", ())]) for name, each, _ in self.tensors])
@@ -213,11 +211,10 @@ class _Parts:
 
     def _add_wrapper(self, path: str, wrapper: Any) -> None:
         """Add what a wrapper of PEFT's computes with: what it wraps, and its active adapters unless some are merged into that."""
-        for child in [child for name, child in wrapper.named_children() if name in _WRAPPED]:
-            self._add(path, child)
-        containers: dict[str, Any] = {
-            name: child for name, child in wrapper.named_children() if name not in _WRAPPED and hasattr(child, "keys")
-        }
+        children: dict[str, Any] = dict(wrapper.named_children())
+        for name in sorted(children.keys() & _WRAPPED):
+            self._add(path, children.pop(name))
+        containers = {name: child for name, child in children.items() if hasattr(child, "keys")}
         known = {adapter for container in containers.values() for adapter in container}
         merged = [adapter for adapter in getattr(wrapper, "merged_adapters", ()) if adapter in known]
         active = [] if wrapper.disable_adapters or merged else [adapter for adapter in wrapper.active_adapters if adapter in known]
@@ -232,7 +229,7 @@ class _Parts:
                     self._add(f"{adapter!r} {path}.{kind}", container[adapter])
 
     def why_unreadable(self, given: ModelFingerprint | None) -> str:
-        """Why the tensors can't be read, and a given fingerprint is not of them as far as dtypes, shapes and adapters tell; else ""."""
+        """Why the tensors can't be read, and a given fingerprint is not of them by dtypes, shapes and adapters; "" where one is."""
         if not self.hidden or (given and given.structure == self.structure and self.adapters.items() <= given.adapters.items()):
             return ""
         return (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from transformers import Cache, PreTrainedModel
@@ -16,11 +16,11 @@ from hf_kvcaches.core.attachments import ForwardHook
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.call import AnsweringLayer
 from hf_kvcaches.core.identity import Identity, Provenance
-from hf_kvcaches.core.layers import KVLayer
+from hf_kvcaches.core.layers import GrowingLayer, KVLayer
 from hf_kvcaches.core.parallel import is_tensor_parallel
 from hf_kvcaches.core.refusal import Refusal
 from hf_kvcaches.core.rope_families import head_sizes
-from hf_kvcaches.core.step import Pass, Passes, padding_of
+from hf_kvcaches.core.step import Passes, padding_of
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 
 _UNKNOWN = Identity(reason="It took over keys and values from a cache that does not say which model computed them.")
@@ -32,9 +32,7 @@ class LastQueries:
 
     Args:
         states: (batch, heads, queries, head_dim), as the model rotated them.
-        scaling: What the model's attention multiplies the scores with. Some models scale queries before, and pass 1.
-        softcap: Bound of the scores, or None.
-        sink_logits: A learned score for each head that takes a share of the weights, (heads,), or None.
+        scaling: As in a `Call`, and `softcap` and `sink_logits`.
     """
 
     states: torch.Tensor
@@ -119,8 +117,7 @@ class HolderCache(KVCache):
 
         Args:
             layer_idx: A layer with full attention, or one with a sliding window, which keeps the last tokens.
-            keys: (batch, kv_heads, tokens, head_dim), as the model rotated them at `positions`.
-            values: Like `keys`.
+            keys: (batch, kv_heads, tokens, head_dim), like `values`, as the model rotated them at `positions`.
             positions: (batch or 1, tokens), int64. Give all layers the same tensor.
             padding: How many slots at the start of each row hold no token, (batch,), or None.
             queries: The last `adopt_window` of the prompt, or more.
@@ -183,9 +180,10 @@ def generated_positions(cache: KVCache, padding: torch.Tensor | None, tokens: in
 def exact_states(
     layer: Any, layer_idx: int, tokens: int, argument: str = "past", *, window: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The keys and values of a layer that has seen some tokens, for a layer with a sliding window or without.
+    """The keys and values of a layer that has seen some tokens, for one with a sliding window or without; refuses inexact ones.
 
-    Refuses layers that don't keep them exactly; `argument` is what the caller calls the source.
+    Args:
+        argument: What the caller calls the source.
     """
     states = None
     if type(layer) is DynamicLayer:  # its subclasses quantize
@@ -215,19 +213,34 @@ def _require_heads(cache: KVCache, layer_idx: int, keys: torch.Tensor, values: t
         raise ConfigError.of(f"past.layers[{layer_idx}]", expected, got, "Use its own cache.")
 
 
-class AnsweringCache(HolderCache):
-    """A cache whose layers answer queries, and share a pass.
+class GrowingCache(HolderCache):
+    """Keeps every token, like `DynamicCache`, without copying the whole cache for each new one.
 
-    Attributes:
-        pass_class: What the layers share during a forward pass.
-        passes: Makes the pass that is going on.
+    The ground that lossy caches are measured from, and what a cache with nothing to save falls back to.
+
+    **Departs from** `DynamicCache`: a decoding step writes one slot into a buffer instead of concatenating. Rows,
+    cropping, saving and copying work alike. Sliding, linear and shared layers of hybrid models are transformers' own.
+
+    **Refuses**: `torch.compile` of the cache itself (`is_compileable` is False; a compiled model is fine).
+
+    **Memory per token**: 2 x kv_heads x head_dim x bytes per element x layers, plus an eighth (at least 64 slots) of reserve.
+
+    Args:
+        model: A transformers model, or its config.
+        offloading: Keep all layers but the running one in CPU memory; needs CUDA.
     """
 
+    def make_layer(self, layer_idx: int) -> GrowingLayer:
+        return GrowingLayer()
+
+
+class AnsweringCache(HolderCache):
+    """A cache whose layers answer queries, and share a pass."""
+
     needs_attention = True
-    pass_class: ClassVar[type[Pass]] = Pass
 
     def __init__(self, model: Any, *, offloading: bool = False) -> None:
-        self.passes: Passes[Any] = Passes(self.pass_class)  # first: `make_layer` hands it to the layers
+        self.passes = Passes()  # first: `make_layer` hands it to the layers
         super().__init__(model, offloading=offloading)
 
     def begin_pass(self, tokens: int) -> None:

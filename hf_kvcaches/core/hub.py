@@ -29,19 +29,13 @@ _END = "<!-- hf_kvcaches: end of the generated part -->"
 
 
 class Artifact(ABC):
-    """Something calibrated for a model, as a folder or a Hub repository: `artifact.safetensors`, and a model card beside it.
-
-    Attributes:
-        artifact_type: The kind, in lower-case words with hyphens. Files of another kind are refused.
-        format_version: The version of what the subclass stores; raise it when that changes. Files of another version are refused.
-        fingerprint: The model that it was made for, or `None` if it fits any.
-        may_be_infinite: Names of tensors that may hold infinities. All others are refused where they are not finite, saved or loaded.
-    """
+    """Something calibrated for a model, as a folder or a Hub repository: `artifact.safetensors`, and a model card beside it."""
 
     artifact_type: ClassVar[str]
+    """The kind, in lower-case words with hyphens. Files of another kind are refused, and so are those of another format version."""
     format_version: ClassVar[int]
     fingerprint: ModelFingerprint | None = None
-    may_be_infinite: ClassVar[frozenset[str]] = frozenset()
+    """The model that it was made for, or `None` if it fits any."""
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
@@ -119,9 +113,9 @@ class Artifact(ABC):
         """
         where = f"{cls.artifact_type} from {folder_or_hub_id}"
         options = {"revision": revision, "token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
-        header, tensors = read_file(local_file(folder_or_hub_id, FILE_NAME, **options))
+        header, tensors = read_file(_local_file(folder_or_hub_id, **options))
         require_header(header, cls.artifact_type, cls.format_version, {"metadata": dict, "fingerprint": dict | None}, where)
-        if name := not_finite(tensors, cls.may_be_infinite):
+        if name := not_finite(tensors):
             raise ArtifactError(f"{where}: the tensor {name!r} has infinities or NaN. {_AGAIN}")
         with artifact_errors(f"{where}: its content doesn't make a {cls.artifact_type}", _AGAIN):
             fingerprint = None if header["fingerprint"] is None else ModelFingerprint.from_dict(header["fingerprint"])
@@ -132,15 +126,15 @@ class Artifact(ABC):
         return artifact
 
     def _write(self, folder: Path, load_from: str) -> None:
-        tensors, metadata = self.tensors(), self.metadata()
-        if not isinstance(metadata, dict):
-            raise ConfigError.of("metadata", "a dict", metadata)
-        fingerprint = None if self.fingerprint is None else self.fingerprint.to_dict()
+        tensors, fingerprint = self.tensors(), None if self.fingerprint is None else self.fingerprint.to_dict()
         header = {"type": self.artifact_type, "format_version": self.format_version, "package_version": __version__}
-        pieces = container(Content(header | {"fingerprint": fingerprint, "metadata": metadata}, tensors))
-        if name := not_finite(tensors, self.may_be_infinite):
+        pieces = container(Content(header | {"fingerprint": fingerprint, "metadata": self.metadata()}, tensors))
+        if name := not_finite(tensors):
             raise ConfigError.of(f"tensors[{name!r}]", "finite values", "infinities or NaN", "Look for them where it was calibrated.")
-        write_atomically(make_folder(folder) / FILE_NAME, pieces)
+        if folder.exists() and not folder.is_dir():
+            raise ConfigError.of("folder", "a folder or a path where one can be made", str(folder), "A file has that name.")
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / FILE_NAME, pieces)
         path = folder / _CARD_NAME
         try:
             existing = path.read_text("utf-8") if path.exists() else None
@@ -159,9 +153,7 @@ def _card(artifact: Artifact, existing: str | None, load_from: str) -> str | Non
     _, end, after = rest.partition(_END)
     kind, model, fingerprint = type(artifact), "Not bound to one model.", artifact.fingerprint
     if fingerprint is not None:
-        facts = {"fingerprint": f"`{fingerprint.digest}`", **fingerprint.facts}
-        table = markdown_table([{"Property": name, "Value": value} for name, value in facts.items() if value not in (None, "")])
-        model = f"{_cell(fingerprint.describe())}\n\nOther weights, adapters or tokenizers are refused.\n\n{table}"
+        model = f"{_cell(fingerprint.describe())}\n\nOther weights, adapters or tokenizers are refused. In full: `{fingerprint.digest}`"
     code = f"from {kind.__module__} import {kind.__name__}\n\n"
     code += f"artifact = {kind.__name__}.from_pretrained({load_from!r}, model=model, tokenizer=tokenizer)"
     parts = [f"# {artifact.artifact_type}", (kind.__doc__ or "").strip().split("\n\n")[0].replace("\n", " ")]
@@ -184,24 +176,15 @@ def _cell(value: object) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-def make_folder(folder: str | os.PathLike[str]) -> Path:
-    """Make a folder to save something in, unless it exists."""
-    path = Path(folder)
-    if path.exists() and not path.is_dir():
-        raise ConfigError.of("folder", "a folder or a path where one can be made", str(path), "A file has that name.")
-    path.mkdir(parents=True, exist_ok=True)
-    return path
-
-
-def local_file(folder_or_hub_id: str | os.PathLike[str], name: str, **options: Any) -> Path:
-    """Return the path of a file in a folder, or, where there is no such folder, of the file that `hf_hub_download` gives."""
+def _local_file(folder_or_hub_id: str | os.PathLike[str], **options: Any) -> Path:
+    """Return the path of an artifact in a folder, or of what `hf_hub_download` gives where there is no such folder."""
     folder = Path(folder_or_hub_id)
     if folder.is_dir():
-        if not (folder / name).exists():
-            raise ArtifactError(f"{folder}: expected {name}, got none. Pass the folder that was given to save_pretrained. {_OLD}")
-        return folder / name
+        if not (folder / FILE_NAME).exists():
+            raise ArtifactError(f"{folder}: expected {FILE_NAME}, got none. Pass the folder that was given to save_pretrained. {_OLD}")
+        return folder / FILE_NAME
     try:
-        return Path(hf_hub_download(str(folder_or_hub_id), name, **options))
+        return Path(hf_hub_download(str(folder_or_hub_id), FILE_NAME, **options))
     except (HFValidationError, HfHubHTTPError, OSError) as error:
-        got = f"{folder_or_hub_id}: there is no such folder, and the Hub gave no {name} for this id: {error}"
+        got = f"{folder_or_hub_id}: there is no such folder, and the Hub gave no {FILE_NAME} for this id: {error}"
         raise ArtifactError(f"{got} Check the path, or the id, the revision, the token and the network. {_OLD}") from error

@@ -1,9 +1,7 @@
 """The identity of what computes keys and values: a state in which the model was seen, of which the fingerprint is read when it is needed.
 
 A silent write (through `.data`, NumPy or a fused optimizer) moves no pointer and no version counter. So each look at the model compares
-one in 64 of the tensors with a copy: all of a tensor of up to 16 KiB, 32 runs of 512 bytes of a larger one. A write of a whole tensor, or
-of any element of a small one, is found within 64 looks; a write of few elements of a large tensor may never be found. On CUDA a look reads
-what earlier ones have found, so that it does not wait for the device.
+one in 64 of the tensors with a copy: all of a tensor of up to 16 KiB, 32 runs of 512 bytes of a larger one.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +25,8 @@ from hf_kvcaches.core.view import previous_implementation
 from hf_kvcaches.errors import FingerprintMismatch
 from hf_kvcaches.kernels.checksum import is_readable, name_of, sample
 
-# Looks within which every tensor is compared.
-LOOKS = 64
-# States of a model that are remembered, so that a server that switches between adapters finds each again.
-_STATES = 8
+LOOKS = 64  # within which every tensor is compared
+_STATES = 8  # of a model that are remembered, so that a server that switches between adapters finds each again
 # Whose hooks and wrappers compute what the model says: they place tensors, require gradients, or collect outputs; and two of PEFT's.
 _LIBRARIES = frozenset(("transformers", "torch", "hf_kvcaches"))
 _HARMLESS = ("make_inputs_require_grad", "make_inputs_require_grads")
@@ -38,23 +34,18 @@ _ADVICE = "Remove it, or give the function an attribute only_observes = True if 
 
 
 class Identity:
-    """What computes keys and values in this process.
-
-    Args:
-        reason: What takes part in the pass and is in no fingerprint, as a sentence; "" where there is nothing.
-        known: The fingerprint, without a tokenizer; None where it was not read.
-        state: The state in which the model was seen; it can be read for as long as it is in it.
-    """
+    """What computes keys and values in this process: the state in which the model was seen, and its fingerprint once it was read."""
 
     def __init__(self, reason: str = "", known: ModelFingerprint | None = None, state: _State | None = None) -> None:
-        self.reason, self._known, self._state = reason, known, state
+        self.reason = reason  # what takes part in the pass and is in no fingerprint, as a sentence; "" where there is nothing
+        self._known, self._state = known, state
 
     @property
     def fingerprint(self) -> ModelFingerprint:
         """The fingerprint; `FingerprintMismatch` where it was not read in time, or where there is a reason."""
         with _lock:
             if self._known is None and self._state is not None and self._state.holds(LOOKS):
-                self._known = ModelFingerprint.of(self._state.model)
+                self._known = ModelFingerprint.of(cast("PreTrainedModel", self._state.model()))
         if self._known is None:
             raise FingerprintMismatch(self.reason or "The model has changed since, and its weights, settings and adapters were not read.")
         return self._known
@@ -76,8 +67,8 @@ class Identity:
         return not self.reason and (self is other or self.known_digest() == other.known_digest() != "")
 
     def is_current(self) -> bool:
-        """Whether the model still computes the same, for a thread that stores what a pass computed; False where the model is gone."""
-        model = None if self._state is None else self._state.model
+        """Whether the model, if it is still there, computes the same; for a thread that stores what a pass computed."""
+        model = None if self._state is None else self._state.model()
         # While its passes run, a tensor-parallel model has other weights in the place of its own.
         return model is not None and (is_tensor_parallel(model) or self.matches(_state_of(model)[1]))
 
@@ -91,20 +82,14 @@ class Identity:
 
 @dataclass
 class Provenance:
-    """Under which identities the tokens of a cache were computed.
+    """Under which identities the tokens of a cache were computed; decode steps by the model of the pass before."""
 
-    Decode steps are taken to be by the model of the pass before.
-
-    Args:
-        until: Up to where tokens belong to passes whose identity was taken.
-    """
-
-    until: int = 0
+    until: int = 0  # up to where tokens belong to passes whose identity was taken
     _spans: list[tuple[int, Identity]] = field(default_factory=list)
 
     @classmethod
     def of(cls, identity: Identity, tokens: int) -> Provenance:
-        """Of a cache that was read from a file, and that the model of this identity has filled."""
+        """Of a cache that was read from a file."""
         return cls(tokens, [(0, identity)])
 
     def begin_pass(self, model: PreTrainedModel, seen: int, tokens: int) -> None:
@@ -125,11 +110,11 @@ class Provenance:
         """Of all tokens, or the reason why they have none."""
         if not self._spans:
             return Identity("No pass has filled the cache, or only compiled ones, before which the model is not read.")
-        last = self._spans[-1][1]
-        if foreign := next((identity for _, identity in self._spans if identity.reason), None):
-            return foreign
-        if all(identity.matches(last) for _, identity in self._spans):
-            return last
+        identities = [identity for _, identity in self._spans]
+        if unseen := next((identity for identity in identities if identity.reason), None):
+            return unseen
+        if all(identity.matches(identities[-1]) for identity in identities):
+            return identities[-1]
         changed = f"The model has changed behind the first {self._spans[1][0]} tokens (weights, settings or adapters)"
         return Identity(f"{changed}, and what follows depends on both.")
 
@@ -149,16 +134,16 @@ def identity_of(model: PreTrainedModel, looks: int = 1, *, evaluates: bool = Fal
     """Return the identity under which a model (without a PEFT wrapper) would compute now.
 
     Args:
-        looks: How many 64ths of the tensors to search for silent writes; `LOOKS` compares all, and waits for a GPU.
+        looks: How many 64ths of the tensors to search for silent writes; `LOOKS` compares all.
         evaluates: Whether it is run in evaluation mode, whatever mode it is in.
     """
     state, identity = _state_of(model, looks)
-    reason = _unseen(model, state.modules(), evaluates)
+    reason = _unseen(model, [reference() for reference in state.modules], evaluates)
     return Identity(reason) if reason else identity
 
 
 def require_identity(model: PreTrainedModel, what: str) -> Identity:
-    """Return the identity of a model in which everything that computes can be seen; `what` needs it, as the subject of the message."""
+    """Return the identity of a model in which everything that computes can be seen, which `what` needs, the subject of the message."""
     identity = identity_of(model, LOOKS)
     if identity.reason:
         raise FingerprintMismatch(f"{what} would be bound to a model that no fingerprint describes. {identity.reason}")
@@ -166,7 +151,7 @@ def require_identity(model: PreTrainedModel, what: str) -> Identity:
 
 
 def fingerprint_of(model: nn.Module) -> ModelFingerprint:
-    """Return the fingerprint of a model as it is now, hooks left out: `ModelFingerprint.of`, which is remembered as long as it holds."""
+    """Return the fingerprint of a model as it is now, hooks left out: `ModelFingerprint.of`, remembered as long as it holds."""
     return _state_of(compat.base_model(model))[1].fingerprint
 
 
@@ -180,14 +165,13 @@ def _state_of(model: PreTrainedModel, looks: int = 1) -> tuple[_State, Identity]
         states = _states.get(model, [])
         current = next((entry for entry in states if entry[0].holds(looks)), None)
         if current is None:
-            state = _State(model)
-            current = state, Identity(why_unreadable(model), state=state)
+            current = (state := _State(model)), Identity(why_unreadable(model), state=state)
         _states[model] = [current, *(entry for entry in states if entry is not current and not entry[0].lost)][:_STATES]
         return current
 
 
 class _State:
-    """A state in which a model was seen; holds no reference to the model, its modules or its tensors."""
+    """A state in which a model was seen; keeps neither it, nor its modules or tensors alive."""
 
     @torch.inference_mode(False)
     def __init__(self, model: PreTrainedModel) -> None:
@@ -199,29 +183,17 @@ class _State:
                 members += [getattr(member, name) for name in member.__tensor_flatten__()[0]]
             elif isinstance(member, Tensor) and is_readable(member):
                 tensors[id(member)] = member
-        self._model, self._supplied, self.lost = weakref.ref(model), supplied.get(model), False
-        self._modules = [*map(weakref.ref, modules)]
+        self.model, self._supplied, self.lost = weakref.ref(model), supplied.get(model), False
+        self.modules: list[Any] = [*map(weakref.ref, modules)]
         self._tensors: list[Any] = [*map(weakref.ref, tensors.values())]
         self._places = self._look()
         self._settings = [(weakref.ref(owner), len(vars(owner)), settings_of(vars(owner))) for owner in (*modules, *configs.values())]
         sampled = [tensor for tensor in tensors.values() if tensor.numel() and not tensor.is_quantized]
         self._samples: list[Any] = [(weakref.ref(tensor), sample(tensor).clone()) for tensor in sampled]
         self._next = 0  # of these
-        # For each device whether a sample has changed, and a copy of that for the host, which it reads without waiting.
-        flag = functools.partial(torch.zeros, (), dtype=torch.bool)
-        self._written = {each.device: (flag(device=each.device), flag(pin_memory=each.is_cuda)) for _, each in self._samples}
-
-    @property
-    def model(self) -> Any:
-        """The model, or None where it is gone."""
-        return self._model()
-
-    def modules(self) -> list[Any]:
-        """The model's modules, or None for those that are gone."""
-        return [reference() for reference in self._modules]
 
     def holds(self, looks: int = 1) -> bool:
-        """Look at the model: whether it is in this state, as far as pointers, counters, attributes and a part of the samples tell."""
+        """Whether the model is in this state, as far as pointers, counters, attributes and a part of the samples tell."""
         if self.lost or not self._is_unmoved():
             return False
         self.lost = self._was_written(looks)
@@ -229,12 +201,12 @@ class _State:
 
     def _look(self) -> list[Any]:
         """Where all modules and tensors are, and how often these were written."""
-        modules, tensors = self.modules(), [reference() for reference in self._tensors]
+        modules, tensors = ([reference() for reference in references] for references in (self.modules, self._tensors))
         members = map(id, compat.members_of(modules))
         return [*map(type, modules), *members, *map(Tensor.data_ptr, tensors), *compat.versions_of(tensors)]
 
     def _is_unmoved(self) -> bool:
-        model = self.model
+        model = self.model()
         try:
             if model is None or supplied.get(model) is not self._supplied or self._look() != self._places:
                 return False
@@ -247,15 +219,12 @@ class _State:
 
     @torch.no_grad()
     def _was_written(self, looks: int) -> bool:
-        """Whether sampled elements have changed; on a GPU as far as it has come, unless all are compared."""
+        """Whether elements of the samples that are looked at have changed."""
         count = min(looks * -(-len(self._samples) // LOOKS), len(self._samples))
-        for index in range(self._next, self._next + count):
-            reference, before = self._samples[index % len(self._samples)]
-            written, told = self._written[before.device]
-            written |= (sample(reference()) != before).any()
-            told.copy_(written, non_blocking=True)
+        looked_at = [self._samples[index % len(self._samples)] for index in range(self._next, self._next + count)]
         self._next += count
-        return any(bool(written if looks >= LOOKS else told) for written, told in self._written.values())
+        changed = [(sample(reference()) != before).any().to(self._samples[0][1].device) for reference, before in looked_at]
+        return bool(changed) and bool(torch.stack(changed).any())
 
 
 def _unseen(model: PreTrainedModel, modules: list[nn.Module], evaluates: bool) -> str:
@@ -280,7 +249,7 @@ def _unseen(model: PreTrainedModel, modules: list[nn.Module], evaluates: bool) -
 
 
 def _foreign_name(*functions: Any) -> str:
-    """The name of the first of some functions that is the caller's own; "" for none."""
+    """The name of the first function that is the caller's own; "" for none."""
     for function in functions:
         while isinstance(function, functools.partial):
             function = function.func
@@ -306,7 +275,6 @@ def _patched_forward(kinds: Iterable[type[nn.Module]]) -> str:
 
 
 def _for_training(module: nn.Module) -> str:
-    """What a module does in training mode alone, by name."""
     attributes = vars(module) | (vars(module.config) if isinstance(module, PreTrainedModel) else {})
     rates = {name: value for name, value in attributes.items() if FOR_TRAINING.search(name) or name in ("p", "track_running_stats")}
     return next((f"{name}={value}" for name, value in rates.items() if isinstance(value, int | float) and value > 0), "")

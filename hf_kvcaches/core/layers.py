@@ -42,9 +42,8 @@ def other_rows(rows: int, dtype: torch.dtype | None, new: torch.Tensor) -> Confi
 class KVLayer(CacheLayerMixin):
     """One layer of a `KVCache`.
 
-    Tokens *seen* and slots *kept* are two numbers: `seen` is what the model has fed in and decides positions and masks; `kept` is
-    what the layer still holds. Every mutator that transformers may call is refused here, so that a layer with state of its own
-    can't inherit one that forgets it.
+    `seen` counts the tokens that the model has fed in, which decides positions and masks; `kept` the slots that the layer still holds.
+    Every operation that transformers may call and that touches state is refused here, so that none is inherited that forgets a part.
     """
 
     is_compileable = False
@@ -78,7 +77,7 @@ class KVLayer(CacheLayerMixin):
         return self.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """All tokens seen, whatever is kept: a layer that keeps fewer answers its queries itself, and may ask for less."""
+        """All tokens seen, whatever is kept: a layer that keeps fewer answers its queries itself."""
         return self.seen + query_length, 0
 
     def get_max_length(self) -> int:
@@ -106,14 +105,6 @@ class KVLayer(CacheLayerMixin):
     def prefetch(self) -> None:
         self._move(self.device if self.is_initialized else "cpu")
 
-    def _map_rows(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Pick rows of everything that the layer holds."""
-        self._refuse("other rows", "Decode without beam search, and repeat the prompt instead of the cache.")
-
-    def _move(self, device: torch.device | str) -> None:
-        """Move everything that the layer holds."""
-        self._refuse("offload")
-
     def activate_past_recording(self) -> None:
         self._refuse("activate_past_recording", "Decode without an assistant.")
 
@@ -125,8 +116,16 @@ class KVLayer(CacheLayerMixin):
         """Take over what `export_state` gave; the tensors are on the layer's device."""
         self._refuse("load")
 
+    def _map_rows(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Pick rows of everything that the layer holds."""
+        self._refuse("other rows", "Decode without beam search, and repeat the prompt instead of the cache.")
+
+    def _move(self, device: torch.device | str) -> None:
+        """Move everything that the layer holds."""
+        self._refuse("offload")
+
     def _refuse(self, operation: str, hint: str = "") -> NoReturn:
-        raise UnsupportedError(f"{type(self).__name__} does not support {operation}." + (f" {hint}" if hint else ""))
+        raise UnsupportedError(f"{type(self).__name__} does not support {operation}. {hint}".rstrip())
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(seen={self.seen}, kept={self.kept})"
@@ -153,18 +152,14 @@ class TensorLayer(KVLayer):
         return {name: tensor for name in self.row_tensors if (tensor := getattr(self, name, None)) is not None}
 
     def reset(self) -> None:
-        for name in self.row_tensors:
-            setattr(self, name, None)
-        for name in self.counters:
-            setattr(self, name, 0)
+        self.__dict__.update(dict.fromkeys(self.row_tensors) | dict.fromkeys(self.counters, 0))
         self.is_initialized = False
 
     def export_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         return self._declared_tensors(), {name: getattr(self, name) for name in self.counters}
 
     def import_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
-        foreign = (set(tensors) - set(self.row_tensors)) | (set(self.counters) ^ set(values))
-        if foreign:
+        if foreign := (set(tensors) - set(self.row_tensors)) | (set(self.counters) ^ set(values)):
             raise ArtifactError(
                 f"The stored state doesn't fit {type(self).__name__}: {sorted(foreign)}. Load it with the version that wrote it."
             )
@@ -172,8 +167,7 @@ class TensorLayer(KVLayer):
         if type(values.get("seen", 0)) is not int or any(abs(number) > _MOST_TOKENS for number in numbers):
             raise ArtifactError(f"The stored state of a {type(self).__name__} has the counters {str(values)[:200]}. Save the cache again.")
         self.reset()
-        for name, value in (tensors | values).items():
-            setattr(self, name, value)
+        self.__dict__.update(tensors | values)
         if self.keys is not None and self.values is not None:
             self.lazy_initialization(self.keys, self.values)
 
@@ -192,19 +186,16 @@ class TensorLayer(KVLayer):
         return self.owned_tensors()
 
     def _map_rows(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        for name, tensor in self._declared_tensors().items():
-            setattr(self, name, function(tensor))
+        self.__dict__.update({name: function(tensor) for name, tensor in self._declared_tensors().items()})
 
     def _move(self, device: torch.device | str) -> None:
-        for name, tensor in self._declared_tensors().items():
-            setattr(self, name, tensor.to(device, non_blocking=True))
+        self.__dict__.update({name: tensor.to(device, non_blocking=True) for name, tensor in self._declared_tensors().items()})
 
     def leave_inference_mode(self) -> None:
         """Copy what was made under `torch.inference_mode`, where that is over: it can neither be written to nor be part of a graph."""
-        if not torch.is_inference_mode_enabled():
-            for name in self.row_tensors:
-                if (tensor := getattr(self, name, None)) is not None and tensor.is_inference():
-                    setattr(self, name, tensor.clone())
+        for name in () if torch.is_inference_mode_enabled() else self.row_tensors:
+            if (tensor := getattr(self, name, None)) is not None and tensor.is_inference():
+                setattr(self, name, tensor.clone())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorLayer:
         copied = type(self).__new__(type(self))
@@ -228,23 +219,18 @@ class GrowingLayer(TensorLayer):
     key_buffer: torch.Tensor | None = None
     value_buffer: torch.Tensor | None = None
 
+    def __init__(self) -> None:
+        self.is_initialized = False  # transformers' constructor assigns `keys` and `values`, too
+
     @property
-    def keys(self) -> torch.Tensor | None:
+    def keys(self) -> torch.Tensor | None:  # type: ignore[override]
         """(batch, kv_heads, seen, head_dim), or None before the first token."""
         return None if self.key_buffer is None else self.key_buffer[:, :, : self.kept]
 
-    @keys.setter
-    def keys(self, value: torch.Tensor | None) -> None:
-        _refuse_tensor("keys", value)
-
     @property
-    def values(self) -> torch.Tensor | None:
+    def values(self) -> torch.Tensor | None:  # type: ignore[override]
         """(batch, kv_heads, seen, head_dim), or None before the first token."""
         return None if self.value_buffer is None else self.value_buffer[:, :, : self.kept]
-
-    @values.setter
-    def values(self, value: torch.Tensor | None) -> None:
-        _refuse_tensor("values", value)
 
     @property
     def kept(self) -> int:
@@ -257,13 +243,9 @@ class GrowingLayer(TensorLayer):
             self.lazy_initialization(key_states, value_states)
         start = self.seen
         stop = start + key_states.shape[-2]
-        keys, values = append(self.key_buffer, key_states, start), append(self.value_buffer, value_states, start)
-        if keys is not self.key_buffer:
-            self.key_buffer = keys
-        if values is not self.value_buffer:
-            self.value_buffer = values
-        # Last: another thread may read up to `seen`.
-        self.seen = stop
+        self.key_buffer = keys = append(self.key_buffer, key_states, start)
+        self.value_buffer = values = append(self.value_buffer, value_states, start)
+        self.seen = stop  # last: another thread may read up to `seen`
         if start == 0:
             return key_states, value_states
         return keys.narrow(2, 0, stop), values.narrow(2, 0, stop)
@@ -288,19 +270,8 @@ class GrowingLayer(TensorLayer):
         return tensors | buffers, values
 
 
-def _refuse_tensor(name: str, value: torch.Tensor | None) -> None:
-    """Refuse to assign what buffers show; transformers' constructor assigns None."""
-    if value is not None:
-        raise TypeError(f"{name} are what the layer's buffer shows, and can't be assigned")
-
-
-def append(buffer: torch.Tensor | None, new: torch.Tensor, start: int, reserve: int = 8) -> torch.Tensor:
-    """Write `new` behind the first `start` slots of a buffer, which is replaced by a larger one when it is full.
-
-    Args:
-        buffer: (batch, kv_heads, capacity, head_dim), or None.
-        reserve: A larger buffer has room for one token more for each so many, so each token is copied about as many times in all.
-    """
+def append(buffer: torch.Tensor | None, new: torch.Tensor, start: int) -> torch.Tensor:
+    """Write `new` behind the first `start` slots of a buffer, (batch, kv_heads, capacity, head_dim), or of a larger one when it is full."""
     tokens = new.shape[-2]
     stop = start + tokens
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -309,8 +280,7 @@ def append(buffer: torch.Tensor | None, new: torch.Tensor, start: int, reserve: 
         return new if buffer is None else torch.cat([buffer[:, :, :start], new], dim=-2)
     frozen = buffer is not None and buffer.is_inference() and not torch.is_inference_mode_enabled()
     if buffer is None or stop > buffer.shape[-2] or frozen:
-        capacity = capacity_for(stop, reserve)
-        larger = new.new_empty((*new.shape[:-2], capacity, new.shape[-1]))
+        larger = new.new_empty((*new.shape[:-2], capacity_for(stop), new.shape[-1]))
         larger[..., stop:, :].zero_()  # uninitialized memory may hold other data
         if buffer is not None:
             larger[:, :, :start] = buffer[:, :, :start]

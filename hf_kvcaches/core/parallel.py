@@ -1,8 +1,7 @@
 """Tensor parallelism: which heads of each layer this process has, and how the processes decide as one.
 
-Keys, values, codes and scores of a head stay with the process that has the head. A decision that looks at all heads of a layer gathers
-scores first, so that every process takes the decision that one process with all heads would take. All processes must make the same
-calls in the same order.
+Keys, values, codes and scores of a head stay with its process. A decision that looks at all heads of a layer gathers scores first. All
+processes must make the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -25,15 +24,11 @@ _ATTENTION, _SPLIT = re.compile(r"attn|attention"), "colwise"
 
 @dataclass(frozen=True, eq=False)
 class HeadShard:
-    """The heads of this process: of each layer the `rank`-th of `size` equal spans of heads.
-
-    Args:
-        group: The process group of `torch.distributed`; None for the default one.
-    """
+    """The heads of this process: of each layer the `rank`-th of `size` equal spans of heads."""
 
     rank: int
     size: int
-    group: Any = None
+    group: Any = None  # of `torch.distributed`; None for the default one
 
     def span(self, heads: int) -> slice:
         """Return the indices of this process's heads, of the heads of all processes."""
@@ -107,12 +102,11 @@ def _shards_heads(model: PreTrainedModel) -> bool:
 
 
 def require_all_heads(model: Any, what: str, instead: str, *, any_plan: bool = False) -> None:
-    """Refuse a tensor-parallel model, each of whose processes has only some of the heads.
+    """Refuse a tensor-parallel model, each of whose processes has only some of the heads; with `any_plan` also where all are whole.
 
     Args:
         what: What needs all heads of a layer, as the subject of the message.
         instead: What the user may do.
-        any_plan: Whether to refuse plans that leave heads whole, too.
     """
     base, _ = compat.split_model(model)
     if base is not None and is_tensor_parallel(base) and (any_plan or _shards_heads(base)):
@@ -120,12 +114,7 @@ def require_all_heads(model: Any, what: str, instead: str, *, any_plan: bool = F
 
 
 def require_heads(heads: int, shard: HeadShard | None, total: int, what: str) -> None:
-    """Refuse keys with another number of heads than expected, as those of a sharded model that a cache does not know.
-
-    Args:
-        total: The heads of the model in all processes.
-        what: What looks at the heads together, as the subject of the message.
-    """
+    """Refuse keys with other heads than the `total` of all processes tells, as those of a sharded model that a cache does not know."""
     expected = total if shard is None else total // shard.size
     # Configs of whole models may name another number, as with latents, but no process has a part of the heads without a group.
     sharded = shard is not None or (heads < total and total % heads == 0 and _processes() % (total // heads) == 0)

@@ -14,10 +14,7 @@ from hf_kvcaches.errors import ConfigError, with_article
 
 
 class PerCall(compat.MarkedCache):
-    """What `per_call` returns: a recipe of a cache, and the `custom_generate` that decodes with a new one.
-
-    It keeps nothing of a call: threads may share it. It can be pickled if its arguments can.
-    """
+    """What `per_call` returns: a recipe of a cache, and the `custom_generate` that decodes with a new one. Threads may share it."""
 
     def __init__(self, cache_class: type[KVCache], args: tuple[Any, ...], options: dict[str, Any]) -> None:
         self.cache_class, self.args, self.options = cache_class, args, options

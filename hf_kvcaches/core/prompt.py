@@ -19,10 +19,8 @@ from hf_kvcaches.core.continuation import not_continued
 from hf_kvcaches.core.refusal import Refusal
 from hf_kvcaches.errors import ConfigError
 
-# What a prompt of tokens alone comes with; a call with any other tensor is left to the model.
-_TOKEN_INPUTS = ("input_ids", "attention_mask", "position_ids")
-# What asks for the insides of layers, which a source's own run would leave out.
-_INSIDE = ("output_hidden_states", "output_attentions", "output_router_logits")
+_TOKEN_INPUTS = ("input_ids", "attention_mask", "position_ids")  # a call with any other tensor is left to the model
+_INSIDE = ("output_hidden_states", "output_attentions", "output_router_logits")  # of layers, which a source's own run would leave out
 
 
 class Stage(Enum):
@@ -36,29 +34,20 @@ class Stage(Enum):
 
 @dataclass(frozen=True)
 class PrefillCall:
-    """A prompt, or a chunk of one, on its way into the model.
-
-    Args:
-        input_ids: The new tokens, (batch, tokens).
-        attention_mask: 1 where a token is real, (batch, tokens seen before + new ones), or None when nothing is padded.
-        position_ids: Of the new tokens, (batch, tokens), or None where the model numbers them itself.
-        most: How many of the first tokens a source may take: the caller wants the logits of the others.
-    """
+    """A prompt, or a chunk of one, on its way into the model."""
 
     model: PreTrainedModel
-    input_ids: torch.Tensor
-    attention_mask: torch.Tensor | None
-    position_ids: torch.Tensor | None
-    most: int
+    input_ids: torch.Tensor  # the new tokens, (batch, tokens)
+    attention_mask: torch.Tensor | None  # 1 where a token is real, (batch, tokens seen before + new ones), or None without padding
+    position_ids: torch.Tensor | None  # of the new tokens, (batch, tokens), or None where the model numbers them itself
+    most: int  # how many of the first tokens a source may take: the caller wants the logits of the others
 
 
 @dataclass(frozen=True)
 class Remaining:
-    """The tokens of a prompt that the model still has to run, where they are not just its last ones.
+    """The tokens of a prompt that the model still has to run, where they are not just its last ones; both (batch, tokens).
 
-    Args:
-        input_ids: (batch, tokens), the last ones of each row the prompt's last: as many as a holder's `adopt_window`, and at least one.
-        positions: Of these tokens, (batch, tokens).
+    The last ones of each row are the prompt's last: as many as a holder's `adopt_window`, and at least one.
     """
 
     input_ids: torch.Tensor

@@ -7,11 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why something can't be done. What can be done has none: functions return None, or what was asked for, in its place.
-
-    Args:
-        reason: A sentence, or the end of one.
-    """
+    """Why something can't be done, as a sentence or the end of one. Of what can be done functions return None, or what was asked for."""
 
     reason: str
 

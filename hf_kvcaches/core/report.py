@@ -41,7 +41,7 @@ class CacheReport:
         return tuple(kept for layer, kept in enumerate(self.kept) if layer not in self.others)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields as a plain dict; `decode_with` and `others` where there are any."""
+        """The fields as a plain dict; `decode_with` and `others` where there are any."""
         return {name: value for name, value in asdict(self).items() if name not in ("decode_with", "others") or value}
 
     def __str__(self) -> str:
@@ -49,20 +49,22 @@ class CacheReport:
         if self.others:
             others = [f"{count} {'keeps' if count == 1 else 'keep'} {what}" for what, count in Counter(self.others.values()).items()]
             rows["layers"] = f"{len(self.own_kept)} of {len(self.kept)}; {', '.join(others)}"
-        shown = {f.name: self._shown(f.name) for f in fields(self) if f.name not in CacheReport.__dataclass_fields__}
-        rows |= {name.replace("_", " "): text for name, text in shown.items() if text}
+        own = [f.name for f in fields(self) if f.name not in CacheReport.__dataclass_fields__]
+        rows |= {name.replace("_", " "): text for name in own if (text := self._shown(name))}
         width = max(map(len, rows))
-        text = self.cache + "".join(f"\n  {name:<{width}}  {value}" for name, value in rows.items())
-        return text if self.decode_with is None else f"{text}\ndecodes with {self.decode_with}"
+        lines = [self.cache, *(f"  {name:<{width}}  {value}" for name, value in rows.items())]
+        return "\n".join(lines if self.decode_with is None else [*lines, f"decodes with {self.decode_with}"])
 
     def _shown(self, name: str) -> str:
-        """Return the value of a method's own field on one line, with no more digits than people read; "" where there is none."""
+        """The value of a method's own field on one line, with no more digits than people read; "" where there is none."""
         value = getattr(self, name)
         return f"{value:.1%}" if isinstance(value, float) and name.endswith(("_saved", "_share")) else _text(value)
 
 
 def _text(value: Any) -> str:
-    """Return a value as people read it: of a long list the beginning, and of ids of 32 digits the first 8; "" where there is nothing."""
+    """A value as people read it: of a long list the beginning, and of ids of 32 digits the first 8; "" where there is nothing."""
+    if value is None:
+        return ""
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {_text(item)}" for key, item in value.items())
     if type(value) in (tuple, list):
@@ -70,7 +72,7 @@ def _text(value: Any) -> str:
         return ", ".join([*map(_text, value[:_MOST]), *more]) if any(item is not None and item != "" for item in value) else ""
     if isinstance(value, float):
         return f"{value:.4g}"
-    return "" if value is None else f"{value:,}" if isinstance(value, int) else _ID.sub(r"\1…", str(value))
+    return f"{value:,}" if isinstance(value, int) else _ID.sub(r"\1…", str(value))
 
 
 def measured_bytes(tensors: Iterable[torch.Tensor]) -> int:

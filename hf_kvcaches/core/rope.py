@@ -23,10 +23,10 @@ from hf_kvcaches.kernels.rotation import Layout, check_layout, cos_sin, rotate_
 class RotaryGeometry:
     """The angles by which one model's keys (of one kind of layer) are rotated.
 
-    **Precision.** A model multiplies positions by its frequencies in *float32*, so these exact numbers are kept, as float64; finer ones
-    would differ by a third of a radian at position 5,000,000. Angles and cosines are taken in float64, and keys rotated in float32 (or
-    float64) and cast once. A model that was cast with `model.to(torch.bfloat16)` has cast its frequencies (loading it with `dtype=` does
-    not): give those with `dataclasses.replace(geometry, inv_freq=model.model.rotary_emb.inv_freq.double().cpu())`.
+    **Precision.** A model multiplies positions by its frequencies in *float32*, so these exact numbers are kept, as float64. Angles and
+    cosines are taken in float64, and keys rotated in float32 (or float64) and cast once. A model that was cast with
+    `model.to(torch.bfloat16)` has cast its frequencies (loading it with `dtype=` does not): give those with
+    `dataclasses.replace(geometry, inv_freq=model.model.rotary_emb.inv_freq.double().cpu())`.
 
     **Shapes.** Keys are `(batch, heads, seq, head_dim)`. Positions and deltas are an `int`, or an integer tensor: `()`, `(seq,)`,
     `(batch, seq)` or `(batch, heads, seq)`; any of these dimensions may be 1, so `(batch, 1)` is one delta per row.
@@ -43,8 +43,8 @@ class RotaryGeometry:
         attention_scaling: What the model multiplies cosines and sines with (yarn).
         layout: Which dimensions form a pair: `"half"`: i and i + rotary_dim / 2; `"interleaved"`: 2i and 2i + 1.
         rope_type: The config's `rope_type`, or `"none"`.
-        kind: `"rope"`; `"none"` for a layer that leaves positions out in a model that rotates elsewhere, whose keys are right anywhere;
-            `"learned"` and `"alibi"`, whose keys carry no rotation; `"unknown"`, of which at most `inv_freq` is known.
+        kind: `"rope"`; `"none"` for a layer that leaves positions out, whose keys are right anywhere; `"learned"` and `"alibi"`, whose keys
+            carry no rotation; `"unknown"`, of which at most `inv_freq` is known.
         refusal: Why keys can't be moved to other positions, as the end of a sentence; None if they can.
         changes_at: Forward passes that reach this position rotate by other frequencies than `inv_freq`; None if none do.
         inv_freq_beyond: By these frequencies; None where they change with every further position.
@@ -117,7 +117,7 @@ class RotaryGeometry:
 
         Args:
             positions: Of all tokens of the forward pass, padding included, or the largest; anything where `changes_at` is None.
-            held: What this gave for the keys in the cache; None for an empty cache. One that this pass does not rotate by is refused.
+            held: That of the keys in the cache, if it holds any; refused where this pass does not rotate by it.
         """
         if self.changes_at is None:
             return self
@@ -150,11 +150,7 @@ class RotaryGeometry:
     def cos_sin(
         self, positions: int | torch.Tensor, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosines and sines of each pair's angle, without `attention_scaling`, `positions.shape + (rotary_dim / 2,)`.
-
-        Args:
-            positions: An int, or an integer tensor of any shape, whose device is the default for the result.
-        """
+        """Return cosines and sines of each pair's angle, without `attention_scaling`, `positions.shape + (rotary_dim / 2,)`."""
         self._require_angles("cos_sin")
         where = torch.device(device or ("cpu" if isinstance(positions, int) else positions.device))
         return cos_sin(self.frequencies_on(where), positions if isinstance(positions, int) else positions.to(where), dtype)
@@ -172,7 +168,7 @@ class RotaryGeometry:
             exact = torch.promote_types(x.dtype, torch.float32)
             cos, sin = (table * scaling for table in self.cos_sin(by, exact, x.device))
             return rotate_(x.to(exact, copy=True), cos, -sin if verb == "unrotate" else sin, self.layout).to(x.dtype)
-        if self.refusal is not None:  # Keys without rotation may stay where they are; of others nothing is known at any position.
+        if self.refusal is not None:  # keys without rotation may stay where they are; of others nothing is known at any position
             moves = bool(by if isinstance(by, int) else by.any()) if verb == "shift" else self.kind == "unknown"
             if moves:
                 self._require_angles(verb)
@@ -199,9 +195,7 @@ class RotaryGeometry:
 def undoable_rotation(config: Any, layer_idx: int, argument: str, hint: str) -> RotaryGeometry | None:
     """Return how a layer rotates its keys, where that can be undone for each key; None if it does not rotate them.
 
-    Args:
-        argument: What asks for keys before rotation, for the error.
-        hint: What to do instead.
+    An error names the argument that asks for keys before rotation, and has the hint.
     """
     geometry = RotaryGeometry.from_config(config, layer_idx=layer_idx)
     if geometry.kind in ("learned", "none", "alibi"):
@@ -212,18 +206,11 @@ def undoable_rotation(config: Any, layer_idx: int, argument: str, hint: str) -> 
 
 
 class Rotation(NamedTuple):
-    """How a model's keys are rotated to other positions.
+    """How a model's keys are rotated to other positions."""
 
-    Args:
-        layers: The geometry of each layer; equal ones are one object.
-        refused: Whether not even a prefix can be reused: keys depend on the length of the text, or their positions are unknown.
-        why: Why keys can't be rotated to other positions, as the end of a sentence; "" if they can.
-        positions_matter: Whether keys depend on the positions of their tokens.
-    """
-
-    layers: tuple[RotaryGeometry, ...]
-    refused: bool
-    why: str
+    layers: tuple[RotaryGeometry, ...]  # equal ones are one object
+    refused: bool  # not even a prefix can be reused: keys depend on the length of the text, or their positions are unknown
+    why: str  # keys can't be rotated to other positions, as the end of a sentence; "" if they can
     positions_matter: bool
 
 

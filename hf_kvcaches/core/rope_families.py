@@ -30,13 +30,7 @@ _LAYOUTS: tuple[Layout, ...] = ("half", "interleaved")
 
 
 def read_rotary_facts(text: Any, layer_type: str | None, layer_idx: int, latents: bool) -> dict[str, Any]:
-    """Return the arguments of a `RotaryGeometry` for one layer.
-
-    Args:
-        text: The config of a decoder.
-        layer_type: The key of the layer's parameters, where `rope_parameters` are nested.
-        latents: As in `RotaryGeometry.from_config`.
-    """
+    """Return the arguments of a `RotaryGeometry` for one layer, whose type is its key where `rope_parameters` are nested."""
     config, parameters = text.per_layer_config[layer_idx], getattr(text, "rope_parameters", None) or {}
     nested = any(isinstance(value, dict) for value in parameters.values())
     parameters = parameters.get(layer_type) if nested else parameters
@@ -44,21 +38,19 @@ def read_rotary_facts(text: Any, layer_type: str | None, layer_idx: int, latents
         raise ConfigError.of("config", "head_dim, or hidden_size and num_attention_heads", type(config).__name__)
     facts: dict[str, Any] = {"inv_freq": torch.zeros(0, dtype=torch.float64), "head_dim": head_dim}
 
-    if compat.is_family(text, "alibi") or getattr(text, "alibi", False):
-        return facts | {"kind": "alibi", "rope_type": "none", "refusal": "its keys can't be moved (positions of the kind 'alibi')"}
-    if compat.is_family(text, "learned"):
-        return facts | {"kind": "learned", "rope_type": "none", "refusal": "its keys can't be moved (positions of the kind 'learned')"}
+    for kind in ("alibi", "learned"):
+        if compat.is_family(text, kind) or (kind == "alibi" and getattr(text, "alibi", False)):
+            return facts | {"kind": kind, "rope_type": "none", "refusal": f"its keys can't be moved (positions of the kind {kind!r})"}
     facts["layout"], direction = _layout(text) or ("half", 0)
     if compat.is_family(text, "fixed_base"):
         return facts | {"inv_freq": _default_frequencies(10000.0, text.rotary_dim)}
     if not latents and (getattr(config, "kv_lora_rank", None) or getattr(config, "qk_rope_head_dim", None)):
         return facts | {"refusal": "multi-head latent attention keeps its rotated dimensions apart from the rest"}
-    if compat.is_family(text, "latents_unrotated") or (parameters and not _layer_rotates(text, config, layer_idx)):
+    unrotated = not _layer_rotates(text, config, layer_idx) if parameters else nested
+    if unrotated or compat.is_family(text, "latents_unrotated"):
         return facts | {"kind": "none", "rope_type": "none"}
     if parameters:
         return facts | _rotation_facts(text, config, parameters, layer_type if nested else None, direction)
-    if nested:
-        return facts | {"kind": "none", "rope_type": "none"}
     refusal = "its config does not say how its keys carry positions (kind 'unknown')"
     return facts | {"kind": "unknown", "rope_type": "none", "refusal": refusal}
 

@@ -14,7 +14,6 @@ from hf_kvcaches import compat
 from hf_kvcaches.core.decoder import decoder_layers
 from hf_kvcaches.core.files import Content, artifact_errors, container, part_of, read_file, read_message, require_header
 from hf_kvcaches.core.fingerprint import ModelFingerprint
-from hf_kvcaches.core.hub import local_file, make_folder
 from hf_kvcaches.core.identity import LOOKS, Provenance, identity_of, require_identity
 from hf_kvcaches.core.layers import KVLayer
 from hf_kvcaches.core.parallel import require_all_heads
@@ -22,7 +21,6 @@ from hf_kvcaches.core.step import padding_of
 from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch, UnsupportedError, with_article
 from hf_kvcaches.stores.files import Source, write_atomically
 
-FILE_NAME = "kvcache.safetensors"  # in the folder that `save_pretrained` makes
 _TYPE, _VERSION = "cache", 7
 _FIELDS = {"class": str, "settings": dict, "layers": list, "fingerprint": dict, "codec": dict | None}
 
@@ -53,47 +51,113 @@ def named_codec(codec: Any, digest: str, where: str) -> Any:
     return codec
 
 
-def content_of(cache: Any, codec: CacheCodec | None, attention_mask: Tensor | None) -> Content:
-    """Return all of a `KVCache` that was built with its model, which is still as it was when it filled the cache; see `KVCache.save`."""
-    header: dict[str, Any] = {"type": _TYPE, "format_version": _VERSION, "class": type(cache).__name__, "settings": cache.settings()}
-    header |= {"fingerprint": _fingerprint(cache).to_dict(), "codec": None, "layers": []}
-    tensors: dict[str, Tensor] = {}
-    padding = None if codec is None else _row_padding(cache, codec, attention_mask)
-    if codec is not None:
-        header["codec"] = {"digest": codec.digest, "padding": padding}
-    elif cache.codec is not None:
-        header["codec"] = {"metadata": cache.codec.metadata()}
-        tensors = {f"codec.{name}": tensor for name, tensor in cache.codec.tensors().items()}
-    exact: dict[int, tuple[Tensor, Tensor]] = {}
-    for index, layer in enumerate(cache.layers):
-        state, counters = layer.export_state() if isinstance(layer, KVLayer) else _export(layer)
-        if codec is not None and padding is not None and state and isinstance(layer, KVLayer):
-            keys, values = (state.pop(name) for name in layer.exact_tensors)
-            exact[index] = keys, values
-        tensors |= {f"{index}.{name}": tensor for name, tensor in state.items()}
-        header["layers"].append({"class": type(layer).__name__, "values": counters})
-    if codec is not None and padding is not None:
-        for index, coded in codec.encode_layers(cache.config, exact, padding).items():
-            tensors |= {f"{index}.coded.{name}": tensor for name, tensor in coded.items()}
-    return Content(header, tensors)
+class SavedCache:
+    """What a cache can do to leave its process, and what it says of itself for that."""
 
+    codec_class: ClassVar[type[Any] | None] = None
+    """The class of `codec`, an `Artifact`: a cache of codes is saved with its codec."""
+    learned_prompt: bool = False
+    """Whether PEFT puts a learned prompt before every text, which is in no fingerprint."""
 
-def rebuilt_cache(cls: type[Any], content: Content, model: Any, codec: CacheCodec | None, where: str) -> Any:
-    """Build a cache of a class again; see `KVCache.load`. Errors name `where` its content is from."""
-    header = content.header
-    require_header(header, _TYPE, _VERSION, _FIELDS, where)
-    if (got := header["class"]) != cls.__name__:
-        raise ArtifactError(f"{where} holds {with_article(got)}, not {with_article(cls.__name__)}. Load it with {got}.load.")
-    identity = require_identity(compat.base_model(model), f"The cache in {where}")
-    identity.fingerprint.require_same(ModelFingerprint.from_dict(header["fingerprint"]), f"The cache in {where}")
-    if "digest" in (header["codec"] or {}):
-        codec = named_codec(codec, header["codec"]["digest"], where)
-    elif codec is not None:
-        raise ConfigError.of("codec", f"for {where} none, since it was saved without one", codec, "Leave it out.")
-    with artifact_errors(f"{where}: its content doesn't make a {cls.__name__}", "Save the cache again."):
-        cache = _rebuilt(cls, model, content, codec)
-    cache.provenance = Provenance.of(identity, cache.seen)
-    return cache
+    @property
+    def codec(self) -> CacheCodec | None:
+        """The codec whose codes the layers hold, if they hold codes."""
+        return None
+
+    def settings(self) -> dict[str, Any]:
+        """The constructor's arguments, besides the model and the codec, that build this cache again; saved with it as JSON."""
+        return {}
+
+    @classmethod
+    def rebuild(cls, model: Any, settings: dict[str, Any]) -> Self:
+        """An empty cache from what `settings` gave, read from JSON; of a cache that holds codes, with its `codec`."""
+        make: Any = cls
+        cache: Self = make(model, **settings)
+        return cache
+
+    def save(self, path: str | Path, codec: CacheCodec | None = None, attention_mask: Tensor | None = None) -> None:
+        """Write the cache to one safetensors file, with the fingerprint of the model that filled it.
+
+        The model must still be the one that filled it, because the last tokens may be newer; else that is a `FingerprintMismatch`.
+
+        Args:
+            path: The file; replaced in one step.
+            codec: What `load` is given, too: the file names it and has no copy. A cache of its codes is written as it is; one that keeps
+                every token exactly is written as codes, but for the first tokens of each row, and comes back decoded.
+            attention_mask: With codec, of a cache with several rows that are exact: 1 where a token is real, (batch, tokens) of the prompt
+                or of all, with padding at the start of rows. Keys are coded best where positions count these, as with `generate`.
+        """
+        write_atomically(path, container(self.content(codec, attention_mask)))
+
+    def to_bytes(self, codec: CacheCodec | None = None, attention_mask: Tensor | None = None) -> bytes:
+        """The cache as a message, to go on in another process that has the model; the arguments are those of `save`."""
+        return b"".join(container(self.content(codec, attention_mask)))
+
+    @classmethod
+    def load(cls, path: str | Path, model: Any, codec: CacheCodec | None = None) -> Self:
+        """Read a cache that `save` wrote.
+
+        Args:
+            path: The file.
+            model: The model to go on with; another one than the cache was filled by is a `FingerprintMismatch`.
+            codec: The one that it was saved with, if it was with one.
+        """
+        return cls._read(read_file(path), model, codec, str(path))
+
+    @classmethod
+    def from_bytes(cls, data: Source, model: Any, codec: CacheCodec | None = None) -> Self:
+        """Read a cache that `to_bytes` wrote.
+
+        Args:
+            data: All of its bytes, whole or in pieces, or a function that returns between 1 and the given number of them, such as a
+                connected socket's `recv`.
+            model: As for `load`, and `codec`.
+        """
+        return cls._read(read_message(data), model, codec, "this message")
+
+    def content(self: Any, codec: CacheCodec | None, attention_mask: Tensor | None) -> Content:
+        """What is saved or sent; the arguments are those of `save`."""
+        if self.learned_prompt:
+            raise UnsupportedError("save: what a learned prompt put into the cache is in no fingerprint. Keep the cache in memory.")
+        header: dict[str, Any] = {"type": _TYPE, "format_version": _VERSION, "class": type(self).__name__, "settings": self.settings()}
+        header |= {"fingerprint": _fingerprint(self).to_dict(), "codec": None, "layers": []}
+        tensors: dict[str, Tensor] = {}
+        padding = None if codec is None else _row_padding(self, codec, attention_mask)
+        if codec is not None:
+            header["codec"] = {"digest": codec.digest, "padding": padding}
+        elif self.codec is not None:
+            header["codec"] = {"metadata": self.codec.metadata()}
+            tensors = {f"codec.{name}": tensor for name, tensor in self.codec.tensors().items()}
+        exact: dict[int, tuple[Tensor, Tensor]] = {}
+        for index, layer in enumerate(self.layers):
+            state, counters = layer.export_state() if isinstance(layer, KVLayer) else _export(layer)
+            if padding is not None and state and isinstance(layer, KVLayer):
+                keys, values = (state.pop(name) for name in layer.exact_tensors)
+                exact[index] = keys, values
+            tensors |= {f"{index}.{name}": tensor for name, tensor in state.items()}
+            header["layers"].append({"class": type(layer).__name__, "values": counters})
+        if codec is not None and padding is not None:
+            for index, coded in codec.encode_layers(self.config, exact, padding).items():
+                tensors |= {f"{index}.coded.{name}": tensor for name, tensor in coded.items()}
+        return Content(header, tensors)
+
+    @classmethod
+    def _read(cls, content: Content, model: Any, codec: CacheCodec | None, where: str) -> Any:
+        """Build a cache again; errors name `where` its content is from."""
+        header = content.header
+        require_header(header, _TYPE, _VERSION, _FIELDS, where)
+        if (got := header["class"]) != cls.__name__:
+            raise ArtifactError(f"{where} holds {with_article(got)}, not {with_article(cls.__name__)}. Load it with {got}.load.")
+        identity = require_identity(compat.base_model(model), f"The cache in {where}")
+        identity.fingerprint.require_same(ModelFingerprint.from_dict(header["fingerprint"]), f"The cache in {where}")
+        if "digest" in (header["codec"] or {}):
+            codec = named_codec(codec, header["codec"]["digest"], where)
+        elif codec is not None:
+            raise ConfigError.of("codec", f"for {where} none, since it was saved without one", codec, "Leave it out.")
+        with artifact_errors(f"{where}: its content doesn't make a {cls.__name__}", "Save the cache again."):
+            cache = _rebuilt(cls, model, content, codec)
+        cache.provenance = Provenance.of(identity, cache.seen)
+        return cache
 
 
 def _rebuilt(cls: type[Any], model: Any, content: Content, codec: Any) -> Any:
@@ -107,17 +171,15 @@ def _rebuilt(cls: type[Any], model: Any, content: Content, codec: Any) -> Any:
     kinds, expected = [type(layer).__name__ for layer in cache.layers], [layer["class"] for layer in header["layers"]]
     if kinds != expected:
         raise ArtifactError(f"it has the layers {expected}, and this model's cache has {kinds}")
-    _, _, modules = decoder_layers(cache.model)
-    coded, states = {}, []
-    for index in range(len(cache.layers)):
-        device = compat.layer_device(modules[index])
-        states.append({name: tensor.to(device) for name, tensor in part_of(content.tensors, str(index)).items()})
-        if padding is not None and (own := part_of(states[-1], "coded")):
-            coded[index] = own
-            states[-1] = {name: tensor for name, tensor in states[-1].items() if not name.startswith("coded.")}
+    devices = [compat.layer_device(module) for module in decoder_layers(cache.model)[2]]
+    states = [
+        {name: tensor.to(device) for name, tensor in part_of(content.tensors, str(index)).items()} for index, device in enumerate(devices)
+    ]
+    coded = {index: own for index, state in enumerate(states) if padding is not None and (own := part_of(state, "coded"))}
     exact = codec.decode_layers(cache.config, coded, padding) if coded else {}
     for index, (layer, description, state) in enumerate(zip(cache.layers, header["layers"], states, strict=True)):
         if index in exact:
+            state = {name: tensor for name, tensor in state.items() if not name.startswith("coded.")}
             state |= zip(layer.exact_tensors, exact[index], strict=True)
         if isinstance(layer, KVLayer):
             layer.import_state(state, description["values"])
@@ -185,112 +247,3 @@ def _fingerprint(cache: Any) -> ModelFingerprint:
             "or fill the cache anew, and save it then."
         )
     return here.fingerprint
-
-
-class SavedCache:
-    """What a cache can do to leave its process, and what it says of itself for that.
-
-    Attributes:
-        codec_class: The class of `codec`, an `Artifact`: a cache of codes is saved with its codec.
-        learned_prompt: Whether PEFT puts a learned prompt before every text, which is in no fingerprint.
-    """
-
-    codec_class: ClassVar[type[Any] | None] = None
-    learned_prompt: bool = False
-
-    @property
-    def codec(self) -> CacheCodec | None:
-        """The codec whose codes the layers hold, if they hold codes."""
-        return None
-
-    def settings(self) -> dict[str, Any]:
-        """The constructor's arguments, besides the model and the codec, that build this cache again; saved with it as JSON."""
-        return {}
-
-    @classmethod
-    def rebuild(cls, model: Any, settings: dict[str, Any]) -> Self:
-        """An empty cache from what `settings` gave.
-
-        Args:
-            model: The model to go on with.
-            settings: From JSON; of a cache that holds codes, with its `codec`.
-        """
-        make: Any = cls
-        cache: Self = make(model, **settings)
-        return cache
-
-    def save(self, path: str | Path, codec: CacheCodec | None = None, attention_mask: torch.Tensor | None = None) -> None:
-        """Write the cache to one safetensors file, with the fingerprint of the model that filled it.
-
-        The fingerprint is that of the passes that filled it. The model must still be the same, because the last tokens may be newer; where
-        it is another, or was another for some of the tokens, that is a `FingerprintMismatch`.
-
-        Args:
-            path: The file; replaced in one step.
-            codec: What `load` is given, too: the file names it and has no copy. A cache of its codes is written as it is; one that keeps
-                every token exactly is written as codes, but for the first tokens of each row, and comes back decoded.
-            attention_mask: With codec, of a cache with several rows that are exact: 1 where a token is real, (batch, tokens) of the prompt
-                or of all, with padding at the start of rows. Keys are coded best where positions count these, as with `generate`.
-        """
-        write_atomically(path, container(self.content(codec, attention_mask)))
-
-    def to_bytes(self, codec: CacheCodec | None = None, attention_mask: torch.Tensor | None = None) -> bytes:
-        """The cache as a message, to go on in another process that has the model.
-
-        Args:
-            codec: As for `save`, and `attention_mask`.
-        """
-        return b"".join(container(self.content(codec, attention_mask)))
-
-    @classmethod
-    def from_bytes(cls, data: Source, model: Any, codec: CacheCodec | None = None) -> Self:
-        """Read a cache that `to_bytes` wrote.
-
-        Args:
-            data: All of its bytes, whole or in pieces, or a function that returns between 1 and the given number of them, such as a
-                connected socket's `recv`.
-            model: As for `load`, and `codec`.
-        """
-        return rebuilt_cache(cls, read_message(data), model, codec, "this message")
-
-    def content(self, codec: CacheCodec | None, attention_mask: torch.Tensor | None) -> Content:
-        """What is saved or sent.
-
-        Args:
-            codec: As for `save`, and `attention_mask`.
-        """
-        if self.learned_prompt:
-            raise UnsupportedError("save: what a learned prompt put into the cache is in no fingerprint. Keep the cache in memory.")
-        return content_of(self, codec, attention_mask)
-
-    @classmethod
-    def load(cls, path: str | Path, model: Any, codec: CacheCodec | None = None) -> Self:
-        """Read a cache that `save` wrote.
-
-        Args:
-            path: The file.
-            model: The model to go on with; another one than the cache was filled by is a `FingerprintMismatch`.
-            codec: The one that it was saved with, if it was with one.
-        """
-        return rebuilt_cache(cls, read_file(path), model, codec, str(path))
-
-    def save_pretrained(self, folder: str | Path, codec: CacheCodec | None = None, attention_mask: torch.Tensor | None = None) -> None:
-        """Write the cache into a folder, made if need be, as `save` does into a file.
-
-        Args:
-            folder: Where to. Other files in it stay.
-            codec: As for `save`, and `attention_mask`.
-        """
-        self.save(make_folder(folder) / FILE_NAME, codec, attention_mask)
-
-    @classmethod
-    def from_pretrained(cls, folder_or_hub_id: str | Path, model: Any, codec: CacheCodec | None = None, **options: Any) -> Self:
-        """Read a cache that `save_pretrained` wrote, from a folder, or from the Hub where there is no such folder.
-
-        Args:
-            folder_or_hub_id: A folder, or `"owner/name"`.
-            model: The model to go on with; another one than the cache was filled by is a `FingerprintMismatch`.
-            codec: The one that it was saved with, if it was with one.
-            **options: `revision`, `token`, `cache_dir` and `local_files_only` of a download.
-        """
-        return cls.load(local_file(folder_or_hub_id, FILE_NAME, **options), model, codec)

@@ -41,15 +41,14 @@ class SourceCache(KVCache):
         model: A transformers model.
         decode_with: The holder, a new cache of the same model; None to keep every token.
         offloading: Keep all layers but the running one in CPU memory; needs CUDA.
-
-    Attributes:
-        stage: What the source does with its tokens.
-        sparse_pass: The pass over a `Remaining`, until its last layer has the tokens: an object with `total`, how many tokens the cache has
-            seen behind it, and `write(layer, layer_idx, key_states, value_states)`, which returns the `TensorView` of a layer.
-        watches_steps: Whether `observe` is to be told of the next decode step, too, which is else only logged.
     """
 
+    stage: Stage
     sparse_pass: Any
+    """The pass over a `Remaining`, until its last layer has the tokens. Behind it the cache has seen `total` tokens, and its
+    `write(layer, layer_idx, key_states, value_states)` returns the `TensorView` of a layer."""
+    watches_steps: bool
+    """Whether `observe` is to be told of the next decode step, too, which is else only logged."""
     hooks_forward = True
     is_compileable = False  # which layers answer is known in Python only
     own_layer_types = ("full_attention", "sliding_attention", "chunked_attention")
@@ -75,9 +74,8 @@ class SourceCache(KVCache):
 
     def _take_holder(self, holder: KVCache) -> None:
         if not isinstance(holder, HolderCache):
-            raise ConfigError.of(
-                "decode_with", "a GrowingCache, an EquipCache or a SubspaceCache", type(holder).__name__, "Or leave it out."
-            )
+            expected = "a GrowingCache, an EquipCache or a SubspaceCache"
+            raise ConfigError.of("decode_with", expected, type(holder).__name__, "Or leave it out.")
         if holder.seen or holder.adopted:
             raise ConfigError(
                 "decode_with: expected a new cache, got one that holds tokens or decodes for another cache. Make one for each."
@@ -107,8 +105,7 @@ class SourceCache(KVCache):
     def take_prefill(self, call: PrefillCall) -> int | Remaining:
         """Fill the cache with the first tokens of the call and return how many; the model runs the others.
 
-        A source may return a `Remaining` instead and set `sparse_pass`: the model runs its tokens, and the whole prompt counts as seen when
-        the last layer has them.
+        A source may return a `Remaining` instead and set `sparse_pass`: the whole prompt counts as seen when the last layer has its tokens.
         """
         raise NotImplementedError(f"{type(self).__name__} is asked for prompts and does not write take_prefill")
 

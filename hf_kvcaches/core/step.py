@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Generic, Self, TypeVar
+from typing import Any
 
 import torch
 
@@ -18,22 +18,14 @@ from hf_kvcaches.errors import ConfigError, UnsupportedError
 
 @dataclass(frozen=True)
 class TokenMask:
-    """A mask, read.
+    """A mask, read."""
 
-    Args:
-        valid: True where a new token is real, (batch, tokens), or None where all are.
-        real_before: How many of the tokens before are real in each row, (batch, 1), or None where the mask does not tell.
-        allowed: True where a query may look, (batch or 1, heads or 1, tokens, seen + tokens), if the mask says more than which tokens are
-            padding and that nobody looks ahead; else None.
-        shown: True for tokens that are not hidden as padding, (batch, seen + tokens or tokens), or None.
-        ahead: Whether tokens look at later ones, which is possible for a first block as a whole.
-    """
-
-    valid: torch.Tensor | None = None
-    real_before: torch.Tensor | None = None
+    valid: torch.Tensor | None = None  # True where a new token is real, (batch, tokens), or None where all are
+    real_before: torch.Tensor | None = None  # how many of the tokens before are real in each row, (batch, 1), where the mask tells
+    # True where a query may look, (batch or 1, heads or 1, tokens, seen + tokens), if the mask says more than padding and causality.
     allowed: torch.Tensor | None = None
-    shown: torch.Tensor | None = None
-    ahead: bool = False
+    shown: torch.Tensor | None = None  # True for tokens that are not hidden as padding, (batch, seen + tokens or tokens)
+    ahead: bool = False  # whether tokens look at later ones, which is possible for a first block as a whole
 
     @classmethod
     def read(cls, mask: Any, seen: int, tokens: int, causal: bool = True) -> TokenMask:
@@ -44,18 +36,25 @@ class TokenMask:
                 attention's block mask. The last dimension may be that of the new tokens alone.
             causal: Whether tokens see no later ones where there is no mask.
         """
-        read = cls._read(mask, seen, tokens, causal)
+        if mask is None:
+            read = cls(ahead=not causal and tokens > 1)
+        elif (allowed := _as_booleans(mask, seen + tokens, tokens)).ndim == 2:
+            read = cls._of_padding(allowed, seen, tokens)
+        else:
+            read = cls._of_entries(allowed, seen, tokens)
         if seen:
             read.require_causal()
         return read
 
     @classmethod
-    def _read(cls, mask: Any, seen: int, tokens: int, causal: bool) -> TokenMask:
-        if mask is None:
-            return cls(ahead=not causal and tokens > 1)
-        allowed = _as_booleans(mask, seen + tokens, tokens)
-        if allowed.ndim == 2:
-            return cls._of_padding(allowed, seen, tokens)
+    def _of_padding(cls, real: torch.Tensor, seen: int, tokens: int) -> TokenMask:
+        """Read a padding mask, (batch, tokens seen before + new ones, or new ones alone), which is True where a token is real."""
+        valid = real[:, -tokens:]
+        before = real[:, :-tokens].sum(-1, keepdim=True) if real.shape[1] == seen + tokens else None
+        return cls(None if bool(valid.all()) else valid, before, shown=real)
+
+    @classmethod
+    def _of_entries(cls, allowed: torch.Tensor, seen: int, tokens: int) -> TokenMask:
         if allowed.ndim != 4 or allowed.shape[2] != tokens or allowed.shape[3] not in (tokens, seen + tokens):
             raise UnsupportedError(
                 f"attention_mask: this cache can't follow a mask of shape {tuple(allowed.shape)} for {tokens} tokens behind {seen} others. "
@@ -71,13 +70,6 @@ class TokenMask:
             allowed = torch.nn.functional.pad(allowed, (first, 0), value=True)
         return cls(allowed=allowed, ahead=bool((allowed[..., -tokens:] & ~before[:, -tokens:]).any()))
 
-    @classmethod
-    def _of_padding(cls, real: torch.Tensor, seen: int, tokens: int) -> TokenMask:
-        """Read a padding mask, (batch, tokens seen before + new ones, or new ones alone), which is True where a token is real."""
-        valid = real[:, -tokens:]
-        before = real[:, :-tokens].sum(-1, keepdim=True) if real.shape[1] == seen + tokens else None
-        return cls(None if bool(valid.all()) else valid, before, shown=real)
-
     def with_count(self, real_before: torch.Tensor | int, seen: int, tokens: int) -> TokenMask:
         """Return the mask with a layer's own count of real tokens before the new ones, (batch, 1), or a number for all rows.
 
@@ -89,8 +81,7 @@ class TokenMask:
             return self
         index = torch.arange(seen + tokens, device=self.shown.device)
         allowed = (index <= index[seen:, None]) & self.shown[:, None, None]
-        counted = real_before if isinstance(real_before, torch.Tensor) else torch.full_like(self.real_before, real_before)
-        return replace(self, allowed=allowed, real_before=counted)
+        return replace(self, allowed=allowed, real_before=torch.zeros_like(self.real_before) + real_before)
 
     def part(self, start: int, stop: int, seen: int) -> TokenMask:
         """Return what it says about some of the new tokens."""
@@ -128,8 +119,14 @@ def padding_of(attention_mask: torch.Tensor, tokens: int) -> torch.Tensor | None
 
 def _as_booleans(mask: Any, columns: int, tokens: int) -> torch.Tensor:
     """True where attention may look."""
+    if hasattr(mask, "mask_mod"):  # flex attention's block mask, entry by entry
+        device = mask.kv_num_blocks.device
+        rows = torch.arange(mask.shape[0], device=device)[:, None, None]
+        queries, keys = torch.arange(tokens, device=device)[:, None], torch.arange(columns, device=device)
+        entries: torch.Tensor = mask.mask_mod(rows, torch.zeros_like(rows), queries, keys)
+        return entries.expand(mask.shape[0], tokens, columns)[:, None]
     if not isinstance(mask, torch.Tensor):
-        return _evaluated(mask, columns, tokens)
+        raise UnsupportedError(f"attention_mask: this cache can't read a mask of the type {type(mask).__name__}. Use attention 'sdpa'.")
     if mask.dtype == torch.bool or mask.ndim == 2:
         return mask.bool()
     hidden = mask <= torch.finfo(mask.dtype).min / 2
@@ -141,43 +138,27 @@ def _as_booleans(mask: Any, columns: int, tokens: int) -> torch.Tensor:
     return ~hidden
 
 
-def _evaluated(mask: Any, columns: int, tokens: int) -> torch.Tensor:
-    """A block mask of flex attention, entry by entry."""
-    if not hasattr(mask, "mask_mod"):
-        raise UnsupportedError(f"attention_mask: this cache can't read a mask of the type {type(mask).__name__}. Use attention 'sdpa'.")
-    device = mask.kv_num_blocks.device
-    rows = torch.arange(mask.shape[0], device=device)[:, None, None]
-    queries, keys = torch.arange(tokens, device=device)[:, None], torch.arange(columns, device=device)
-    allowed: torch.Tensor = mask.mask_mod(rows, torch.zeros_like(rows), queries, keys)
-    return allowed.expand(mask.shape[0], tokens, columns)[:, None]
-
-
 class Pass:
-    """What all layers of one forward pass share.
-
-    Args:
-        position_ids: The model's positions of the new tokens, (batch or 1, tokens), or None where it does not tell.
-        whole: Whether these are all new tokens of the model's call.
-    """
+    """What all layers of one forward pass share; `whole` if these are all new tokens of the model's call."""
 
     def __init__(
         self, mask: TokenMask, position_ids: torch.Tensor | None, seen: int, tokens: int, device: torch.device, whole: bool = True
     ) -> None:
         self.mask, self.seen, self.tokens, self.device, self.whole = mask, seen, tokens, device, whole
         self.valid, self.real_before, self.allowed = mask.valid, mask.real_before, mask.allowed
-        self.position_ids = position_ids
+        self.position_ids = position_ids  # the model's, of the new tokens, (batch or 1, tokens), or None where it does not tell
         self._shared: dict[Any, Any] = {}
 
-    def part(self, start: int, stop: int) -> Self:
+    def part(self, start: int, stop: int) -> Pass:
         """Return the pass of some of the new tokens alone."""
         if (start, stop) == (0, self.tokens):
             return self
 
-        def make() -> Any:
+        def make() -> Pass:
             ids = None if self.position_ids is None else self.position_ids[..., start:stop]
-            return type(self)(self.mask.part(start, stop, self.seen), ids, self.seen + start, stop - start, self.device, whole=False)
+            return Pass(self.mask.part(start, stop, self.seen), ids, self.seen + start, stop - start, self.device, whole=False)
 
-        part: Self = self.shared(("part", start, stop), make)
+        part: Pass = self.shared(("part", start, stop), make)
         return part
 
     def shared(self, key: Any, make: Callable[[], Any]) -> Any:
@@ -193,10 +174,8 @@ class Pass:
         if ids is None:
             return self.seen if self.real_before is None and self.valid is None else None
         first = int(ids[0, 0])
-        if ids.numel() == 1:
-            return first
         expected = torch.arange(first, first + self.tokens, device=ids.device)
-        return first if bool((ids == expected).all()) else None
+        return first if ids.numel() == 1 or bool((ids == expected).all()) else None
 
     def positions(self) -> torch.Tensor:
         """The model's positions of the new tokens, (batch or 1, tokens), counted where it does not tell."""
@@ -209,20 +188,12 @@ class Pass:
         return (self.real_before + valid.cumsum(-1) - 1).clamp(min=0)
 
 
-P = TypeVar("P", bound=Pass)
+class Passes:
+    """The forward pass that is going on, shared by the layers of one cache."""
 
-
-class Passes(Generic[P]):
-    """The forward pass that is going on, shared by the layers of one cache.
-
-    Attributes:
-        drafts: How many of the call's last tokens are drafts that may be taken back, where the caller is known to draft; else None.
-    """
-
-    def __init__(self, kind: type[P]) -> None:
-        self.kind = kind
-        self.drafts: int | None = None
-        self._current: P | None = None
+    def __init__(self) -> None:
+        self.drafts: int | None = None  # how many of the call's last tokens may be taken back, where the caller is known to draft
+        self._current: Pass | None = None
         # What the pass is made of: tensors, compared by identity and not freed meanwhile, and numbers.
         self._tensors: tuple[Any, Any] = (None, None)
         self._numbers: tuple[Any, ...] = ()
@@ -234,11 +205,9 @@ class Passes(Generic[P]):
         self._memos.clear()
 
     def memo(self, name: Any, source: Any, make: Callable[[], Any]) -> Any:
-        """Return what another layer has made of the same object in this pass, or what `make` gives; for steps, which need no `enter`.
+        """Return what another layer has made under a name of the same object in this pass, or what `make` gives; without `enter`.
 
-        Args:
-            name: Of what is made.
-            source: The object, compared by identity; of None, which says nothing of what the pass is at, nothing is shared.
+        Of None, which says nothing of what the pass is at, nothing is shared.
         """
         if source is None or torch.compiler.is_compiling():
             return make()
@@ -247,35 +216,29 @@ class Passes(Generic[P]):
             memo = self._memos[name] = (source, make())
         return memo[1]
 
-    def enter(self, call: Call, seen: int, tokens: int, device: torch.device, real_before: torch.Tensor | int | None = None) -> P:
+    def enter(self, call: Call, seen: int, tokens: int, device: torch.device, real_before: torch.Tensor | int | None = None) -> Pass:
         """Return the pass that a layer is asked in: the running one, or a new one where the model has another mask for the layer.
 
-        Args:
-            real_before: The layer's own count of real tokens before the new ones, (batch, 1), or a number for all rows.
+        A layer may count the real tokens before the new ones itself, (batch, 1), or one number for all rows.
         """
         running = self._running((call.mask, None), (seen, tokens, device))
         if running is None:
             mask = TokenMask.read(call.mask, seen, tokens, call.is_causal).on(device)
             if real_before is not None:
                 mask = mask.with_count(real_before, seen, tokens)
-            running = self._current = self.kind(mask, _text_positions(call.options.get("position_ids")), seen, tokens, device)
+            running = self._current = Pass(mask, _text_positions(call.options.get("position_ids")), seen, tokens, device)
         return running
 
-    def of_prompt(self, positions: torch.Tensor, padding: torch.Tensor | None, tokens: int, device: torch.device) -> P:
-        """Return the pass of a prompt whose keys and values come from another cache; layers that pass the same tensors share it.
-
-        Args:
-            positions: The model's positions of all tokens, (batch or 1, tokens).
-            padding: How many slots at the start of each row hold no token, (batch,), or None.
-        """
+    def of_prompt(self, positions: torch.Tensor, padding: torch.Tensor | None, tokens: int, device: torch.device) -> Pass:
+        """Return the pass of a prompt from another cache, shared by layers that pass the same tensors, which are as for `adopt`."""
         running = self._running((positions, padding), (0, tokens, device))
         if running is None:
             valid = None if padding is None else torch.arange(tokens, device=device) >= padding.to(device)[:, None]
             mask = TokenMask(None if valid is None or bool(valid.all()) else valid)
-            running = self._current = self.kind(mask, positions, 0, tokens, device)
+            running = self._current = Pass(mask, positions, 0, tokens, device)
         return running
 
-    def _running(self, tensors: tuple[Any, Any], numbers: tuple[Any, ...]) -> P | None:
+    def _running(self, tensors: tuple[Any, Any], numbers: tuple[Any, ...]) -> Pass | None:
         """The running pass, if it was made of these; else None, and the next one will be."""
         if tensors[0] is not self._tensors[0] or tensors[1] is not self._tensors[1] or numbers != self._numbers:
             self._current, self._tensors, self._numbers = None, tensors, numbers
@@ -284,25 +247,23 @@ class Passes(Generic[P]):
     def block_length(self, tokens: int, begun: bool, recording: bool) -> int:
         """How many of a call's first tokens attend as a block; those behind are decode steps, one by one, as if they had come alone.
 
-        Args:
-            begun: Whether the layer holds tokens.
-            recording: Whether new tokens may be taken back.
+        The layer has begun if it holds tokens, and is recording if new ones may be taken back.
         """
         if not recording:
             return 0 if tokens == 1 and begun else tokens
         if self._current is not None:
             self._current.mask.require_causal()
-        drafts = self.drafts
+        drafts = self.drafts or 0
         if not begun:
-            return max(1, tokens - (drafts or 0))
+            return max(1, tokens - drafts)
         # Drafts behind more than the last chosen token follow a prompt.
         return tokens - drafts if drafts and tokens - drafts > 1 else 0
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Passes[P]:
-        return Passes(self.kind)
+    def __deepcopy__(self, memo: dict[int, Any]) -> Passes:
+        return Passes()
 
-    def __reduce__(self) -> tuple[type[Passes[P]], tuple[type[P]]]:
-        return Passes, (self.kind,)
+    def __reduce__(self) -> tuple[type[Passes], tuple[()]]:
+        return Passes, ()
 
 
 def _text_positions(ids: torch.Tensor | None) -> torch.Tensor | None:

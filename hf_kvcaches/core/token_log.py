@@ -12,18 +12,13 @@ import torch
 from hf_kvcaches.core.refusal import Refusal
 
 Ids = npt.NDArray[np.uint32]
-# What is kept of each token, each a row of the log's buffer.
-_IDS, _REAL, _POSITIONS = range(3)
+_MOST_PASSES = 64  # that are kept apart
 
 
 class TokenLog:
     """The first tokens of all rows, with what a model was told of them: which are padding, and their positions.
 
-    They lie in one buffer, (3, rows, capacity), on the device of the ids. It grows ahead of need, so a token costs the same in a long
-    text as in a short one, and nothing waits for a GPU before someone reads.
-
-    Args:
-        positions_matter: Whether keys depend on `position_ids`.
+    They are kept as passes brought them, (3, rows, tokens), on the device of the ids. Nothing waits for a GPU before someone reads.
     """
 
     def __init__(self, positions_matter: bool = True) -> None:
@@ -32,7 +27,7 @@ class TokenLog:
 
     def reset(self) -> None:
         """Forget all tokens."""
-        self._buffer: torch.Tensor | None = None
+        self._passes: list[torch.Tensor] = []
         self._length = 0
         self._mask: torch.Tensor | None = None  # of the last pass
         self._had_no_mask = False  # of any pass: it saw padding as tokens
@@ -41,10 +36,16 @@ class TokenLog:
         """How many of the cache's first tokens are known."""
         return self._length
 
+    def _joined(self) -> torch.Tensor:
+        """Token ids, whether they are real, and positions, (3, rows, tokens)."""
+        if len(self._passes) > 1:
+            self._passes = [torch.cat(self._passes, -1)]
+        return self._passes[0] if self._passes else torch.empty(3, 0, 0, dtype=torch.long)
+
     @property
     def ids(self) -> torch.Tensor:
         """The token ids, (rows, tokens)."""
-        return torch.empty(0, 0, dtype=torch.long) if self._buffer is None else self._buffer[_IDS, :, : self._length]
+        return self._joined()[0]
 
     def rows(self) -> list[Ids]:
         """The token ids of each row, padding included."""
@@ -60,32 +61,30 @@ class TokenLog:
         """
         if seen == 0:
             self.reset()
-        if seen < self._length:
-            self.crop(seen)
+        self.crop(seen)
         rows, tokens = ids.shape
         stop = seen + tokens
         mask_fits = attention_mask is None or (isinstance(attention_mask, torch.Tensor) and attention_mask.shape == (rows, stop))
         positions_fit = position_ids is None or (isinstance(position_ids, torch.Tensor) and position_ids.ndim in (2, 3))
-        if self._length != seen or (self._buffer is not None and self._buffer.shape[1] != rows) or not mask_fits or not positions_fit:
+        if self._length != seen or (seen and self._passes[0].shape[1] != rows) or not mask_fits or not positions_fit:
             return
-        if self._buffer is None or self._buffer.shape[2] < stop:
-            with torch.inference_mode(False):  # its own tensors could not be written to outside of it
-                grown = torch.zeros(3, rows, stop + max(64, stop // 2), dtype=torch.long, device=ids.device)
-            if self._buffer is not None:
-                grown[:, :, :seen] = self._buffer[:, :, :seen]
-            self._buffer = grown
-        new = self._buffer[:, :, seen:stop]
-        new[_IDS] = ids
-        new[_REAL] = 1 if attention_mask is None else attention_mask[:, seen:]
-        new[_POSITIONS] = torch.arange(seen, stop, device=new.device) if position_ids is None else _of_text(position_ids)
+        real = torch.ones_like(ids) if attention_mask is None else attention_mask[:, seen:]
+        if position_ids is None:
+            position_ids = torch.arange(seen, stop, device=ids.device)
+        elif position_ids.ndim == 3:  # with an axis for each of an image's positions, which are unknown where these differ
+            position_ids = torch.where((position_ids == position_ids[:1]).all(0), position_ids[0], -1)
+        parts = (part.to(ids.device, torch.long).expand(rows, tokens) for part in (ids, real, position_ids))
+        self._passes.append(torch.stack([*parts]))
         self._mask, self._had_no_mask = attention_mask, self._had_no_mask or attention_mask is None
         self._length = stop
+        if len(self._passes) > _MOST_PASSES:
+            self._joined()
 
     def padding(self, length: int) -> list[int] | Refusal:
-        """Return how many slots at the start of each row hold no token; or why the log does not describe the prompt of that length."""
-        if self._buffer is None or self._length != length:
+        """How many slots at the start of each row hold no token; or why the log does not describe the prompt of that length."""
+        if not self._length or self._length != length:
             return Refusal("The cache does not know its tokens: a pass had embeddings or images as input, or a mask for other tokens.")
-        _, real, positions = self._buffer[:, :, :length].cpu()
+        _, real, positions = self._joined().cpu()
         real = real != 0
         if bool(real.all()):
             padding = [0] * real.shape[0]
@@ -102,22 +101,14 @@ class TokenLog:
 
     def map_rows(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Select or reorder the rows as those of the cache."""
-        if self._buffer is not None:
-            with torch.inference_mode(False):
-                self._buffer = torch.stack([function(part) for part in self._buffer])
+        if self._passes:
+            self._passes = [torch.stack([function(part) for part in self._joined()])]
         if self._mask is not None:
             self._mask = function(self._mask)
 
     def crop(self, length: int) -> None:
         """Forget all but the first tokens."""
         if length < self._length:
-            self._length = length
+            self._passes, self._length = [self._joined()[..., :length]], length
             if self._mask is not None:
                 self._mask = self._mask[:, :length]
-
-
-def _of_text(position_ids: torch.Tensor) -> torch.Tensor:
-    """Positions, (rows, tokens); -1 where the axes of an image's position differ."""
-    if position_ids.ndim == 2:
-        return position_ids
-    return torch.where((position_ids == position_ids[:1]).all(0), position_ids[0], -1)

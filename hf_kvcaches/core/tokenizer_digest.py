@@ -24,7 +24,7 @@ def tokenizer_parts(tokenizer: Any) -> dict[str, str]:
 
 
 def digest_of_tokenizer(tokenizer: Any) -> str:
-    """Return the digest of a tokenizer or processor, which is computed anew when tokens, special tokens or the template have changed."""
+    """Return the digest of a tokenizer or processor, computed anew when tokens, special tokens or the template have changed."""
     inner = getattr(tokenizer, "tokenizer", tokenizer)
     state = [str(getattr(inner, name, None)) for name in ("vocab_size", "added_tokens_decoder", "special_tokens_map", "chat_template")]
     if inner not in _digests or _digests[inner][0] != state:

@@ -31,17 +31,11 @@ _lock = threading.RLock()
 
 
 class _Switched(str):
-    """This package's name in a config, with the implementation to restore; `config.json` never has it.
-
-    Attributes:
-        previous: That implementation.
-        explicit: Whether `enable` put the name there, so that only `disable` removes it.
-        waiting: Threads between their `update` and their attention call, with the id of the view.
-    """
+    """This package's name in a config, with the implementation to restore; `config.json` never has it."""
 
     previous: str
-    explicit: bool
-    waiting: dict[int, int]
+    explicit: bool  # put there by `enable`, so that only `disable` removes it
+    waiting: dict[int, int]  # threads between their `update` and their attention call, with the id of the view
 
     def __new__(cls, previous: str, explicit: bool) -> _Switched:
         self = super().__new__(cls, NAME)
@@ -53,36 +47,24 @@ class _Switched(str):
 
 
 class LayerView(ABC):
-    """What a cache layer returns from `update` when it answers the queries itself.
+    """What a cache layer returns from `update` when it answers the queries itself. Used as a tensor it raises."""
 
-    Used as a tensor it raises: the model computes attention itself.
-
-    Attributes:
-        cache_name: Of the cache, for errors.
-        configs: Those that are switched until the view is asked.
-        bound: Whether a call by a module with another config is an error.
-        restores: Of a view that a compiled graph made, the configs that it has switched and the names to give back to them; else None.
-    """
-
-    cache_name = "the cache"
-    configs: Sequence[PreTrainedConfig] = ()
-    bound = False
-    restores: tuple[tuple[PreTrainedConfig, str], ...] | None = None
-    _thread: int | None = None
+    cache_name = "the cache"  # for errors
+    configs: Sequence[PreTrainedConfig] = ()  # those that are switched until the view is asked
+    bound = False  # whether a call by a module with another config is an error
+    restores: tuple[tuple[PreTrainedConfig, str], ...] | None = None  # what a compiled graph has switched, and the names before
+    _thread: int | None = None  # that waits
 
     @abstractmethod
     def attend(
         self, module: nn.Module, query: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Store the new tokens, unless `update` did, and return the attention of `query` over what the layer holds.
+        """Store the new tokens, unless `update` did; return the attention of the queries, (batch, queries, heads, head_dim), and weights.
 
         Args:
             query: Rotated, (batch, heads, queries, head_dim).
             mask: As the model made it for its own implementation.
             **kwargs: `scaling`, `dropout`, `softcap` and whatever else the model gives its attention function.
-
-        Returns:
-            The output, (batch, queries, heads, head_dim), and the weights or None.
         """
 
     def restore(self) -> None:
@@ -125,12 +107,7 @@ class LayerView(ABC):
 
 
 def answer_next(view: LayerView, configs: Sequence[PreTrainedConfig], bound: bool) -> None:
-    """Have this thread's next attention call ask a view.
-
-    Args:
-        configs: Those in which the model's attention modules look up their implementation.
-        bound: Whether they are those of the model that the cache was built with.
-    """
+    """Have this thread's next attention call ask a view; its modules look up their implementation in the configs."""
     if torch.compiler.is_compiling():  # a graph knows neither threads nor interrupts
         names = [(config, vars(config).get(compat.ATTENTION_NAME)) for config in configs]
         view.restores = tuple((config, name or "eager") for config, name in names if name != NAME)
@@ -142,8 +119,7 @@ def answer_next(view: LayerView, configs: Sequence[PreTrainedConfig], bound: boo
         for config in configs:
             found = name = vars(config).get(compat.ATTENTION_NAME)
             if not isinstance(name, _Switched):
-                previous = previous_implementation(config) if name in (None, NAME) else name
-                name = _Switched(previous, explicit=name == NAME)
+                name = _Switched("eager" if name in (None, NAME) else name, explicit=name == NAME)
             name.waiting[view._thread] = id(view)
             if name is not found:  # last, so that an interrupt finds the view waiting
                 vars(config)[compat.ATTENTION_NAME] = name
@@ -219,24 +195,23 @@ def require_answering(model: PreTrainedModel, what: str, *, latents: bool = Fals
 def why_not_answering(model: PreTrainedModel, *, latents: bool = False) -> Refusal | None:
     """Why a cache can't answer a model's queries in place of its attention, as far as is known before a pass."""
     name, config = type(model).__name__, compat.decoder_config(model.config)
-    if not compat.can_switch_attention(model):
-        return Refusal(f"{name} computes attention itself instead of looking it up in transformers' AttentionInterface")
     unbounded = sorted({kind for kind, _ in compat.layer_plan(config)} - _BOUNDED - {"full_attention"})
-    if unbounded:
-        return Refusal(f"{name} has layers of the types {unbounded}, which keep tokens in a form of their own")
-    if getattr(config, "num_kv_shared_layers", None) or "reuse" in (getattr(config, "kv_sharing_modes", None) or ()):
-        return Refusal(f"{name} has layers that attend to the keys of other layers")
-    if getattr(config, "cross_attention_layers", None):
-        return Refusal(f"{name} has layers of cross-attention in its cache")
-    if compat.is_family(config, "computes_with_cached_keys") or (not latents and has_latents(model)):
-        return Refusal(f"{name} computes with keys and values after they are in the cache")
-    return None
+    shares = getattr(config, "num_kv_shared_layers", None) or "reuse" in (getattr(config, "kv_sharing_modes", None) or ())
+    changes = compat.is_family(config, "computes_with_cached_keys") or (not latents and has_latents(model))
+    reasons = (
+        (not compat.can_switch_attention(model), "computes attention itself instead of looking it up in transformers' AttentionInterface"),
+        (unbounded, f"has layers of the types {unbounded}, which keep tokens in a form of their own"),
+        (shares, "has layers that attend to the keys of other layers"),
+        (getattr(config, "cross_attention_layers", None), "has layers of cross-attention in its cache"),
+        (changes, "computes with keys and values after they are in the cache"),
+    )
+    return next((Refusal(f"{name} {reason}") for applies, reason in reasons if applies), None)
 
 
 def previous_attention(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention over plain tensors, (batch, heads or kv_heads, tokens, head_dim), by the model's own implementation."""
+    """Attention over plain tensors by the model's own implementation."""
     function = compat.attention_function(previous_implementation(module.config), module)
     result: tuple[torch.Tensor, torch.Tensor | None] = function(module, query, key, value, mask, **kwargs)
     return result
@@ -247,10 +222,7 @@ def previous_implementation(config: PreTrainedConfig) -> str:
     name = vars(config).get(compat.ATTENTION_NAME)
     if isinstance(name, _Switched):
         return name.previous
-    if name != NAME:
-        return name or "eager"
-    # Set by its bare name. Softcapping is beyond sdpa, and so are the attention sinks of some families, which it would leave out.
-    return "eager" if getattr(config, "attn_logit_softcapping", None) or not compat.supports_sdpa(config) else "sdpa"
+    return "eager" if name in (None, NAME) else name  # ours may be set by its bare name
 
 
 def is_enabled(config: PreTrainedConfig) -> bool:
@@ -260,10 +232,9 @@ def is_enabled(config: PreTrainedConfig) -> bool:
 
 
 def enable(model: Any) -> None:
-    """Switch a model to this package's attention for good. Only `torch.compile` and caches built without the model need it.
+    """Switch a model, also inside a PEFT wrapper, to this package's attention for good.
 
-    Args:
-        model: A transformers model, also inside a PEFT wrapper.
+    Only `torch.compile` and caches built without the model need it.
     """
     base = compat.base_model(model)
     if not compat.can_switch_attention(base):
@@ -277,11 +248,7 @@ def enable(model: Any) -> None:
 
 
 def disable(model: Any) -> None:
-    """Give a model the attention implementation back that it had before `enable`.
-
-    Args:
-        model: A transformers model, also inside a PEFT wrapper.
-    """
+    """Give a model the attention implementation back that it had before `enable`."""
     for config in _configs_inside(compat.base_model(model)):
         if is_enabled(config):
             vars(config)[compat.ATTENTION_NAME] = previous_implementation(config)

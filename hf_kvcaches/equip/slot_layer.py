@@ -11,7 +11,7 @@ from hf_kvcaches.core.call import AnsweringLayer
 from hf_kvcaches.core.files import part_of
 from hf_kvcaches.core.parallel import require_heads
 from hf_kvcaches.core.rope import RotaryGeometry
-from hf_kvcaches.core.step import Pass, Passes
+from hf_kvcaches.core.step import Passes
 from hf_kvcaches.equip import graphs
 from hf_kvcaches.equip.block import ModuleCall
 from hf_kvcaches.equip.budgets import Assembly
@@ -52,7 +52,7 @@ class SlotLayer(AnsweringLayer):
         settings: EquipSettings,
         geometry: RotaryGeometry,
         rotation: Given,
-        passes: Passes[Pass],
+        passes: Passes,
         storage: Flat,
         assembly: Assembly,
         layer_idx: int,

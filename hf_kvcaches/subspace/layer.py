@@ -53,7 +53,7 @@ class CodedLayer(TensorLayer, AnsweringLayer):
     coded = padded = 0
 
     def __init__(
-        self, form: FixedForm | None, ends: Ends, backend: Backend, layer_idx: int, geometry: RotaryGeometry | None, passes: Passes[Pass]
+        self, form: FixedForm | None, ends: Ends, backend: Backend, layer_idx: int, geometry: RotaryGeometry | None, passes: Passes
     ) -> None:
         super().__init__()
         self.form, self.ends, self.backend, self.layer_idx, self.geometry, self.passes = form, ends, backend, layer_idx, geometry, passes

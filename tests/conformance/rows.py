@@ -46,19 +46,25 @@ def _same_as_replayed(
         assert logits.argmax(-1).tolist() == output.sequences[:, -new:].tolist(), "not the most likely tokens"
 
 
+def _checked(
+    entry: Entry, model: PreTrainedModel, dtype: torch.dtype, ids: torch.Tensor, *prompts: torch.Tensor, greedy: bool = True, **options: Any
+) -> tuple[Any, Any]:
+    """What is generated, and the cache; each row of a batch is a prompt that is also run alone."""
+    cache = entry.make(model)
+    output = generate(model, ids, cache, **options)
+    _same_as_dynamic(entry, model, dtype, output, ids, **options)
+    _same_as_replayed(entry, model, dtype, output, list(prompts), greedy=greedy)
+    return output, cache
+
+
 def greedy(entry: Entry, model: PreTrainedModel, dtype: torch.dtype) -> None:
-    prompt, cache = PROMPTS[0], entry.make(model)
-    output = generate(model, prompt, cache, new=16)
-    assert cache.get_seq_length() == prompt.shape[1] + 15
-    _same_as_dynamic(entry, model, dtype, output, prompt, new=16)
-    _same_as_replayed(entry, model, dtype, output, [prompt])
+    _, cache = _checked(entry, model, dtype, PROMPTS[0], PROMPTS[0], new=16)
+    assert cache.get_seq_length() == PROMPTS[0].shape[1] + 15
 
 
 def left_padded_batch(entry: Entry, model: PreTrainedModel, dtype: torch.dtype) -> None:
     ids, mask = left_padded(PROMPTS)
-    output = generate(model, ids, entry.make(model), mask=mask, new=10)
-    _same_as_dynamic(entry, model, dtype, output, ids, mask=mask, new=10)
-    _same_as_replayed(entry, model, dtype, output, list(PROMPTS))
+    _checked(entry, model, dtype, ids, *PROMPTS, mask=mask, new=10)
 
 
 def padded_loop_without_positions(entry: Entry, model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -99,19 +105,14 @@ def chunked_prefill_of_a_padded_batch(entry: Entry, model: PreTrainedModel, dtyp
 
 
 def sampling(entry: Entry, model: PreTrainedModel, dtype: torch.dtype) -> None:
-    options = {"do_sample": True, "temperature": 1.5, "top_k": 0}
-    output = generate(model, PROMPTS[0], entry.make(model), **options)
-    _same_as_dynamic(entry, model, dtype, output, PROMPTS[0], **options)
-    _same_as_replayed(entry, model, dtype, output, [PROMPTS[0]], greedy=False)
+    _checked(entry, model, dtype, PROMPTS[0], PROMPTS[0], greedy=False, do_sample=True, temperature=1.5, top_k=0)
 
 
 def num_return_sequences(entry: Entry, model: PreTrainedModel, dtype: torch.dtype) -> None:
     ids, mask = left_padded(PROMPTS[:2])
     options: dict[str, Any] = {"do_sample": True, "temperature": 2.0, "top_k": 0, "num_return_sequences": 3, "mask": mask}
-    output = generate(model, ids, entry.make(model), **options)
+    output, _ = _checked(entry, model, dtype, ids, *[prompt for prompt in PROMPTS[:2] for _ in range(3)], greedy=False, **options)
     assert len({tuple(row) for row in output.sequences.tolist()}) == 6
-    _same_as_dynamic(entry, model, dtype, output, ids, **options)
-    _same_as_replayed(entry, model, dtype, output, [prompt for prompt in PROMPTS[:2] for _ in range(3)], greedy=False)
 
 
 def _beams(entry: Entry, model: PreTrainedModel, dtype: torch.dtype, **more: Any) -> None:
@@ -142,11 +143,8 @@ def beam_sampling(entry: Entry, model: PreTrainedModel, dtype: torch.dtype) -> N
 
 
 def _assisted(entry: Entry, model: PreTrainedModel, dtype: torch.dtype, prompt: torch.Tensor, **options: Any) -> None:
-    cache = entry.make(model)
-    output = generate(model, prompt, cache, new=14, **options)
+    output, cache = _checked(entry, model, dtype, prompt, prompt, greedy=not options.get("do_sample"), new=14, **options)
     assert cache.get_seq_length() == output.sequences.shape[1] - 1
-    _same_as_dynamic(entry, model, dtype, output, prompt, new=14, **options)
-    _same_as_replayed(entry, model, dtype, output, [prompt], greedy=not options.get("do_sample"))
     # What the drafts left behind must not show afterwards either.
     more = torch.cat([output.sequences[:, -1:], tokens(3, seed=90)], dim=1)
     if entry.records and any(cache.is_sliding):

@@ -1,10 +1,8 @@
 """A damaged, foreign or newer artifact is refused, and no crash or second writer leaves one."""
 
-import signal
 import subprocess
 import sys
-import threading
-import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,6 @@ from safetensors.torch import save_file
 
 from hf_kvcaches.core.hub import FILE_NAME
 from hf_kvcaches.errors import ArtifactError, ConfigError
-from hf_kvcaches.stores.files import TEMPORARY_SUFFIX
 from tests.core.artifact_helpers import Basis, OtherKind, basis, files, forge, rewrite
 
 # Damage
@@ -87,9 +84,6 @@ def test_a_file_where_the_folder_should_be_is_refused(tmp_path):
     [
         Basis({"basis": torch.ones(2)}, {"x": object()}),
         Basis({"basis": torch.ones(2)}, {"x": float("nan")}),
-        Basis({"basis": torch.ones(2)}, {1: 2}),
-        Basis({"basis": torch.ones(2)}, {"x": [{2: 3}]}),
-        Basis({"basis": torch.ones(2)}, ["x"]),
         Basis({"basis": [1, 2]}),
         Basis({"basis": torch.eye(2).to_sparse()}),
         Basis({"basis": torch.ones(2, device="meta")}),
@@ -106,51 +100,25 @@ def test_what_cannot_be_stored_is_refused_and_the_old_artifact_stays(tmp_path, a
 
 # Crashes and company
 
-WRITER = """
-import sys, torch
-sys.path.insert(0, sys.argv[1])
-from tests.core.artifact_helpers import Basis
-print("ready", flush=True)
-value = float(sys.argv[3])
-while True:
-    value += 2
-    Basis({"basis": torch.full((300, 1000), value)}, {"value": value}).save_pretrained(sys.argv[2])
-"""
-
-
-def writer(folder: Path, start: int) -> subprocess.Popen[str]:
-    root = Path(__file__).parents[2]
-    process = subprocess.Popen([sys.executable, "-c", WRITER, str(root), str(folder), str(start)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    return process
-
-
-def whole(artifact: Basis) -> bool:
-    return bool((artifact.content["basis"] == artifact.notes.get("value", 1.0)).all())
-
 
 @pytest.mark.full
-def test_two_writers_and_a_reader_never_meet_a_torn_artifact_and_a_kill_leaves_a_whole_one(tmp_path):
-    basis(1.0).save_pretrained(tmp_path)
-    one = writer(tmp_path, 0)
+def test_two_writers_and_a_reader_never_meet_a_torn_artifact(tmp_path):
+    basis(1.0, value=1.0).save_pretrained(tmp_path)
+
+    def write(first: float) -> None:
+        for value in range(40):
+            Basis({"basis": torch.full((300, 1000), first + value)}, {"value": first + value}).save_pretrained(tmp_path)
+
     values = set()
-    end = time.monotonic() + 1.5
-    own = threading.Thread(target=lambda: [basis(1.0).save_pretrained(tmp_path) for _ in range(40)])
-    own.start()
-    try:
-        while time.monotonic() < end:
+    with ThreadPoolExecutor(2) as threads:
+        writers = [threads.submit(write, first) for first in (100.0, 200.0)]
+        while not all(writer.done() for writer in writers):
             artifact = Basis.from_pretrained(tmp_path)
-            assert whole(artifact)
-            values.add(artifact.notes.get("value"))
-    finally:
-        one.send_signal(signal.SIGKILL)
-        one.wait()
-        own.join()
-    assert whole(Basis.from_pretrained(tmp_path))
+            assert bool((artifact.content["basis"] == artifact.notes["value"]).all())
+            values.add(artifact.notes["value"])
+    assert all(writer.exception() is None for writer in writers)
     assert len(values) > 2
-    basis(5.0).save_pretrained(tmp_path)
-    assert {name for name in files(tmp_path) if not name.endswith(TEMPORARY_SUFFIX)} == {FILE_NAME, "README.md"}
+    assert files(tmp_path) == {FILE_NAME, "README.md"}
 
 
 KILLED = """

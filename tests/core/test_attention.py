@@ -5,18 +5,19 @@ import threading
 
 import pytest
 import torch
-from transformers import AttentionInterface, BloomConfig, DynamicCache, GptOssConfig, PreTrainedModel
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, BloomConfig, DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_kvcaches
-from hf_kvcaches import GrowingCache
+from hf_kvcaches import EquipCache, GrowingCache
 from hf_kvcaches.core import view as attention
 from hf_kvcaches.core.layers import GrowingLayer
 from hf_kvcaches.core.view import LayerView, previous_attention
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from tests import tiny
 from tests.helpers.prompts import padded_ids
+from tests.reference.policies import StreamingReference
 
 
 def padded_batch() -> dict[str, torch.Tensor]:
@@ -59,26 +60,15 @@ def test_a_saved_model_does_not_carry_the_attention_along(tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "llama"
 
 
-def with_sinks() -> PreTrainedModel:
-    shape = {"vocab_size": tiny.VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = tiny.build(
-        GptOssConfig(**shape, num_key_value_heads=2, head_dim=16, num_local_experts=4, initializer_range=0.3, pad_token_id=0)
-    )
-    for layer in model.model.layers:
-        layer.self_attn.sinks.data.fill_(2.0)
-    return model
-
-
-@pytest.mark.parametrize(("build", "fallback"), [(tiny.llama, "sdpa"), (tiny.gemma2, "eager"), (with_sinks, "eager")])
 @torch.no_grad()
-def test_set_by_its_bare_name_it_falls_back_on_what_the_model_can_do(build, fallback):
-    model = build()
-    model.set_attn_implementation(fallback)
+def test_set_by_its_bare_name_it_falls_back_on_eager():
+    model = tiny.gemma2()
+    model.set_attn_implementation("eager")
     before = model(**padded_batch()).logits
     model.set_attn_implementation(attention.NAME)
     assert torch.equal(model(**padded_batch()).logits, before)
     attention.disable(model)
-    assert model.config._attn_implementation == fallback
+    assert model.config._attn_implementation == "eager"
 
 
 def test_a_model_that_computes_attention_itself_is_refused():
@@ -225,3 +215,37 @@ def test_the_forward_pass_compiles_as_one_graph():
     attention.enable(model)
     compiled = torch.compile(model.forward, fullgraph=True, backend="eager")
     assert torch.equal(compiled(**batch, use_cache=False).logits, before)
+
+
+# Models that keep latents, which a cache can answer for only where it knows them
+
+_SIZES = {"vocab_size": tiny.VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+_LATENT = {"q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "intermediate_size": 32}
+_DENSE = {"num_key_value_heads": 4, "first_k_dense_replace": 2}
+FAMILIES = {
+    "deepseek_v2": {**_LATENT, **_DENSE, "head_dim": 8},
+    "deepseek_v3": {**_LATENT, **_DENSE},
+}
+
+
+def build(model_type: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **_SIZES, **FAMILIES[model_type], bos_token_id=1, eos_token_id=2)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_latents_are_refused_by_a_cache_that_takes_none(model_type: str) -> None:
+    with pytest.raises(UnsupportedError, match=r"Reference needs.*keys and values after they are in the cache.*Use DynamicCache"):
+        StreamingReference(build(model_type), budget=16)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_latents_are_refused_by_a_cache_that_was_built_with_a_config(model_type: str) -> None:
+    model = build(model_type)
+    with pytest.raises(UnsupportedError, match=r"latent.*positions='original'"):
+        EquipCache(model.config)
+    cache = EquipCache(model.config, positions="original")
+    with pytest.raises(UnsupportedError, match="outside of transformers' AttentionInterface"), torch.no_grad():
+        model(input_ids=tiny.ids(1, 9), past_key_values=cache)
+    assert cache.seen == 0

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from transformers import DynamicCache
 
-from hf_kvcaches import ArtifactError, ConfigError, EquipCache, FingerprintMismatch, GrowingCache, KVCache, UnsupportedError
+from hf_kvcaches import ArtifactError, ConfigError, EquipCache, GrowingCache, KVCache, UnsupportedError
 from hf_kvcaches.core.files import Content, container, read_file
 from hf_kvcaches.core.report import measured_bytes
 from tests import tiny
@@ -19,6 +20,15 @@ def fill(model, tokens: int = 9, **kwargs) -> GrowingCache:
     with torch.no_grad():
         model(tiny.ids(1, tokens), past_key_values=cache)
     return cache
+
+
+@torch.no_grad()
+def test_logits_are_those_of_a_dynamic_cache_to_the_bit():
+    text = tiny.ids(2, 12)
+    for model in (tiny.llama(), tiny.gemma2(), tiny.gpt2()):
+        caches = GrowingCache(model), DynamicCache(config=model.config)
+        one, other = ([model(part, past_key_values=cache).logits for part in text.split([9, 1, 1, 1], 1)] for cache in caches)
+        assert all(map(torch.equal, one, other))
 
 
 def test_making_a_cache_changes_nothing_about_the_model(model):
@@ -50,25 +60,6 @@ def test_views_of_one_block_are_counted_once():
     assert measured_bytes([block[:10], block[50:], torch.zeros(3)]) == 412
 
 
-def test_adapters_switched_between_filling_and_saving_are_noticed(tmp_path):
-    from peft import LoraConfig, get_peft_model
-
-    model = get_peft_model(tiny.llama(), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False), adapter_name="law")
-    model.add_adapter("medicine", LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
-    cache = GrowingCache(model)
-    with torch.no_grad():
-        model(tiny.ids(1, 5), past_key_values=cache)
-    model.set_adapter("medicine")
-    with pytest.raises(FingerprintMismatch, match="adapters"):
-        cache.save(tmp_path / "cache")
-    model.set_adapter("law")
-    cache.save(tmp_path / "cache")
-    assert GrowingCache.load(tmp_path / "cache", model).seen == 5
-    model.set_adapter("medicine")
-    cache.reset()
-    cache.save(tmp_path / "empty")
-
-
 def test_what_a_learned_prompt_put_in_is_not_saved(tmp_path):
     from peft import PromptTuningConfig, get_peft_model
 
@@ -80,12 +71,6 @@ def test_what_a_learned_prompt_put_in_is_not_saved(tmp_path):
 def test_an_empty_cache_can_be_saved(model, tmp_path):
     GrowingCache(model).save(tmp_path / "empty")
     assert GrowingCache.load(tmp_path / "empty", model).seen == 0
-
-
-def test_a_cache_of_other_weights_is_refused(model, tmp_path):
-    fill(model).save(tmp_path / "cache")
-    with pytest.raises(FingerprintMismatch, match="weights"):
-        GrowingCache.load(tmp_path / "cache", tiny.llama(seed=1))
 
 
 def test_a_cache_without_a_model_can_not_be_saved(model, tmp_path):

@@ -65,18 +65,6 @@ def test_what_was_initialized_early_answers_as_ever(model_and_make: Any) -> None
     assert torch.equal(answer(model, early), answer(model, make(model)))
 
 
-@torch.no_grad()
-def test_arguments_of_the_attention_may_come_along(model_and_make: Any) -> None:
-    """The models of transformers 5.24 hand on `kwargs`; here any version asks for them by hand."""
-    model, make = model_and_make
-    cache = make(model)
-    layer = next(index for index, each in enumerate(cache.layers) if isinstance(each, KVLayer))
-    dim = getattr(model.config, "head_dim", None) or model.config.hidden_size // model.config.num_attention_heads
-    states = torch.randn(1, model.config.num_key_value_heads, 5, dim)
-    if layer == 0:
-        assert cache.update(states, states, layer, kwargs={"position_ids": torch.arange(5)[None]})[0] is not None
-
-
 class DeferredStop:
     """What transformers' `DeferredStopCheck` does to a cache, which is returned one pass too far and put back."""
 

@@ -37,13 +37,6 @@ def test_offloaded_weights_are_found_where_accelerate_keeps_them(offload, tmp_pa
     assert ModelFingerprint.of(model) == expected
 
 
-def test_weights_that_are_not_there_are_refused():
-    with torch.device("meta"):
-        model = llama()
-    with pytest.raises(UnsupportedError, match="meta device"):
-        ModelFingerprint.of(model)
-
-
 def test_a_compiled_model_is_the_model_that_it_compiles():
     model = llama()
     assert ModelFingerprint.of(torch.compile(model)) == ModelFingerprint.of(model)
@@ -90,17 +83,6 @@ def test_tensors_of_wrapper_classes_are_read_through():
 def test_state_that_cannot_be_read_is_refused_by_name(value):
     with pytest.raises(UnsupportedError, match=r"some\.place"):
         digest_of(value, "some.place")
-
-
-# Remembered digests
-
-
-def test_replaced_parameters_and_other_dtypes_are_noticed():
-    model = llama()
-    before = ModelFingerprint.of(model)
-    model.model.norm.weight = torch.nn.Parameter(model.model.norm.weight * 2)
-    assert changed(before, ModelFingerprint.of(model)) == {"weights"}
-    assert "weights" in changed(before, ModelFingerprint.of(model.to(torch.bfloat16)))
 
 
 def test_weights_of_inference_mode_can_be_read():

@@ -1,6 +1,7 @@
 """Any source with any holder: a prompt is answered by its source, and what follows by the cache that takes over its keys and values."""
 
 import gc
+import time
 import weakref
 from collections.abc import Callable
 from functools import cache as remembered
@@ -146,10 +147,11 @@ def test_nothing_of_the_source_is_kept_once_the_prompt_is_answered(source: str) 
     handle = of.model.layers[-1].register_forward_pre_hook(tiny.observing(lambda *_: buffers.extend(_buffers(cache))))
     answer(of, prompt, cache, max_new_tokens=1)
     handle.remove()
-    if isinstance(cache, SegmentReuseCache):
-        cache.store.flush()
-    gc.collect()
     assert buffers
+    end = time.monotonic() + 30  # a thread that stores the prompt may hold its last blob a moment longer than the store waits for it
+    while any(buffer() is not None for buffer in buffers) and time.monotonic() < end:
+        gc.collect()
+        time.sleep(0.01)
     assert all(buffer() is None for buffer in buffers)
     assert cache.report().bytes == cache.report().decode_with.bytes
 
@@ -213,15 +215,6 @@ def test_a_model_that_lets_no_cache_answer_is_refused_when_the_cache_is_made() -
     assert SegmentReuseCache(of, SegmentStore("memory"), mode="exact").seen == 0
     with pytest.raises(UnsupportedError, match=r"decode_with needs.*AttentionInterface"):
         SegmentReuseCache(of, SegmentStore("memory"), mode="exact", decode_with=GrowingCache(of))
-
-
-def test_a_prompt_of_embeddings_is_read_by_the_holder_itself() -> None:
-    of, prompt = model(), PROMPT
-    embeddings = of.get_input_embeddings()(prompt).detach()
-    results = []
-    for cache in (segments(of, prompt, decode_with=new_holder("equip", of)), new_holder("equip", of)):
-        results.append(of.generate(inputs_embeds=embeddings, past_key_values=cache, max_new_tokens=NEW, do_sample=False, pad_token_id=0))
-    assert torch.equal(*results)
 
 
 def test_what_cannot_work_is_refused_when_the_cache_is_made() -> None:

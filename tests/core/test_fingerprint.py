@@ -1,6 +1,7 @@
 """A fingerprint changes with everything that changes keys and values, and with nothing else."""
 
 import copy
+import functools
 import json
 import os
 import pickle
@@ -11,6 +12,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -23,6 +26,7 @@ from transformers import (
 )
 
 from hf_kvcaches.core.fingerprint import ModelFingerprint
+from hf_kvcaches.core.tokenizer_digest import digest_of_tokenizer
 from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch
 from tests.core.fingerprint_helpers import TINY, Change, changed, llama, nudge, tokenizer, two_adapters
 from tests.costs import seconds
@@ -33,68 +37,42 @@ def gemma2() -> torch.nn.Module:
     return AutoModelForCausalLM.from_config(Gemma2Config(**TINY, num_key_value_heads=2, head_dim=8, sliding_window=16))
 
 
-def setting(**values: object) -> Change:
-    def change(model: torch.nn.Module) -> None:
-        for name, value in values.items():
-            setattr(model.config, name, value)
-
-    return change
-
-
-def narrow_first_window(model: torch.nn.Module) -> None:
-    model.model.layers[0].self_attn.sliding_window = 8
-
-
-def slow_rotation(model: torch.nn.Module) -> None:
-    model.model.rotary_emb.inv_freq.mul_(0.5)
-
-
 def new_rope(model: torch.nn.Module) -> None:
     model.config.rope_parameters = {**model.config.rope_parameters, "rope_theta": 500000.0}
 
 
 def pictures() -> torch.nn.Module:
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size"), 16)
+    vision = {**sizes, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
     text = {**TINY, "num_key_value_heads": 2, "head_dim": 8}
-    torch.manual_seed(0)
-    config = Gemma3Config(text_config=text, vision_config={**vision, "patch_size": 14}, mm_tokens_per_image=4)
-    return Gemma3ForConditionalGeneration(config)
+    return Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4))
 
 
-def other_eyes(model: torch.nn.Module) -> None:
-    model.config.vision_config.layer_norm_eps = 0.3
+def on(path: str, **values: object) -> Change:
+    """Sets attributes of a part of the model."""
+
+    def change(model: torch.nn.Module) -> None:
+        part = functools.reduce(getattr, path.split("."), model)
+        for name, value in values.items():
+            setattr(part, name, value)
+
+    return change
 
 
-def other_text_window(model: torch.nn.Module) -> None:
-    model.config.text_config.sliding_window = 3
-
-
+LAYER = "model.layers.1.self_attn"
 CHANGES: dict[str, tuple[Callable[[], torch.nn.Module], Change, set[str], str]] = {
     "an embedding": (llama, nudge("model.embed_tokens.weight"), {"weights"}, "weights differ"),
-    "a norm": (llama, nudge("model.norm.weight"), {"weights"}, "weights differ"),
     "a saved buffer": (llama, lambda m: m.register_buffer("extra", torch.ones(3)), {"weights"}, "weights differ"),
     "rope theta": (llama, new_rope, {"settings"}, "rope_parameters"),
-    "frequencies in use": (llama, slow_rotation, {"weights"}, "weights differ"),
-    "rope scaling in use": (
-        llama,
-        lambda m: setattr(m.model.rotary_emb, "attention_scaling", 2.0),
-        {"settings"},
-        "settings differ: modules",
-    ),
-    "context length": (llama, setting(max_position_embeddings=77), {"settings"}, "max_position_embeddings 77 here, 2048 there"),
-    "window": (gemma2, setting(sliding_window=8), {"settings"}, "sliding_window 8 here, 16 there"),
-    "window in use": (gemma2, narrow_first_window, {"settings"}, "settings differ: modules"),
-    "layer types": (gemma2, setting(layer_types=["full_attention"] * 2), {"settings"}, "layer_types"),
-    "softcap": (gemma2, setting(attn_logit_softcapping=9.0), {"settings"}, "attn_logit_softcapping 9.0 here, 50.0 there"),
-    "causality": (llama, lambda m: setattr(m.model.layers[1].self_attn, "is_causal", False), {"settings"}, "settings differ: modules"),
-    "score scale": (llama, lambda m: setattr(m.model.layers[1].self_attn, "scaling", 1.0), {"settings"}, "settings differ: modules"),
-    "key-value heads": (llama, setting(num_key_value_heads=4), {"settings"}, "num_key_value_heads 4 here, 2 there"),
-    "head size": (llama, setting(head_dim=16), {"settings"}, "head_dim 16 here, 8 there"),
-    "norm epsilon": (llama, setting(rms_norm_eps=1e-3), {"settings"}, "rms_norm_eps 0.001 here, 1e-06 there"),
-    "an unknown option": (llama, setting(brand_new_option=True), {"settings"}, "brand_new_option True here, None there"),
-    "quantisation": (llama, setting(quantization_config={"quant_method": "x", "bits": 4}), {"settings"}, "quantization_config"),
-    "vision": (pictures, other_eyes, {"settings"}, "settings differ: config.vision_config"),
-    "text inside": (pictures, other_text_window, {"settings"}, "settings differ: config.text_config"),
+    "window": (gemma2, on("config", sliding_window=8), {"settings"}, "sliding_window 8 here, 16 there"),
+    "window in use": (gemma2, on(LAYER, sliding_window=8), {"settings"}, "settings differ: modules"),
+    "layer types": (gemma2, on("config", layer_types=["full_attention"] * 2), {"settings"}, "layer_types"),
+    "softcap": (gemma2, on("config", attn_logit_softcapping=9.0), {"settings"}, "attn_logit_softcapping 9.0 here, 50.0 there"),
+    "causality": (llama, on(LAYER, is_causal=False), {"settings"}, "settings differ: modules"),
+    "an unknown option": (llama, on("config", brand_new_option=True), {"settings"}, "brand_new_option True here, None there"),
+    "quantisation": (llama, on("config", quantization_config={"bits": 4}), {"settings"}, "quantization_config"),
+    "vision": (pictures, on("config.vision_config", layer_norm_eps=0.3), {"settings"}, "settings differ: config.vision_config"),
+    "text inside": (pictures, on("config.text_config", sliding_window=3), {"settings"}, "settings differ: config.text_config"),
     "dtype": (llama, lambda m: m.lm_head.to(torch.bfloat16), {"weights"}, "weights differ"),
 }
 
@@ -271,3 +249,58 @@ def test_reading_weights_costs_less_than_a_second_per_gigabyte():
     size = sum(p.nbytes for p in model.parameters())
     assert size > 200e6
     assert seconds(lambda: ModelFingerprint.of(model), clock=time.process_time) / (size / 1e9) < 1.0
+
+
+# The digest under which what belongs to a tokenizer is stored
+
+
+def of_words(vocabulary: dict[str, int]) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(vocabulary, unk_token="a")), unk_token="a")
+
+
+def test_a_tokenizer_that_is_loaded_again_has_the_same_digest_and_one_that_is_used_too(tmp_path):
+    words = tokenizer()
+    before = digest_of_tokenizer(words)
+    words("some text", padding="max_length" if words.pad_token else False, truncation=True, max_length=4)
+    words.save_pretrained(tmp_path)
+    assert digest_of_tokenizer(words) == before
+    assert digest_of_tokenizer(PreTrainedTokenizerFast.from_pretrained(tmp_path)) == before
+
+
+@pytest.mark.parametrize(
+    "vocabulary",
+    [{"a": 1, "b": 0}, {"a": 0, "c": 1}, {"ab": 0, "": 1}, {"a": 0, "b": 2}, {"a": 0, "b": 1, "c": 2}],
+    ids=["other order", "another word", "another cut", "gap", "one more"],
+)
+def test_each_word_and_its_id_count(vocabulary):
+    assert digest_of_tokenizer(of_words(vocabulary)) != digest_of_tokenizer(of_words({"a": 0, "b": 1}))
+
+
+def test_a_vocabulary_of_200_000_words_is_read_once():
+    words = of_words({"a": 0} | {f"word{number}": number for number in range(1, 200_000)})
+
+    def seconds(call) -> float:
+        began = time.process_time()
+        call()
+        return time.process_time() - began
+
+    first = seconds(lambda: digest_of_tokenizer(words))
+    assert first < 3
+    assert seconds(lambda: digest_of_tokenizer(words)) < first / 5
+
+
+def test_a_tokenizer_without_a_serialisation_has_a_digest_too():
+    class Slow:
+        chat_template, special_tokens_map, added_tokens_decoder = None, {}, {}
+
+        def __init__(self, vocabulary):
+            self.vocabulary = vocabulary
+
+        def get_vocab(self):
+            return self.vocabulary
+
+        def __call__(self, text):
+            return {"input_ids": [0]}
+
+    one, same, other = Slow({"a": 0}), Slow({"a": 0}), Slow({"b": 0})
+    assert digest_of_tokenizer(one) == digest_of_tokenizer(copy.copy(same)) != digest_of_tokenizer(other)

@@ -11,28 +11,6 @@ from hf_kvcaches.core.fingerprint import ModelFingerprint
 from tests.core.fingerprint_helpers import changed, llama, lora, nudge, two_adapters
 
 
-def test_a_fresh_adapter_changes_the_adapters_and_nothing_else():
-    model = llama()
-    before = ModelFingerprint.of(model)
-    wrapped = get_peft_model(model, lora(init_lora_weights=True))
-    after = ModelFingerprint.of(wrapped)
-    assert changed(before, after) == {"adapters"}
-    assert after.differs_from(before)[0].startswith("adapters differ: active ['default'] here, [] there")
-    assert ModelFingerprint.of(wrapped.get_base_model()) == after
-
-
-def test_switching_between_two_adapters_shows_and_switching_back_restores():
-    model = two_adapters()
-    law = ModelFingerprint.of(model)
-    model.set_adapter("medical")
-    medical = ModelFingerprint.of(model)
-    assert law.differs_from(medical)[0].startswith("adapters differ: active ['law'] here, ['medical'] there")
-    model.set_adapter("law")
-    assert ModelFingerprint.of(model) == law
-    model.delete_adapter("medical")
-    assert ModelFingerprint.of(model) == law
-
-
 def test_the_order_of_active_adapters_counts():
     model = two_adapters()
     model.base_model.set_adapter(["law", "medical"])

@@ -126,6 +126,6 @@ def test_stored_keys_and_values_stay_with_their_precision(tmp_path: Path) -> Non
         WarmStartLibrary.from_pretrained(tmp_path / "library", other, words())
     cache = GrowingCache(model)
     answer(model, cache)
-    cache.save_pretrained(tmp_path / "cache")
+    cache.save(tmp_path / "cache")
     with pytest.raises(FingerprintMismatch, match="weights differ"):
-        GrowingCache.from_pretrained(tmp_path / "cache", other)
+        GrowingCache.load(tmp_path / "cache", other)

@@ -5,8 +5,10 @@ import copy
 import pytest
 import torch
 
-from hf_kvcaches.core.layers import GrowingLayer, KVLayer, TensorLayer
+from hf_kvcaches.core.layers import GrowingLayer, KVLayer, TensorLayer, row_picker
 from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError
+from tests import tiny
+from tests.helpers.caches import small
 
 
 class BareLayer(KVLayer):
@@ -201,5 +203,30 @@ def test_keys_and_values_show_what_counts_and_can_not_be_assigned():
     layer.crop(-2)
     assert layer.keys.shape[2] == 3
     for name in ("keys", "values"):
-        with pytest.raises(TypeError, match=name):
+        with pytest.raises(AttributeError, match=name):
             setattr(layer, name, torch.zeros(1, 2, 1, 3))
+
+
+# Rows of a cache
+
+MAKERS = small("growing", "equip", "equip, scores", "subspace", "segments")
+
+
+@pytest.mark.parametrize("indices", [[0, 2], (0, 2), [True, False, True], slice(0, 3, 2), torch.tensor([True, False, True])], ids=str)
+def test_rows_are_picked_by_numbers_booleans_and_slices(indices):
+    assert row_picker(indices)(torch.arange(3)).tolist() == [0, 2]
+
+
+@pytest.mark.parametrize("indices", [[3], [0, -4], [True, False], 0, 1.5, [0.0], [], "0", None, [[0]], torch.tensor(1)], ids=str)
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_what_are_no_rows_is_refused_before_anything_is_changed(make, indices):
+    model = tiny.gemma2()
+    cache = make(model)
+    with torch.no_grad():
+        model(tiny.ids(3, 12), past_key_values=cache)
+    before = {name: tensor.clone() for name, tensor in cache.owned_tensors().items()}
+    with pytest.raises((ValueError, IndexError)):
+        cache.batch_select_indices(indices)
+    held = cache.owned_tensors()
+    assert held.keys() == before.keys()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in held.items())

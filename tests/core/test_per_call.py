@@ -23,6 +23,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
+import hf_kvcaches
 from hf_kvcaches import (
     AdaptiveSubspace,
     ConfigError,
@@ -57,34 +58,26 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     return model_of(request.param)
 
 
-def growing() -> PerCall:
-    return per_call(GrowingCache)
-
-
-def equip() -> PerCall:
-    return per_call(EquipCache, **EQUIP)
-
-
-def subspace() -> PerCall:
-    return per_call(SubspaceCache, adaptive=AdaptiveSubspace(rank=4, warmup=16), sinks=1, recent=2)
-
-
-def segments() -> PerCall:
-    return per_call(SegmentReuseCache, SegmentStore("memory"))
-
-
-def segments_then_equip() -> PerCall:
-    return per_call(SegmentReuseCache, SegmentStore("memory"), decode_with=per_call(EquipCache, **EQUIP))
-
-
-# What a user would write for each call, with a store that the calls share.
-BY_HAND: dict[Callable[[], PerCall], Callable[[PreTrainedModel, SegmentStore], KVCache]] = {
-    growing: lambda model, store: GrowingCache(model),
-    equip: lambda model, store: EquipCache(model, **EQUIP),
-    subspace: lambda model, store: SubspaceCache(model, adaptive=AdaptiveSubspace(rank=4, warmup=16), sinks=1, recent=2),
-    segments: lambda model, store: SegmentReuseCache(model, store),
-    segments_then_equip: lambda model, store: SegmentReuseCache(model, store, decode_with=EquipCache(model, **EQUIP)),
+KINDS: dict[str, tuple[type[KVCache], dict[str, Any]]] = {
+    "growing": (GrowingCache, {}),
+    "equip": (EquipCache, EQUIP),
+    "subspace": (SubspaceCache, {"adaptive": AdaptiveSubspace(rank=4, warmup=16), "sinks": 1, "recent": 2}),
+    "segments": (SegmentReuseCache, {}),
+    "segments, equip": (SegmentReuseCache, {"decode_with": EQUIP}),
 }
+
+
+def recipe(name: str) -> PerCall:
+    kind, options = KINDS[name]
+    store = [SegmentStore("memory")] if kind is SegmentReuseCache else []
+    return per_call(kind, *store, **({"decode_with": per_call(EquipCache, **EQUIP)} if "decode_with" in options else options))
+
+
+def by_hand(name: str, model: PreTrainedModel, store: SegmentStore) -> KVCache:
+    """What a user would write for each call, with a store that the calls share."""
+    kind, options = KINDS[name]
+    stores = [store] if kind is SegmentReuseCache else []
+    return kind(model, *stores, **({"decode_with": EquipCache(model, **EQUIP)} if "decode_with" in options else options))
 
 
 def padded() -> dict[str, Any]:
@@ -118,18 +111,16 @@ def generate(model: PreTrainedModel, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("make", "mode"),
-    [(make, mode) for make in BY_HAND for mode in MODES if make is not subspace or mode in ("greedy", "beams")],
-    ids=lambda value: getattr(value, "__name__", value),
+    ("name", "mode"), [(name, mode) for name in KINDS for mode in MODES if name != "subspace" or mode in ("greedy", "beams")]
 )
-def test_every_mode_gives_the_text_of_a_new_cache_passed_by_hand(make, mode):
-    model, store, caches, options = model_of("llama"), SegmentStore("memory"), make(), MODES[mode]()
+def test_every_mode_gives_the_text_of_a_new_cache_passed_by_hand(name, mode):
+    model, store, caches, options = model_of("llama"), SegmentStore("memory"), recipe(name), MODES[mode]()
     for _ in range(2):  # the second call finds in the store what the first one left there
-        expected = generate(model, past_key_values=BY_HAND[make](model, store), **options)
+        expected = generate(model, past_key_values=by_hand(name, model, store), **options)
         got = generate(model, custom_generate=caches, **options)
         if isinstance(expected, str):
             assert got == expected
-            assert make is not growing, "any mode works with some cache"
+            assert name != "growing", "any mode works with some cache"
         else:
             assert torch.equal(got, expected)
 
@@ -149,7 +140,7 @@ class Recorder(BaseStreamer):
 @pytest.mark.parametrize("options", [{}, {"prompt_lookup_num_tokens": 3}], ids=["greedy", "prompt lookup"])
 def test_a_streamer_gets_every_token(model, options):
     streamer = Recorder()
-    text = generate(model, custom_generate=growing(), streamer=streamer, **options)
+    text = generate(model, custom_generate=recipe("growing"), streamer=streamer, **options)
     assert streamer.tokens == text[0].tolist()
     assert streamer.ended
 
@@ -158,7 +149,7 @@ def test_the_drafts_of_an_assistant_are_used():
     model, assistant, passes = tiny.llama(), tiny.llama(), []
     assistant.generation_config.assistant_confidence_threshold = 0.0
     model.register_forward_pre_hook(lambda _, args, kwargs: passes.append(kwargs["input_ids"].shape[1]), with_kwargs=True)
-    generate(model, custom_generate=growing(), assistant_model=assistant, eos_token_id=None, min_new_tokens=8)
+    generate(model, custom_generate=recipe("growing"), assistant_model=assistant, eos_token_id=None, min_new_tokens=8)
     assert len(passes) <= 4
 
 
@@ -172,31 +163,28 @@ TEXTS = ["The ship left the harbour at dawn.", "It was late", "Nobody in the vil
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("make", [growing, equip, segments_then_equip], ids=lambda make: make.__name__)
-def test_a_pipeline_answers_each_prompt_of_a_list_as_if_it_were_the_only_one(pipe, make, batch_size):
-    options = {"max_new_tokens": 8, "do_sample": False}
-    store = SegmentStore("memory")
-    if batch_size == 1:
-        expected = [pipe(text, past_key_values=BY_HAND[make](pipe.model, store), **options)[0] for text in TEXTS]
-    else:
-        expected = [answers[0] for answers in pipe(TEXTS, batch_size=3, past_key_values=BY_HAND[make](pipe.model, store), **options)]
-    got = pipe(TEXTS, batch_size=batch_size, custom_generate=make(), **options)
-    assert [answers[0] for answers in got] == expected
+@pytest.mark.parametrize("name", ["growing", "equip", "segments, equip"])
+def test_a_pipeline_answers_each_prompt_of_a_list_as_if_it_were_the_only_one(pipe, name, batch_size):
+    options, store = {"max_new_tokens": 8, "do_sample": False}, SegmentStore("memory")
+    expected = []
+    for texts in [TEXTS] if batch_size == 3 else [[text] for text in TEXTS]:
+        expected += pipe(texts, batch_size=len(texts), past_key_values=by_hand(name, pipe.model, store), **options)
+    assert pipe(TEXTS, batch_size=batch_size, custom_generate=recipe(name), **options) == expected
 
 
 def test_the_cache_of_a_call_is_in_its_output_and_freed_without():
-    model, recipe, caches = tiny.llama(), equip(), []
-    assert generate(model, custom_generate=recipe, return_dict_in_generate=True).past_key_values.report().seen >= LENGTH
+    model, made, caches = tiny.llama(), recipe("equip"), []
+    assert generate(model, custom_generate=made, return_dict_in_generate=True).past_key_values.report().seen >= LENGTH
     gc.collect()
     assert not model._forward_pre_hooks
     model.register_forward_pre_hook(lambda _, args, kwargs: caches.append(weakref.ref(compat.cache_of(kwargs))), with_kwargs=True)
-    generate(model, custom_generate=recipe)
+    generate(model, custom_generate=made)
     assert caches
     assert not any(cache() for cache in caches)
 
 
 def test_prompts_are_taken_from_the_store_that_calls_share(model):
-    caches = segments()
+    caches = recipe("segments")
     for expected in (0, LENGTH - 1):
         output = generate(model, custom_generate=caches, return_dict_in_generate=True)
         assert output.past_key_values.report().reused_tokens == expected
@@ -204,13 +192,13 @@ def test_prompts_are_taken_from_the_store_that_calls_share(model):
 
 
 def test_threads_share_it(model):
-    caches = segments_then_equip()
+    caches = recipe("segments, equip")
     prompts = [tiny.ids(1, 20 + index, seed=index) for index in range(6)]
 
     def answer(prompt: torch.Tensor) -> torch.Tensor:
         return generate(model, inputs=prompt, custom_generate=caches)
 
-    expected = [generate(model, inputs=prompt, past_key_values=segments_then_equip().new_cache(model)) for prompt in prompts]
+    expected = [generate(model, inputs=prompt, past_key_values=recipe("segments, equip").new_cache(model)) for prompt in prompts]
     with ThreadPoolExecutor(3) as threads:
         assert all(map(torch.equal, threads.map(answer, prompts * 2), expected * 2))
 
@@ -223,7 +211,7 @@ def test_an_encoder_decoder_gets_it_for_its_decoder():
     torch.manual_seed(0)
     model = BartForConditionalGeneration(config).eval()
     for beams in (1, 3):
-        output = generate(model, custom_generate=growing(), num_beams=beams, return_dict_in_generate=True)
+        output = generate(model, custom_generate=recipe("growing"), num_beams=beams, return_dict_in_generate=True)
         assert isinstance(output.past_key_values, EncoderDecoderCache)
         assert isinstance(output.past_key_values.self_attention_cache, GrowingCache)
         assert torch.equal(output.sequences, generate(model, num_beams=beams))
@@ -232,13 +220,13 @@ def test_an_encoder_decoder_gets_it_for_its_decoder():
 def test_adapters_generate_with_it_and_learned_prompts_are_seen():
     lora = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
     adapted = get_peft_model(tiny.llama(), lora)
-    assert torch.equal(generate(adapted, custom_generate=growing()), generate(adapted))
+    assert torch.equal(generate(adapted, custom_generate=recipe("growing")), generate(adapted))
     prompted = get_peft_model(tiny.llama(), PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"))
-    assert torch.equal(generate(prompted, custom_generate=growing()), generate(prompted))
+    assert torch.equal(generate(prompted, custom_generate=recipe("growing")), generate(prompted))
     prefixed = get_peft_model(tiny.llama(), PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"))
     for model in (prompted, prefixed):
         with pytest.raises(UnsupportedError, match="learned prompt"):
-            model.generate(input_ids=PROMPT, custom_generate=segments())
+            model.generate(input_ids=PROMPT, custom_generate=recipe("segments"))
 
 
 @pytest.mark.parametrize(
@@ -254,7 +242,7 @@ def test_adapters_generate_with_it_and_learned_prompts_are_seen():
 )
 def test_what_does_not_go_with_it_is_refused_with_what_to_do(options, error, message):
     with pytest.raises(error, match=message):
-        model_of("llama").generate(PROMPT, custom_generate=growing(), **options)
+        model_of("llama").generate(PROMPT, custom_generate=recipe("growing"), **options)
 
 
 @pytest.mark.parametrize(
@@ -284,17 +272,56 @@ def test_stop_strings_are_given_as_criteria(pipe):
     inputs = pipe.tokenizer(TEXTS[0], return_tensors="pt")
     expected = pipe.model.generate(**inputs, stop_strings=["e"], tokenizer=pipe.tokenizer, **options)
     criteria = [StopStringCriteria(pipe.tokenizer, ["e"])]
-    assert torch.equal(pipe.model.generate(**inputs, custom_generate=growing(), stopping_criteria=criteria, **options), expected)
+    assert torch.equal(pipe.model.generate(**inputs, custom_generate=recipe("growing"), stopping_criteria=criteria, **options), expected)
 
 
 def test_it_reads_like_the_call_that_made_it():
     assert repr(per_call(EquipCache, "streaming", budget=512)) == "per_call(EquipCache, 'streaming', budget=512)"
-    nested = repr(per_call(SegmentReuseCache, SegmentStore("memory"), decode_with=equip()))
+    nested = repr(per_call(SegmentReuseCache, SegmentStore("memory"), decode_with=recipe("equip")))
     assert nested.startswith("per_call(SegmentReuseCache, SegmentStore(")
     assert nested.endswith("decode_with=per_call(EquipCache, policy='streaming', budget=12, recent=2))")
 
 
 def test_it_travels_with_what_it_was_given(model):
-    copied = pickle.loads(pickle.dumps(equip()))
-    assert repr(copied) == repr(equip())
-    assert torch.equal(generate(model, custom_generate=copied), generate(model, custom_generate=equip()))
+    copied = pickle.loads(pickle.dumps(recipe("equip")))
+    assert repr(copied) == repr(recipe("equip"))
+    assert torch.equal(generate(model, custom_generate=copied), generate(model, custom_generate=recipe("equip")))
+
+
+# A class, or a cache, given where the other belongs
+
+PUBLIC = [getattr(hf_kvcaches, name) for name in hf_kvcaches.__all__]
+CLASSES = [each for each in PUBLIC if isinstance(each, type) and issubclass(each, KVCache) and each is not KVCache]
+every_class = pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+every_name = pytest.mark.parametrize("name", sorted({"past_key_values", compat.GENERATE_CACHE}))
+
+
+@every_name
+@every_class
+def test_a_class_in_the_place_of_a_cache_is_refused(kind, name):
+    with pytest.raises(ConfigError, match=rf"got the class {kind.__name__}\. Pass {kind.__name__}\(model, .*per_call"):
+        generate(model_of("llama"), **{name: kind})
+
+
+@every_name
+def test_after_a_refused_class_new_caches_still_refuse_another_text(name):
+    model = model_of("llama")
+    with pytest.raises(ConfigError):
+        generate(model, **{name: GrowingCache})
+    cache = GrowingCache(model)
+    generate(model, **{name: cache})
+    with pytest.raises(ConfigError, match="another token"):
+        generate(model, inputs=tiny.ids(1, 40, seed=5), **{name: cache})
+
+
+@every_class
+def test_a_class_as_custom_generate_is_refused(kind):
+    with pytest.raises(ConfigError, match=rf"custom_generate: expected per_call\({kind.__name__}, \.\.\.\), got the class"):
+        generate(model_of("llama"), custom_generate=kind)
+
+
+def test_a_cache_as_custom_generate_is_refused_and_not_left_out():
+    cache = GrowingCache(model_of("llama"))
+    with pytest.raises(ConfigError, match=r"expected per_call\(GrowingCache, \.\.\.\), got a GrowingCache\. .*past_key_values"):
+        generate(model_of("llama"), custom_generate=cache)
+    assert not cache.seen

@@ -1,11 +1,12 @@
 """What a report tells people: how many layers the method applies to, what the others keep, and what was decided for them."""
 
 import json
+from dataclasses import dataclass
 
 import pytest
 import torch
 
-from hf_kvcaches import AdaptiveSubspace, CacheReport, EquipCache, GrowingCache, SegmentReuseCache, SegmentStore, SubspaceCache
+from hf_kvcaches import AdaptiveSubspace, CacheReport, EquipCache, GrowingCache, SubspaceCache
 from tests import tiny
 
 
@@ -47,18 +48,6 @@ def test_layers_of_other_kinds_are_named_too():
     assert row(filled(model, GrowingCache(model)).report(), "layers") == "1 of 3; 2 keep a state of the model's own"
 
 
-@pytest.mark.parametrize("make", [GrowingCache, lambda model: SegmentReuseCache(model, SegmentStore("memory"), mode="exact")])
-def test_where_the_method_applies_to_all_layers_nothing_is_said(make):
-    for build in (tiny.llama, tiny.gemma2):
-        model = build()
-        cache = make(model)
-        report = filled(model, cache).report()
-        if not any(type(layer).__module__.startswith("transformers") for layer in cache.layers):
-            assert not report.others
-            assert "others" not in report.as_dict()
-            assert "\n  layers" not in str(report)
-
-
 @pytest.mark.parametrize(
     ("options", "before", "after"),
     [
@@ -84,3 +73,43 @@ def test_a_policy_that_waits_reports_the_budget_it_was_given():
     cache = filled(model, EquipCache(model, "kvzip", 16))
     assert cache.report().budget == (16,) * 4
     assert cache.report().kept == (30,) * 4
+
+
+# Texts
+
+ID = "0123456789abcdef0123456789abcdef"
+
+
+@dataclass(frozen=True)
+class Report(CacheReport):
+    """Fields of all kinds."""
+
+    flops_saved: float = 0.0
+    loss: float = 0.0
+    tiers: dict | None = None
+    neighbour: str | None = None
+    spans: tuple = ()
+    reason: str = ""
+
+
+def rows(**fields):
+    text = str(Report("A", 1234, (1234,), 2**20, **fields))
+    return {line[:15].strip(): line[15:].strip() for line in text.splitlines()[1:]}
+
+
+def test_what_is_empty_has_no_row():
+    assert set(rows()) == {"tokens seen", "slots kept", "memory", "flops saved", "loss"}
+
+
+def test_values_are_printed_as_people_read_them():
+    shown = rows(flops_saved=0.9908349105059777, loss=0.0123456, tiers={"exact": 1640, "computed": 2}, neighbour=ID, reason="A hook.")
+    assert shown["flops saved"] == "99.1%"
+    assert shown["loss"] == "0.01235"
+    assert shown["tiers"] == "exact 1,640, computed 2"
+    assert shown["neighbour"] == "01234567…"
+    assert shown["reason"] == "A hook."
+
+
+def test_of_a_long_list_the_beginning_is_printed():
+    assert rows(spans=tuple(range(1, 12)))["spans"] == "1, 2, 3, 4, 5, 6, 7, 8, 3 more"
+    assert rows(spans=("", None)).get("spans") is None

@@ -89,12 +89,14 @@ def test_it_follows_whatever_is_done_to_the_cache(data: st.DataObject, padded: b
         check(log, plain, padding)
 
 
-def test_a_pass_that_failed_is_forgotten_when_the_next_begins_with_an_empty_cache() -> None:
+def test_a_pass_that_failed_is_forgotten_by_the_next() -> None:
     log = TokenLog()
     observe(log, tiny.ids(2, 6), None, None, 0)
     observe(log, tiny.ids(1, 4), None, None, 0)
-    assert log.padding(4) == [0]
-    assert [row.tolist() for row in log.rows()] == tiny.ids(1, 4).tolist()
+    observe(log, tiny.ids(1, 3, seed=1), None, None, 4)
+    observe(log, tiny.ids(1, 2, seed=2), None, None, 4)
+    assert log.padding(6) == [0]
+    assert log.rows()[0].tolist() == torch.cat([tiny.ids(1, 4), tiny.ids(1, 2, seed=2)], 1)[0].tolist()
 
 
 def test_tokens_written_into_the_callers_tensors_later_change_nothing() -> None:
@@ -164,15 +166,6 @@ def test_a_mask_for_another_batch_is_not_understood() -> None:
 
 def test_where_keys_have_no_positions_padding_may_be_counted() -> None:
     assert padding_after(TokenLog(positions_matter=False), [(4, [[0, 0, 1, 1]], None)]) == [2]
-
-
-def test_a_pass_that_did_not_run_to_its_end_is_forgotten_by_the_next() -> None:
-    log = TokenLog()
-    observe(log, tiny.ids(1, 4), None, None, 0)
-    observe(log, tiny.ids(1, 3, seed=1), None, None, 4)
-    observe(log, tiny.ids(1, 2, seed=2), None, None, 4)
-    assert log.padding(6) == [0]
-    assert log.rows()[0].tolist() == torch.cat([tiny.ids(1, 4), tiny.ids(1, 2, seed=2)], 1)[0].tolist()
 
 
 def test_the_six_thousandth_token_costs_as_much_as_the_hundredth() -> None:

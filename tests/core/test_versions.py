@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from hf_kvcaches.core import versions
+from hf_kvcaches import version as versions
 from tests.scripts.running import ROOT
 
 

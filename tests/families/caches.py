@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -29,8 +30,8 @@ BUDGET, SINKS = 16, 4
 class Bench:
     """What the caches of one model share: a codec, a store, a library, a translator."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
+    def __init__(self, model: PreTrainedModel, **settings: Any) -> None:
+        self.model, self.settings = model, settings
 
     def make(self, **options: Any) -> Any:
         """An empty cache."""
@@ -55,22 +56,8 @@ class Growing(Bench):
 class Equip(Bench):
     """A budget that nothing outgrows, unless a scenario asks for less. Of a window alone, compact positions differ by a number."""
 
-    sinks = 0
-    options: ClassVar[dict[str, Any]] = {}
-
     def make(self, **options: Any) -> EquipCache:
-        return EquipCache(self.model, **{"policy": "streaming", "budget": 128, "sinks": self.sinks, **self.options, **options})
-
-
-class EquipOriginal(Equip):
-    sinks = SINKS
-    options: ClassVar[dict[str, Any]] = {"positions": "original"}
-
-
-class EquipScored(Equip):
-    """A policy that looks at attention weights."""
-
-    options: ClassVar[dict[str, Any]] = {"policy": "h2o"}
+        return EquipCache(self.model, **{"policy": "streaming", "budget": 128, "sinks": 0, **self.settings, **options})
 
 
 def _texts(number: int, length: int) -> list[list[int]]:
@@ -78,20 +65,12 @@ def _texts(number: int, length: int) -> list[list[int]]:
 
 
 class Subspace(Bench):
-    rotation = "aware"
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__(model)
-        self.codec: KVCodec | None = None
+    @cached_property
+    def codec(self) -> KVCodec:
+        return KVCodec.calibrate(self.model, None, _texts(2, 48), bytes_ratio=1.5, progress=False, **self.settings)
 
     def make(self, **options: Any) -> SubspaceCache:
-        if self.codec is None:
-            self.codec = KVCodec.calibrate(self.model, None, _texts(2, 48), rotation=self.rotation, bytes_ratio=1.5, progress=False)
         return SubspaceCache(self.model, self.codec, sinks=1, recent=3)
-
-
-class SubspacePost(Subspace):
-    rotation = "post"
 
 
 class Adaptive(Bench):
@@ -100,12 +79,12 @@ class Adaptive(Bench):
 
 
 class Segments(Bench):
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__(model)
-        self.store = SegmentStore("memory", max_bytes="64MiB", quantization=None)
+    @cached_property
+    def store(self) -> SegmentStore:
+        return SegmentStore("memory", max_bytes="64MiB", quantization=None)
 
     def make(self, **options: Any) -> SegmentReuseCache:
-        return SegmentReuseCache(self.model, self.store, mode="exact", **options)
+        return SegmentReuseCache(self.model, self.store, **self.settings, **options)
 
     def settle(self) -> None:
         self.store.flush()
@@ -114,42 +93,28 @@ class Segments(Bench):
         return self.store.report().segments
 
 
-class Moved(Segments):
-    """Takes segments from anywhere as they are."""
-
-    def make(self, **options: Any) -> SegmentReuseCache:
-        return SegmentReuseCache(self.model, self.store, mode="approximate", repair=0.0, **options)
-
-
 class WarmStart(Bench):
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__(model)
-        self.library: WarmStartLibrary | None = None
+    @cached_property
+    def library(self) -> WarmStartLibrary:
+        return WarmStartLibrary(self.model, words(VOCABULARY), quantization=None)
 
     def make(self, **options: Any) -> WarmStartCache:
-        return WarmStartCache(self.model, self._library(), strategy="exact")
-
-    def _library(self) -> WarmStartLibrary:
-        if self.library is None:
-            self.library = WarmStartLibrary(self.model, words(VOCABULARY), quantization=None)
-        return self.library
+        return WarmStartCache(self.model, self.library, strategy="exact")
 
     def prepare(self, prompts: Iterable[torch.Tensor]) -> None:
-        self._library().add([prompt[0] for prompt in prompts])
+        self.library.add([prompt[0] for prompt in prompts])
 
     def stored(self) -> int:
-        return 0 if self.library is None else len(self.library)
+        return len(self.library) if "library" in vars(self) else 0
 
 
 class Translated(Bench):
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__(model)
-        self.translator: Any = None
+    @cached_property
+    def translator(self) -> Any:
+        lossless: dict[str, Any] = {"payload": 2.0, "metric": "plain", "ridge": 1e-8, "layers_per_code": 1}
+        return fit(self.model, self.model, _texts(6, 64), **lossless)
 
     def make(self, **options: Any) -> ReadBefore:
-        if self.translator is None:
-            lossless: dict[str, Any] = {"payload": 2.0, "metric": "plain", "ridge": 1e-8, "layers_per_code": 1}
-            self.translator = fit(self.model, self.model, _texts(6, 64), **lossless)
         return ReadBefore(self.model, self.translator)
 
 
@@ -167,13 +132,13 @@ _FEW = ("single", "padded", "chat", "loop")
 KINDS = (
     Kind("growing", Growing, _ALL),
     Kind("equip", Equip, (*_ALL, "pruned")),
-    Kind("equip_original", EquipOriginal, (*_FEW, "pruned")),
-    Kind("equip_scored", EquipScored, ("single", "padded")),
-    Kind("subspace", Subspace, _ALL),
-    Kind("subspace_post", SubspacePost, _FEW),
+    Kind("equip_original", partial(Equip, sinks=SINKS, positions="original"), (*_FEW, "pruned")),
+    Kind("equip_scored", partial(Equip, policy="h2o"), ("single", "padded")),  # looks at attention weights
+    Kind("subspace", partial(Subspace, rotation="aware"), _ALL),
+    Kind("subspace_post", partial(Subspace, rotation="post"), _FEW),
     Kind("subspace_adaptive", Adaptive, _FEW),
-    Kind("segments", Segments, _ALL),
-    Kind("segments_moved", Moved, ("moved",)),
+    Kind("segments", partial(Segments, mode="exact"), _ALL),
+    Kind("segments_moved", partial(Segments, mode="approximate", repair=0.0), ("moved",)),  # from anywhere, as they are
     Kind("warmstart", WarmStart, _ALL),
     Kind("translated", Translated, _ALL),
 )

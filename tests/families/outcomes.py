@@ -83,7 +83,7 @@ def _of_kind(family: str, kind: Kind, model: PreTrainedModel, expected: dict[str
     found = []
     bench = kind.bench(model)
     for scenario in kind.scenarios:
-        name = f"pruned {bench.sinks}" if scenario == "pruned" else scenario
+        name = f"pruned {bench.settings.get('sinks', 0)}" if scenario == "pruned" else scenario
         wanted = expected[name]
         if isinstance(wanted, str):
             found.append(Outcome(family, kind.name, scenario, "absent", wanted))

@@ -11,6 +11,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from hf_kvcaches.errors import UnsupportedError
 from tests.families.caches import BUDGET, Bench
 from tests.families.models import TOKEN_LIMIT
+from tests.helpers.prompts import left_padded
 
 Logits = list[torch.Tensor]
 
@@ -18,14 +19,6 @@ Logits = list[torch.Tensor]
 def tokens(length: int, seed: int) -> torch.Tensor:
     """Text, (1, length)."""
     return torch.randint(3, TOKEN_LIMIT, (1, length), generator=torch.Generator().manual_seed(seed))
-
-
-def left_padded(*rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of several lengths as one batch, and its mask."""
-    width = max(row.shape[1] for row in rows)
-    ids = torch.cat([torch.nn.functional.pad(row, (width - row.shape[1], 0)) for row in rows])
-    mask = torch.cat([torch.nn.functional.pad(torch.ones_like(row), (width - row.shape[1], 0)) for row in rows])
-    return ids, mask
 
 
 PROMPT, SHORT = tokens(24, 1), tokens(15, 2)
@@ -74,7 +67,7 @@ def padded(bench: Bench) -> Logits:
     """Two prompts of different lengths."""
     cache = bench.make()
     bench.prepare([PROMPT, SHORT])
-    ids, mask = left_padded(PROMPT, SHORT)
+    ids, mask = left_padded([PROMPT, SHORT])
     return list(generate(bench.model, ids, cache, mask=mask).logits)
 
 
@@ -116,7 +109,7 @@ def loop(bench: Bench) -> Logits:
     """A loop of the user's own: padding on the left, logits of the last token, and no positions."""
     model, cache = bench.model, bench.make()
     bench.prepare([PROMPT, SHORT])
-    ids, mask = left_padded(PROMPT, SHORT)
+    ids, mask = left_padded([PROMPT, SHORT])
     text, found = ids, []
     extra = {"logits_to_keep": 1} if takes(model, "logits_to_keep") else {}
     for step in range(4):

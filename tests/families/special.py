@@ -3,24 +3,38 @@
 from typing import Any
 
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+_AXES = {"rope_parameters": _MROPE}
 _HALF_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _MAMBA_2 = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_chunk_size": 8}
 _INDEXER = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 2}
+_ALTERNATING = ["sliding_attention", "full_attention"] * 2
 _LINEAR = {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 
 # By model type (of the config or of a nested one): what the constructor is given, beyond `SIZES`.
 SPECIAL: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "mistral_large4_text"), _INDEXER),
+    **dict.fromkeys(
+        """cosmos3_edge_text glm4v_text glm_ocr_text glm46v_text qwen2_vl_text qwen2_5_vl_text qwen2_5_omni_text qwen3_omni_moe_text
+        paddleocr_vl_text hunyuan_vl_text""".split(),
+        _AXES,
+    ),
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), _LINEAR | {"rope_parameters": _HALF_MROPE}),
+    "codegen": {"rotary_dim": 8},
+    "gptj": {"rotary_dim": 8},
+    "inkling_text": {"rel_extent": 16, "log_scaling_n_floor": 8},
+    "inkling2_text": {"rel_extent": 16, "log_scaling_n_floor": 8},
+    "qwen2_5_omni_thinker": {"vision_start_token_id": 125},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 125},
+    "blt_local_encoder": {"hidden_size_global": 64},
+    "blt_local_decoder": {"hidden_size_global": 64},
     "dory": {"n_input_layers": 1, "n_output_layers": 1},
     "bamba": _MAMBA_2 | {"attn_layer_indices": [1, 3]},
     "granitemoehybrid": _MAMBA_2 | {"layer_types": ["mamba", "attention", "mamba", "attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8},
     "falcon_h1": _MAMBA_2 | {"mamba_d_ssm": 128},
     "blt": {"encoder_hash_byte_group_vocab": 64, "num_hidden_layers": 4},
-    "codegen": {"rotary_dim": 8},
-    "gptj": {"rotary_dim": 8},
     "cohere_compass_text": {"rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), _MROPE)},
-    "cosmos3_edge_text": {"rope_parameters": _MROPE},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8},
         "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
@@ -29,12 +43,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "dots3_note_vision_encoder": {"per_layer_config": {}, "adapter_in_dim": 64, "adapter_out_dim": 64, "mlp_layer_types": ["dense"] * 4},
     "dots3_note_audio_encoder": {"adapter_input_size": 64, "adapter_out_dim": 64},
     "dots3_note_text": _INDEXER | {"per_layer_config": {}, "use_dsa": True, "head_dim": 32},
-    "deepseek_v32": _INDEXER,
-    "glm_moe_dsa": _INDEXER,
-    "axk2": _INDEXER,
-    "hy_v4": _INDEXER,
     "hy_v4_vl_text": _INDEXER | {"rope_parameters": _MROPE},
-    "mistral_large4_text": _INDEXER,
     "minimax_m3_vl_text": {
         "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
         "index_n_heads": 2,
@@ -51,13 +60,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "o_groups": 2,
         "o_lora_rank": 16,
     },
-    "inkling_text": {"rel_extent": 16, "log_scaling_n_floor": 8},
-    "inkling2_text": {"rel_extent": 16, "log_scaling_n_floor": 8},
     "glm5_next_text": _INDEXER | {"qk_rope_head_dim": 0, "index_kpool": 4, "linear_head_dim": 16, "linear_num_heads": 4},
     "kimi_linear": {"linear_head_dim": 16, "linear_num_heads": 4},
     "gemma3n_text": {
         "num_hidden_layers": 4,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        "layer_types": _ALTERNATING,
         "num_kv_shared_layers": 2,
         "hidden_size_per_layer_input": 16,
         "laurel_rank": 16,
@@ -66,11 +73,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "global_head_dim": 8,
         "hidden_size_per_layer_input": 16,
         "num_kv_shared_layers": 2,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        "layer_types": _ALTERNATING,
     },
     "gemma4_unified_text": {
         "global_head_dim": 8,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        "layer_types": _ALTERNATING,
     },
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
@@ -84,19 +91,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "hc_lowrank": 16,
         "layer_types": ["linear_attention", "indexed_attention"] * 2,
     },
-    "qwen3_5_text": _LINEAR | {"rope_parameters": _HALF_MROPE},
-    "qwen3_5_moe_text": _LINEAR | {"rope_parameters": _HALF_MROPE},
     "qwen3_next": _LINEAR,
-    "glm4v_text": {"rope_parameters": _MROPE},
     "glm4v_moe_text": {"rope_parameters": _HALF_MROPE},
-    "glm_ocr_text": {"rope_parameters": _MROPE},
-    "glm46v_text": {"rope_parameters": _MROPE},
-    "qwen2_vl_text": {"rope_parameters": _MROPE},
-    "qwen2_5_vl_text": {"rope_parameters": _MROPE},
-    "qwen2_5_omni_text": {"rope_parameters": _MROPE},
-    "qwen3_omni_moe_text": {"rope_parameters": _MROPE},
-    "paddleocr_vl_text": {"rope_parameters": _MROPE},
-    "hunyuan_vl_text": {"rope_parameters": _MROPE},
     "ernie4_5_vl_moe_text": {"moe_intermediate_size": [32, 32], "rope_parameters": _MROPE | {"mrope_section": [3, 3, 2]}},
     "emu3": {"vocabulary_map": {"<image>": 120}, "pad_token_id": 0},
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16, "layer_types": ["hybrid", "hybrid_sliding"] * 2},
@@ -138,10 +134,6 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "janus_vision_model": {"projection_dim": 64},
     "llama4_vision_model": {"projector_output_dim": 64, "projector_input_dim": 64},
     "nemotron_h": {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 8},
-    "qwen2_5_omni_thinker": {"vision_start_token_id": 125},
-    "qwen3_omni_moe_thinker": {"vision_start_token_id": 125},
-    "blt_local_encoder": {"hidden_size_global": 64},
-    "blt_local_decoder": {"hidden_size_global": 64},
     "evolla": {"protein_encoder_config": {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}},
 }
 

@@ -119,9 +119,15 @@ def restored(setup: Setup, tensor: torch.Tensor, write: Callable[[torch.Tensor],
 
 
 @contextlib.contextmanager
-def hooked(handle: Any) -> Iterator[None]:
+def between(change: Callable[[], object], back: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """What is done, and what is done at the end."""
+    change()
     yield
-    handle.remove()
+    back()
+
+
+def hooked(handle: Any) -> contextlib.AbstractContextManager[None]:
+    return between(lambda: None, handle.remove)
 
 
 def one_element(parameter: torch.Tensor) -> None:
@@ -141,45 +147,30 @@ def optimizer_step(setup: Setup) -> Iterator[None]:
     yield
 
 
-@contextlib.contextmanager
-def other_weights(setup: Setup) -> Iterator[None]:
+def other_weights(setup: Setup) -> contextlib.AbstractContextManager[None]:
     before = {name: tensor.clone() for name, tensor in setup.model.state_dict().items()}
-    setup.model.load_state_dict(tiny.llama(seed=4, max_position_embeddings=1024).state_dict())
-    yield
-    setup.model.load_state_dict(before)
-
-
-@contextlib.contextmanager
-def other_type(setup: Setup) -> Iterator[None]:
-    setup.model.to(torch.bfloat16)
-    yield
+    other = tiny.llama(seed=4, max_position_embeddings=1024).state_dict()
+    return between(lambda: setup.model.load_state_dict(other), lambda: setup.model.load_state_dict(before))
 
 
 def shifted(_module: Any, _args: Any, output: Any) -> Any:
     return output + 0.3
 
 
-@contextlib.contextmanager
-def hook_on_all(setup: Setup) -> Iterator[None]:
+def hook_on_all(setup: Setup) -> contextlib.AbstractContextManager[None]:
     target = setup.first.mlp
-    with hooked(register_module_forward_hook(lambda module, args, output: output + 0.3 if module is target else None)):
-        yield
+    return hooked(register_module_forward_hook(lambda module, args, output: output + 0.3 if module is target else None))
 
 
-@contextlib.contextmanager
-def own_forward(setup: Setup) -> Iterator[None]:
+def own_forward(setup: Setup) -> contextlib.AbstractContextManager[None]:
     mlp = setup.first.mlp
     original = mlp.forward
-    mlp.forward = lambda hidden: original(hidden) * 0.5
-    yield
-    del mlp.forward
+    return between(lambda: setattr(mlp, "forward", lambda hidden: original(hidden) * 0.5), lambda: delattr(mlp, "forward"))
 
 
-@contextlib.contextmanager
-def class_forward(setup: Setup) -> Iterator[None]:
+def class_forward(setup: Setup) -> contextlib.AbstractContextManager[None]:
     original = LlamaMLP.forward
-    with attribute(LlamaMLP, "forward", lambda self, hidden: original(self, hidden) * 0.5):
-        yield
+    return attribute(LlamaMLP, "forward", lambda self, hidden: original(self, hidden) * 0.5)
 
 
 @contextlib.contextmanager
@@ -210,39 +201,9 @@ def added(setup: Setup) -> Iterator[None]:
     setup.runner = setup.runner.unload()
 
 
-@contextlib.contextmanager
-def switched(setup: Setup) -> Iterator[None]:
-    setup.runner.set_adapter("medical")
-    yield
-    setup.runner.set_adapter("law")
-
-
-@contextlib.contextmanager
-def scaled(setup: Setup) -> Iterator[None]:
+def scaled(setup: Setup) -> contextlib.AbstractContextManager[None]:
     layers = [module for module in setup.model.modules() if hasattr(module, "scale_layer")]
-    for layer in layers:
-        layer.scale_layer(0.5)
-    yield
-    for layer in layers:
-        layer.scale_layer(2.0)
-
-
-@contextlib.contextmanager
-def merged(setup: Setup) -> Iterator[None]:
-    setup.runner.merge_adapter()
-    yield
-
-
-@contextlib.contextmanager
-def mixed_rows(setup: Setup) -> Iterator[None]:
-    setup.options = {"adapter_names": ["medical"]}
-    yield
-    setup.options = {}
-
-
-@contextlib.contextmanager
-def nothing(_setup: Setup) -> Iterator[None]:
-    yield
+    return between(lambda: [layer.scale_layer(0.5) for layer in layers], lambda: [layer.scale_layer(2.0) for layer in layers])
 
 
 CHANGES: dict[str, Change] = {
@@ -251,20 +212,24 @@ CHANGES: dict[str, Change] = {
     "one embedding": Change(lambda s: restored(s, s.model.get_input_embeddings().weight, lambda w: w.data[PROMPT[0, 0]].add_(0.5)), plain),
     "fused optimizer step": Change(optimizer_step, plain, comes_back=False),
     "loaded weights": Change(other_weights, plain),
-    "dtype": Change(other_type, plain, comes_back=False, other_type=True),
+    "dtype": Change(lambda s: between(lambda: s.model.to(torch.bfloat16)), plain, comes_back=False, other_type=True),
     "attention scaling": Change(lambda s: attribute(s.first.self_attn, "scaling", 1.0), plain),
     "rotary attention scaling": Change(lambda s: attribute(s.model.model.rotary_emb, "attention_scaling", 1.7), plain),
     "inv_freq": Change(lambda s: restored(s, s.model.model.rotary_emb.inv_freq, lambda f: f.data.mul_(0.5)), plain),
     "norm epsilon": Change(lambda s: attribute(s.first.input_layernorm, "variance_epsilon", 2.0), plain),
     "activation module": Change(lambda s: attribute(s.first.mlp, "act_fn", nn.Tanh()), plain),
     "adapter added": Change(added, plain),
-    "adapter switched": Change(switched, two_adapters),
+    "adapter switched": Change(
+        lambda s: between(lambda: s.runner.set_adapter("medical"), lambda: s.runner.set_adapter("law")), two_adapters
+    ),
     "adapter disabled": Change(lambda s: s.runner.disable_adapter(), two_adapters),
     "adapter scaled": Change(scaled, two_adapters),
-    "adapter merged": Change(merged, two_adapters, comes_back=False),
+    "adapter merged": Change(lambda s: between(s.runner.merge_adapter), two_adapters, comes_back=False),
     "adapter weight": Change(lambda s: restored(s, s.first.self_attn.v_proj.lora_A["law"].weight, one_element), two_adapters),
     "adapter of tokens": Change(lambda s: s.runner.disable_adapter(), with_tokens),
-    "adapter by row": Change(mixed_rows, two_adapters, seen=False, in_call=True),
+    "adapter by row": Change(
+        lambda s: between(lambda: s.options.update(adapter_names=["medical"]), s.options.clear), two_adapters, seen=False, in_call=True
+    ),
     "hook": Change(lambda s: hooked(s.first.mlp.register_forward_hook(shifted)), plain, seen=False),
     "pre-hook": Change(lambda s: hooked(s.first.mlp.register_forward_pre_hook(lambda _, args: (args[0] * 2,))), plain, seen=False),
     "hook on all modules": Change(hook_on_all, plain, seen=False),

@@ -40,7 +40,7 @@ class PaperLayer(CodedLayer):
     blocks: tuple[int, ...] = (0,)
 
     def __init__(
-        self, adaptive: AdaptiveSubspace, ends: Ends, layer_idx: int, config: Any, passes: Passes[Pass], shard: HeadShard | None = None
+        self, adaptive: AdaptiveSubspace, ends: Ends, layer_idx: int, config: Any, passes: Passes, shard: HeadShard | None = None
     ) -> None:
         geometry, sizes = None, head_sizes(config, layer_idx)
         if adaptive.rotation == "aware":
