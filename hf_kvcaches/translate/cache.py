@@ -1,22 +1,34 @@
-"""`TranslatedCache`: a prompt that another model has read needs no prefill."""
+"""`TranslatedCache`: a prompt that another model has read needs no prefill.
+
+The way of a prompt: find it among the coded ones, run the lowest layers and the first tokens, rebuild all else as its codes arrive.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from itertools import chain
+from typing import Any, Self
 
 import torch
+from transformers import DynamicCache
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.cache import KVCache
+from hf_kvcaches.core.decoder import decoder_layers
 from hf_kvcaches.core.prompt import PrefillCall, Stage
 from hf_kvcaches.core.refusal import Refusal
 from hf_kvcaches.core.report import CacheReport
+from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ConfigError, UnsupportedError, require_instance
+from hf_kvcaches.kernels.rebuild import product_type, rebuild
 from hf_kvcaches.reuse.layer import SplicingCache
-from hf_kvcaches.translate.codes import ArrivingCodes, CodesHead, SemanticCodes
-from hf_kvcaches.translate.fill import CodedPrompt, fill, match_prompts
-from hf_kvcaches.translate.states import PromptTokens
+from hf_kvcaches.reuse.partial import PassEnded, StoppingPass, run_module, with_layers
+from hf_kvcaches.translate.codes import ArrivingCodes, CodedPrompt, SemanticCodes, match_prompts
+from hf_kvcaches.translate.maps import Maps
+from hf_kvcaches.translate.states import PromptTokens, with_watched_input
 from hf_kvcaches.translate.translator import CacheTranslator
 
 Codes = SemanticCodes | ArrivingCodes
@@ -37,14 +49,6 @@ class TranslatedReport(CacheReport):
     payload_bytes: int = 0
     payload_share: float = 0.0
     run_layers: int = 0
-
-
-class _Filled(NamedTuple):
-    """What was filled in since the cache was empty: tokens, bytes of messages, and bytes of the coded keys and values in bfloat16."""
-
-    translated: int = 0
-    payload_bytes: int = 0
-    plain_bytes: int = 0
 
 
 class TranslatedCache(SplicingCache):
@@ -73,17 +77,21 @@ class TranslatedCache(SplicingCache):
         codes: What the next prompt is rebuilt from, or None.
     """
 
+    translator: CacheTranslator | None = None  # a cache that was loaded or unpickled has none
+    codes: Codes | None = None
+    _first_codes: Codes | None = None
+    # Since the cache was empty: tokens, bytes of messages, and bytes of the coded keys and values in bfloat16.
+    _filled: tuple[int, int, int] = (0, 0, 0)
+
     def __init__(
-        self, consumer: Any, translator: CacheTranslator | None, codes: Codes | None = None, *, decode_with: KVCache | None = None
+        self, consumer: Any, translator: CacheTranslator | None = None, codes: Codes | None = None, *, decode_with: KVCache | None = None
     ) -> None:
-        if translator is not None or codes is not None:
-            hint = "Pass CacheTranslator.from_pretrained(...)."
-            require_instance("translator", translator, CacheTranslator, {"consumer": consumer, "codes": codes}, hint)
-        if translator is not None:
-            translator.check_consumer(consumer)
-        self.translator, self._first_codes, self._filled = translator, codes, _Filled()
-        self.codes: Codes | None = None
+        hint = "Pass CacheTranslator.from_pretrained(...)."
+        require_instance("translator", translator, CacheTranslator, {"consumer": consumer, "codes": codes}, hint)
+        assert translator is not None
+        translator.check_consumer(consumer)
         super().__init__(consumer, decode_with=decode_with)
+        self.translator, self._first_codes = translator, codes
         if codes is not None:
             self.add(codes)
 
@@ -104,18 +112,19 @@ class TranslatedCache(SplicingCache):
     def reset(self, codes: Codes | None = None) -> None:
         """Forget all tokens, and take the codes of another prompt, or again those that the cache was made with."""
         super().reset()
-        self._filled, self.codes = _Filled(), None
-        self._first_codes = codes or self._first_codes
+        self._filled, self.codes = (0, 0, 0), None
+        self._first_codes = self._first_codes if codes is None else codes
         if self._first_codes is not None:
             self.add(self._first_codes)
 
     def settings(self) -> dict[str, Any]:
-        return {"translated": self._filled.translated}
+        return {"translated": self._filled[0]}
 
     @classmethod
     def rebuild(cls, model: Any, settings: dict[str, Any]) -> Self:
-        cache = cls(model, None)  # a file holds tokens without their codes
-        cache._filled = _Filled(int(settings["translated"]))
+        cache = cls.__new__(cls)
+        SplicingCache.__init__(cache, model)
+        cache._filled = int(settings["translated"]), 0, 0
         return cache
 
     def prefill(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> int:
@@ -145,49 +154,26 @@ class TranslatedCache(SplicingCache):
             self.reason = "Gradients are enabled, or the pass is compiled. Call the model under torch.no_grad(), and not compiled."
             return 0  # `update` raises with this reason
         seen, text = self.seen, self._whole_text(call)
-        prompt = self._match(codes.head, text, seen + call.most)
+        prompt = match_prompts(codes.head, text.rows(), text.padding, seen + call.most, seen, translator.exact_tokens)
         translator.check_consumer(self.model, self.provenance.identity)
-        fill(self, translator, codes, prompt, text.first(prompt.slots).to(compat.input_device(self.model)))
-        self._count(codes, prompt)
+        fill(self, translator, codes, prompt, text._replace(ids=text.ids[:, : prompt.slots]).to(compat.input_device(self.model)))
+        numbers = sum(tensor.shape[1] * tensor.shape[3] for layer in self.layers for tensor in layer.owned_tensors().values())
+        covered = sum(coded.tokens - (coded.first if seen else 0) for coded in codes.head.prompts)
+        new = sum(prompt.slots - max(seen, before) for before in text.padding)
+        self._filled = self._filled[0] + new, self._filled[1] + codes.nbytes, self._filled[2] + 2 * numbers * covered
         self.codes, self.reason = None, ""
         self.take(prompt.slots)
         return prompt.slots - seen
 
     def _whole_text(self, call: PrefillCall) -> PromptTokens:
         """The tokens in the cache and those of a call."""
-        length = self.seen + call.input_ids.shape[1]
-        padding = self.log.padding(length)
+        padding = self.log.padding(self.seen + call.input_ids.shape[1])
         if isinstance(padding, Refusal):
             raise UnsupportedError(
                 f"codes: they can't be compared with this prompt. {padding} Pad rows on the left, with attention_mask, and pass "
                 "position_ids=(attention_mask.cumsum(-1) - 1).clamp(min=0), as generate does, here and with the tokens that follow."
             )
-        return PromptTokens.of(self.log.ids.cpu(), torch.arange(length)[None] >= torch.tensor(padding)[:, None])
-
-    def _match(self, head: CodesHead, text: PromptTokens, most: int) -> CodedPrompt:
-        """Return which codes the rows of a batch are rebuilt from."""
-        assert self.translator is not None
-        prompt = match_prompts(head, text, most, self.seen, self.translator.settings.exact_tokens)
-        if prompt is None:
-            coded, lengths = (", ".join(map(str, counts)) for counts in ([each.tokens for each in head.prompts], map(len, text.rows())))
-            raise ConfigError(
-                f"codes: they are of another prompt (rows of {coded} tokens) than the one that came (rows of {lengths}). Encode this "
-                f"prompt, with the same tokens and chat template, and first=cache.seen ({self.seen}) or less, or use another cache for it. "
-                "Neither the prompt nor its first chunk may be shorter than what was coded."
-            )
-        if prompt.slots <= max(self.seen, *prompt.padding):
-            raise ConfigError(
-                "codes: left padding makes one row start at or after the slot where another row's codes end. Encode the whole batch, or "
-                "use one cache for each row."
-            )
-        return prompt
-
-    def _count(self, codes: Codes, prompt: CodedPrompt) -> None:
-        numbers = sum(tensor.shape[1] * tensor.shape[3] for layer in self.layers for tensor in layer.owned_tensors().values())
-        covered = sum(coded.tokens - (coded.first if prompt.seen else 0) for coded in codes.head.prompts)
-        new = sum(prompt.slots - max(prompt.seen, padding) for padding in prompt.padding)
-        tokens, payload, plain = self._filled
-        self._filled = _Filled(tokens + new, payload + codes.nbytes, plain + 2 * numbers * covered)
+        return PromptTokens(self.log.ids.cpu(), tuple(padding), tuple(padding))
 
     def report(self) -> TranslatedReport:
         translated, payload, plain = self._filled
@@ -198,10 +184,99 @@ class TranslatedCache(SplicingCache):
         return TranslatedReport(**fields, payload_bytes=payload, payload_share=payload / plain, run_layers=layers)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        memo |= {id(shared): shared for shared in (self.rotation, self.codes, self._first_codes)}
+        memo |= {id(shared): shared for shared in (self.codes, self._first_codes)}
         return super().__deepcopy__(memo)
 
     def __getstate__(self) -> dict[str, Any]:
         if self.codes is not None:
             raise UnsupportedError("pickle: the cache is still to be filled from its codes. Send these, or call cache.prefill first.")
-        return {**super().__getstate__(), "translator": None, "_first_codes": None, "_filled": _Filled(self._filled.translated)}
+        return {**super().__getstate__(), "translator": None, "_first_codes": None, "_filled": (self._filled[0], 0, 0)}
+
+
+def fill(cache: SplicingCache, translator: CacheTranslator, codes: Codes, prompt: CodedPrompt, tokens: PromptTokens) -> None:
+    """Write the keys and values of all layers; no token counts as seen in layers that are rebuilt.
+
+    Args:
+        prompt: Which codes are used.
+        tokens: Those in the cache afterwards, also those in it before.
+    """
+    maps, lowest, dtype, seen = translator.maps, translator.settings.recompute_layers, cache.model.dtype, cache.seen
+    side = _run_lowest(cache, lowest, prompt, tokens)
+    modules, like = decoder_layers(cache.model)[2], cache.layers[0].key_buffer
+    for decoder in maps.decoders:
+        device, (heads, *dims) = compat.layer_device(modules[decoder.layer]), decoder.shape
+        empty = [like.new_empty(1, heads, 0, dim, device=device) for dim in dims]
+        cache.layers[decoder.layer].open(len(tokens.ids), prompt.slots, *empty, max(tokens.padding))
+    buffers = {
+        decoder.layer: (cache.layers[decoder.layer].key_buffer, cache.layers[decoder.layer].value_buffer) for decoder in maps.decoders
+    }
+    if prompt.run:
+        _run_first(cache, buffers, seen, prompt, tokens)
+    if len(side):
+        rows, index = _distinct(side, prompt.of_spans(tokens.ids)) if lowest == 0 and not side.is_cuda else (side, None)
+        positions = prompt.of_spans(tokens.inputs()[1])
+        side_on = functools.cache(lambda device: (rows.to(device), None if index is None else index.to(device)))
+        tables_of = functools.cache(lambda geometry, device: _tables(geometry, positions.to(device)))
+        for code, coefficients in _coefficients(maps, codes, prompt, side.device):
+            for decoder in (decoder for decoder in maps.decoders if decoder.code == code):
+                key_buffer, value_buffer = buffers[decoder.layer]
+                device = key_buffer.device
+                # Rounding of products is far below that of entropy-coded coefficients, but not of exact ones.
+                precision = torch.promote_types(dtype, torch.float32) if maps.tables is None else product_type(dtype, device)
+                weights, (known, side_rows) = maps.placed(decoder.weights, device, precision), side_on(device)
+                sent = None if coefficients is None else coefficients.to(device)
+                options = tables_of(cache.rotation.layers[decoder.layer], device) | {"side_rows": side_rows, "product": precision}
+                rebuild(known, sent, weights, key_buffer, value_buffer, prompt.spans, **options)
+    for row, source in prompt.copies.items():
+        for buffer in chain.from_iterable(buffers.values()):
+            buffer[row, :, seen : prompt.slots] = buffer[source, :, seen : prompt.slots]
+
+
+def _run_lowest(cache: SplicingCache, lowest: int, prompt: CodedPrompt, tokens: PromptTokens) -> torch.Tensor:
+    """Run the lowest layers up to the next one's keys and values; return that layer's attention input, (rebuilt tokens, hidden)."""
+    layers, inputs, seen = list(decoder_layers(cache.model)[2]), list[torch.Tensor](), cache.seen
+    layers[lowest] = with_watched_input(layers[lowest], inputs.append)
+    with suppress(PassEnded):
+        run_module(with_layers(cache.model, layers), StoppingPass(cache, lowest), *tokens.inputs(seen))
+    return prompt.of_spans(inputs[0], seen)
+
+
+def _run_first(cache: SplicingCache, buffers: Mapping[int, Any], seen: int, prompt: CodedPrompt, tokens: PromptTokens) -> None:
+    """Run the first tokens of each row through all layers."""
+    positions, exact = torch.arange(prompt.run, device=tokens.ids.device), DynamicCache()
+    columns = (torch.tensor(tokens.padding, device=positions.device)[:, None] + positions).clamp_max(prompt.slots - 1)
+    run_module(cache.model.base_model, exact, tokens.ids.gather(1, columns), positions)
+    for row, before in enumerate(tokens.padding):
+        count = min(prompt.run, prompt.slots - before) if before >= seen else 0
+        for layer, sides in buffers.items():
+            for buffer, states in zip(sides, (exact.layers[layer].keys, exact.layers[layer].values), strict=True):
+                buffer[row, :, before : before + count] = states[row, :, :count]
+
+
+def _coefficients(maps: Maps, codes: Codes, prompt: CodedPrompt, device: torch.device) -> Iterator[tuple[int | None, torch.Tensor | None]]:
+    """Yield the coefficients of each code as it arrives, decoded together where all are there; first None, for layers without codes."""
+    yield None, None
+    indices = torch.cat([torch.arange(start, start + span.tokens) for start, span in zip(prompt.starts, prompt.spans, strict=True)])
+    numbered = enumerate(part.codes.to(device) for part in codes)
+    groups = [dict(numbered)] if isinstance(codes, SemanticCodes) else ({code: record} for code, record in numbered)
+    for records in groups:
+        for code, coefficients in maps.decode(records, codes.head.tokens).items():
+            yield code, coefficients[indices.to(device)]
+
+
+def _distinct(side: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return what is known of each different token, so that it is multiplied only once, and the row of each token in it.
+
+    Where embeddings have positions it differs between tokens of one id, and is returned as it is.
+    """
+    index = ids.unique(return_inverse=True)[1].to(side.device)
+    rows = side.new_empty(int(index.max()) + 1, side.shape[1]).index_copy_(0, index, side)
+    return (rows, index) if torch.equal(rows[index], side) else (side, None)
+
+
+def _tables(geometry: RotaryGeometry, positions: torch.Tensor) -> dict[str, Any]:
+    """Return the kernel's tables for keys at some positions; nothing where keys are not rotated."""
+    if geometry.kind != "rope":
+        return {}
+    cos, sin = (table * geometry.attention_scaling for table in geometry.cos_sin(positions))
+    return {"cos": cos, "sin": sin, "layout": geometry.layout}

@@ -12,14 +12,17 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from hf_kvcaches.codec.wire.messages import MessageReader, message_chunks
 from hf_kvcaches.core.files import MOST_LAYERS
 from hf_kvcaches.errors import ArtifactError, ConfigError
+from hf_kvcaches.kernels.arguments import RowSpan
 from hf_kvcaches.stores.files import Bytes, opened, write_atomically
 
 VERSION = 2
@@ -95,15 +98,13 @@ class CodesHead:
             found = f"Semantic codes have format version {str(version)[:20]}, this reads version {VERSION}."
             raise ArtifactError(f"{found} Use one version of hf-kvcaches on both sides.")
         head = cls(**content | {"prompts": tuple(Prompt(*each) for each in content["prompts"]), "names": tuple(content["names"])})
-        counts = [(prompt.tokens, _MOST_TOKENS) for prompt in head.prompts] + [(prompt.first, prompt.tokens) for prompt in head.prompts]
-        if not all(type(count) is int and 0 <= count <= most for count, most in counts):
-            raise ValueError("a count out of its range")
+        for tokens, digest, first in head.prompts:
+            if not (type(tokens) is type(first) is int and 0 <= first <= tokens <= _MOST_TOKENS and _HEX_DIGEST.fullmatch(digest)):
+                raise ValueError("a count out of its range, or a digest that is none")
         if not all(isinstance(name, str) and 0 < len(name) <= _LONGEST_NAME for name in (head.translator, *head.names)):
             raise ValueError("a name of no or too many characters")
-        if not head.prompts or not all(_HEX_DIGEST.fullmatch(prompt.digest) for prompt in head.prompts):
-            raise ValueError("no prompts, or a digest that is none")
-        if len(set(head.names)) < len(head.names) or len(head.names) > MOST_LAYERS:
-            raise ValueError("parts of equal names, or too many")
+        if not head.prompts or len(set(head.names)) < len(head.names) or len(head.names) > MOST_LAYERS:
+            raise ValueError("no prompts, or parts of equal names, or too many")
         return head
 
 
@@ -158,7 +159,7 @@ class SemanticCodes:
         """Read a file that `save` wrote."""
         try:
             with opened(path) as file:
-                return ArrivingCodes(iter(lambda: file.read(1 << 20), b"")).collect()
+                return ArrivingCodes(file).collect()
         except OSError as error:
             raise ArtifactError(f"{path}: expected a file of semantic codes, got {error}. Write one with SemanticCodes.save.") from error
         except ArtifactError as error:
@@ -186,10 +187,7 @@ class ArrivingCodes:
 
     def __init__(self, source: Iterable[Bytes] | Callable[[int], Bytes], ending: str = "Semantic codes end") -> None:
         self._message, self._parts = MessageReader(source, CodesHead, ending), list[Part]()
-
-    @property
-    def head(self) -> CodesHead:
-        return self._message.head
+        self.head = self._message.head
 
     @property
     def nbytes(self) -> int:
@@ -207,5 +205,56 @@ class ArrivingCodes:
             yield self._parts[number]
         assert next(self._message, None) is None  # looks for bytes behind the last part
 
-    def __repr__(self) -> str:
-        return f"ArrivingCodes({len(self._parts)} of {len(self.head.names)} parts arrived)"
+
+class CodedPrompt(NamedTuple):
+    """Which codes the rows of a batch are rebuilt from."""
+
+    spans: list[RowSpan]  # slots that are rebuilt
+    starts: list[int]  # the index of each span's first token in the codes
+    copies: dict[int, int]  # for each other row, the rebuilt one that has the same tokens in the same slots
+    slots: int  # that are filled in all rows afterwards, with padding
+    run: int  # how many of each row's first tokens have no codes, and are run
+
+    def of_spans(self, rows: Tensor, first: int = 0) -> Tensor:
+        """Return what belongs to the rebuilt slots, (tokens, ...), of (batch, slots from `first` on, ...)."""
+        return torch.cat([rows[span.row, span.first - first :][: span.tokens] for span in self.spans])
+
+
+def match_prompts(head: CodesHead, texts: Sequence[Tensor], padding: Sequence[int], most: int, seen: int = 0, run: int = 0) -> CodedPrompt:
+    """Find each row of a batch among the coded prompts.
+
+    Args:
+        texts: All tokens of each row, also those in the cache.
+        padding: Slots without a token at the start of each row.
+        most: Slots that may be filled.
+        seen: Slots that are filled already.
+        run: How many first tokens of a new prompt are run.
+    """
+    rows: dict[tuple[int, int], list[int]] = {}  # by their prompt's number and their padding
+    for row, (before, ids) in enumerate(zip(padding, texts, strict=True)):
+        held = seen - before if seen > before else run
+        matches = [(prompt.tokens, -number) for number, prompt in enumerate(head.prompts) if prompt.first <= held and prompt.begins(ids)]
+        if not matches:
+            theirs, lengths = (", ".join(map(str, counts)) for counts in ([each.tokens for each in head.prompts], map(len, texts)))
+            raise ConfigError(
+                f"codes: they are of another prompt (rows of {theirs} tokens) than the one that came (rows of {lengths}). Encode this "
+                f"prompt, with the same tokens and chat template, and first=cache.seen ({seen}) or less, or use another cache for it. "
+                "Neither the prompt nor its first chunk may be shorter than what was coded."
+            )
+        length, number = max(matches)
+        most = min(most, before + length)
+        rows.setdefault((-number, before), []).append(row)
+    if most <= max(seen, *padding):
+        raise ConfigError(
+            "codes: left padding makes one row start at or after the slot where another row's codes end. Encode the whole batch, or "
+            "use one cache for each row."
+        )
+    found, offsets = CodedPrompt([], [], {}, most, 0), [0, *accumulate(prompt.coded for prompt in head.prompts)]
+    for (number, before), (row, *others) in rows.items():
+        coded = before + head.prompts[number].first  # the slot of the first token with codes
+        start = max(seen, coded)
+        found.spans.append(RowSpan(row, start, max(0, most - start)))
+        found.starts.append(offsets[number] + start - coded)
+        found.copies.update(dict.fromkeys(others, row))
+        found = found._replace(run=max(found.run, coded - before if seen <= before else 0))
+    return found

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
-
-import torch
+from typing import Any, Literal, get_args
 
 from hf_kvcaches.errors import ConfigError, is_number, require_choice, whole_number
 from hf_kvcaches.stores.catalog import bytes_of_size
 
 Metric = Literal["loss", "plain"]
-# Of expected and of actual logits, (positions, vocabulary) each; greater is better.
-Score = Callable[[torch.Tensor, torch.Tensor], float]
 # Defaults: at most 4 layers and 2,048 numbers a token share a code; moments and transforms take the square.
 _MOST_SHARING, _WIDEST_CODE = 4, 2048
-# Beyond this share, integers of the directions that vary most would have more than 16 bits.
-LARGEST_CODED = 0.5
-EXACT = 2.0
-"""The payload at which coefficients are sent as float32 numbers."""
 
 
 @dataclass(frozen=True)
@@ -59,16 +51,22 @@ class TranslatorConfig:
             raise ConfigError.of("prefill_share", "a share of 0 to 1", self.prefill_share)
         if self.ridge is not None and (not isinstance(self.ridge, float) or not 0 < self.ridge < 1):
             raise ConfigError.of("ridge", "a small share above 0, as 1e-8, or None", self.ridge)
-        if self.memory_bytes is None:
+        memory = bytes_of_size("memory", self.memory)
+        if memory is None:
             raise ConfigError.of("memory", "a number of bytes, or such as '8GiB'", self.memory)
-
-    @property
-    def memory_bytes(self) -> int | None:
-        return bytes_of_size("memory", self.memory)
+        object.__setattr__(self, "memory", memory)
 
     def layers_of_width(self, width: int) -> int:
         """Return `layers_per_code`, or its default for layers with `width` key and value numbers a token."""
         return self.layers_per_code or max(1, min(_MOST_SHARING, _WIDEST_CODE // width))
+
+    def run_layers(self, recompute_layers: Any, layers: int) -> list[int]:
+        """Return the numbers of layers, of so many, that the consumer may run: with "auto" 0, 1, 2, 4 and so on."""
+        if recompute_layers == "auto":
+            most = min(layers - 1, int(self.prefill_share * layers))
+            return [0, *(1 << power for power in range(most.bit_length()))]
+        expected = f"'auto', or fewer than the {layers} layers there are"
+        return [whole_number("recompute_layers", recompute_layers, 0, expected, most=layers - 1)]
 
 
 @dataclass(frozen=True)
@@ -85,31 +83,3 @@ class TranslatorSettings:
     tokens: int = 0
     seconds: Mapping[str, float] = field(default_factory=dict)
     measured: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class FitOptions:
-    """The arguments of `CacheTranslator.fit` beside models and texts. Checked when made."""
-
-    payload: float
-    recompute_layers: int | Literal["auto"]
-    score: Score | None
-    config: TranslatorConfig
-    max_length: int
-    progress: bool
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.config, TranslatorConfig):
-            raise ConfigError.of("config", "a TranslatorConfig", type(self.config).__name__)
-        if not is_number(self.payload) or not (0 <= self.payload <= LARGEST_CODED or self.payload == EXACT):
-            expected = f"a share of the bytes of bfloat16 keys and values, 0 to {LARGEST_CODED}, or {EXACT:g} for coefficients in float32"
-            raise ConfigError.of("payload", expected, self.payload)
-        whole_number("max_length", self.max_length, 8, "at least 8 tokens")
-
-    def run_layers(self, layers: int) -> list[int]:
-        """Return the numbers of layers, of so many, that the consumer may run: with "auto" 0, 1, 2, 4 and so on."""
-        if self.recompute_layers == "auto":
-            most = min(layers - 1, int(self.config.prefill_share * layers))
-            return [0, *(1 << power for power in range(most.bit_length()))]
-        expected = f"'auto', or fewer than the {layers} layers there are"
-        return [whole_number("recompute_layers", self.recompute_layers, 0, expected, most=layers - 1)]

@@ -1,24 +1,36 @@
-"""Two models that read the same texts, and the producer's layer that each of the consumer's layers is translated from."""
+"""Two models that read the same texts: the states of both, and what errors of the consumer's keys and values cost.
+
+The last quarter of each text is predicted, and the gradients of the loss of tokens drawn from these predictions are taken at the keys and
+values of the tokens before it. Their second moments, head by head, are the cost of errors, in one unit for all layers. Half of a token's
+weight in a fit is by its gradients, which are large for facts that later tokens ask for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.decoder import decoder_layers
 from hf_kvcaches.core.tokenizer_digest import tokenizer_parts
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedError
 from hf_kvcaches.evaluate.texts import Tokenized, require_whole
-from hf_kvcaches.translate.states import LayerState, PromptTokens, read, rotation_of_model
+from hf_kvcaches.translate.states import LayerState, PromptTokens, cache_of, read, rotation_of_model
 
+SHORTEST = 8
+"""Tokens of a text that has a share to predict."""
 # `layer_map="fit"` compares layers on so many tokens, by the errors of so many random projections of a layer's keys and values.
 _TOKENS, _PROJECTIONS, _RIDGE = 4096, 64, 1e-4
+# The share of a text that is predicted, and its tokens at the most.
+_PREDICTED, _MOST_PREDICTED = 0.25, 256
+# What gradients don't touch costs this share of the mean of its head, and of its layer: other texts ask for other facts.
+_DAMPING, _LAYER_DAMPING, _TINY = 0.2, 0.1, 1e-30
 
-States = dict[int, LayerState]
+States = Mapping[int, LayerState]
 
 
 class Pair:
@@ -29,7 +41,7 @@ class Pair:
         sources: For each of them the producer's layer that it is translated from; the nearest in depth by default.
     """
 
-    def __init__(self, producer: Any, consumer: Any, tokenizer: Any, layer_map: Sequence[int] | None = None) -> None:
+    def __init__(self, producer: Any, consumer: Any, tokenizer: Any, layer_map: Sequence[int] | str | None = None) -> None:
         self.producer, self.consumer = compat.base_model(producer), compat.base_model(consumer)
         for role, model in (("producer", producer), ("consumer", consumer)):
             require_whole(model)
@@ -39,24 +51,45 @@ class Pair:
         self.rotation = rotation_of_model(self.consumer)
         producer_layers, self.layers = (len(decoder_layers(model)[2]) for model in (self.producer, self.consumer))
         nearest = (round(layer * (producer_layers - 1) / max(1, self.layers - 1)) for layer in range(self.layers))
-        self.sources = tuple(nearest if layer_map is None else layer_map)
+        self.sources = tuple(nearest if layer_map is None or isinstance(layer_map, str) else layer_map)
         if len(self.sources) != self.layers or not all(layer < producer_layers for layer in self.sources):
             raise ConfigError.of("layer_map", f"{self.layers} layers from 0 to {producer_layers - 1}", layer_map)
         sizes = tuple(model.get_input_embeddings().weight.shape[0] for model in (self.producer, self.consumer))
         self.tokenizer = _shared_tokenizer(tokenizer, sizes)
 
-    def sources_of(self, layers: Iterable[int]) -> tuple[int, ...]:
-        """Return the producer's layers that some of the consumer's are translated from, each once."""
-        return tuple(dict.fromkeys(self.sources[layer] for layer in layers))
-
-    def states(self, ids: torch.Tensor, inputs: Iterable[int] = ()) -> tuple[States, States]:
+    def states(self, ids: torch.Tensor, inputs: Collection[int] = ()) -> tuple[States, States]:
         """Return both models' states of a text, (tokens,), with attention inputs of some of the consumer's layers and of their sources."""
-        layers, found = [*inputs], []
-        for model, hidden in ((self.producer, {self.sources[layer] for layer in layers}), (self.consumer, {*layers})):
-            states: States = {}
+        found: list[States] = []
+        for model, hidden in ((self.producer, {self.sources[layer] for layer in inputs}), (self.consumer, {*inputs})):
+            states: dict[int, LayerState] = {}
             read(model, PromptTokens.of(ids).to(compat.input_device(model)), states.__setitem__, hidden=hidden)
             found.append(states)
         return found[0], found[1]
+
+    def predictions(self, ids: torch.Tensor, states: States) -> torch.Tensor:
+        """Return the consumer's logits of a text's last tokens, (tokens, vocabulary), given the states of those before."""
+        model, cache = self.consumer, cache_of(self.rotation, states, self.consumer.dtype)
+        asked = ids[None, split_of(len(ids)) :].clone().to(compat.input_device(model))
+        logits: torch.Tensor = model(input_ids=asked, **compat.cache_kwargs(model, cache)).logits[0]
+        return logits
+
+    def gradients(self, ids: torch.Tensor, states: States, seed: int) -> dict[int, torch.Tensor]:
+        """Return gradients at the unrotated keys and values of the tokens before those that are predicted, (tokens, width) by layer.
+
+        Gradients are at one layer's keys and values with those of the others fixed, as each layer is translated by itself.
+        """
+        split = split_of(len(ids))
+        with torch.inference_mode(False), torch.enable_grad():
+            leaves = {layer: state._replace(states=state.states[:split].clone().requires_grad_()) for layer, state in states.items()}
+            logits = self.predictions(ids, leaves).float()
+            drawn = torch.multinomial(logits.detach().softmax(-1).cpu(), 1, generator=torch.Generator().manual_seed(seed))[:, 0]
+            loss = functional.cross_entropy(logits, drawn.to(logits.device), reduction="sum")
+            wanted = [leaf.states for leaf in leaves.values()]
+            found = torch.autograd.grad(loss, wanted, allow_unused=True, materialize_grads=True) if loss.requires_grad else ()
+        if not found or not all(bool(rows.isfinite().all()) for rows in found):
+            name, hint = type(self.consumer).__name__, "Pass config=TranslatorConfig(metric='plain')."
+            raise UnsupportedError(f"metric: 'loss' needs finite gradients at the keys and values of {name}, and there are none. {hint}")
+        return dict(zip(leaves, found, strict=True))
 
     def fit_sources(self, texts: Sequence[torch.Tensor]) -> None:
         """Set `sources` to the layers that predict the consumer's best on the first texts, none below that of the layer before."""
@@ -79,6 +112,47 @@ class Pair:
             residual = target[1::2] - odd @ torch.linalg.solve(regular, even.T @ target[::2])
             errors.append(residual.unflatten(1, (-1, _PROJECTIONS)).square().sum((0, 2)))
         self.sources = tuple(torch.stack(errors, 1).argmin(1).cummax(0).values.tolist())
+
+
+class ErrorCosts:
+    """Second moments of gradients at the keys and at the values of the consumer's layers, (heads, size, size)."""
+
+    def __init__(self) -> None:
+        self.sides: dict[int, list[torch.Tensor]] = {}
+
+    def add(self, pair: Pair, ids: torch.Tensor, states: States, exact_tokens: int, seed: int) -> torch.Tensor:
+        """Add the gradients of a text, and return its tokens' weights, (tokens,), 1 on average.
+
+        Args:
+            states: The consumer's, of all tokens.
+            exact_tokens: How many of the first tokens have no errors.
+        """
+        exact, weights = min(exact_tokens, split_of(len(ids)) - 1), torch.ones(len(ids))
+        by_layer = pair.gradients(ids, states, seed)
+        for layer, rows in by_layer.items():
+            energies = rows[exact:].float().square().sum(1)
+            if layer:  # the lowest one is never translated
+                weights[exact : len(rows)] += 0.5 / (len(by_layer) - 1) * (energies / energies.mean().clamp_min(_TINY) - 1).cpu()
+            moments = [side.mT @ side for side in states[layer]._replace(states=rows[exact:].double()).sides()]
+            before = self.sides.get(layer, [torch.zeros_like(moment) for moment in moments])
+            self.sides[layer] = [total + moment for total, moment in zip(before, moments, strict=True)]
+        return weights
+
+    def roots(self, layer: int) -> list[torch.Tensor]:
+        """Return the square roots of the costs of a layer's keys and of its values."""
+        found = []
+        for total in self.sides[layer]:
+            mean = total.diagonal(dim1=1, dim2=2).mean(1)
+            damping = _DAMPING * mean + _LAYER_DAMPING * mean.mean()
+            values, vectors = torch.linalg.eigh(total)
+            spread = torch.where(damping > 0, damping, torch.ones_like(damping))[:, None] + values.clamp_min(0)
+            found.append((vectors * spread.sqrt()[:, None]) @ vectors.mT)
+        return found
+
+
+def split_of(tokens: int) -> int:
+    """Return how many tokens of a text come before those that are predicted."""
+    return tokens - min(_MOST_PREDICTED, max(2, int(_PREDICTED * tokens)))
 
 
 def _shared_tokenizer(tokenizer: Any, sizes: tuple[int, ...]) -> Tokenized:

@@ -6,22 +6,92 @@ so that float32 suffices for them, and are summed up in float64.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, combinations_with_replacement, product
 from typing import NamedTuple
 
 import torch
 
+from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.evaluate.texts import add_up
 
 Key = tuple[str, int]
-"""The name of a block: its kind, and the number of a layer."""
-Columns = tuple[Key, torch.Tensor]
-"""A block, and which of its columns."""
+"""The name of a block: "producer", "consumer", "producer input" or "consumer input" (of the attention), and a layer."""
 # Directions with a smaller share of the strongest one's strength are rounding.
 _ROUNDING = 1e-7
 LEAST_RIDGE = {torch.float32: 1e-6, torch.float64: 1e-10}
 """The least regularisation, as a share of the mean variance, by the precision of the products."""
+# Numbers of the sample that codes are chosen on, and its tokens at the least and at the most.
+_SAMPLED, _LEAST_SAMPLE, _MOST_SAMPLE = 1 << 22, 256, 4096
+
+
+class Group(NamedTuple):
+    """The consumer's layers that share a code, and the producer's that they are translated from, each once."""
+
+    layers: tuple[int, ...]
+    sources: tuple[int, ...]
+
+    @classmethod
+    def of(cls, layers: Iterable[int], sources: Sequence[int]) -> Group:
+        """The group of some layers; `sources` are those of all layers."""
+        layers = tuple(layers)
+        return cls(layers, tuple(dict.fromkeys(sources[layer] for layer in layers)))
+
+    @property
+    def name(self) -> str:
+        return f"layer.{self.layers[0]}" if len(self.layers) == 1 else f"layers.{self.layers[0]}-{self.layers[-1]}"
+
+    @property
+    def keys(self) -> tuple[list[Key], list[Key]]:
+        """The blocks of the producer's states and of the consumer's."""
+        return [("producer", layer) for layer in self.sources], [("consumer", layer) for layer in self.layers]
+
+
+def sample_of(widths: Mapping[Key, int]) -> int:
+    """Return how many tokens codes are chosen on."""
+    width = sum(width for (kind, _), width in widths.items() if kind == "producer")
+    return max(_LEAST_SAMPLE, min(_MOST_SAMPLE, _SAMPLED // max(1, width)))
+
+
+def pairs_of(groups: Sequence[Group], lowest: Sequence[int], plain: bool) -> Iterator[tuple[Key, Key]]:
+    """Yield the pairs of blocks whose products are needed.
+
+    Args:
+        lowest: The numbers of layers that the consumer may run. The next layer's attention input is what is known of a token.
+        plain: Whether all errors of a layer cost the same, which takes their variance.
+    """
+    for layer in lowest:
+        inputs: tuple[Key, Key] = ("consumer input", layer), ("producer input", layer)
+        yield from combinations_with_replacement(inputs, 2)
+        for group in groups:
+            if group.layers[-1] > layer:
+                yield from product(inputs, chain(*group.keys))
+    for xs, ys in (group.keys for group in groups):
+        yield from chain(combinations_with_replacement(xs, 2), product(xs, ys), zip(ys, ys, strict=True) if plain else ())
+
+
+def passes_of(groups: Sequence[Group], widths: Mapping[Key, int], lowest: Sequence[int], plain: bool, memory: int) -> list[list[Group]]:
+    """Return the groups of layers whose sums are kept together in so many bytes; both models read the texts once for each pass."""
+    kept, sample = 0, sample_of(widths)
+    for layer in lowest:
+        theirs, own = widths["producer input", layer], widths["consumer input", layer]
+        kept += 4 * sample * theirs
+        for x, y in ([sum(map(widths.__getitem__, keys)) for keys in group.keys] for group in groups if group.layers[-1] > layer):
+            kept += 4 * (min(x, y) * (x + y + theirs + own) + own * y)  # a regression, in float32
+    kept += 4 * sample * sum(widths[key] for group in groups for key in group.keys[0])
+
+    def taken(groups: Sequence[Group]) -> int:
+        return kept + 8 * sum(widths[one] * widths[other] for one, other in {*pairs_of(groups, lowest, plain)})
+
+    least = max((taken([group]) for group in groups), default=0)
+    if least > memory:
+        raise ConfigError.of("memory", f"{least:,} bytes or more for these models", memory, "Or give layers_per_code=1.")
+    passes: list[list[Group]] = []
+    for group in groups:
+        if not passes or taken([*passes[-1], group]) > memory:
+            passes.append([])
+        passes[-1].append(group)
+    return passes
 
 
 class Products:
@@ -36,8 +106,8 @@ class Products:
     def __init__(self, pairs: Iterable[tuple[Key, Key]], dtype: torch.dtype, device: torch.device) -> None:
         self.pairs, self.dtype, self.device = list(dict.fromkeys(pairs)), dtype, device
         self.tokens = torch.zeros((), dtype=torch.float64)  # by their weights
-        self._shifts: dict[Key, torch.Tensor] = {}
         self.means: dict[Key, torch.Tensor] = {}
+        self._shifts: dict[Key, torch.Tensor] = {}
         self._moments: dict[tuple[Key, Key], torch.Tensor] = {}
 
     def add(self, blocks: Mapping[Key, torch.Tensor], weights: torch.Tensor) -> None:
@@ -49,70 +119,45 @@ class Products:
             rows[name] = (block - self._shifts.setdefault(name, block.mean(0))) * roots
             self.means[name] = self.means.get(name, 0) + (rows[name] * roots).sum(0, dtype=torch.float64)
         for pair in self.pairs:
-            product = rows[pair[0]].T @ rows[pair[1]]
-            self._moments[pair] = self._moments[pair].add_(product) if pair in self._moments else product.double()
+            moment = rows[pair[0]].T @ rows[pair[1]]
+            self._moments[pair] = self._moments[pair].add_(moment) if pair in self._moments else moment.double()
         self.tokens += weights.sum(dtype=torch.float64).cpu()
 
     def finish(self, processes: int) -> None:
-        """Turn sums into means and covariances, of the tokens of all processes."""
-        if processes > 1:  # whose shifts differ
-            for (first, second), total in self._moments.items():
-                one, other = (self._shifts[name].double() for name in (first, second))
-                total += torch.outer(self.means[first], other) + torch.outer(one, self.means[second] + float(self.tokens) * other)
-            for name, total in self.means.items():
-                total += float(self.tokens) * self._shifts[name].double()
-                self._shifts[name].zero_()
-            add_up([self.tokens, *self.means.values(), *self._moments.values()])
-        for total in (*self.means.values(), *self._moments.values()):
+        """Turn sums into means and covariances, of the tokens of all processes, which have added the same text first."""
+        totals = [*self.means.values(), *self._moments.values()]
+        if processes > 1:
+            add_up([self.tokens, *totals])
+        for total in totals:
             total /= float(self.tokens)
         for (first, second), moment in self._moments.items():
             moment -= torch.outer(self.means[first], self.means[second])
         for name, mean in self.means.items():
             mean += self._shifts[name].double()
 
-    def covariance(self, first: Key, second: Key) -> torch.Tensor:
-        """Of two blocks, (first's width, second's width)."""
-        return self._moments[first, second] if (first, second) in self._moments else self._moments[second, first].T
+    def mean(self, keys: Sequence[Key]) -> torch.Tensor:
+        """Of some blocks side by side, (width,)."""
+        return torch.cat([self.means[key] for key in keys])
 
-
-class Known:
-    """What each model knows of a token without the other: the input of one layer's attention, on which states are regressed.
-
-    Args:
-        layer: Of the consumer.
-    """
-
-    def __init__(self, products: Products, layer: int, ridge: float) -> None:
-        self.products, self.own_name, self.their_name = products, ("consumer input", layer), ("producer input", layer)
-        self.own, self.theirs = (products.covariance(name, name) for name in (self.own_name, self.their_name))
-        self.cross = products.covariance(self.own_name, self.their_name)
-        self.own_root, self.their_root = (factor(covariance, ridge) for covariance in (self.own, self.theirs))
+    def covariance(self, rows: Sequence[Key], columns: Sequence[Key]) -> torch.Tensor:
+        """Of some blocks side by side with others, (width of rows, width of columns)."""
+        moments = self._moments
+        parts = [[moments[row, column] if (row, column) in moments else moments[column, row].T for column in columns] for row in rows]
+        return torch.cat([torch.cat(part, dim=1) for part in parts])
 
 
 class Regression(NamedTuple):
-    """A regression at full rank, of which any directions can be taken, in float32. An error of a coefficient costs its square.
+    """A regression at full rank, of which any directions can be taken, in float32. An error of a coefficient costs its square."""
 
-    Args:
-        strengths: By how much each direction reduces the cost of errors, as square roots, descending.
-        encode: From the producer's states, (producer, directions).
-        encode_side: From the input of the producer's attention, (hidden, directions).
-        shift: (directions,).
-        decode: To the consumer's states, (directions, consumer).
-        side: From the input of the consumer's attention, without codes, (hidden, consumer).
-        side_coefficients: From that input to the coefficients, (hidden, directions).
-        side_mean: Of that input, (hidden,).
-        mean: Of the consumer's states, (consumer,).
-    """
-
-    strengths: torch.Tensor
-    encode: torch.Tensor
-    encode_side: torch.Tensor
-    shift: torch.Tensor
-    decode: torch.Tensor
-    side: torch.Tensor
-    side_coefficients: torch.Tensor
-    side_mean: torch.Tensor
-    mean: torch.Tensor
+    strengths: torch.Tensor  # by how much each direction reduces the cost of errors, as square roots, descending
+    encode: torch.Tensor  # from the producer's states, (producer, directions)
+    encode_side: torch.Tensor  # from the input of the producer's attention, (hidden, directions)
+    shift: torch.Tensor  # (directions,)
+    decode: torch.Tensor  # to the consumer's states, (directions, consumer)
+    side: torch.Tensor  # from the input of the consumer's attention, without codes, (hidden, consumer)
+    side_coefficients: torch.Tensor  # from that input to the coefficients, (hidden, directions)
+    side_mean: torch.Tensor  # of that input, (hidden,)
+    mean: torch.Tensor  # of the consumer's states, (consumer,)
 
     def coefficients(self, states: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         return states @ self.encode + hidden @ self.encode_side + self.shift
@@ -124,54 +169,39 @@ class Regression(NamedTuple):
         return side, decode, self.mean - self.side_mean @ side
 
 
-def regress(known: Known, producer: Columns, consumer: Columns, roots: Sequence[torch.Tensor], ridge: float) -> Regression:
+def regress(products: Products, lowest: int, group: Group, roots: Sequence[torch.Tensor], ridges: tuple[float, float]) -> Regression:
     """Find the few combinations of a producer's states from which a consumer's follow with the least cost of errors.
 
     What follows from the producer's own attention input is taken out of its states, and what follows from the consumer's out of both.
 
     Args:
+        lowest: The layer whose attention input each model knows without the other.
         roots: Square roots of the cost of errors, of consecutive blocks of the consumer's columns: (blocks, size, size) each.
-        ridge: As a share of the mean variance of the producer's states.
+        ridges: As shares of the mean variances of attention inputs, and of the producer's states.
     """
-    products, ((x, x_columns), (y, y_columns)) = known.products, (producer, consumer)
-    their_x, own_x, their_y, own_y = (
-        products.covariance(side, block)[:, columns]
-        for block, columns in (producer, consumer)
-        for side in (known.their_name, known.own_name)
-    )
-    xx, xy = products.covariance(x, x)[x_columns][:, x_columns], products.covariance(x, y)[x_columns][:, y_columns]
+    of, x, y, mine, theirs = products.covariance, *group.keys, [("consumer input", lowest)], [("producer input", lowest)]
+    own_root, their_root = (factor(of(keys, keys), ridges[0]) for keys in (mine, theirs))
+    their_x, own_x, their_y, own_y, xx = of(theirs, x), of(mine, x), of(theirs, y), of(mine, y), of(x, x)
     # What is left of the producer's states without its own input, and its products with the others.
-    slopes = torch.cholesky_solve(their_x, known.their_root)
-    left = xx - their_x.T @ slopes - slopes.T @ (their_x - known.theirs @ slopes)
-    left_own, target = own_x - known.cross @ slopes, xy - slopes.T @ their_y
+    slopes = torch.cholesky_solve(their_x, their_root)
+    left = xx - their_x.T @ slopes - slopes.T @ (their_x - of(theirs, theirs) @ slopes)
+    left_own, target = own_x - of(mine, theirs) @ slopes, of(x, y) - slopes.T @ their_y
     # And without the consumer's input, as its states.
-    of_x, of_y = (torch.cholesky_solve(own, known.own_root) for own in (left_own, own_y))
-    rest = left_own - known.own @ of_x
+    of_x, of_y = (torch.cholesky_solve(states, own_root) for states in (left_own, own_y))
+    rest = left_own - of(mine, mine) @ of_x
     left, target = left - left_own.T @ of_x - of_x.T @ rest, target - of_x.T @ own_y - rest.T @ of_y
-    root = factor(left, ridge, xx)
+    root = factor(left, ridges[1], xx)
     whitened = torch.linalg.solve_triangular(root, target, upper=False)
-    costly = weighted(whitened, roots)
+    costly = whitened @ torch.block_diag(*chain.from_iterable(roots)).to(whitened)
     squares, vectors = torch.linalg.eigh(costly @ costly.T)
     strengths = squares.flip(0).clamp_min(0).sqrt()
     count = min(costly.shape[1], int((strengths > _ROUNDING * strengths[:1]).sum()))
     strengths, vectors = strengths[:count], vectors.flip(1)[:, :count]
     encode = torch.linalg.solve_triangular(root.T, vectors * strengths, upper=True)
     encode_side = -slopes @ encode
-    means = {name: products.means[name] for name in (known.own_name, known.their_name, x, y)}
-    shift = -(means[x][x_columns] @ encode + means[known.their_name] @ encode_side)
-    parts = strengths, encode, encode_side, shift, (vectors / strengths).T @ whitened, of_y, of_x @ encode, means[known.own_name]
-    return Regression(*(part.float() for part in (*parts, means[y][y_columns])))
-
-
-def weighted(rows: torch.Tensor, roots: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Multiply consecutive blocks of columns by matrices, (blocks, size, size) each."""
-    parts, start = [], 0
-    for root in roots:
-        count, size, _ = root.shape
-        columns = rows[:, start : start + count * size].unflatten(1, (count, size))
-        parts.append((columns.transpose(0, 1) @ root.to(rows)).transpose(0, 1).flatten(1))
-        start += count * size
-    return torch.cat(parts, dim=1)
+    shift = -(products.mean(x) @ encode + products.mean(theirs) @ encode_side)
+    parts = strengths, encode, encode_side, shift, (vectors / strengths).T @ whitened, of_y, of_x @ encode
+    return Regression(*(part.float() for part in (*parts, products.mean(mine), products.mean(y))))
 
 
 def factor(covariance: torch.Tensor, ridge: float, scale: torch.Tensor | None = None) -> torch.Tensor:
@@ -183,9 +213,9 @@ def factor(covariance: torch.Tensor, ridge: float, scale: torch.Tensor | None = 
     covariance = (covariance + covariance.T) / 2
     size = (covariance if scale is None else scale).diagonal().mean().clamp_min(1e-250)
     while True:
-        root, failed = torch.linalg.cholesky_ex(
-            covariance + torch.eye(len(covariance), dtype=covariance.dtype, device=covariance.device) * (ridge * size)
-        )
+        regular = covariance.clone()
+        regular.diagonal().add_(ridge * size)
+        root, failed = torch.linalg.cholesky_ex(regular)
         if not bool(failed):
             return root
         ridge *= 10

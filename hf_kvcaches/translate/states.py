@@ -8,60 +8,40 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple, TypeVar
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.decoder import attention_module, decoder_layers
-from hf_kvcaches.core.layers import KVLayer
 from hf_kvcaches.core.rope import Rotation, rotation_of
+from hf_kvcaches.core.source import SourceCache
 from hf_kvcaches.errors import ConfigError, UnsupportedError
-from hf_kvcaches.evaluate.observer import PassingLayer
 from hf_kvcaches.reuse.partial import PassEnded, ToldModule, name_of, run_module, twin_of, with_layers
-
-Module = TypeVar("Module", bound=nn.Module)
 
 
 class LayerState(NamedTuple):
-    """What a layer computes for some tokens.
+    """What a layer computes for some tokens."""
 
-    Args:
-        states: Unrotated keys and values side by side, (tokens, width).
-        shape: KV heads, and the dimensions of a key and a value.
-        hidden: The normalised input of the attention, (tokens, hidden), where that is read.
-    """
+    states: torch.Tensor  # unrotated keys and values side by side, (tokens, width)
+    shape: tuple[int, int, int]  # KV heads, and the dimensions of a key and a value
+    hidden: torch.Tensor = torch.empty(0)  # the normalised input of the attention, (tokens, hidden), where that is read
 
-    states: torch.Tensor
-    shape: tuple[int, int, int]
-    hidden: torch.Tensor | None = None
-
-    @property
-    def known(self) -> torch.Tensor:
-        """`hidden`, which was read."""
-        assert self.hidden is not None
-        return self.hidden
+    def sides(self) -> list[torch.Tensor]:
+        """Keys and values, (kv_heads, tokens, head_dim) each."""
+        heads, *dims = self.shape
+        return [side.unflatten(1, (heads, -1)).transpose(0, 1) for side in self.states.split([heads * dim for dim in dims], dim=1)]
 
 
 class PromptTokens(NamedTuple):
-    """Prompts as a model reads them.
+    """Prompts as a model reads them."""
 
-    Args:
-        ids: (batch, tokens).
-        mask: 1 where a token is real, or None where all are.
-        real: The mask as booleans, never None.
-        positions: Counted without padding.
-        chosen: The indices, over all rows, of the tokens whose states are read: the real ones; None for all.
-    """
-
-    ids: torch.Tensor
-    mask: torch.Tensor | None
-    real: torch.Tensor
-    positions: torch.Tensor
-    chosen: torch.Tensor | None
+    ids: torch.Tensor  # (batch, tokens)
+    padding: tuple[int, ...]  # slots without a token at the start of each row
+    starts: tuple[int, ...]  # the slot of each row from which on states are read
 
     @classmethod
     def of(cls, input_ids: Any, attention_mask: Any = None) -> PromptTokens:
@@ -69,27 +49,33 @@ class PromptTokens(NamedTuple):
         ids = _batch("input_ids", input_ids)
         if ids.ndim != 2 or ids.is_floating_point() or ids.dtype == torch.bool or not ids.numel():
             raise ConfigError.of("input_ids", "token ids, (batch, tokens)", (tuple(ids.shape), ids.dtype))
-        mask = torch.ones_like(ids) if attention_mask is None else _batch("attention_mask", attention_mask).to(ids.device)
-        real = mask.bool()
-        # An additive mask has 0 where this one has 1.
-        binary = real.shape == ids.shape and bool((mask == real).all() and real[:, -1].all())
-        if not binary or bool((real[:, :-1] & ~real[:, 1:]).any()):
-            expected = f"1 and 0 of the shape {tuple(ids.shape)}, with 0 on the left only"
-            raise ConfigError.of("attention_mask", expected, (tuple(mask.shape), mask.dtype))
-        positions = (real.cumsum(-1) - 1).clamp_min(0)
-        if bool(real.all()):
-            return cls(ids.long(), None, real, positions, None)
-        return cls(ids.long(), real.long(), real, positions, real.flatten().nonzero()[:, 0])
+        mask = torch.ones_like(ids) if attention_mask is None else _batch("attention_mask", attention_mask)
+        if mask.shape == ids.shape:
+            padding = (mask == 0).sum(-1)
+            real = torch.arange(ids.shape[1], device=mask.device) >= padding[:, None]
+            if bool(real[:, -1].all()) and torch.equal(mask, real.to(mask)):  # an additive mask has 0 where this one has 1
+                rows = tuple(padding.tolist())
+                return cls(ids.long(), rows, rows)
+        expected = f"1 and 0 of the shape {tuple(ids.shape)}, with 0 on the left only"
+        raise ConfigError.of("attention_mask", expected, (tuple(mask.shape), mask.dtype))
+
+    def inputs(self, seen: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return what `run_module` takes for the slots from `seen` on: ids, positions counted without padding, and the mask."""
+        positions = torch.arange(self.ids.shape[1], device=self.ids.device) - torch.tensor(self.padding, device=self.ids.device)[:, None]
+        mask = (positions >= 0).long() if any(self.padding) else None
+        return self.ids[:, seen:], positions.clamp_min(0)[:, seen:], mask
 
     def to(self, device: torch.device) -> PromptTokens:
-        return PromptTokens(*(None if part is None else part.to(device) for part in self))  # type: ignore[arg-type]
-
-    def first(self, count: int) -> PromptTokens:
-        return PromptTokens.of(self.ids[:, :count], self.real[:, :count])
+        return self._replace(ids=self.ids.to(device))
 
     def rows(self) -> list[torch.Tensor]:
         """The real ids of each row, on the CPU."""
-        return [ids[real] for ids, real in zip(self.ids.cpu(), self.real.cpu(), strict=True)]
+        return [ids[before:] for ids, before in zip(self.ids.cpu(), self.padding, strict=True)]
+
+    def read_of(self, states: torch.Tensor) -> torch.Tensor:
+        """Return the states of all tokens that are read, (tokens, width), of (batch, tokens, width)."""
+        rows = [row[start:] for row, start in zip(states, self.starts, strict=True)]
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
 def _batch(argument: str, values: Any) -> torch.Tensor:
@@ -102,30 +88,22 @@ def _batch(argument: str, values: Any) -> torch.Tensor:
     return tensor[None] if tensor.ndim == 1 else tensor
 
 
-class ReadingCache(KVCache):
+class ReadingCache(DynamicCache):
     """Hold nothing, and call `on_layer` with each layer's index, keys and values as the model computes them."""
 
-    own_layer_types = ("full_attention", "sliding_attention", "chunked_attention")
-
-    def __init__(self, model: PreTrainedModel, on_layer: Callable[[int, torch.Tensor, torch.Tensor], Any]) -> None:
+    def __init__(self, on_layer: Callable[[int, torch.Tensor, torch.Tensor], Any]) -> None:
+        super().__init__()
         self.on_layer = on_layer
-        super().__init__(compat.decoder_config(model.config))
 
-    def make_layer(self, layer_idx: int) -> KVLayer:
-        return _ReadingLayer(self, layer_idx)
-
-
-class _ReadingLayer(PassingLayer):
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        self.seen += key_states.shape[-2]
-        self.cache.on_layer(self.layer_idx, key_states, value_states)
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        self.on_layer(layer_idx, key_states, value_states)
         return key_states, value_states
 
 
 def rotation_of_model(model: PreTrainedModel) -> Rotation:
     """Return how a model's keys are rotated; refuse a model with layers whose keys and values can't be translated."""
     config = compat.decoder_config(model.config)
-    foreign = sorted({kind for kind, _ in compat.layer_plan(config) if kind not in ReadingCache.own_layer_types})
+    foreign = sorted({kind for kind, _ in compat.layer_plan(config) if kind not in SourceCache.own_layer_types})
     if foreign:
         raise UnsupportedError(f"model: layers of the types {foreign} keep no keys and values that could be translated. Use another cache.")
     rotation = rotation_of(config)
@@ -149,45 +127,30 @@ def read(
         hidden: Layers whose attention's input is part of their state.
         last: The last layer to read; the pass ends before its attention. None to run the whole pass.
     """
-    rotation, layers = rotation_of_model(model), decoder_layers(model)[2]
-    inputs: dict[int, torch.Tensor] = {}
+    rotation, layers = rotation_of_model(model), list(decoder_layers(model)[2])
+    (ids, positions, mask), inputs = tokens.inputs(), dict[int, torch.Tensor]()
 
     def on_layer(layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        state = state_of(rotation, layer, keys, values, tokens)
-        on_state(layer, state._replace(hidden=_real(inputs.pop(layer), tokens) if layer in inputs else None))
+        geometry = rotation.layers[layer]
+        if geometry.kind == "rope":  # learned positions stay in the keys
+            keys = geometry.unrotate(keys, positions.to(keys.device))
+        sides = [tokens.read_of(states.transpose(1, 2).flatten(2)) for states in (keys, values)]
+        state = LayerState(torch.cat(sides, dim=1), (keys.shape[1], keys.shape[3], values.shape[3]))
+        on_state(layer, state._replace(hidden=tokens.read_of(inputs.pop(layer))) if layer in inputs else state)
         if layer == last:
             raise PassEnded
 
-    def watched(layer: int) -> nn.Module:
-        return with_watched_input(layers[layer], lambda states: inputs.__setitem__(layer, states))
-
-    modules = [watched(layer) if layer in hidden else module for layer, module in enumerate(layers)]
-    decoder = with_layers(model, modules) if hidden else model.base_model
+    for layer in hidden:
+        layers[layer] = with_watched_input(layers[layer], partial(inputs.__setitem__, layer))
     with suppress(PassEnded):
-        run_module(decoder, ReadingCache(model, on_layer), tokens.ids, tokens.positions, tokens.mask)
-
-
-def state_of(rotation: Rotation, layer: int, keys: torch.Tensor, values: torch.Tensor, tokens: PromptTokens) -> LayerState:
-    """Return a layer's state of the real tokens from (batch, kv_heads, tokens, head_dim); learned positions stay in the keys."""
-    geometry = rotation.layers[layer]
-    content = geometry.unrotate(keys, tokens.positions.to(keys.device)) if geometry.kind == "rope" else keys
-    sides = [_real(states.transpose(1, 2).flatten(2), tokens) for states in (content, values)]
-    return LayerState(torch.cat(sides, dim=1), (keys.shape[1], keys.shape[3], values.shape[3]))
-
-
-def _real(states: torch.Tensor, tokens: PromptTokens) -> torch.Tensor:
-    """Return the chosen tokens of all rows, (tokens, width), of (batch, tokens, width)."""
-    flat = states.flatten(0, 1)
-    return flat if tokens.chosen is None else flat.index_select(0, tokens.chosen.to(states.device))
+        run_module(with_layers(model, layers), ReadingCache(on_layer), ids, positions, mask)
 
 
 def cache_of(rotation: Rotation, states: Mapping[int, LayerState], dtype: torch.dtype) -> DynamicCache:
     """Return a cache of one prompt with these states of all layers; gradients pass."""
     cache = DynamicCache()  # without the model's config no layer drops tokens behind its window, which the attention mask has
     for layer, state in sorted(states.items()):
-        heads, key_dim, value_dim = state.shape
-        sides = state.states.split([heads * key_dim, heads * value_dim], dim=1)
-        keys, values = (side.unflatten(1, (heads, -1)).transpose(0, 1)[None] for side in sides)
+        keys, values = (side[None] for side in state.sides())
         geometry = rotation.layers[layer]
         if geometry.kind == "rope":
             keys = geometry.rotate(keys, torch.arange(keys.shape[2], device=keys.device))
@@ -204,12 +167,3 @@ def with_watched_input(layer: nn.Module, watch: Callable[[torch.Tensor], Any]) -
 
     attention = attention_module(layer)
     return twin_of(layer, {name_of(layer, attention): ToldModule(attention, on_call)})
-
-
-def in_evaluation(model: Module) -> Module:
-    """Return a model in evaluation mode, or else a twin that shares all weights: other threads' passes stay in training mode."""
-    if not any(module.training for module in model.modules()):
-        return model
-    names = [name for name, module in model.named_modules(remove_duplicate=False) if name and next(module.children(), None) is None]
-    twin = twin_of(model, {name: twin_of(model.get_submodule(name), {}) for name in names})
-    return twin.eval()  # type: ignore[return-value]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal, Self
 
@@ -15,18 +15,17 @@ from hf_kvcaches.core.files import checked_layers
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.hub import Artifact
 from hf_kvcaches.core.identity import Identity
-from hf_kvcaches.errors import ArtifactError, FingerprintMismatch
-from hf_kvcaches.kernels.arguments import Decoder
+from hf_kvcaches.errors import ArtifactError, FingerprintMismatch, require_instance
 from hf_kvcaches.kernels.checksum import digest_of
-from hf_kvcaches.translate.codes import CodesHead, SemanticCodes
-from hf_kvcaches.translate.config import FitOptions, Score, TranslatorConfig, TranslatorSettings
-from hf_kvcaches.translate.encoder import CacheEncoder, require_fitted
-from hf_kvcaches.translate.fit import fit
-from hf_kvcaches.translate.maps import LayerDecoder, Maps
+from hf_kvcaches.translate.codes import CodesHead
+from hf_kvcaches.translate.config import TranslatorConfig, TranslatorSettings
+from hf_kvcaches.translate.encoder import CacheEncoder
+from hf_kvcaches.translate.fit import Score, fit
+from hf_kvcaches.translate.maps import Maps
+from hf_kvcaches.translate.pair import Pair
 
 
-@dataclass(frozen=True, eq=False)
-class CacheTranslator(Artifact):
+class CacheTranslator(CacheEncoder, Artifact):
     """Codes a producer's keys and values, and rebuilds a consumer's from the codes. Made by `CacheTranslator.fit`.
 
     Args:
@@ -39,16 +38,12 @@ class CacheTranslator(Artifact):
     artifact_type: ClassVar[str] = "cache-translator"
     format_version: ClassVar[int] = 5
 
-    maps: Maps
-    settings: TranslatorSettings
-    producer: ModelFingerprint
-    consumer: ModelFingerprint
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "fingerprint", self.consumer)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("encoder", "_weights")}
+    def __init__(self, maps: Maps, settings: TranslatorSettings, producer: ModelFingerprint, consumer: ModelFingerprint) -> None:
+        # The digest is of all that codes depend on, both models among it.
+        parts = sorted(maps.tensors().items()), repr(maps.metadata()), settings.recompute_layers, settings.exact_tokens
+        digest = digest_of([*parts, producer.digest, consumer.digest])
+        super().__init__(digest, {"producer": producer, "consumer": consumer}, maps, settings.exact_tokens)
+        self.settings, self.fingerprint = settings, consumer
 
     @classmethod
     def fit(
@@ -85,44 +80,19 @@ class CacheTranslator(Artifact):
             max_length: Tokens of a text that are read.
             progress: Whether to show bars.
         """
-        options = FitOptions(payload, recompute_layers, score, config or TranslatorConfig(), max_length, progress)
-        return cls(*fit(producer, consumer, tokenizer, texts, options))
-
-    @property
-    def models(self) -> dict[str, ModelFingerprint]:
-        return {"producer": self.producer, "consumer": self.consumer}
-
-    @property
-    def sent_layers(self) -> tuple[int, ...]:
-        return tuple(decoder.layer for decoder in self.maps.decoders)
+        config = TranslatorConfig() if config is None else config
+        require_instance("config", config, TranslatorConfig, {})
+        pair = Pair(producer, consumer, tokenizer, config.layer_map)
+        return cls(*fit(pair, texts, config, payload, recompute_layers, score, max_length, progress))
 
     @cached_property
     def encoder(self) -> CacheEncoder:
         """The producer's half: all that a process needs that only encodes."""
-        return CacheEncoder(self.digest, self.models, self.maps, self.settings.exact_tokens)
-
-    def encode(self, producer: Any, input_ids: Any, attention_mask: Any = None, *, first: int = 0) -> SemanticCodes:
-        """Run a producer over prompts and code them; see `CacheEncoder.encode`."""
-        return self.encoder.encode(producer, input_ids, attention_mask, first=first)
-
-    def stream(self, producer: Any, input_ids: Any, attention_mask: Any = None, *, first: int = 0) -> Iterator[bytes]:
-        """Yield the bytes of `encode` while the producer runs; see `CacheEncoder.stream`."""
-        return self.encoder.stream(producer, input_ids, attention_mask, first=first)
-
-    @cached_property
-    def digest(self) -> str:
-        """Of all that codes depend on, both models among it."""
-        models = self.producer.digest, self.consumer.digest
-        settings = self.settings.recompute_layers, self.settings.exact_tokens
-        return digest_of([sorted(self.maps.tensors().items()), repr(self.maps.metadata()), *settings, *models])
-
-    def check_producer(self, model: Any) -> Any:
-        """Return the model without its PEFT wrapper; refuse one that this was not fitted for."""
-        return require_fitted(model, "producer", self.models)
+        return CacheEncoder(self.digest, self.models, replace(self.maps, decoders=()), self.exact_tokens)
 
     def check_consumer(self, model: Any, identity: Identity | None = None) -> Any:
         """Return the model without its PEFT wrapper; refuse another model."""
-        return require_fitted(model, "consumer", self.models, identity)
+        return self._require_fitted(model, "consumer", identity)
 
     def check_codes(self, head: CodesHead) -> None:
         """Refuse codes of another translator."""
@@ -131,14 +101,6 @@ class CacheTranslator(Artifact):
             raise FingerprintMismatch(f"codes: made by another translator ({digests}). Load the one that made them.")
         if head.names != (self.maps.names if head.tokens else ()):
             raise ArtifactError("codes: their head does not fit the translator that it names. Have them sent again.")
-
-    def weights_on(self, decoder: LayerDecoder, device: torch.device, dtype: torch.dtype) -> Decoder:
-        """Return a decoder's weights on a device; they are kept for later prompts."""
-        key = decoder.layer, device, dtype
-        weights: dict[Any, Decoder] = self.__dict__.setdefault("_weights", {})
-        if key not in weights:
-            weights[key] = Decoder(*(None if part is None else part.to(*key[1:]) for part in decoder.weights))
-        return weights[key]
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return self.maps.tensors()
@@ -181,15 +143,14 @@ class CacheTranslator(Artifact):
 
     def describe_calibration(self) -> str:
         settings, maps = self.settings, self.maps
-        parts = [f"{encoder.name}: {len(encoder.shift)}" for encoder in maps.encoders]
-        coding = "" if maps.coding is None else f", {maps.coding.bits / 8:.1f} bytes of a token expected"
+        expected = "" if maps.bits is None else f", {maps.bits / 8:.1f} bytes of a token expected"
         rows = {
-            "Producer": self.producer.describe(),
-            "Consumer": self.consumer.describe(),
+            "Producer": self.models["producer"].describe(),
+            "Consumer": self.models["consumer"].describe(),
             "Metric": settings.metric,
             "Texts": f"{settings.texts}, {settings.tokens:,} tokens",
-            "Payload": f"{settings.payload:g} of bfloat16 keys and values{coding}",
-            "Directions": ", ".join(parts) or "none",
+            "Payload": f"{settings.payload:g} of bfloat16 keys and values{expected}",
+            "Directions": ", ".join(f"{encoder.name}: {len(encoder.weights.shift)}" for encoder in maps.encoders) or "none",
             "Layers that the consumer runs": str(settings.recompute_layers),
             "First tokens that the consumer runs": str(settings.exact_tokens),
             "Seconds": ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in settings.seconds.items()),

@@ -15,7 +15,6 @@ from hf_kvcaches import CacheTranslator, TranslatedCache, TranslatorConfig
 from hf_kvcaches.cli.prompts import needle_prompts
 from hf_kvcaches.core.identity import require_identity
 from hf_kvcaches.evaluate.measures import divergence
-from hf_kvcaches.translate.config import FitOptions
 from hf_kvcaches.translate.fit import Fitting
 from hf_kvcaches.translate.pair import Pair
 from tests import testbed
@@ -56,9 +55,9 @@ class RealPair:
     @cached_property
     def fitting(self) -> Fitting:
         """What was read, and all regressions."""
-        options = FitOptions(0.125, 0, None, TranslatorConfig(), TEXT_TOKENS, progress=False)
         with torch.no_grad():
-            fitting = Fitting(Pair(self.producer, self.consumer, None), options, self.calibration_texts())
+            pair = Pair(self.producer, self.consumer, None)
+            fitting = Fitting(pair, self.calibration_texts(), TranslatorConfig(), [0], exact=False, progress=False)
             fitting.lowest = list(self.lowest)
             fitting.read()
         return fitting

@@ -1,4 +1,4 @@
-"""Tiny models of many families, and what their layers make of tokens, read by hooks on their projections."""
+"""Tiny models of many families, and what their layers make of tokens."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import GPTNeoXConfig, LlamaConfig, Phi3Config, Qwen2Config, Qwen3Config
+from transformers import Cache, DynamicCache, GPTNeoXConfig, LlamaConfig, Phi3Config, Qwen2Config, Qwen3Config
 
+from hf_kvcaches.core.decoder import attention_module
+from hf_kvcaches.core.rope import rotation_of
 from hf_kvcaches.translate.cache import TranslatedCache
-from hf_kvcaches.translate.states import LayerState, PromptTokens, read, rotation_of_model, state_of
+from hf_kvcaches.translate.states import LayerState, PromptTokens, read
 from hf_kvcaches.translate.translator import CacheTranslator
 from tests import tiny
 from tests.translate.pairs import split
@@ -50,7 +52,7 @@ MODELS: dict[str, Callable[..., Any]] = {
 
 
 class Made(NamedTuple):
-    """What one layer made: (batch, tokens, width) each."""
+    """What one layer made: (batch, tokens, width) each, keys unrotated."""
 
     keys: Tensor
     values: Tensor
@@ -64,50 +66,26 @@ def layers_of(model: Any) -> nn.ModuleList:
     return found
 
 
-def _watched(layer: nn.Module) -> dict[str, nn.Module]:
-    """The modules whose outputs tell what a layer makes."""
-    if hasattr(layer, "attn"):
-        return {"hidden": layer.ln_1, "fused": layer.attn.c_attn}
-    if hasattr(layer, "attention"):
-        return {"hidden": layer.input_layernorm, "interleaved": layer.attention.query_key_value}
-    own = layer.self_attn
-    if hasattr(own, "qkv_proj"):
-        return {"hidden": layer.input_layernorm, "fused": own.qkv_proj}
-    return {"hidden": layer.input_layernorm, "keys": getattr(own, "k_norm", own.k_proj), "values": own.v_proj}
-
-
-def parts_of(config: Any, outputs: dict[str, Tensor]) -> Made:
-    """Keys and values, taken out of what projections gave."""
-    heads = config.num_attention_heads
-    if "interleaved" in outputs:
-        parts = outputs["interleaved"].unflatten(-1, (heads, 3, -1))
-        return Made(parts[..., 1, :].flatten(-2), parts[..., 2, :].flatten(-2), outputs["hidden"])
-    if "fused" in outputs:
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        size = outputs["fused"].shape[-1] // (heads + 2 * kv_heads)
-        _, keys, values = outputs["fused"].split([heads * size, kv_heads * size, kv_heads * size], dim=-1)
-        return Made(keys, values, outputs["hidden"])
-    keys = outputs["keys"].flatten(2)
-    return Made(keys, outputs["values"], outputs["hidden"])
+def content_of(model: Any, cache: Cache, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Unrotated keys and values of each layer of a cache, (batch, tokens, width)."""
+    found = []
+    for geometry, layer in zip(rotation_of(model.config).layers, cache.layers, strict=True):
+        keys = geometry.unrotate(layer.keys, positions) if geometry.kind == "rope" else layer.keys
+        found.append((keys.transpose(1, 2).flatten(2), layer.values.transpose(1, 2).flatten(2)))
+    return found
 
 
 @torch.no_grad()
 def made_by(model: Any, ids: Tensor, mask: Tensor | None = None) -> list[Made]:
-    """What each layer of a model makes of a batch, without any cache."""
-    taken: list[dict[str, Tensor]] = []
-    handles = []
-    for layer in layers_of(model):
-        own: dict[str, Tensor] = {}
-        taken.append(own)
-        for name, module in _watched(layer).items():
-            handles.append(module.register_forward_hook(lambda _, __, output, own=own, name=name: own.__setitem__(name, output.clone())))
-    arguments: dict[str, Any] = {"input_ids": ids, "use_cache": False}
-    if mask is not None:
-        arguments |= {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp_min(0)}
-    model(**arguments)
+    """What each layer of a model makes of a batch."""
+    inputs, cache, mask = list[Tensor](), DynamicCache(), torch.ones_like(ids) if mask is None else mask
+    keep = lambda module, args, kwargs: inputs.append(args[0] if args else kwargs["hidden_states"])  # noqa: E731
+    handles = [attention_module(layer).register_forward_pre_hook(keep, with_kwargs=True) for layer in layers_of(model)]
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
     for handle in handles:
         handle.remove()
-    return [parts_of(model.config, own) for own in taken]
+    return [Made(*content, hidden) for content, hidden in zip(content_of(model, cache, positions), inputs, strict=True)]
 
 
 def left_padded(lengths: tuple[int, ...], seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -148,15 +126,8 @@ def fitted(producer: Any, consumer: Any, texts: list[list[int]] | None = None, *
 def filled(translator: CacheTranslator, producer: Any, consumer: Any, prompt: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
     """Unrotated keys and values of all tokens but the last, (tokens, width), of a cache that is filled from codes."""
     cache = TranslatedCache(consumer, translator, translator.encode(producer, prompt))
-    count = cache.prefill(prompt)
-    tokens, rotation = PromptTokens.of(prompt[:, :count]), rotation_of_model(consumer)
-    pairs = {}
-    for index, layer in enumerate(cache.layers):
-        state = state_of(rotation, index, layer.keys, layer.values, tokens)
-        heads, key_dim, value_dim = state.shape
-        keys, values = state.states.split([heads * key_dim, heads * value_dim], dim=1)
-        pairs[index] = keys, values
-    return pairs
+    positions = torch.arange(cache.prefill(prompt))
+    return {layer: (keys[0], values[0]) for layer, (keys, values) in enumerate(content_of(consumer, cache, positions))}
 
 
 def states_by_row(model: Any, texts: Any, hidden: Any = ()) -> list[dict[int, LayerState]]:

@@ -108,11 +108,11 @@ def reference(translator: CacheTranslator, ids: torch.Tensor, pair: tuple[PreTra
     for index, layer in enumerate(read.layers):
         keys, _ = apply_rotary_pos_emb(layer.keys, layer.keys, back[0], -back[1])
         content[index] = torch.cat([part[0].transpose(0, 1).flatten(1) for part in (keys, layer.values)], 1)
-    coefficients, coding = {}, translator.maps.coding
-    for code, encoder in enumerate(translator.maps.encoders):
-        found = torch.cat([content[layer] for layer in encoder.sources], 1) @ encoder.states + encoder.shift
-        found = found + entering["producer"] @ encoder.hidden
-        coefficients[code] = found if coding is None else coding.rounded(code, found)
+    coefficients, maps = {}, translator.maps
+    for code, encoder in enumerate(maps.encoders):
+        found = torch.cat([content[layer] for layer in encoder.sources], 1) @ encoder.weights.states + encoder.weights.shift
+        found = found + entering["producer"] @ encoder.weights.hidden
+        coefficients[code] = maps.decode(maps.pack({code: found}), len(found))[code]
     for index in range(lowest + 1):
         made.update(own.layers[index].keys, own.layers[index].values, index)
     for decoder in translator.maps.decoders:

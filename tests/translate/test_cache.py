@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError
-from hf_kvcaches.translate import fill
+from hf_kvcaches.translate import cache as cache_file
 from hf_kvcaches.translate.cache import TranslatedCache
 from hf_kvcaches.translate.codes import ArrivingCodes, SemanticCodes
 from hf_kvcaches.translate.translator import CacheTranslator
@@ -380,7 +380,7 @@ def test_copies_of_a_cache_whose_codes_are_arriving_all_get_them() -> None:
 def test_a_layer_is_rebuilt_while_the_next_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
     consumer, codes, rebuilt = models()[1], cache_of(PROMPT).codes, list[int]()
     assert isinstance(codes, SemanticCodes)
-    held, rebuild = list[int](), fill.rebuild
+    held, rebuild = list[int](), cache_file.rebuild
 
     def counting(*args: Any, **kwargs: Any) -> None:
         rebuilt.append(1)
@@ -391,7 +391,7 @@ def test_a_layer_is_rebuilt_while_the_next_is_on_its_way(monkeypatch: pytest.Mon
             held.append(len(rebuilt))
             yield piece
 
-    monkeypatch.setattr(fill, "rebuild", counting)
+    monkeypatch.setattr(cache_file, "rebuild", counting)
     cache = TranslatedCache(consumer, fitted(), ArrivingCodes(arrive()))
     cache.prefill(PROMPT)
     # The head comes first; before the part of layer 2 the consumer has layer 1, and so on.
@@ -530,7 +530,7 @@ def test_a_filling_that_was_broken_off_is_made_up_for_with_all_parts(monkeypatch
     consumer, codes = models()[1], cache_of(PROMPT).codes
     assert isinstance(codes, SemanticCodes)
     cache = TranslatedCache(consumer, fitted(), ArrivingCodes(codes.chunks()))
-    rebuild, calls = fill.rebuild, list[None]()
+    rebuild, calls = cache_file.rebuild, list[None]()
 
     def failing(*args: Any, **kwargs: Any) -> None:
         calls.append(None)
@@ -539,7 +539,7 @@ def test_a_filling_that_was_broken_off_is_made_up_for_with_all_parts(monkeypatch
         rebuild(*args, **kwargs)
 
     with monkeypatch.context() as patched:
-        patched.setattr(fill, "rebuild", failing)
+        patched.setattr(cache_file, "rebuild", failing)
         with pytest.raises(MemoryError):
             answer(consumer, PROMPT, cache)
     assert cache.seen == 0
@@ -555,6 +555,7 @@ def test_what_is_no_translator_and_no_codes_is_refused_with_a_hint() -> None:
         ((translator, codes.to_bytes()), r"codes: expected SemanticCodes.*got 'bytes'.*from_bytes"),
         ((translator, PROMPT), r"codes: expected SemanticCodes.*got 'Tensor'.*encode"),
         ((None, codes), r"translator: expected a CacheTranslator.*from_pretrained"),
+        ((), r"translator: expected a CacheTranslator, got None.*from_pretrained"),
     ):
         with pytest.raises(ConfigError, match=hint):
             TranslatedCache(consumer, *given)  # type: ignore[arg-type]

@@ -7,10 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.translate.cache import TranslatedCache
-from hf_kvcaches.translate.codes import CodesHead, Prompt
-from hf_kvcaches.translate.fill import match_prompts
-from hf_kvcaches.translate.states import PromptTokens
+from hf_kvcaches.translate.codes import CodedPrompt, CodesHead, Prompt, match_prompts
 from tests import tiny
 from tests.translate.pairs import FAMILIES, HALF, changed, fit, fitted, models
 from tests.warmstart.warm import left_padded
@@ -20,8 +19,9 @@ def head_of(rows: list[list[int]]) -> CodesHead:
     return CodesHead("t", tuple(Prompt.of(row) for row in rows), ())
 
 
-def batch_of(texts: list[list[int]]) -> PromptTokens:
-    return PromptTokens.of(*left_padded(*(torch.tensor([text]) for text in texts)))
+def match(head: CodesHead, wanted: list[list[int]], most: int, run: int = 0) -> CodedPrompt:
+    padding = [max(map(len, wanted)) - len(text) for text in wanted]
+    return match_prompts(head, [torch.tensor(text) for text in wanted], padding, most, run=run)
 
 
 # Few beginnings, so that texts begin alike, and are each other's beginnings.
@@ -32,41 +32,28 @@ texts = st.lists(st.builds(lambda beginning, end: beginning + end, st.sampled_fr
 
 @given(coded=texts, wanted=texts)
 def test_each_slot_that_is_filled_gets_the_codes_of_its_own_token(coded: list[list[int]], wanted: list[list[int]]) -> None:
-    tokens, head = batch_of(wanted), head_of(coded)
-    longest = max(map(len, wanted))
+    head, longest = head_of(coded), max(map(len, wanted))
     padding = [longest - len(text) for text in wanted]
-    counts = [max((len(row) for row in coded if text[: len(row)] == row), default=None) for text in wanted]
-    prompt = match_prompts(head, tokens, longest - 1)
-    if None in counts:
-        assert prompt is None
-        return
-    assert prompt is not None
+    counts = [max((len(row) for row in coded if text[: len(row)] == row), default=-99) for text in wanted]
     slots = min(longest - 1, *(pad + count for pad, count in zip(padding, counts, strict=True)))
-    assert (prompt.padding, prompt.slots) == (tuple(padding), slots)
+    if slots <= max(padding):
+        with pytest.raises(ConfigError, match="another prompt" if min(counts) < 0 else "one row start at or after"):
+            match(head, wanted, longest - 1)
+        return
+    prompt = match(head, wanted, longest - 1)
+    assert prompt.slots == slots
     assert sorted([*(span.row for span in prompt.spans), *prompt.copies]) == list(range(len(wanted)))
-    if any(pad >= slots for pad in padding):
-        return  # such a prompt is run
-    index = prompt.code_indices(head.tokens)
-    ids = torch.tensor([token for row in coded for token in row])
-    found = ids if index is None else ids[index]
-    assert found.tolist() == [token for row, *_ in prompt.spans for token in wanted[row][: slots - padding[row]]]
+    ids = [token for row in coded for token in row]
+    for start, (row, first, count) in zip(prompt.starts, prompt.spans, strict=True):
+        assert first == padding[row]
+        assert ids[start : start + count] == wanted[row][: slots - padding[row]]
     for row, twin in prompt.copies.items():
         assert (wanted[row][: slots - padding[row]], padding[row]) == (wanted[twin][: slots - padding[twin]], padding[twin])
 
 
-def test_codes_in_their_own_order_are_used_as_they_came() -> None:
-    coded = [[5, 6, 7, 8], [9, 8, 7, 6, 5, 4]]
-    # Each text has one token more than was coded.
-    head = head_of(coded)
-    prompt = match_prompts(head, batch_of([[*row, 3] for row in coded]), 6)
-    assert prompt is not None
-    assert prompt.code_indices(head.tokens) is None
-
-
 def test_rows_that_say_the_same_are_rebuilt_once() -> None:
     codes = fitted().encode(models()[0], tiny.ids(1, 20))
-    prompt = match_prompts(codes.head, PromptTokens.of(tiny.ids(1, 20).repeat(4, 1)), 19, run=4)
-    assert prompt is not None
+    prompt = match(codes.head, tiny.ids(1, 20).repeat(4, 1).tolist(), 19, run=4)
     assert ([span.row for span in prompt.spans], prompt.copies) == ([0], {1: 0, 2: 0, 3: 0})
 
 

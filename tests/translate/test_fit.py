@@ -101,8 +101,8 @@ def test_consecutive_layers_share_a_code(layers_per_code):
         encoder = translator.maps.encoders[decoder.code]
         assert decoder.layer in encoder.sources
         assert (decoder.shape, decoder.weights.side.shape) == ((2, 8, 8), (32, 32))
-        assert decoder.weights.codes.shape == (len(encoder.shift), 32)
-        assert encoder.states.shape == (32 * len(encoder.sources), len(encoder.shift))
+        assert decoder.weights.codes.shape == (len(encoder.weights.shift), 32)
+        assert encoder.weights.states.shape == (32 * len(encoder.sources), len(encoder.weights.shift))
 
 
 def test_more_payload_costs_less_in_the_metric_of_the_texts():
@@ -122,7 +122,7 @@ def test_more_payload_costs_less_in_the_metric_of_the_texts():
 def test_where_the_consumer_runs_all_layers_nothing_is_solved():
     model = MODELS["llama"]()
     translator = fitted(model, model, recompute_layers=3)
-    assert translator.sent_layers == ()
+    assert translator.maps.decoders == ()
     own = made_by(model, PROMPT[:, :-1])
     for layer, (keys, _) in filled(translator, model, model, PROMPT).items():
         assert error(keys, own[layer].keys[0]) < LOSSLESS
@@ -243,11 +243,11 @@ def test_short_texts_are_fitted_to_and_none_is_held_out_and_that_is_said():
     assert dict(translator.settings.measured) == {}
 
 
-def test_texts_without_a_continuation_have_no_gradients_and_that_is_said():
+def test_texts_without_a_continuation_have_no_gradients_and_are_refused():
     model = MODELS["llama"]()
-    with pytest.warns(UserWarning, match="no text has 8 tokens"):
-        translator = fitted(model, model, [[3, 4, 5, 6, 7]] * 9, metric="loss", payload=0.5)
-    assert translator.settings.metric == "plain"
+    with pytest.raises(ConfigError, match=r"texts: expected one of 8 tokens at least.*metric='plain'"):
+        fitted(model, model, [[3, 4, 5, 6, 7]] * 9, metric="loss", payload=0.5)
+    assert fitted(model, model, [[3, 4, 5, 6, 7]] * 9, metric="plain", payload=0.5).settings.metric == "plain"
 
 
 @pytest.mark.parametrize("fails", [False, True])

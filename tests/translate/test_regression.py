@@ -10,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_kvcaches.translate.fit import pairs_of
-from hf_kvcaches.translate.plan import Group
-from hf_kvcaches.translate.regression import Known, Products, Regression, regress
+from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.translate.regression import Group, Products, Regression, pairs_of, passes_of, regress
+from tests import tiny
+from tests.translate.models import filled, fitted
+from tests.translate.pairs import models
 
 TINY = 1e-10
 SEEDS = st.integers(0, 10**6)
@@ -68,16 +70,14 @@ def root_of(metric: Tensor) -> Tensor:
 
 
 def fit(rows: Rows, metric: Tensor, products: Products | None = None) -> Regression:
-    products = products or products_of(rows)
-    x, y = (torch.arange(part.shape[1]) for part in (rows.producer, rows.consumer))
-    return regress(Known(products, 0, TINY), (("producer", 1), x), (("consumer", 1), y), [root_of(metric)], TINY)
+    return regress(products or products_of(rows), 0, GROUP, [root_of(metric)], (TINY, TINY))
 
 
-def said(fitted: Regression, rows: Rows, rank: int) -> Tensor:
+def said(found: Regression, rows: Rows, rank: int) -> Tensor:
     """What codes of a rank rebuild."""
     directions = torch.arange(rank)
-    side, decode, bias = (part.double() for part in fitted.decoder(directions))
-    coefficients = fitted.coefficients(rows.producer.float(), rows.theirs.float()).double()[:, directions]
+    side, decode, bias = (part.double() for part in found.decoder(directions))
+    coefficients = found.coefficients(rows.producer.float(), rows.theirs.float()).double()[:, directions]
     return rows.own @ side + coefficients @ decode + bias
 
 
@@ -100,11 +100,11 @@ def close(found: Tensor, expected: Tensor, tolerance: float = 1e-4) -> None:
 @given(seed=SEEDS, producer=st.integers(1, 7), consumer=st.integers(1, 7), side=st.integers(1, 5))
 def test_at_full_rank_it_is_least_squares_on_all_that_is_known_and_all_states(seed, producer, consumer, side):
     rows = rows_of(seed, side=side, producer=producer, consumer=consumer)
-    fitted = fit(rows, metric_of(seed, consumer))
+    found = fit(rows, metric_of(seed, consumer))
     # What follows from the producer's own input is taken out of its states.
     left = rows.producer - least_squares(with_ones(rows.theirs), rows.producer)
-    close(said(fitted, rows, len(fitted.strengths)), least_squares(with_ones(rows.own, left), rows.consumer))
-    close(said(fitted, rows, 0), least_squares(with_ones(rows.own), rows.consumer))
+    close(said(found, rows, len(found.strengths)), least_squares(with_ones(rows.own, left), rows.consumer))
+    close(said(found, rows, 0), least_squares(with_ones(rows.own), rows.consumer))
 
 
 @given(seed=SEEDS, rank=st.integers(1, 4))
@@ -129,20 +129,20 @@ def test_no_other_codes_of_a_rank_do_better(seed, rank):
 @given(seed=SEEDS)
 def test_an_error_of_any_coefficient_costs_its_square(seed):
     rows, metric = rows_of(seed), metric_of(seed, 5)
-    fitted = fit(rows, metric)
-    gram = fitted.decode.double() @ metric @ fitted.decode.double().T
+    found = fit(rows, metric)
+    gram = found.decode.double() @ metric @ found.decode.double().T
     close(gram, torch.eye(len(gram), dtype=torch.float64), 1e-3)
     # And each direction takes the square of its strength off the cost.
-    costs = [cost(rows.consumer - said(fitted, rows, rank), metric) for rank in range(len(gram) + 1)]
-    for rank, strength in enumerate(fitted.strengths.tolist()):
+    costs = [cost(rows.consumer - said(found, rows, rank), metric) for rank in range(len(gram) + 1)]
+    for rank, strength in enumerate(found.strengths.tolist()):
         assert costs[rank] - costs[rank + 1] == pytest.approx(strength**2, rel=1e-2, abs=1e-4 * costs[0])
 
 
 @given(seed=SEEDS)
 def test_coefficients_have_the_mean_0_and_are_not_correlated(seed):
     rows = rows_of(seed)
-    fitted = fit(rows, metric_of(seed, 5))
-    coefficients = fitted.coefficients(rows.producer.float(), rows.theirs.float()).double()
+    found = fit(rows, metric_of(seed, 5))
+    coefficients = found.coefficients(rows.producer.float(), rows.theirs.float()).double()
     assert float(coefficients.mean(0).abs().max()) < 1e-3 * float(coefficients.std())
 
 
@@ -155,8 +155,8 @@ def test_sums_of_several_texts_are_the_covariances_of_all_rows(dtype, tolerance)
     whole = {name: torch.cat([rows.blocks[name] for rows in texts]) for name in texts[0].blocks}
     for first, second in products.pairs:
         expected = torch.cov(torch.cat([whole[first], whole[second]], dim=1).T, correction=0)
-        close(products.covariance(first, second), expected[: whole[first].shape[1], -whole[second].shape[1] :], tolerance)
-        close(products.covariance(second, first), products.covariance(first, second).T, tolerance)
+        close(products.covariance([first], [second]), expected[: whole[first].shape[1], -whole[second].shape[1] :], tolerance)
+        close(products.covariance([second], [first]), products.covariance([first], [second]).T, tolerance)
     for name, mean in products.means.items():
         close(mean, whole[name].mean(0), 1e-6)
     assert int(products.tokens) == 480
@@ -174,12 +174,51 @@ def test_a_token_of_weight_2_counts_as_two(dtype, tolerance):
         products.finish(1)
     assert weighted.tokens == repeated.tokens == weights.sum()
     for first, second in weighted.pairs:
-        close(weighted.covariance(first, second), repeated.covariance(first, second), tolerance)
+        close(weighted.covariance([first], [second]), repeated.covariance([first], [second]), tolerance)
 
 
 def test_states_that_follow_from_each_other_are_solved_for_all_the_same():
     rows = rows_of(3)
     rows = rows._replace(producer=torch.cat([rows.producer, rows.producer, 0 * rows.producer], dim=1))
-    fitted = fit(rows, metric_of(0, 5))
+    found = fit(rows, metric_of(0, 5))
     left = rows.producer - least_squares(with_ones(rows.theirs), rows.producer)
-    close(said(fitted, rows, len(fitted.strengths)), least_squares(with_ones(rows.own, left), rows.consumer), 1e-3)
+    close(said(found, rows, len(found.strengths)), least_squares(with_ones(rows.own, left), rows.consumer), 1e-3)
+
+
+# In how many passes over the texts sums fit the memory
+
+KINDS = {"producer": 2048, "consumer": 2048, "producer input": 4096, "consumer input": 4096}
+LARGE = {(kind, layer): width for kind, width in KINDS.items() for layer in range(32)}
+GIB = 1 << 30
+
+
+def passes(memory: int, lowest: tuple[int, ...] = (0,)) -> list[list[Group]]:
+    groups = [Group.of([layer], range(32)) for layer in range(1, 32)]
+    return passes_of(groups, LARGE, lowest, False, memory)
+
+
+@pytest.mark.parametrize("memory", [12 * GIB, 8 * GIB, 16 * GIB])
+def test_a_pair_of_eight_billion_parameters_fits_a_memory_in_passes(memory):
+    found = passes(memory)
+    assert [layer for groups in found for group in groups for layer in group.layers] == list(range(1, 32))
+    assert (len(found) == 1) == (memory == 16 * GIB)
+    for groups in found:
+        assert 8 * sum(LARGE[one] * LARGE[other] for one, other in {*pairs_of(groups, [0], False)}) < memory
+
+
+def test_less_memory_takes_more_passes_and_all_settings_that_are_compared_share_them():
+    counts = [len(passes(memory * GIB)) for memory in (6, 8, 12, 24)]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] > counts[-1]
+    assert len(passes(1 << 60, lowest=(0, 1, 2, 4, 8))) == 1
+    with pytest.raises(ConfigError, match=r"memory: expected [\d,]+ bytes or more for these models"):
+        passes(GIB)
+
+
+def test_a_fit_in_several_passes_gives_the_translator_of_one():
+    producer, consumer = models()
+    ids, texts = tiny.ids(1, 30, seed=7), [tiny.ids(60, seed=number).tolist() for number in range(6)]
+    whole, parted = (fitted(producer, consumer, texts, metric="loss", payload=2.0, memory=memory) for memory in (GIB, 2_240_000))
+    for layer, own in filled(whole, producer, consumer, ids).items():
+        for found, expected in zip(filled(parted, producer, consumer, ids)[layer], own, strict=True):
+            assert float((found - expected).abs().max()) < 1e-3

@@ -22,7 +22,7 @@ from hf_kvcaches import compat
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedError
 from hf_kvcaches.translate.cache import TranslatedCache
 from hf_kvcaches.translate.codes import SemanticCodes
-from hf_kvcaches.translate.maps import CodeEncoder
+from hf_kvcaches.translate.maps import Maps
 from hf_kvcaches.translate.translator import CacheTranslator
 from tests import testbed, tiny
 from tests.translate.pairs import FAMILIES, HALF, TEXTS, changed, fit, fitted, last_layer, lossless, models, reference
@@ -188,13 +188,13 @@ def test_threads_encode_with_one_model_in_training_mode_at_a_time() -> None:
 
 def test_weights_of_encoders_and_decoders_are_placed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     (producer, consumer), translator = models(), fit(*models(), **HALF)
-    placed: list[str] = []
-    to = CodeEncoder.to
-    monkeypatch.setattr(CodeEncoder, "to", lambda self, device: placed.append(self.name) or to(self, device))
+    found: list[Any] = []
+    placed = Maps.placed
+    monkeypatch.setattr(Maps, "placed", lambda *args: found.append(placed(*args)) or found[-1])
     for _ in range(3):
-        cache = TranslatedCache(consumer, translator, translator.encode(producer, PROMPT))
-        cache.prefill(PROMPT)
-    assert placed == ["layer.1", "layer.2", "layer.3"]
+        TranslatedCache(consumer, translator, translator.encode(producer, PROMPT)).prefill(PROMPT)
+    assert len(found) == 3 * (3 + 3)
+    assert len({id(weights) for weights in found}) == 3 + 3
 
 
 # What it is fitted to
@@ -208,7 +208,7 @@ def test_layers_that_the_consumer_runs_are_exact(run: int) -> None:
     assert max(errors[: run + 1]) < 1e-5
     assert min([1.0, *errors[run + 1 :]]) > 1e-3
     assert all(one <= other for one, other in zip(errors, before, strict=True))
-    assert translator.sent_layers == tuple(range(run + 1, 4))
+    assert [decoder.layer for decoder in translator.maps.decoders] == list(range(run + 1, 4))
     codes = translator.encode(models()[0], PROMPT)
     assert len(codes) == 3 - run
     assert codes.nbytes <= without.encode(models()[0], PROMPT).nbytes

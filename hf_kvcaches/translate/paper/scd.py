@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from statistics import fmean
+from typing import Any, NamedTuple, Self
 
 import torch
 from transformers import DynamicCache
@@ -13,17 +15,48 @@ from hf_kvcaches import compat
 from hf_kvcaches.core.decoder import attention_module, decoder_layers
 from hf_kvcaches.evaluate.measures import divergence
 from hf_kvcaches.reuse.partial import ToldModule, name_of, twin_of
-from hf_kvcaches.translate.paper.patch import Aligner, train_aligner
-from hf_kvcaches.translate.paper.reuse import Translator, fit_reuse
-from hf_kvcaches.translate.paper.routing import Route, select
+from hf_kvcaches.translate.pair import Pair, split_of
+from hf_kvcaches.translate.paper.layers import Aligner, Translator, fit_reuse, train_aligner
 from hf_kvcaches.translate.states import LayerState, PromptTokens, cache_of, read, rotation_of_model
 
-# Tokens of a held-out prefix that predictions are compared on.
-_PREDICTED = 32
+# By layer: of keys and of values, or of the attention's input, (tokens, rank) each, in float16.
 Codes = dict[int, tuple[torch.Tensor, ...]]
-"""By layer: of keys and of values, or of the attention's input, (tokens, rank) each, in float16."""
-Patch = tuple[torch.Tensor, Aligner]
-"""From a patched layer's attention input in the producer to codes, (hidden, rank), and from these to the consumer's."""
+
+
+# The score with exactly these layers patched and all others reused; greater is better.
+Score = Callable[[frozenset[int]], float]
+
+
+class Route(NamedTuple):
+    """The patched layers, and the scores that they were chosen by."""
+
+    patched: tuple[int, ...]
+    sensitivity: Mapping[int, float] = {}  # the gain of patching each layer alone (equation 21)
+    order: tuple[int, ...] = ()  # of the greedy search
+    efficiencies: tuple[float, ...] = ()  # the gain of the first 1, 2, ... of these together, divided by their number
+
+
+def select(score: Score, layers: Sequence[int], *, pool: int, most: int) -> Route:
+    """Choose the layers to patch.
+
+    A greedy search among the `pool` layers that gain most alone takes the one with the largest gain over those before (equation 22), up to
+    `most`. As many of them are patched as give the largest gain for each layer. Of equals, the lowest layer.
+    """
+    score = functools.cache(score)
+    nothing = score(frozenset())
+    sensitivity = {layer: score(frozenset({layer})) - nothing for layer in layers}
+    candidates = sorted(sorted(layers, key=lambda layer: (-sensitivity[layer], layer))[:pool])
+    chosen, order, efficiencies = frozenset[int](), list[int](), list[float]()
+    while candidates and len(order) < most:
+        best = max(candidates, key=lambda layer: score(chosen | {layer}))
+        if score(chosen | {best}) <= score(chosen):
+            break
+        chosen |= {best}
+        candidates.remove(best)
+        order.append(best)
+        efficiencies.append((score(chosen) - nothing) / len(order))
+    patched = order[: efficiencies.index(max(efficiencies)) + 1] if order else []
+    return Route(tuple(sorted(patched)), sensitivity, tuple(order), tuple(efficiencies))
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,8 +64,9 @@ class SemanticCacheDistillation:
     """The paper's method for a pair of models with as many layers and heads: translators of each layer's keys and values, and patches."""
 
     reuse: dict[int, tuple[Translator, Translator]]
-    patches: dict[int, Patch]
+    patches: dict[int, tuple[torch.Tensor, Aligner]]  # from the producer's attention input to codes, and from these to the consumer's
     route: Route
+    shapes: Sequence[tuple[int, int, int]]  # of the consumer's layers, as in `LayerState`
 
     @classmethod
     @torch.no_grad()
@@ -63,18 +97,23 @@ class SemanticCacheDistillation:
             reuse[layer] = keys, values
         chosen = range(len(own)) if patched is None else patched
         for layer in chosen:
-            source, target = theirs[layer].known.float(), own[layer].known.float()
+            source, target = theirs[layer].hidden.float(), own[layer].hidden.float()
             encode = fit_reuse(source, target, ranks[2]).encode
             patches[layer] = encode, train_aligner((source @ encode).half().float(), target, steps)
+        shapes = [state.shape for state in own]
         if patched is not None:
-            return cls(reuse, patches, Route(tuple(sorted(patched))))
-        whole = cls(reuse, patches, Route(()))
+            return cls(reuse, patches, Route(tuple(sorted(patched))), shapes)
+        whole, pair = cls(reuse, patches, Route(()), shapes), Pair(producer, consumer, None)
 
-        def score(layers: frozenset[int]) -> float:
-            return -sum(whole._divergence(producer, consumer, text, layers) for text in held_out) / len(held_out)
+        def divergence_of(layers: frozenset[int], ids: torch.Tensor) -> float:
+            """How far the consumer's predictions of a text's end are from those with its own cache."""
+            before = ids[: split_of(len(ids))]
+            found = whole._states(pair.consumer, whole.encode(producer, before.tolist(), layers))
+            return float(divergence(*(pair.predictions(ids, states) for states in (pair.states(before)[1], found))).mean())
 
+        score = lambda layers: -fmean(divergence_of(layers, torch.tensor(list(text))) for text in held_out)  # noqa: E731
         route = select(score, list(chosen), pool=pool, most=most)
-        return cls(reuse, {layer: patches[layer] for layer in route.patched}, route)
+        return cls(reuse, {layer: patches[layer] for layer in route.patched}, route, shapes)
 
     @torch.no_grad()
     def encode(self, producer: Any, ids: Sequence[int], patched: frozenset[int] | None = None) -> Codes:
@@ -82,7 +121,7 @@ class SemanticCacheDistillation:
         codes: Codes = {}
         for layer, state in enumerate(_traces(producer, [ids])):
             if layer in (self.patches if patched is None else patched):
-                parts = [state.known.float() @ self.patches[layer][0]]
+                parts = [state.hidden.float() @ self.patches[layer][0]]
             else:
                 parts = [side @ own.encode for side, own in zip(_sides(state), self.reuse[layer], strict=True)]
             codes[layer] = tuple(part.half() for part in parts)
@@ -91,45 +130,34 @@ class SemanticCacheDistillation:
     @torch.no_grad()
     def decode(self, consumer: Any, codes: Codes) -> DynamicCache:
         """Rebuild the consumer's cache (equations 9 and 12): patched layers make keys and values with their own weights."""
-        model, states = compat.base_model(consumer), {}
-        shapes = [state.shape for state in _traces(model, [[0, 0]])]
+        model = compat.base_model(consumer)
+        return cache_of(rotation_of_model(model), self._states(model, codes), model.dtype)
+
+    def _states(self, model: Any, codes: Codes) -> dict[int, LayerState]:
+        states = {}
         for layer, parts in codes.items():
             if len(parts) == 1:
                 states[layer] = _state_of_input(model, layer, self.patches[layer][1](parts[0].float()))
             else:
                 sides = [part.float() @ own.decode for part, own in zip(parts, self.reuse[layer], strict=True)]
-                states[layer] = LayerState(torch.cat(sides, dim=1), shapes[layer])
-        return cache_of(rotation_of_model(model), states, model.dtype)
-
-    def _divergence(self, producer: Any, consumer: Any, ids: Sequence[int], patched: frozenset[int]) -> float:
-        """How far the consumer's predictions of a text's end are from those with its own cache."""
-        split = len(ids) - min(_PREDICTED, len(ids) // 4)
-        exact = dict(enumerate(_traces(consumer, [ids[:split]])))
-        model, asked = compat.base_model(consumer), torch.tensor([list(ids[split:])], device=consumer.device)
-        own = cache_of(rotation_of_model(model), exact, model.dtype)
-        caches = own, self.decode(model, self.encode(producer, ids[:split], patched))
-        return float(divergence(*(model(input_ids=asked, **compat.cache_kwargs(model, cache)).logits[0] for cache in caches)).mean())
+                states[layer] = LayerState(torch.cat(sides, dim=1), self.shapes[layer])
+        return states
 
 
 def _traces(model: Any, texts: Sequence[Sequence[int]]) -> list[LayerState]:
     """Read the texts, and return the states of all their tokens in each layer."""
-    base, found = compat.base_model(model), list[list[LayerState]]()
+    base, found = compat.base_model(model), list[dict[int, LayerState]]()
     layers = range(len(decoder_layers(base)[2]))
     for ids in texts:
-        states, tokens = dict[int, LayerState](), PromptTokens.of(torch.tensor([list(ids)])).to(compat.input_device(base))
-        read(base, tokens, states.__setitem__, hidden=layers)
-        found.append([states[layer] for layer in layers])
-    return [
-        LayerState(torch.cat([own.states for own in each]), each[0].shape, torch.cat([own.known for own in each]))
-        for each in zip(*found, strict=True)
-    ]
+        found.append({})
+        read(base, PromptTokens.of([list(ids)]).to(compat.input_device(base)), found[-1].__setitem__, hidden=layers)
+    whole = lambda layer, part: torch.cat([getattr(states[layer], part) for states in found])  # noqa: E731
+    return [LayerState(whole(layer, "states"), found[0][layer].shape, whole(layer, "hidden")) for layer in layers]
 
 
-def _sides(state: LayerState) -> tuple[torch.Tensor, torch.Tensor]:
+def _sides(state: LayerState) -> list[torch.Tensor]:
     """Keys and values, (tokens, width) each, float32."""
-    heads, key_dim, value_dim = state.shape
-    keys, values = state.states.float().split([heads * key_dim, heads * value_dim], dim=1)
-    return keys, values
+    return [side.transpose(0, 1).flatten(1).float() for side in state.sides()]
 
 
 def _state_of_input(model: Any, layer: int, hidden: torch.Tensor) -> LayerState:

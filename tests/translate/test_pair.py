@@ -1,14 +1,13 @@
-"""What errors of keys and values cost, against finite differences of the loss."""
+"""What a consumer predicts behind its keys and values, and what errors of these cost, against finite differences of the loss."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import nn
-from transformers import DynamicCache
 
-from hf_kvcaches.translate.pair import Pair
-from hf_kvcaches.translate.reading import ErrorCosts, gradients, split_of, why_no_gradients
+from hf_kvcaches.errors import UnsupportedError
+from hf_kvcaches.translate.pair import ErrorCosts, Pair, split_of
 from tests import tiny
 from tests.translate.models import MODELS
 
@@ -24,28 +23,19 @@ def in_float64(model):
     return model
 
 
-def loss_behind(model, pair, ids, states, drawn):
-    """The loss of the drawn tokens at a text's end, behind some unrotated keys and values of the tokens before."""
-    split, cache = split_of(len(ids)), DynamicCache()
-    for layer, state in sorted(states.items()):
-        heads, key_dim, value_dim = state.shape
-        keys, values = state.states[:split].split([heads * key_dim, heads * value_dim], dim=1)
-        keys, values = (side.unflatten(1, (heads, -1)).transpose(0, 1)[None] for side in (keys, values))
-        geometry = pair.rotation.layers[layer]
-        cache.update(geometry.rotate(keys, torch.arange(split)) if geometry.kind == "rope" else keys, values, layer)
-    with torch.no_grad():
-        shares = model(ids[None, split:], past_key_values=cache).logits[0].log_softmax(-1)
-    return shares if drawn is None else -float(shares[torch.arange(len(drawn)), drawn].sum())
-
-
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "neox"])
 def test_gradients_are_those_of_one_layers_keys_and_values_before_the_predicted_tokens(family):
     model, ids, seed, step = in_float64(MODELS[family]()), tiny.ids(16, seed=3), 3, 1e-5
     pair = Pair(model, model, None)
     states = pair.states(ids)[1]
-    found = gradients(pair, ids, states, seed)
-    shares = loss_behind(model, pair, ids, states, None).exp().float()
-    drawn = torch.multinomial(shares, 1, generator=torch.Generator().manual_seed(seed))[:, 0]
+    found = pair.gradients(ids, states, seed)
+
+    @torch.no_grad()
+    def shares(own):
+        """The logarithms of what is predicted at the text's end behind some unrotated keys and values, (tokens, vocabulary)."""
+        return pair.predictions(ids, {layer: state._replace(states=state.states[:12]) for layer, state in own.items()}).log_softmax(-1)
+
+    drawn = torch.multinomial(shares(states).exp().float(), 1, generator=torch.Generator().manual_seed(seed))
     generator = torch.Generator().manual_seed(1)
     assert split_of(len(ids)) == 12
     for layer, rows in found.items():
@@ -56,7 +46,7 @@ def test_gradients_are_those_of_one_layers_keys_and_values_before_the_predicted_
             for sign in (1, -1):
                 changed = states[layer].states.clone()
                 changed[token, column] += sign * step
-                ends.append(loss_behind(model, pair, ids, states | {layer: states[layer]._replace(states=changed)}, drawn))
+                ends.append(-float(shares({**states, layer: states[layer]._replace(states=changed)}).gather(1, drawn).sum()))
             assert float(rows[token, column]) == pytest.approx((ends[0] - ends[1]) / (2 * step), rel=1e-3, abs=2e-6)
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -67,7 +57,7 @@ def test_gradients_do_not_depend_on_whether_parameters_or_the_caller_ask_for_som
         model = MODELS["llama"]().requires_grad_(not freeze)
         pair, ids = Pair(model, model, None), tiny.ids(12)
         with torch.inference_mode():
-            found.append(gradients(pair, ids, pair.states(ids)[1], 0))
+            found.append(pair.gradients(ids, pair.states(ids)[1], 0))
     for layer, rows in found[0].items():
         assert torch.equal(rows, found[1][layer])
         assert float(rows.abs().sum()) > 0
@@ -79,7 +69,7 @@ def test_tokens_are_drawn_as_often_as_the_model_says():
     pair, ids = Pair(model, model, None), tiny.ids(12)
     states, total, squares = pair.states(ids)[1], 0.0, 0.0
     for seed in range(150):
-        rows = gradients(pair, ids, states, seed)[1]
+        rows = pair.gradients(ids, states, seed)[1]
         total, squares = total + rows, squares + rows.square()
     assert float((total / 150).square().mean()) < 2.0 / 150 * float((squares / 150).mean())
 
@@ -91,7 +81,7 @@ def test_costs_are_second_moments_head_by_head_without_the_first_tokens():
         ids = tiny.ids(16, seed=number)
         states = pair.states(ids)[1]
         costs.add(pair, ids, states, 4, number)
-        rows = gradients(pair, ids, states, number)[2][4:].double()
+        rows = pair.gradients(ids, states, number)[2][4:].double()
         expected = expected + torch.stack([side.T @ side for side in rows.split(8, 1)])
     torch.testing.assert_close(torch.cat(costs.sides[2]), expected)
     for root, total in zip(costs.roots(2), costs.sides[2], strict=True):
@@ -106,7 +96,7 @@ def test_half_of_a_tokens_weight_is_by_its_gradients_in_layers_that_are_translat
     pair, ids = Pair(model, model, None), tiny.ids(24, seed=3)
     states = pair.states(ids)[1]
     weights = ErrorCosts().add(pair, ids, states, 4, 0)
-    energies = torch.stack([rows[4:].square().sum(1) for layer, rows in gradients(pair, ids, states, 0).items() if layer])
+    energies = torch.stack([rows[4:].square().sum(1) for layer, rows in pair.gradients(ids, states, 0).items() if layer])
     expected = 0.5 + 0.5 * (energies / energies.mean(1, keepdim=True)).mean(0)
     split = split_of(24)
     torch.testing.assert_close(weights[4:split], expected, atol=1e-5, rtol=1e-5)
@@ -115,9 +105,16 @@ def test_half_of_a_tokens_weight_is_by_its_gradients_in_layers_that_are_translat
     assert float(weights.mean()) == pytest.approx(1.0, abs=1e-5)
 
 
-def test_a_model_without_gradients_says_why():
+def test_predictions_are_those_of_the_whole_text():
     model = MODELS["llama"]()
-    assert why_no_gradients(Pair(model, model, None)) == ""
+    pair, ids = Pair(model, model, None), tiny.ids(16, seed=3)
+    states = {layer: state._replace(states=state.states[:12]) for layer, state in pair.states(ids)[1].items()}
+    with torch.no_grad():
+        torch.testing.assert_close(pair.predictions(ids, states), model(ids[None]).logits[0, 12:], atol=1e-5, rtol=1e-5)
+
+
+def test_a_model_without_gradients_is_refused_with_what_to_pass():
+    model = MODELS["llama"]()
     forward = type(model).forward
 
     class Frozen(type(model)):
@@ -126,16 +123,6 @@ def test_a_model_without_gradients_says_why():
             return forward(self, *args, **kwargs)
 
     model.__class__ = Frozen
-    assert "grad" in why_no_gradients(Pair(model, model, None))
-
-
-def test_a_model_that_is_out_of_memory_keeps_its_metric(monkeypatch):
-    from hf_kvcaches.translate import reading
-
-    def exhausted(*args):
-        raise torch.OutOfMemoryError("no memory")
-
-    model = MODELS["llama"]()
-    monkeypatch.setattr(reading, "gradients", exhausted)
-    with pytest.raises(torch.OutOfMemoryError):
-        why_no_gradients(Pair(model, model, None))
+    pair, ids = Pair(model, model, None), tiny.ids(12)
+    with pytest.raises(UnsupportedError, match=r"gradients at the keys and values of Frozen.*metric='plain'"):
+        pair.gradients(ids, pair.states(ids)[1], 0)

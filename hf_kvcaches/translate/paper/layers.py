@@ -1,17 +1,42 @@
-"""The paper's Patch (section 4.4): an aligner predicts the input of a layer's attention, which makes keys and values of it."""
+"""The paper's two ways of a layer: Reuse translates its keys and values (section 4.3), Patch the input of its attention (section 4.4)."""
 
 from __future__ import annotations
 
 import copy
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from hf_kvcaches.translate.paper.reuse import fit_ridge
-
 # The share of held-out tokens, after how many steps the error on them is measured, and the tokens of a step.
 _HELD_OUT, _EVALUATE_AFTER, _BATCH = 0.1, 50, 512
+
+
+class Translator(NamedTuple):
+    """From the producer's keys or values in one layer to codes, (producer, rank), and to the consumer's, (rank, consumer)."""
+
+    encode: torch.Tensor
+    decode: torch.Tensor
+
+
+def fit_reuse(producer: torch.Tensor, consumer: torch.Tensor, rank: int, ridge: float = 1e-6) -> Translator:
+    """Factorise both models' states side by side, (tokens, width) each, by a truncated SVD, with a ridge encoder (equations 6 and 7).
+
+    Args:
+        ridge: As a share of the mean square of the producer's states.
+    """
+    both = torch.cat([producer, consumer], dim=1).double()
+    latents = torch.linalg.eigh(both.T @ both)[1].flip(1)[:, :rank]
+    return Translator(fit_ridge(producer, both @ latents, ridge), latents[producer.shape[1] :].T.float())
+
+
+def fit_ridge(inputs: torch.Tensor, targets: torch.Tensor, ridge: float) -> torch.Tensor:
+    """Return the weights of a ridge regression, (inputs, targets), float32."""
+    inputs = inputs.double()
+    squares = inputs.T @ inputs
+    squares.diagonal().add_(ridge * squares.diagonal().mean() + torch.finfo(torch.float64).tiny)
+    return torch.linalg.solve(squares, inputs.T @ targets.double()).float()
 
 
 class Aligner(nn.Module):
