@@ -6,8 +6,7 @@ import contextlib
 import json
 import threading
 from abc import ABC, abstractmethod
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +14,6 @@ from torch import Tensor
 
 from hf_kvcaches.errors import ArtifactError
 from hf_kvcaches.stores.blobs_format import checked_key, dense, head_as_json
-
-_ALIGNMENT = 64  # bytes of a cache line, of which tensors in a slab begin at multiples
 
 
 class BlobHead(NamedTuple):
@@ -28,7 +25,7 @@ class BlobHead(NamedTuple):
 
 
 class NewBlob(NamedTuple):
-    """A blob to be stored. The store may keep its tensors, so nobody writes to them afterwards."""
+    """A blob to be stored."""
 
     key: str
     head: Mapping[str, Any]
@@ -81,7 +78,10 @@ class BlobStore(ABC):
 
     @abstractmethod
     def put(self, key: str, head: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
-        """Store a copy of a blob, unless its key (lower-case hexadecimal digits) has one, and return the bytes of the stored one."""
+        """Store a blob, unless its key (lower-case hexadecimal digits) has one, and return the bytes of the stored one.
+
+        Nobody writes to the tensors afterwards, so they may be kept.
+        """
 
     @abstractmethod
     def read(self, key: str) -> dict[str, Tensor] | None:
@@ -129,32 +129,20 @@ class BlobStore(ABC):
         """Return the tensors of a blob, which are read-only; None if it is missing or damaged. Discard a damaged blob."""
         try:
             return self.read(checked_key(key))
-        except FileNotFoundError:
-            return None
         except ArtifactError as error:
             self.discard(key, error)
             return None
 
     def get_many(self, keys: Sequence[str]) -> Loaded:
-        """Read several blobs, as `tensors` does. A back-end with slow reads overlaps them; one that can't be reached is asked once."""
+        """Read several blobs, as `tensors` does, up to the first failure. A back-end with slow reads overlaps them."""
         blobs: dict[str, dict[str, Tensor]] = {}
-        error: OSError | None = None
-        for key in keys:
-            try:
-                tensors = self.tensors(key)
-            except StoreUnavailable as failure:
-                return Loaded(blobs, failure)
-            except OSError as failure:
-                error = error or failure
-                continue
-            if tensors is not None:
-                blobs[key] = tensors
-        return Loaded(blobs, error)
-
-    def put_many(self, blobs: Sequence[NewBlob]) -> None:
-        """Store several blobs in their order; an `OSError` leaves those behind it unstored."""
-        for blob in blobs:
-            self.put(*blob)
+        try:
+            for key in keys:
+                if (tensors := self.tensors(key)) is not None:
+                    blobs[key] = tensors
+        except OSError as error:
+            return Loaded(blobs, error)
+        return Loaded(blobs)
 
     def begin(self) -> None:  # noqa: B027 - most answer at once
         """Begin a request in this thread: its calls may wait for a server for `timeout` seconds in all."""
@@ -195,18 +183,9 @@ class MemoryBlobs(BlobStore):
         self._state = object()  # replaced behind each change
 
     def put(self, key: str, head: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
-        return self._put(key, head, tensors, slab)
-
-    def put_many(self, blobs: Sequence[NewBlob]) -> None:
-        # These may be kept; only with CUDA are they copied, into pinned memory.
-        keep = slab if torch.cuda.is_available() else dict
-        for blob in blobs:
-            self._put(*blob, keep)
-
-    def _put(self, key: str, head: Mapping[str, Any], tensors: Mapping[str, Tensor], keep: Callable[..., dict[str, Tensor]]) -> int:
         blob = self._blobs.get(checked_key(key))
         if blob is None:
-            text, kept = head_as_json(head), keep(dense(tensors))
+            text, kept = head_as_json(head), resident(dense(tensors))
             entry = BlobHead(key, json.loads(text), len(text) + bytes_of(kept))
             blob = self._blobs.setdefault(key, (entry, kept, object()))
             self._state = object()
@@ -231,58 +210,12 @@ class MemoryBlobs(BlobStore):
         return [blob[0] for key in keys if (blob := self._blobs.get(key)) is not None]
 
 
-class HotTier:
-    """The tensors of the blobs that were used last, at most `max_bytes` of them; 0 keeps none. The caller locks it."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes, self.bytes = max_bytes, 0
-        self.device: torch.device | None = None  # of all tensors; the first reader names it
-        self._blobs: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._blobs
-
-    def get(self, key: str) -> dict[str, Tensor] | None:
-        """Return the tensors of a blob, which are read-only, or None."""
-        if key not in self._blobs:
-            return None
-        self._blobs.move_to_end(key)
-        return aliases(self._blobs[key])
-
-    def to_device(self, tensors: dict[str, Tensor], device: torch.device | None) -> dict[str, Tensor]:
-        """Return a blob's tensors on the tier's device if they fit into the tier. It copies, so it is called without a lock."""
-        if bytes_of(tensors) > self.max_bytes:
-            return tensors
-        self.device = self.device or device or torch.device("cpu")
-        # Without CUDA no memory is pinned, and tensors on the CPU need no copy.
-        return slab(tensors, self.device) if self.device.type != "cpu" or torch.cuda.is_available() else tensors
-
-    def keep(self, key: str, tensors: Mapping[str, Tensor]) -> None:
-        """Keep the tensors of a blob if they fit into the tier, and evict those used longest ago."""
-        if bytes_of(tensors) > self.max_bytes or key in self._blobs:
-            return
-        self._blobs[key] = aliases(tensors)
-        self.bytes += bytes_of(tensors)
-        while self.bytes > self.max_bytes:
-            self.remove([next(iter(self._blobs))])
-
-    def remove(self, keys: Iterable[str]) -> None:
-        """Remove blobs; ignore unknown keys."""
-        for key in keys:
-            self.bytes -= bytes_of(self._blobs.pop(key, {}))
-
-
-def slab(tensors: Mapping[str, Tensor], device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """Return copies of tensors in one allocation on a device; on the CPU in pinned memory if there is CUDA, for asynchronous transfers."""
-    sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors.values()]
-    memory = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-    if memory.device.type == "cpu" and torch.cuda.is_available():
+def resident(tensors: Mapping[str, Tensor], device: torch.device | None = None) -> dict[str, Tensor]:
+    """Return tensors on a device; on the CPU, the default, in pinned memory if there is CUDA, for asynchronous transfers."""
+    if torch.cuda.is_available() and (device is None or device.type == "cpu"):
         with contextlib.suppress(RuntimeError):  # no more memory can be pinned: transfers are synchronous
-            memory = memory.pin_memory()
-    copies = {}
-    for (name, tensor), block in zip(tensors.items(), memory.split(sizes), strict=True):
-        copies[name] = block[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-    return copies
+            return {name: tensor.pin_memory() for name, tensor in tensors.items()}
+    return {name: tensor.to(device or "cpu") for name, tensor in tensors.items()}
 
 
 def aliases(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -10,11 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from hf_kvcaches.errors import ArtifactError, ConfigError
 from hf_kvcaches.stores.blobs import BlobHead, BlobStore, Loaded
-from hf_kvcaches.stores.blobs_format import KEY, checked_key, encode, read_blob, read_header
+from hf_kvcaches.stores.blobs_format import KEY, checked_key, checked_tensors, encode, read_header
 from hf_kvcaches.stores.files import TEMPORARY_SUFFIX, opened, temporary_beside
 
 BLOB, PIN = ".kvblob", ".kvblob-pin"
@@ -56,18 +57,23 @@ class DiskBlobs(BlobStore):
             os.replace(temporary, path)
         return sum(map(len, pieces))
 
-    def read(self, key: str) -> dict[str, Tensor]:
-        with opened(self._path(key)) as file:
-            status = os.fstat(file.fileno())
-            tensors = read_blob(key, status.st_size, file, verify=self._verified.get(key) != _version(status))
+    def read(self, key: str) -> dict[str, Tensor] | None:
+        try:
+            with opened(self._path(key)) as file:
+                status = os.fstat(file.fileno())
+                _, layout, crc32 = read_header(key, status.st_size, file.read)
+                body = np.empty(layout.size, np.uint8).data  # the header confirms its size
+                if file.readinto(body) < len(body):
+                    raise ArtifactError("it ends too early")
+        except FileNotFoundError:
+            return None
+        tensors = checked_tensors(body, layout, None if self._verified.get(key) == _version(status) else crc32)
         self._verified[key] = _version(status)
         return tensors
 
     def get_many(self, keys: Sequence[str]) -> Loaded:
-        if len(keys) < 2:
-            return super().get_many(keys)
-        with ThreadPoolExecutor(min(_READERS, len(keys)), "hf_kvcaches-read") as pool:
-            parts = list(pool.map(super().get_many, [[key] for key in keys]))
+        with ThreadPoolExecutor(_READERS, "hf_kvcaches-read") as pool:
+            parts = list(pool.map(super().get_many, ([key] for key in keys)))
         errors = [part.error for part in parts if part.error is not None]
         return Loaded({key: blob for part in parts for key, blob in part.blobs.items()}, errors[0] if errors else None)
 
@@ -95,8 +101,8 @@ class DiskBlobs(BlobStore):
         for key in keys:
             try:
                 with opened(self._path(key)) as file:
-                    header = read_header(key, os.fstat(file.fileno()).st_size, file.read)
-                yield BlobHead(key, header.head, header.start + header.layout.size)
+                    size = os.fstat(file.fileno()).st_size
+                    yield BlobHead(key, read_header(key, size, file.read)[0], size)
             except ArtifactError as error:
                 self.discard(key, error)
             except FileNotFoundError:

@@ -48,14 +48,18 @@ class Encoder(ABC):
 
     def encode(self, texts: Sequence[str], ids: Sequence[Sequence[int]]) -> Embeddings:
         """Return a vector of length 1 for each prompt, `(prompts, dim)`, from texts and token ids."""
-        if len(texts) != len(ids):
-            raise ConfigError.of("ids", f"{len(texts)} lists of tokens, one for each text", len(ids))
-        if not len(texts):
-            return np.zeros((0, self.dim), np.float32)
-        rows = [list(row) for row in ids]
-        if not all(rows):
-            raise ConfigError.of("ids", "at least one token in each prompt", [])
-        return _unit(self._vectors(list(texts), rows), len(texts), self.dim)
+        vectors = _array(self._vectors(list(texts), [list(row) for row in ids]))
+        if vectors.shape != (len(texts), self.dim):
+            raise ConfigError.of("encoder", f"vectors of shape {(len(texts), self.dim)}", vectors.shape)
+        # In float64 neither very long nor very short vectors overflow.
+        wide = vectors.astype(np.float64)
+        lengths = np.linalg.norm(wide, axis=1, keepdims=True)
+        for number, length in enumerate(lengths[:, 0].tolist()):
+            if not 0 < length < np.inf:  # or NaN
+                got = f"{vectors[number][:4]}... for text {number}"
+                raise ConfigError.of("encoder", "finite vectors that are not all zeros", got)
+        unit: Embeddings = (wide / lengths).astype(np.float32)
+        return unit
 
     @abstractmethod
     def _vectors(self, texts: list[str], ids: list[list[int]]) -> Any:
@@ -202,18 +206,3 @@ def _array(vectors: Any) -> Embeddings:
         return np.asarray(vectors, np.float32)
     except (TypeError, ValueError) as error:
         raise ConfigError.of("encoder", "a function that makes an array of numbers", str(error)) from error
-
-
-def _unit(encoded: Any, count: int, dim: int) -> Embeddings:
-    vectors = _array(encoded)
-    if vectors.shape != (count, dim):
-        raise ConfigError.of("encoder", f"vectors of shape {(count, dim)}", vectors.shape)
-    # In float64 neither very long nor very short vectors overflow.
-    wide = vectors.astype(np.float64)
-    lengths = np.linalg.norm(wide, axis=1, keepdims=True)
-    valid = np.isfinite(lengths) & (lengths > 0)
-    if not valid.all():
-        wrong = int((~valid).argmax())
-        raise ConfigError.of("encoder", "finite vectors that are not all zeros", f"{vectors[wrong][:4]}... for text {wrong}")
-    unit: Embeddings = (wide / lengths).astype(np.float32)
-    return unit

@@ -65,14 +65,10 @@ def test_a_second_put_of_a_key_changes_nothing(location):
     assert [stored.head for stored in store.changes().added] == [HEAD]
 
 
-def test_what_is_put_is_a_copy(location):
-    store = open_blobs(location)
-    tensors, head = blob(), {"list": [1]}
-    store.put(KEY, head, tensors)
-    for tensor in tensors.values():
-        tensor.zero_()
+def test_a_head_is_a_copy(location):
+    store, head = open_blobs(location), {"list": [1]}
+    store.put(KEY, head, blob())
     head["list"].append(2)
-    assert same(store.tensors(KEY), blob())
     ((_, told, _),) = store.changes().added
     assert told == {"list": [1]}
 

@@ -7,7 +7,6 @@ import shutil
 import signal
 import threading
 import time
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from hf_kvcaches import GrowingCache, WarmStartCache, WarmStartLibrary
 from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch
 from hf_kvcaches.reuse.index import as_ids, common_prefix
 from hf_kvcaches.stores.blobs import BlobHead
-from hf_kvcaches.warmstart.entries import Entry, EntryContents
+from hf_kvcaches.warmstart.entries import Entry, EntryContents, record_of
 from tests import tiny
 from tests.helpers.stores import PROCESSES, header_end
 from tests.segments.test_cache import A, B, C, D, joined
@@ -172,16 +171,32 @@ def test_bad_arguments_are_refused(arguments: dict[str, Any], message: str) -> N
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=8), min_size=1, max_size=12), st.lists(st.integers(0, 3), max_size=9))
 def test_the_longest_beginning_is_found_as_by_looking_at_all(prompts: list[list[int]], asked: list[int]) -> None:
     rows = [as_ids(row) for row in prompts]
-    entries = [Entry.of("scope", row, "", np.ones(1, np.float32), {}) for row in rows]
     form = {"quantization": None, "dtype": "float32", "piles": [[0]], "dims": [[1, 4, 4]]}
+    entries = [Entry(record_of("scope", row, form), "", np.ones(1, np.float32), {}) for row in rows]
     contents = EntryContents("scope", 1)
     for entry in entries:
-        contents.add([BlobHead(entry.record.key, {**replace(entry.record, form=form).to_dict(), **entry.head()}, 1)])
+        contents.add([BlobHead(entry.record.key, {**entry.record.to_dict(), **entry.head()}, 1)])
     best, shared = contents.beginning(as_ids(asked))
     assert shared == max(common_prefix(row, as_ids(asked)) for row in rows)
     assert (best is None) == (shared == 0)
     if best is not None:
         assert common_prefix(best.ids, as_ids(asked)) == shared
+
+
+def test_the_nearest_prompts_are_those_of_the_highest_cosines_also_behind_removals() -> None:
+    made = np.random.default_rng(0).standard_normal((41, 8)).astype(np.float32)
+    query, *vectors = made / np.linalg.norm(made, axis=1, keepdims=True)
+    form = {"quantization": None, "dtype": "float32", "piles": [[0]], "dims": [[1, 4, 4]]}
+    entries = [Entry(record_of("scope", as_ids([1, number]), form), "", vector, {}) for number, vector in enumerate(vectors)]
+    contents = EntryContents("scope", 8)
+    assert contents.nearest(query, 3) == []
+    for known in (entries[:1], entries[:20], entries, entries[5:]):
+        contents.remove(list(contents.entries))
+        contents.add([BlobHead(entry.record.key, {**entry.record.to_dict(), **entry.head()}, 1) for entry in known])
+        expected = sorted(((float(entry.embedding @ query), entry.record.key) for entry in known), reverse=True)[:3]
+        found = contents.nearest(query, 3)
+        assert [record.key for record, _ in found] == [key for _, key in expected]
+        assert [cosine for _, cosine in found] == pytest.approx([cosine for cosine, _ in expected], abs=1e-6)
 
 
 # Files
