@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from hf_kvcaches.errors import ArtifactError, ConfigError, is_number
-from hf_kvcaches.stores.blobs import BlobHead, BlobStore, Loaded, MemoryBlobs, NewBlob, aliases, bytes_of, resident
-from hf_kvcaches.stores.blobs_disk import DiskBlobs
+from hf_kvcaches.stores.blobs import BlobHead, BlobStore, DiskBlobs, Loaded, MemoryBlobs, NewBlob, aliases, bytes_of, resident
 from hf_kvcaches.stores.blobs_redis import RedisBlobs
 
 TIMEOUT = 1.0  # seconds: a server in the same building answers within milliseconds, and a hit saves a second or two

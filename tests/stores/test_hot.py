@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.stores.blobs import NewBlob, resident
 from hf_kvcaches.stores.catalog import open_blobs
 from tests.helpers.stores import HEAD, blob, catalog, fine, key_of, put, read, same
@@ -89,12 +88,6 @@ def test_reshaping_what_was_handed_out_leaves_the_tier_alone():
         assert same(handed, blob())
         handed["scale"].unsqueeze_(0)
     assert made.counts["hot_hits"] == 2
-
-
-@pytest.mark.parametrize("given", [0, "much", True])
-def test_what_is_no_size_is_refused(given):
-    with pytest.raises(ConfigError, match="hot_bytes: expected a number of bytes, at least 1, or None"):
-        catalog(hot_bytes=given)
 
 
 # Pinned memory

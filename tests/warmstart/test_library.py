@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import threading
-import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -371,40 +369,3 @@ def test_what_another_process_adds_is_found_and_what_it_deletes_is_not(shared: s
         other.delete(key)
     assert served(model, library, prompt(1)) == "cold"
     assert len(library) == 0
-
-
-@pytest.mark.parametrize("waits", [0.0, 0.003, 0.01])
-def test_a_process_that_is_killed_while_it_adds_leaves_a_library_that_opens(shared: str, waits: float) -> None:
-    ours, theirs = PROCESSES.Pipe(duplex=False)
-    process = PROCESSES.Process(target=add_elsewhere, args=(shared, list(range(1000)), theirs), daemon=True)
-    process.start()
-    done = []
-    for _ in range(3):
-        assert ours.poll(60)
-        done.append(ours.recv()[0])
-    time.sleep(waits)
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGKILL)
-    process.join(30)
-    model = small()
-    with said() as sentences:
-        library = opened(model, shared)
-        assert len(library) >= 3
-        for seed in done:
-            assert served(model, library, prompt(seed)) == "exact"
-        library.add(prompt(2000)[0])
-        assert served(model, library, prompt(2000)) == "exact"
-    assert sentences == []
-
-
-def test_the_longest_common_beginning_is_found_among_entries_that_share_the_first_thousand_tokens() -> None:
-    model = small()
-    library = WarmStartLibrary(model, words(), quantization="int4")
-    shared = tiny.ids(1, 1100, seed=1)[0]
-    for length, seed in ((5, 2), (60, 3), (20, 4), (40, 5)):
-        library.add(torch.cat([shared, tiny.ids(1, 80, seed=9)[0][:length], tiny.ids(1, 30, seed=seed)[0]]).tolist())
-    asked = as_ids(torch.cat([shared, tiny.ids(1, 80, seed=9)[0]]))
-    found, count = library.beginning(asked)
-    longest = max(common_prefix(library.contents.entries[key].record.ids, asked) for key in library.ids())
-    assert found is not None
-    assert count == common_prefix(found.ids, asked) == longest >= 1160

@@ -31,7 +31,7 @@ def library_of(model: PreTrainedModel, slots: int = 16, **options) -> SummaryLib
 
 
 @torch.no_grad()
-def behind_slots(model: PreTrainedModel, slots: Slots, ids: torch.Tensor, first: int, window: int | None = None) -> torch.Tensor:
+def behind_slots(model: PreTrainedModel, slots: Slots, ids: torch.Tensor, first: int) -> torch.Tensor:
     """The logits of tokens behind a summary, (tokens, vocabulary), head by head and key by key.
 
     Args:
@@ -39,15 +39,11 @@ def behind_slots(model: PreTrainedModel, slots: Slots, ids: torch.Tensor, first:
         slots: Turned to where they stand before the tokens.
         ids: (tokens,).
         first: The position of the first of them.
-        window: How many positions a token sees, itself included, or None.
     """
     decoder, config = model.model, model.config
-    kept: list[list[list[tuple[torch.Tensor, torch.Tensor, float, float]]]] = [
-        [
-            [(keys[h, s], values[h, s], float(counts[h, s]), round(float(positions[h, s]))) for s in range(keys.shape[1])]
-            for h in range(keys.shape[0])
-        ]
-        for keys, values, positions, counts in slots.layers
+    kept: list[list[list[tuple[torch.Tensor, torch.Tensor, float]]]] = [
+        [[(keys[h, s], values[h, s], float(counts[h, s])) for s in range(keys.shape[1])] for h in range(keys.shape[0])]
+        for keys, values, _, counts in slots.layers
     ]
     logits = []
     for place, token in enumerate(ids.tolist(), first):
@@ -58,12 +54,12 @@ def behind_slots(model: PreTrainedModel, slots: Slots, ids: torch.Tensor, first:
             query, key, value = (made(normed).view(1, 1, -1, own.head_dim).transpose(1, 2) for made in (own.q_proj, own.k_proj, own.v_proj))
             query, key = apply_rotary_pos_emb(query, key, cos, sin)
             for head, row in enumerate(held):
-                row.append((key[0, head, 0], value[0, head, 0], 1.0, place))
+                row.append((key[0, head, 0], value[0, head, 0], 1.0))
             group, outputs = config.num_attention_heads // len(held), []
             for head in range(config.num_attention_heads):
-                seen = [each for each in held[head // group] if window is None or each[3] > place - window]
-                scores = torch.stack([torch.exp((query[0, head, 0] @ k).double() * own.scaling) * count for k, _, count, _ in seen])
-                outputs.append((scores[:, None] * torch.stack([v for _, v, _, _ in seen]).double()).sum(0) / scores.sum())
+                seen = held[head // group]
+                scores = torch.stack([torch.exp((query[0, head, 0] @ k).double() * own.scaling) * count for k, _, count in seen])
+                outputs.append((scores[:, None] * torch.stack([v for _, v, _ in seen]).double()).sum(0) / scores.sum())
             hidden = hidden + own.o_proj(torch.cat(outputs).float()[None, None])
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
         logits.append(model.lm_head(decoder.norm(hidden))[0, 0])

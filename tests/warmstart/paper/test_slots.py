@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_kvcaches.core.rope import RotaryGeometry
-from hf_kvcaches.warmstart.paper.slots import LayerSlots, Slots, summary, triangles
-from tests import tiny
+from hf_kvcaches.warmstart.paper.slots import LayerSlots, Slots, summary
 from tests.testbed import held_out, load
-from tests.warmstart.paper.prompts import Prompt, attend, geometries, made_up, read, whole
+from tests.warmstart.paper.prompts import Prompt, attend, made_up, read, whole
 
 LAYOUTS = ("salient", "paper")
 
@@ -92,15 +91,6 @@ def test_slots_are_those_of_a_slow_loop(kv_heads: int, group: int, tokens: int, 
             assert_same(made, slow_paper(keys[0], values[0], slots))
 
 
-@given(tokens=st.integers(1, 60), data=st.data())
-def test_each_triangle_has_tokens_and_each_token_is_under_one(tokens: int, data: st.DataObject) -> None:
-    weights = triangles(data.draw(st.integers(1, tokens)), tokens)
-    torch.testing.assert_close(weights.sum(-1), torch.ones(len(weights)))
-    assert bool((weights.sum(0) > 0).all())
-    centres = weights @ torch.arange(tokens).float()
-    assert bool((centres.diff() > 0).all())
-
-
 @given(tokens=st.integers(9, 80), slots=st.integers(1, 40), tail=st.integers(1, 4), size=st.sampled_from([0.0, 1.0, 300.0]))
 def test_slots_are_finite_in_order_and_before_the_tail(tokens: int, slots: int, tail: int, size: float) -> None:
     prompt = made_up(2, 2, tokens, 8, seed=tokens)
@@ -125,15 +115,6 @@ def test_slots_have_the_type_of_the_keys(dtype: torch.dtype) -> None:
     for layout in LAYOUTS:
         layer = summary(*narrow, length, 8, layout).layers[0]
         assert (layer.keys.dtype, layer.values.dtype, layer.counts.dtype) == (dtype, dtype, torch.float32)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_prompt_of_no_more_tokens_than_slots_is_kept_exactly(layout: str) -> None:
-    model = tiny.llama()
-    prompt = read(model, tiny.ids(33))
-    slots = summary(*prompt.before(1), 32, layout)
-    for layer, own in enumerate(slots.layers):
-        torch.testing.assert_close(attend(own, prompt.query[layer]), attend(whole(prompt, layer), prompt.query[layer]), atol=0, rtol=0)
 
 
 @pytest.fixture(scope="module")
@@ -174,17 +155,3 @@ def test_attention_over_shifted_slots_is_attention_at_the_source(delta: int, see
     torch.testing.assert_close(after, before, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(moved.length - moved.layers[0].positions, slots.length - slots.layers[0].positions, atol=1e-3, rtol=0)
     assert moved.length == 41 + delta
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_shifted_slots_are_the_slots_of_shifted_tokens(layout: str) -> None:
-    model = tiny.llama()
-    where, prompt = geometries(model), read(model, tiny.ids(60))
-    shifted = summary(*prompt.before(3), 12, layout).shifted(17, where)
-    keys, values, query, length = prompt.before(3)
-    keys = [geometry.shift(own[None], 17)[0] for geometry, own in zip(where, keys, strict=True)]
-    query = [geometry.shift(own[None, :, None], 17)[0, :, 0] for geometry, own in zip(where, query, strict=True)]
-    fresh = summary(keys, values, query, length, 12, layout)
-    for one, other in zip(shifted.layers, fresh.layers, strict=True):
-        torch.testing.assert_close(one.keys, other.keys, atol=1e-5, rtol=1e-4)
-        torch.testing.assert_close(one.positions, other.positions + 17, atol=1e-3, rtol=0)
