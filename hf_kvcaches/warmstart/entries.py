@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from hf_kvcaches.core.files import part_of
@@ -19,8 +18,7 @@ from hf_kvcaches.reuse.index import Chain, Ids, Record, array_as_text, array_of_
 from hf_kvcaches.reuse.layout import check, check_form, codec_digest
 from hf_kvcaches.reuse.store import CatalogReport
 from hf_kvcaches.stores.blobs import BlobHead
-
-Embedding = npt.NDArray[np.float32]
+from hf_kvcaches.warmstart.encoders import Embedding
 
 _KIND = "warm-start entry, version 3"
 

@@ -133,9 +133,8 @@ class WarmStartLibrary(SpanStore):
 
         Any thread may call it.
         """
-        tokens = ids.tolist()
-        text = str(self.tokenizer.decode(tokens, clean_up_tokenization_spaces=False)) if text is None else text
-        entry = Entry(record_of(self.scope, ids), text, self.encoder.encode([text], [tokens])[0], provenance or {})
+        text = self._text(ids) if text is None else text
+        entry = Entry(record_of(self.scope, ids), text, self.encoder.encode(text, ids.tolist()), provenance or {})
         self.put([NewSpan(entry.record, layers, entry.head())], self.geometries)
         return self.exact(ids)
 
@@ -169,11 +168,12 @@ class WarmStartLibrary(SpanStore):
 
     def near(self, ids: Ids, least: float = -1.0) -> list[tuple[Record, float]]:
         """Return the most similar prompts with a cosine of at least `least`, the most similar first."""
-        tokens = ids.tolist()
-        text = str(self.tokenizer.decode(tokens, clean_up_tokenization_spaces=False)) if self.encoder.reads_text else ""
-        embedding = self.encoder.encode([text], [tokens])[0]
+        embedding = self.encoder.encode(self._text(ids), ids.tolist())
         with self.catalog.lock:
             return [(record, cosine) for record, cosine in self.contents.nearest(embedding, COMPARED) if cosine >= least]
+
+    def _text(self, ids: Ids) -> str:
+        return str(self.tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False))
 
     def used(self, key: str, tokens: int) -> None:
         """Count the tokens that an entry saved in a request."""

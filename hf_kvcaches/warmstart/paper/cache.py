@@ -23,7 +23,7 @@ from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedErro
 from hf_kvcaches.evaluate.observer import Attended, WatchingCache
 from hf_kvcaches.reuse.layer import PlainCache, SplicedLayer, SplicingCache
 from hf_kvcaches.reuse.partial import run_module, run_span
-from hf_kvcaches.warmstart.encoders import Embeddings, Encoder, encoder_of
+from hf_kvcaches.warmstart.encoders import Embedding, Encoder, encoder_of
 from hf_kvcaches.warmstart.paper.projector import SlotProjector
 from hf_kvcaches.warmstart.paper.slots import LayerSlots, Layout, Slots, summary
 from hf_kvcaches.warmstart.reading import Prompt, listed, token_ids
@@ -78,7 +78,7 @@ class SummaryLibrary:
             raise UnsupportedError(f"model: {self.rotation.why}. Use WarmStartLibrary, which reuses common starts of prompts.")
         self.encoder = encoder_of(encoder, self.model)
         self.digest = require_identity(self.model, "The library").digest
-        self._summaries, self._embeddings = list[Slots](), list[Embeddings]()
+        self._summaries, self._embeddings = list[Slots](), list[Embedding]()
 
     def add(self, prompts: Prompt | Sequence[Prompt]) -> None:
         """Run prompts, texts or token ids, and keep their summaries."""
@@ -96,9 +96,8 @@ class SummaryLibrary:
         queries = [layer.query[0, :, -1] * layer.scaling for layer in read]
         return summary(keys, values, queries, len(ids), self.slots, self.layout)
 
-    def _embedded(self, ids: Sequence[int]) -> Embeddings:
-        text = self.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False) if self.encoder.reads_text else ""
-        return self.encoder.encode([text], [list(ids)])[0]
+    def _embedded(self, ids: Sequence[int]) -> Embedding:
+        return self.encoder.encode(self.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False), ids)
 
     def nearest(self, ids: Sequence[int]) -> tuple[Slots, float] | None:
         """Return the summary of the most similar prompt, and its cosine."""
