@@ -21,7 +21,7 @@ from hf_kvcaches import compat
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.errors import ConfigError, is_number, whole_number
 from hf_kvcaches.evaluate.measures import divergence
-from hf_kvcaches.evaluate.runner import next_tokens
+from hf_kvcaches.evaluate.runner import ModelRunner, next_tokens
 from hf_kvcaches.evaluate.texts import require_whole
 from hf_kvcaches.warmstart.cache import WarmStartCache
 from hf_kvcaches.warmstart.gate import WarmStartGate
@@ -129,26 +129,15 @@ def measure_pair(
     (key,) = library.add([before])
     assert key is not None
     try:
-        chosen, expected = _greedy(model, after, following)
+        steps, _ = ModelRunner(model, torch.tensor([after])).steps(DynamicCache(config=model.config), following + 1)
+        expected, chosen = torch.cat([step.logits for step in steps]), [int(step.token) for step in steps]
         served: list[MeasuredPair | None] = []
         for gate in gates:
             cache = WarmStartCache(model, library, gate=gate, tail=tail)
-            # One more token, because the last one is not fed.
-            first, *rest = divergence(expected, next_tokens(model, after, [*chosen, 0], cache)).tolist()
+            first, *rest = divergence(expected, next_tokens(model, after, chosen, cache)).tolist()
             report = cache.report()
             pair = MeasuredPair(report.reused_tokens / len(after), max(first, fmean(rest or [0.0])))
             served.append(pair if report.strategy == "align" else None)
         return served
     finally:
         library.delete(key)
-
-
-def _greedy(model: Any, prompt: Sequence[int], count: int) -> tuple[list[int], torch.Tensor]:
-    """Return the greedy continuation of a prompt without a warm start, and the logits behind the prompt and each of its tokens."""
-    cache, fed, chosen, logits = DynamicCache(config=model.config), list(prompt), list[int](), list[torch.Tensor]()
-    for _ in range(count + 1):
-        ids = torch.tensor([fed], device=compat.input_device(model))
-        logits.append(model(input_ids=ids, **compat.cache_kwargs(model, cache), logits_to_keep=1).logits[0, -1])
-        fed = [int(logits[-1].argmax())]
-        chosen += fed
-    return chosen[:count], torch.stack(logits)

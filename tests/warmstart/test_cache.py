@@ -317,6 +317,7 @@ def test_a_model_that_changed_is_served_cold_and_the_report_says_so() -> None:
     ("arguments", "message"),
     [
         ({"library": "memory"}, "library: expected a WarmStartLibrary"),
+        ({"library": None}, "library: expected a WarmStartLibrary, got None. Make one with"),
         ({"strategy": "fast"}, "strategy: expected one of 'auto'"),
         ({"tail": 1.5}, "tail"),
         ({"gate": 0.9}, "gate: expected a WarmStartGate"),

@@ -81,14 +81,6 @@ def test_the_model_itself_tells_other_wordings_from_other_prompts(bed):
     assert separation(mine, theirs) == 1
 
 
-def test_whitening_keeps_unrelated_texts_apart(bed):
-    model, tokenizer = bed
-    words = testbed.held_out().split()
-    texts = [" ".join(words[start : start + 100]) for start in range(0, 3000, 300)]
-    cosines = np.triu(np.array((vectors := encoded(encoder_of(None, model), tokenizer, texts)) @ vectors.T), 1)
-    assert cosines.sum() / 45 < 0.7
-
-
 def whitened_mean_by_hand(model, rows) -> np.ndarray:
     """A slow way to the vectors of `model`, for embeddings that are not projected."""
     table = model.get_input_embeddings().weight.detach().double().numpy()
@@ -175,18 +167,6 @@ def test_short_texts_are_encoded_as_the_library_does_itself(minilm):
     with torch.no_grad():
         next(library.parameters())[0] += 1
     assert encoder_of(library, tiny.llama()).name != named.name
-
-
-@pytest.mark.full
-def test_all_of_a_long_text_counts(minilm):
-    """The model alone would read 256 tokens and find these equal."""
-    encoder = encoder_of(minilm, tiny.llama())
-    start = " ".join(testbed.held_out().split()[:400])
-    ends = ["The kettle boils on the stove and the tea is ready. " * 30, "The rocket left the orbit of Mars for the outer planets. " * 30]
-    first, second = vectors_of(encoder, [f"{start} {end}" for end in ends], [[1]] * 2)
-    assert first @ second < 0.9
-    together = vectors_of(encoder, [f"{start} {ends[0]}", "short", f"{start} {ends[1]}"], [[1]] * 3)
-    np.testing.assert_allclose(together[[0, 2]], [first, second], atol=1e-5)
 
 
 def test_a_name_that_can_not_be_loaded_is_refused(tmp_path):
