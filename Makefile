@@ -134,7 +134,7 @@ define IMPORT_CHECK
 import sys
 from pathlib import Path
 import hf_kvcaches
-optional = {"triton", "faiss", "sentence_transformers", "peft", "redis", "accelerate"}
+optional = {"triton", "sentence_transformers", "peft", "redis", "accelerate"}
 found = sorted(optional & set(sys.modules))
 assert not found, f"importing hf_kvcaches imported {found}"
 assert "site-packages" in hf_kvcaches.__file__, hf_kvcaches.__file__
@@ -248,7 +248,7 @@ $(VENV_FLOOR)/.installed: pyproject.toml constraints.txt
 	@echo 'transformers==$(FLOOR_TRANSFORMERS)' >>$(VENV_FLOOR)/constraints.txt
 	$(call install_torch,$(VENV_FLOOR),$(VENV_FLOOR)/constraints.txt)
 	@echo 'Installing hf-kvcaches with transformers $(FLOOR_TRANSFORMERS) into $(VENV_FLOOR) ...'
-	@$(VENV_FLOOR)/bin/python $(PIP_INSTALL) -c $(VENV_FLOOR)/constraints.txt -e . pytest pytest-timeout pytest-xdist hypothesis peft accelerate datasketch faiss-cpu
+	@$(VENV_FLOOR)/bin/python $(PIP_INSTALL) -c $(VENV_FLOOR)/constraints.txt -e . pytest pytest-timeout pytest-xdist hypothesis peft accelerate datasketch
 	@touch $@
 
 # What vLLM asks for, without the packages for images, sound and video, of which other versions than torch's break its import.

@@ -14,7 +14,7 @@ import hf_kvcaches
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "hf_kvcaches"
 
-OPTIONAL = {"triton", "faiss", "sentence_transformers", "peft", "redis", "datasketch", "accelerate", "fastapi", "uvicorn"}
+OPTIONAL = {"triton", "sentence_transformers", "peft", "redis", "datasketch", "accelerate", "fastapi", "uvicorn"}
 TOP_LEVEL = set(
     """.ci .github .gitignore CHANGELOG.md CONTRIBUTING.md LICENSE MANIFEST.in Makefile README.md SECURITY.md constraints.txt docs examples
     hf_kvcaches mkdocs.yml pyproject.toml scripts tests""".split()
@@ -126,7 +126,7 @@ def test_top_level_is_exactly_what_the_project_lists() -> None:
 def test_optional_dependencies_checked_are_those_of_the_extras() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = {
-        requirement.split(">")[0].replace("-", "_").replace("faiss_cpu", "faiss")
+        requirement.split(">")[0].replace("-", "_")
         for name, requirements in project["optional-dependencies"].items()
         if name not in ("dev", "docs")
         for requirement in requirements

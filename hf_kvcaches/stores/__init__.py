@@ -1,1 +1,1 @@
-"""Bytes, vectors and signatures that outlive a process. Nothing here knows of models."""
+"""Bytes that outlive a process. Nothing here knows of models."""

@@ -1,22 +1,30 @@
-"""Blobs: named tensors and a head of JSON under a key, in a store that threads and processes share."""
+"""Blobs: named tensors and a head of JSON under a key, in memory or in a folder, shared by threads and processes."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import threading
+import time
 from abc import ABC, abstractmethod
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from hf_kvcaches.errors import ArtifactError
-from hf_kvcaches.stores.blobs_format import checked_key, dense, head_as_json
+from hf_kvcaches.errors import ArtifactError, ConfigError
+from hf_kvcaches.stores.blobs_format import KEY, checked_key, checked_tensors, dense, encode, head_as_json, read_header
+from hf_kvcaches.stores.files import TEMPORARY_SUFFIX, opened, temporary_beside
 
-_ALIGNMENT = 64  # bytes of a cache line, of which tensors in a slab begin at multiples
+BLOB, PIN = ".kvblob", ".kvblob-pin"
+_STALE = 600.0  # seconds since the mtime of a temporary file, which is fresh while the file is written
+_READERS = 4  # threads that read the blobs of one request: a disk answers several reads sooner than one after the other
+_TICK = 2 * 10**9  # nanoseconds between time stamps on the coarsest file systems
 
 
 class BlobHead(NamedTuple):
@@ -28,7 +36,7 @@ class BlobHead(NamedTuple):
 
 
 class NewBlob(NamedTuple):
-    """A blob to be stored. The store may keep its tensors, so nobody writes to them afterwards."""
+    """A blob to be stored."""
 
     key: str
     head: Mapping[str, Any]
@@ -81,7 +89,10 @@ class BlobStore(ABC):
 
     @abstractmethod
     def put(self, key: str, head: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
-        """Store a copy of a blob, unless its key (lower-case hexadecimal digits) has one, and return the bytes of the stored one."""
+        """Store a blob, unless its key (lower-case hexadecimal digits) has one, and return the bytes of the stored one.
+
+        Nobody writes to the tensors afterwards, so they may be kept.
+        """
 
     @abstractmethod
     def read(self, key: str) -> dict[str, Tensor] | None:
@@ -129,32 +140,20 @@ class BlobStore(ABC):
         """Return the tensors of a blob, which are read-only; None if it is missing or damaged. Discard a damaged blob."""
         try:
             return self.read(checked_key(key))
-        except FileNotFoundError:
-            return None
         except ArtifactError as error:
             self.discard(key, error)
             return None
 
     def get_many(self, keys: Sequence[str]) -> Loaded:
-        """Read several blobs, as `tensors` does. A back-end with slow reads overlaps them; one that can't be reached is asked once."""
+        """Read several blobs, as `tensors` does, up to the first failure. A back-end with slow reads overlaps them."""
         blobs: dict[str, dict[str, Tensor]] = {}
-        error: OSError | None = None
-        for key in keys:
-            try:
-                tensors = self.tensors(key)
-            except StoreUnavailable as failure:
-                return Loaded(blobs, failure)
-            except OSError as failure:
-                error = error or failure
-                continue
-            if tensors is not None:
-                blobs[key] = tensors
-        return Loaded(blobs, error)
-
-    def put_many(self, blobs: Sequence[NewBlob]) -> None:
-        """Store several blobs in their order; an `OSError` leaves those behind it unstored."""
-        for blob in blobs:
-            self.put(*blob)
+        try:
+            for key in keys:
+                if (tensors := self.tensors(key)) is not None:
+                    blobs[key] = tensors
+        except OSError as error:
+            return Loaded(blobs, error)
+        return Loaded(blobs)
 
     def begin(self) -> None:  # noqa: B027 - most answer at once
         """Begin a request in this thread: its calls may wait for a server for `timeout` seconds in all."""
@@ -192,24 +191,13 @@ class MemoryBlobs(BlobStore):
         super().__init__("memory")
         # Each blob, its tensors, and an object of its own as version.
         self._blobs: dict[str, tuple[BlobHead, dict[str, Tensor], object]] = {}
-        self._state = object()  # replaced behind each change
 
     def put(self, key: str, head: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
-        return self._put(key, head, tensors, slab)
-
-    def put_many(self, blobs: Sequence[NewBlob]) -> None:
-        # These may be kept; only with CUDA are they copied, into pinned memory.
-        keep = slab if torch.cuda.is_available() else dict
-        for blob in blobs:
-            self._put(*blob, keep)
-
-    def _put(self, key: str, head: Mapping[str, Any], tensors: Mapping[str, Tensor], keep: Callable[..., dict[str, Tensor]]) -> int:
         blob = self._blobs.get(checked_key(key))
         if blob is None:
-            text, kept = head_as_json(head), keep(dense(tensors))
+            text, kept = head_as_json(head), resident(dense(tensors))
             entry = BlobHead(key, json.loads(text), len(text) + bytes_of(kept))
             blob = self._blobs.setdefault(key, (entry, kept, object()))
-            self._state = object()
         return blob[0].bytes
 
     def read(self, key: str) -> dict[str, Tensor] | None:
@@ -217,12 +205,7 @@ class MemoryBlobs(BlobStore):
         return None if blob is None else aliases(blob[1])
 
     def delete(self, key: str) -> bool:
-        blob = self._blobs.pop(checked_key(key), None)
-        self._state = object()
-        return blob is not None
-
-    def state(self) -> Hashable:
-        return self._state
+        return self._blobs.pop(checked_key(key), None) is not None
 
     def versions(self) -> dict[str, Hashable]:
         return {key: version for key, (_, _, version) in self._blobs.copy().items()}
@@ -231,58 +214,116 @@ class MemoryBlobs(BlobStore):
         return [blob[0] for key in keys if (blob := self._blobs.get(key)) is not None]
 
 
-class HotTier:
-    """The tensors of the blobs that were used last, at most `max_bytes` of them; 0 keeps none. The caller locks it."""
+class DiskBlobs(BlobStore):
+    """Blobs in a folder that processes share. A killed writer leaves a complete blob or none.
 
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes, self.bytes = max_bytes, 0
-        self.device: torch.device | None = None  # of all tensors; the first reader names it
-        self._blobs: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
+    Files are not synced: a power cut may damage the latest blobs, which are then misses. Files with other names are never touched.
+    """
 
-    def __contains__(self, key: object) -> bool:
-        return key in self._blobs
+    def __init__(self, folder: Path) -> None:
+        super().__init__(f"disk:{folder}")
+        self._folder = folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            temporaries = [path for path in folder.iterdir() if path.name.endswith(TEMPORARY_SUFFIX)]
+        except OSError as error:
+            raise ConfigError.of("location", "a folder that can be written to", str(error), "Name another folder.") from error
+        for path in temporaries:
+            with contextlib.suppress(OSError):
+                if time.time() - path.lstat().st_mtime > _STALE:
+                    path.unlink()
 
-    def get(self, key: str) -> dict[str, Tensor] | None:
-        """Return the tensors of a blob, which are read-only, or None."""
-        if key not in self._blobs:
+    def put(self, key: str, head: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
+        path = self._path(key)
+        with contextlib.suppress(FileNotFoundError):
+            return path.stat().st_size
+        pieces = encode(key, head, tensors)
+        with temporary_beside(path) as temporary:
+            with open(temporary, "xb") as file:
+                file.writelines(pieces)
+            # The kernel's time stamps are milliseconds apart, and a blob can be deleted and put again within one.
+            now = time.time_ns()
+            os.utime(temporary, ns=(now, now))
+            os.replace(temporary, path)
+        return sum(map(len, pieces))
+
+    def read(self, key: str) -> dict[str, Tensor] | None:
+        try:
+            with opened(self._path(key)) as file:
+                status = os.fstat(file.fileno())
+                _, layout, crc32 = read_header(key, status.st_size, file.read)
+                body = np.empty(layout.size, np.uint8).data  # the header confirms its size
+                if file.readinto(body) < len(body):
+                    raise ArtifactError("it ends too early")
+        except FileNotFoundError:
             return None
-        self._blobs.move_to_end(key)
-        return aliases(self._blobs[key])
+        tensors = checked_tensors(body, layout, None if self._verified.get(key) == _version(status) else crc32)
+        self._verified[key] = _version(status)
+        return tensors
 
-    def to_device(self, tensors: dict[str, Tensor], device: torch.device | None) -> dict[str, Tensor]:
-        """Return a blob's tensors on the tier's device if they fit into the tier. It copies, so it is called without a lock."""
-        if bytes_of(tensors) > self.max_bytes:
-            return tensors
-        self.device = self.device or device or torch.device("cpu")
-        # Without CUDA no memory is pinned, and tensors on the CPU need no copy.
-        return slab(tensors, self.device) if self.device.type != "cpu" or torch.cuda.is_available() else tensors
+    def get_many(self, keys: Sequence[str]) -> Loaded:
+        with ThreadPoolExecutor(_READERS, "hf_kvcaches-read") as pool:
+            parts = list(pool.map(super().get_many, ([key] for key in keys)))
+        errors = [part.error for part in parts if part.error is not None]
+        return Loaded({key: blob for part in parts for key, blob in part.blobs.items()}, errors[0] if errors else None)
 
-    def keep(self, key: str, tensors: Mapping[str, Tensor]) -> None:
-        """Keep the tensors of a blob if they fit into the tier, and evict those used longest ago."""
-        if bytes_of(tensors) > self.max_bytes or key in self._blobs:
-            return
-        self._blobs[key] = aliases(tensors)
-        self.bytes += bytes_of(tensors)
-        while self.bytes > self.max_bytes:
-            self.remove([next(iter(self._blobs))])
+    def delete(self, key: str) -> bool:
+        with contextlib.suppress(FileNotFoundError, IsADirectoryError):
+            self._path(key).unlink()
+            return True
+        return False
 
-    def remove(self, keys: Iterable[str]) -> None:
-        """Remove blobs; ignore unknown keys."""
+    def pin(self, key: str, pinned: bool = True) -> None:
+        path = self._path(key, PIN)
+        path.touch() if pinned else path.unlink(missing_ok=True)
+
+    def pinned(self) -> frozenset[str]:
+        return frozenset(self._entries(PIN))
+
+    def versions(self) -> dict[str, Hashable]:
+        versions: dict[str, Hashable] = {}
+        for key, entry in self._entries(BLOB).items():
+            with contextlib.suppress(OSError):  # another process has deleted it, or it is a broken link
+                versions[key] = _version(entry.stat())
+        return versions
+
+    def heads(self, keys: list[str]) -> Iterator[BlobHead]:
         for key in keys:
-            self.bytes -= bytes_of(self._blobs.pop(key, {}))
+            try:
+                with opened(self._path(key)) as file:
+                    size = os.fstat(file.fileno()).st_size
+                    yield BlobHead(key, read_header(key, size, file.read)[0], size)
+            except ArtifactError as error:
+                self.discard(key, error)
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                self.unreadable = f"{self.place}: the blob {key} can't be read: {error}. It is left alone."
+
+    def state(self) -> Hashable:
+        modified = os.stat(self._folder).st_mtime_ns
+        return None if time.time_ns() - modified < _TICK else modified
+
+    def _path(self, key: str, suffix: str = BLOB) -> Path:
+        return self._folder / f"{checked_key(key)}{suffix}"
+
+    def _entries(self, suffix: str) -> dict[str, os.DirEntry[str]]:
+        """Return the files with this suffix by their keys."""
+        with os.scandir(self._folder) as entries:
+            files = {entry.name.removesuffix(suffix): entry for entry in entries if entry.name.endswith(suffix)}
+        return {key: entry for key, entry in files.items() if KEY.fullmatch(key)}
 
 
-def slab(tensors: Mapping[str, Tensor], device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """Return copies of tensors in one allocation on a device; on the CPU in pinned memory if there is CUDA, for asynchronous transfers."""
-    sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors.values()]
-    memory = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-    if memory.device.type == "cpu" and torch.cuda.is_available():
+def _version(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_ino, status.st_mtime_ns, status.st_size
+
+
+def resident(tensors: Mapping[str, Tensor], device: torch.device | None = None) -> dict[str, Tensor]:
+    """Return tensors on a device; on the CPU, the default, in pinned memory if there is CUDA, for asynchronous transfers."""
+    if torch.cuda.is_available() and (device is None or device.type == "cpu"):
         with contextlib.suppress(RuntimeError):  # no more memory can be pinned: transfers are synchronous
-            memory = memory.pin_memory()
-    copies = {}
-    for (name, tensor), block in zip(tensors.items(), memory.split(sizes), strict=True):
-        copies[name] = block[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-    return copies
+            return {name: tensor.pin_memory() for name, tensor in tensors.items()}
+    return {name: tensor.to(device or "cpu") for name, tensor in tensors.items()}
 
 
 def aliases(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

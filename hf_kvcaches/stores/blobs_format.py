@@ -13,7 +13,6 @@ accidents only: whoever can write a blob can write its checksums. A header is us
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import math
 import re
@@ -21,12 +20,11 @@ import zlib
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from hf_kvcaches.errors import ArtifactError, ConfigError
-from hf_kvcaches.stores.files import MOST_JSON, Bytes, parse_json, take
+from hf_kvcaches.stores.files import MOST_JSON, Bytes, parse_json, reader_of, take
 
 KEY = re.compile(r"[0-9a-f]{1,128}")
 DIGEST, _FRONT, _LENGTH = 16, 24, 8  # bytes; the digest differs from that of any other blob under the key
@@ -45,15 +43,6 @@ class TensorLayout(NamedTuple):
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...], int]]
     metadata: dict[str, str]
     size: int  # bytes of the body
-
-
-class Header(NamedTuple):
-    """The verified front and header of a blob."""
-
-    head: dict[str, Any]
-    crc32: int
-    layout: TensorLayout
-    start: int  # bytes before the body
 
 
 def dense(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -138,14 +127,6 @@ def layout_of(header: bytes, size: int | None) -> TensorLayout:
     return TensorLayout(tensors, metadata, end)
 
 
-def read_body(file: io.BufferedIOBase, layout: TensorLayout) -> memoryview:
-    """Return the body of a safetensors file in memory of its own; raise an `ArtifactError` if the file ends too early."""
-    body = np.empty(layout.size, np.uint8).data
-    if file.readinto(body) != len(body):
-        raise ArtifactError("it ends too early")
-    return body
-
-
 def tensors_in(body: memoryview, layout: TensorLayout) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file in the memory of its body."""
     tensors = {}
@@ -200,9 +181,9 @@ def _digest(key: str, covered: bytes) -> bytes:
     return hashlib.blake2b(key.encode() + b" " + covered, digest_size=DIGEST).digest()
 
 
-def read_header(key: str, size: int, read: Callable[[int], bytes]) -> Header:
-    """Return the header of a blob of `size` bytes; raise an `ArtifactError` if it is damaged."""
-    front = read(_FRONT)
+def read_header(key: str, size: int, read: Callable[[int], Bytes]) -> tuple[dict[str, Any], TensorLayout, int]:
+    """Return the head, the layout and the CRC-32 of a blob of `size` bytes; raise an `ArtifactError` if its header is damaged."""
+    front = bytes(take(read, _FRONT))
     text = header_in(read, size - _FRONT)
     if front[:DIGEST] != _digest(key, front[DIGEST:] + text):
         raise ArtifactError("its header's checksum is wrong")
@@ -210,26 +191,22 @@ def read_header(key: str, size: int, read: Callable[[int], bytes]) -> Header:
     head = parse_json(layout.metadata.get("head", "null"))
     if not isinstance(head, dict):
         raise ArtifactError("its head is no dict")
-    return Header(head, int.from_bytes(front[DIGEST:], "little"), layout, _FRONT + len(text))
+    return head, layout, int.from_bytes(front[DIGEST:], "little")
 
 
-def read_blob(key: str, size: int, file: io.BufferedIOBase, verify: bool = True) -> dict[str, Tensor]:
-    """Return the tensors of a blob of `size` bytes; raise an `ArtifactError` if its header or, with `verify`, its body is damaged."""
-    header = read_header(key, size, file.read)
-    # Memory is allocated for a size that the header confirms.
-    return _tensors_of(header, read_body(file, header.layout), verify)
+def decode(key: str, content: Bytes, verify: bool = True) -> dict[str, Tensor]:
+    """Return the tensors of a blob, in the memory of `content` if that is writable.
 
-
-def decode(key: str, content: bytes | memoryview, verify: bool = True) -> dict[str, Tensor]:
-    """Return the tensors of a blob, in the memory of `content` if that is writable; raise an `ArtifactError` as `read_blob` does."""
+    Raise an `ArtifactError` if its header or, with `verify`, its body is damaged.
+    """
     memory = memoryview(content)
-    length = int.from_bytes(memory[_FRONT : _FRONT + _LENGTH], "little")
-    header = read_header(key, len(memory), io.BytesIO(memory[: _FRONT + _LENGTH + length]).read)
-    body = memory[header.start :]
-    return _tensors_of(header, memoryview(bytearray(body)) if body.readonly else body, verify)
+    _, layout, crc32 = read_header(key, len(memory), reader_of(memory))
+    body = memory[len(memory) - layout.size :]
+    return checked_tensors(memoryview(bytearray(body)) if body.readonly else body, layout, crc32 if verify else None)
 
 
-def _tensors_of(header: Header, body: memoryview, verify: bool) -> dict[str, Tensor]:
-    if verify and zlib.crc32(body) != header.crc32:
+def checked_tensors(body: memoryview, layout: TensorLayout, crc32: int | None) -> dict[str, Tensor]:
+    """Return the tensors in the body of a blob; raise an `ArtifactError` if it has another checksum than a given one."""
+    if crc32 is not None and zlib.crc32(body) != crc32:
         raise ArtifactError("the checksum of its tensors is wrong")
-    return tensors_in(body, header.layout)
+    return tensors_in(body, layout)

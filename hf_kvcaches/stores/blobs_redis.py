@@ -7,7 +7,7 @@ tensors, to list heads; `PREFIX:state`, a random string that each put replaces a
 from __future__ import annotations
 
 import contextlib
-import io
+import itertools
 import math
 import re
 import secrets
@@ -21,12 +21,13 @@ import numpy as np
 from torch import Tensor
 
 from hf_kvcaches.errors import ArtifactError, ConfigError, require
-from hf_kvcaches.stores.blobs import BlobHead, BlobStore, Loaded, NewBlob, StoreUnavailable
+from hf_kvcaches.stores.blobs import BlobHead, BlobStore, Loaded, StoreUnavailable
 from hf_kvcaches.stores.blobs_format import DIGEST, KEY, checked_key, decode, encode, read_header
+from hf_kvcaches.stores.files import reader_of
 
 _PAUSE = 5.0  # seconds after a failure for which no command is sent
 _HEADS = 200  # heads per round trip
-_ANSWER, _CHUNK = 2**23, 2**20  # bytes per round trip and per answer: a whole blob as one answer takes three times as long
+_CHUNK, _CHUNKS = 2**20, 8  # bytes per answer, and answers per round trip: a large blob as one answer takes three times as long
 _SLOWEST = 2**25  # bytes per second, below which a transfer counts towards the time of a request
 
 
@@ -62,43 +63,21 @@ class RedisBlobs(BlobStore):
             raise ConfigError.of("location", server, str(error), "Start it, or name another.") from error
         names = ("index", "headers", "state", "pins", "body:")
         self._index, self._headers, self._state, self._pin_set, self._bodies = (f"{prefix}:{name}" for name in names)
-        self._sizes: dict[str, int] = {}  # bytes of blobs, as far as heads told
-        # Per thread, the seconds that its request has waited. Without a request there is no limit.
         self._request, self._timeout, self._pause_until = threading.local(), timeout, 0.0
 
     def begin(self) -> None:
         self._request.waited = 0.0
 
     def put(self, key: str, head: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
-        return self._put([NewBlob(key, head, tensors)])[0]
-
-    def put_many(self, blobs: Sequence[NewBlob]) -> None:
-        self._put(blobs)
-
-    def _put(self, blobs: Sequence[NewBlob]) -> list[int]:
-        """Store blobs, after one round trip to see which are there; return the bytes of each."""
-        looks = [
-            command
-            for key, _, _ in blobs
-            for command in (
-                ("HEXISTS", self._index, checked_key(key)),
-                ("HEXISTS", self._headers, key),
-                ("STRLEN", self._bodies + key),
-            )
-        ]
-        answers = self._run(*looks)
-        sizes = []
-        for number, (key, head, tensors) in enumerate(blobs):
-            found = answers[3 * number : 3 * number + 3]
-            # A server short of memory may have evicted any of them.
-            self._sizes[key] = int(found[2]) if all(found) else self._write(key, encode(key, head, tensors))
-            sizes.append(self._sizes[key])
-        return sizes
-
-    def _write(self, key: str, pieces: list[bytes | memoryview]) -> int:
+        body = self._bodies + checked_key(key)
+        # A server short of memory may have evicted any of them.
+        stored = self._run(("STRLEN", body), ("HEXISTS", self._index, key), ("HEXISTS", self._headers, key))
+        if all(stored):
+            return int(stored[0])
+        pieces = encode(key, head, tensors)
         content, header = b"".join(pieces), bytes(pieces[0])
-        writes = ("SET", self._bodies + key, content), ("HSET", self._headers, key, header), ("HSET", self._index, key, header[:DIGEST])
-        self._run(*writes, ("SET", self._state, secrets.token_hex(8)), transaction=True, body=len(content))
+        writes = ("SET", body, content), ("HSET", self._headers, key, header), ("HSET", self._index, key, header[:DIGEST])
+        self._run(*writes, ("SET", self._state, secrets.token_hex(8)), transaction=True)
         return len(content)
 
     def read(self, key: str) -> dict[str, Tensor] | None:
@@ -110,68 +89,45 @@ class RedisBlobs(BlobStore):
     def get_many(self, keys: Sequence[str]) -> Loaded:
         blobs: dict[str, dict[str, Tensor]] = {}
         try:
-            sizes = {key: self._sizes.get(checked_key(key), -1) for key in keys}
-            unknown = [key for key, size in sizes.items() if size < 0]
-            sizes |= zip(unknown, self._run(*(("STRLEN", self._bodies + key) for key in unknown)) if unknown else (), strict=True)
-            stale: dict[str, int] = {}
-            for group in _groups(sizes):
-                stale |= self._read(group, blobs)
-            for group in _groups(stale):
-                self._read(group, blobs)
+            for key, content in self._contents(keys).items():
+                digest = bytes(content[:DIGEST])
+                try:
+                    blobs[key] = decode(key, content, verify=self._verified.get(key) != digest)
+                    self._verified[key] = digest
+                except ArtifactError as error:
+                    self.discard(key, error)
         except StoreUnavailable as error:
             return Loaded(blobs, error)
         return Loaded(blobs)
 
-    def _read(self, group_sizes: Mapping[str, int], blobs: dict[str, dict[str, Tensor]]) -> dict[str, int]:
-        """Read blobs of so many bytes in one round trip, or a large one in several, into `blobs`; return the sizes of those with others."""
-        keys, sizes = list(group_sizes), list(group_sizes.values())
-        contents = [np.empty(size, np.uint8).data for size in sizes]
-        ranges = [(number, start) for number, size in enumerate(sizes) for start in range(0, max(size, 1), _CHUNK)]
-        whole = [True] * len(keys)
-        # Behind the chunks, what tells whether another blob took the place of this one meanwhile.
-        last = [
-            command
-            for key in keys
-            for command in (
-                ("GETRANGE", self._bodies + key, 0, DIGEST - 1),
-                ("STRLEN", self._bodies + key),
-                ("EXISTS", self._bodies + key),
-                ("HEXISTS", self._index, key),
-            )
-        ]
-        state: list[Any] = []
-        stale: dict[str, int] = {}
-        # Several blobs fit into one answer.
-        most = len(ranges) if len(keys) > 1 else _ANSWER // _CHUNK
-        for first in range(0, len(ranges), most):
-            group = ranges[first : first + most]
-            ends = last if first + len(group) == len(ranges) else []
-            chunks = (("GETRANGE", self._bodies + keys[number], start, start + _CHUNK - 1) for number, start in group)
-            answers = self._run(*chunks, *ends, body=sum(min(_CHUNK, sizes[number] - start) for number, start in group))
-            for (number, start), chunk in zip(group, answers, strict=False):
-                fits = len(chunk) == min(_CHUNK, sizes[number] - start)
-                whole[number] &= fits
-                if fits:
-                    contents[number][start : start + len(chunk)] = chunk
-            state = answers[len(group) :]
-        for number, (key, content) in enumerate(zip(keys, contents, strict=True)):
-            digest, size, exists, listed = state[4 * number : 4 * number + 4]
-            if not exists and listed:
-                self.delete(key)
-            if not exists or size != len(content) or not whole[number] or bytes(content[:DIGEST]) != digest:
-                self._sizes.pop(key, None)  # missing, or deleted and put again since
-                stale |= {key: size} if exists and size != len(content) else {}
-                continue
-            try:
-                blobs[key] = decode(key, content, verify=self._verified.get(key) != digest)
-                self._verified[key], self._sizes[key] = digest, size
-            except ArtifactError as error:
-                self.discard(key, error)
-        return stale
+    def _contents(self, keys: Sequence[str]) -> dict[str, memoryview]:
+        """Return the bytes of blobs, without those that are missing or were replaced meanwhile: small ones in one round trip for all."""
+        looks: list[tuple[Any, ...]] = []
+        for key in keys:
+            body = self._bodies + checked_key(key)
+            looks += ("HEXISTS", self._index, key), ("STRLEN", body), ("GETRANGE", body, 0, _CHUNK - 1)
+        answers, contents = self._run(*looks), dict[str, memoryview]()
+        for key, listed, size, chunk in zip(keys, answers[::3], answers[1::3], answers[2::3], strict=True):
+            if size and len(chunk) == min(size, _CHUNK):
+                contents[key] = np.empty(size, np.uint8).data
+                contents[key][: len(chunk)] = chunk
+            elif listed and not size:
+                self.delete(key)  # the server has evicted it
+        ranges = [(key, start) for key, content in contents.items() for start in range(_CHUNK, len(content), _CHUNK)]
+        for first in range(0, len(ranges), _CHUNKS):
+            group = ranges[first : first + _CHUNKS]
+            commands = [("GETRANGE", self._bodies + key, start, min(start + _CHUNK, len(contents[key])) - 1) for key, start in group]
+            for (key, start), chunk in zip(group, self._run(*commands), strict=True):
+                contents[key][start : start + len(chunk)] = chunk
+        # Another blob in the place of one begins with another digest.
+        large = list(dict(ranges))
+        for key, digest in zip(large, self._run(*(("GETRANGE", self._bodies + key, 0, DIGEST - 1) for key in large)), strict=True):
+            if contents[key][:DIGEST] != digest:
+                del contents[key]
+        return contents
 
     def delete(self, key: str) -> bool:
         # No transaction: a full server refuses transactions, and deletions free its memory.
-        self._sizes.pop(key, None)
         deletions = ("DEL", self._bodies + checked_key(key)), ("HDEL", self._index, key), ("HDEL", self._headers, key)
         return any(self._run(*deletions, ("DEL", self._state))[:2])
 
@@ -189,19 +145,13 @@ class RedisBlobs(BlobStore):
     def heads(self, keys: list[str]) -> Iterator[BlobHead]:
         for start in range(0, len(keys), _HEADS):
             batch = keys[start : start + _HEADS]
-            # The index is read before and behind: where a blob is replaced meanwhile, header and body are not of one blob.
-            index = ("HMGET", self._index, *batch)
-            lengths = (("STRLEN", self._bodies + key) for key in batch)
-            before, headers, *sizes, after = self._run(index, ("HMGET", self._headers, *batch), *lengths, index)
-            for key, header, size, *versions in zip(batch, headers, sizes, before, after, strict=True):
-                if versions[0] != versions[1]:
-                    continue
+            headers, *sizes = self._run(("HMGET", self._headers, *batch), *(("STRLEN", self._bodies + key) for key in batch))
+            for key, header, size in zip(batch, headers, sizes, strict=True):
                 if not header or not size:
                     self.delete(key)
                     continue
                 try:
-                    yield BlobHead(key, read_header(key, size, io.BytesIO(header).read).head, size)
-                    self._sizes[key] = size
+                    yield BlobHead(key, read_header(key, size, reader_of(header))[0], size)
                 except ArtifactError as error:
                     self.discard(key, error)
 
@@ -217,27 +167,32 @@ class RedisBlobs(BlobStore):
     def close(self) -> None:
         self._client.close()
 
-    def _run(self, *commands: tuple[Any, ...], transaction: bool = False, body: int = 0) -> list[Any]:
-        """Send commands in one round trip, and return their answers.
-
-        Args:
-            body: Bytes of blobs that are sent or received.
-        """
-        with self._request_budget(body), self._client.pipeline(transaction) as pipeline:
+    def _run(self, *commands: tuple[Any, ...], transaction: bool = False) -> list[Any]:
+        """Send commands in one round trip, and return their answers."""
+        if not commands:
+            return []
+        before = self._waited
+        with self._request_budget(), self._client.pipeline(transaction) as pipeline:
             for command in commands:
                 pipeline.execute_command(*command)
-            return list(pipeline.execute())
+            answers = list(pipeline.execute())
+        # The time in which bodies arrive on a slow network does not count: a hit of gigabytes may take longer than one answer.
+        transferred = sum(len(part) for part in (*answers, *itertools.chain(*commands)) if isinstance(part, bytes))
+        self._request.waited = max(before, self._waited - transferred / _SLOWEST)
+        return answers
+
+    @property
+    def _waited(self) -> float:
+        """The seconds that the request of this thread has waited; without a request there is no limit."""
+        return getattr(self._request, "waited", -math.inf)
 
     @contextlib.contextmanager
-    def _request_budget(self, body: int = 0) -> Iterator[None]:
-        """Count the time towards that of the request, and raise errors of the client as `StoreUnavailable`.
-
-        The time in which `body` bytes arrive on a slow network does not count: a hit of gigabytes may take longer than one answer.
-        """
-        start, waited = time.monotonic(), getattr(self._request, "waited", -math.inf)
+    def _request_budget(self) -> Iterator[None]:
+        """Count the time towards that of the request, and raise errors of the client as `StoreUnavailable`."""
+        start = time.monotonic()
         if start < self._pause_until:
             raise StoreUnavailable(f"{self.place} could not be reached a moment ago.")
-        if waited >= self._timeout:
+        if self._waited >= self._timeout:
             raise StoreUnavailable(f"{self.place} has kept this request waiting for {self._timeout:g} s.")
         try:
             yield
@@ -248,16 +203,4 @@ class RedisBlobs(BlobStore):
             # The server answers, if only that it is full: the next command may succeed.
             raise StoreUnavailable(f"{self.place} refuses: {error}") from error
         finally:
-            self._request.waited = waited + max(0.0, time.monotonic() - start - body / _SLOWEST)
-
-
-def _groups(sizes: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    """Group blobs, by their bytes, that are read in one round trip; a large one is alone."""
-    group: dict[str, int] = {}
-    for key, size in sizes.items():
-        if group and sum(group.values()) + size > _ANSWER:
-            yield group
-            group = {}
-        group[key] = size
-    if group:
-        yield group
+            self._request.waited = self._waited + time.monotonic() - start

@@ -18,12 +18,10 @@ import torch
 from torch import Tensor
 
 from hf_kvcaches.errors import ArtifactError, ConfigError, is_number
-from hf_kvcaches.stores.blobs import BlobHead, BlobStore, HotTier, Loaded, MemoryBlobs, NewBlob, bytes_of
-from hf_kvcaches.stores.blobs_disk import DiskBlobs
+from hf_kvcaches.stores.blobs import BlobHead, BlobStore, DiskBlobs, Loaded, MemoryBlobs, NewBlob, aliases, bytes_of, resident
 from hf_kvcaches.stores.blobs_redis import RedisBlobs
 
 TIMEOUT = 1.0  # seconds: a server in the same building answers within milliseconds, and a hit saves a second or two
-_TOGETHER = 2**23  # bytes of small blobs that are written at once
 
 
 class Contents(Protocol):
@@ -78,8 +76,7 @@ class Catalog:
         time_to_live: float | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.max_bytes = bytes_of_size("max_bytes", max_bytes)
-        self.hot = HotTier(bytes_of_size("hot_bytes", hot_bytes) or 0)
+        self.max_bytes, self._max_hot = bytes_of_size("max_bytes", max_bytes), bytes_of_size("hot_bytes", hot_bytes) or 0
         if time_to_live is not None and not (is_number(time_to_live) and time_to_live > 0):
             raise ConfigError.of("time_to_live", "a number of seconds above 0, or None", time_to_live)
         self.contents, self.noun, self.clock = contents, noun, clock
@@ -87,6 +84,10 @@ class Catalog:
         self.blobs = open_blobs(location, timeout)
         self.entries: OrderedDict[str, CatalogEntry] = OrderedDict()
         self.bytes, self._eviction_clock = 0, 0.0
+        # The tensors of the entries that were read last, all on one device.
+        self._hot: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
+        self._hot_bytes = 0
+        self._hot_device: torch.device | None = None
         self.lock = threading.RLock()
         self.counts = dict.fromkeys(("loads", "hot_hits", "written", "evicted", "failures"), 0)
         self._changes_lock = threading.Lock()  # changes are applied in the order in which they are fetched
@@ -101,14 +102,11 @@ class Catalog:
 
     def follow(self) -> None:
         """Apply all changes, also those of this process: the entries are the blobs that the store reports, and no others."""
-        try:
-            with self._changes_lock:
-                added, removed = self.blobs.changes()
-                self.read_once = True
-                if added or removed:
-                    self._apply(added, removed)
-        except OSError as error:
-            self._count_failure(error)
+        with self._count_failures(), self._changes_lock:
+            added, removed = self.blobs.changes()
+            self.read_once = True
+            if added or removed:
+                self._apply(added, removed)
         if self.blobs.complaints:
             self.warn_once("damaged", f"A damaged {self.noun} is made anew. {self.blobs.complaints[0]}")
         if self.blobs.unreadable:
@@ -116,9 +114,10 @@ class Catalog:
 
     def _apply(self, added: Sequence[BlobHead], removed: Sequence[str]) -> None:
         with self.lock:
-            for key in self.entries.keys() & removed:
-                self.bytes -= self.entries.pop(key).size
-            self.hot.remove(removed)
+            for key in removed:
+                if (entry := self.entries.pop(key, None)) is not None:
+                    self.bytes -= entry.size
+                self._cool(key)
             self.contents.remove(removed)
             tokens = self.contents.add(added)
             for key, head, size in added:
@@ -142,35 +141,51 @@ class Catalog:
             device: The device of the hot tier, if no earlier read named one. Tensors outside of the tier are on the CPU.
         """
         with self.lock:
-            now = self.clock()
-            entries = {key: self.entries.get(key) for key in keys}
+            now, entries = self.clock(), {key: self.entries.get(key) for key in keys}
             living = [key for key, entry in entries.items() if entry is None or entry.expires >= now]
-            blobs = {key: tensors for key in living if (tensors := self.hot.get(key)) is not None} if self.hot.max_bytes else {}
+            blobs = {key: aliases(self._hot[key]) for key in living if key in self._hot}
+            for key in blobs:
+                self._hot.move_to_end(key)
             self.counts["hot_hits"] += len(blobs)
         missing = [key for key in living if key not in blobs]
         loaded, error = self.blobs.get_many(missing) if missing else Loaded({})
-        if error is not None:
-            self._count_failure(error)
+        with self._count_failures():
+            if error is not None:
+                raise error
         for key, tensors in loaded.items():
             entry = entries[key]
-            if entry is None or not entry.checked:
-                try:
+            try:
+                if entry is None or not entry.checked:
                     check(key, tensors)
-                except ArtifactError as damage:
-                    self.blobs.discard(key, damage)
-                    continue
-            blobs[key] = self.hot.to_device(tensors, device) if self.hot.max_bytes else tensors
-            with self.lock:
-                # A blob that another thread deleted or replaced must not be a hit later.
-                if entry is not None and self.entries.get(key) is entry:
-                    entry.checked = True
-                    if self.hot.max_bytes:
-                        self.hot.keep(key, blobs[key])
+            except ArtifactError as damage:
+                self.blobs.discard(key, damage)
+            else:
+                blobs[key] = tensors if entry is None else self._warmed(key, entry, tensors, device)
         with self.lock:
             self.counts["loads"] += len(loaded)
         if len(blobs) < len(living):
             self.follow()
         return blobs
+
+    def _warmed(self, key: str, entry: CatalogEntry, tensors: dict[str, Tensor], device: torch.device | None) -> dict[str, Tensor]:
+        """Return the checked tensors of an entry; where they fit, on the device of the hot tier, which keeps them."""
+        size = bytes_of(tensors)
+        if size <= self._max_hot:
+            self._hot_device = self._hot_device or device or torch.device("cpu")
+            tensors = resident(tensors, self._hot_device)
+        with self.lock:
+            # A blob that another thread deleted or replaced must not be a hit later.
+            if self.entries.get(key) is entry:
+                entry.checked = True
+                if size <= self._max_hot and key not in self._hot:
+                    self._hot[key] = aliases(tensors)
+                    self._hot_bytes += size
+                    while self._hot_bytes > self._max_hot:
+                        self._cool(next(iter(self._hot)))
+        return tensors
+
+    def _cool(self, key: str) -> None:
+        self._hot_bytes -= bytes_of(self._hot.pop(key, {}))
 
     def put(self, blobs: Iterable[NewBlob]) -> bool:
         """Store blobs in their order, and return whether that succeeded. A head without `created` gets it, in seconds since 1970."""
@@ -178,21 +193,21 @@ class Catalog:
         # Whole seconds, so that blobs of one kind have equally many bytes.
         created = float(int(self.clock()))
         with self._count_failures():
-            for group in _grouped(blobs):
-                self.blobs.put_many([blob._replace(head={"created": created, **blob.head}) for blob in group])
+            for key, head, tensors in blobs:
+                self.blobs.put(key, {"created": created, **head}, tensors)
                 with self.lock:
-                    self.counts["written"] += len(group)
+                    self.counts["written"] += 1
             return True
         return False
 
     def evict(self) -> None:
         """Delete expired blobs, and above the cap those of least worth; if a blob can't be deleted, the next one is."""
         now, cap = self.clock(), math.inf if self.max_bytes is None else self.max_bytes
+        if self.bytes <= cap and self.time_to_live == math.inf:
+            return
         with self.lock:
-            expired = {key for key, entry in self.entries.items() if entry.expires < now} if self.time_to_live < math.inf else set()
-            if not expired and self.bytes <= cap:
-                return
             entries, total = dict(self.entries), self.bytes
+        expired = {key for key, entry in entries.items() if entry.expires < now}
         candidates: list[str] = []
         if total > cap:
             # If the pins of other processes are unknown, no candidate may be evicted.
@@ -211,7 +226,8 @@ class Catalog:
                     self.counts["evicted"] += deleted
                     if key not in expired:
                         self._eviction_clock = max(self._eviction_clock, entries[key].worth)
-        self.follow()
+        if expired or candidates:
+            self.follow()
 
     def used(self, key: str, tokens: int) -> None:
         """Count tokens that a blob saved; ignore an evicted blob."""
@@ -244,7 +260,7 @@ class Catalog:
         pinned: frozenset[str] = frozenset()
         with self._count_failures():
             pinned = self.blobs.pinned().intersection(keys)
-        usage = {"location": self.blobs.place, "bytes": self.bytes, "max_bytes": self.max_bytes, "hot_bytes": self.hot.bytes}
+        usage = {"location": self.blobs.place, "bytes": self.bytes, "max_bytes": self.max_bytes, "hot_bytes": self._hot_bytes}
         return {**usage, "pinned": len(pinned), "damaged": len(self.blobs.complaints), **self.counts}
 
     def warn_once(self, kind: str, sentence: str) -> None:
@@ -261,26 +277,9 @@ class Catalog:
         try:
             yield
         except OSError as error:
-            self._count_failure(error)
-
-    def _count_failure(self, error: OSError) -> None:
-        with self.lock:
-            self.counts["failures"] += 1
-        self.warn_once("unavailable", f"{self.blobs.place}: {str(error).rstrip('.')}. Prompts are computed instead, until it works.")
-
-
-def _grouped(blobs: Iterable[NewBlob]) -> Iterator[list[NewBlob]]:
-    """Group small blobs, which are written together; what fails then is few."""
-    group: list[NewBlob] = []
-    size = 0
-    for blob in blobs:
-        group.append(blob)
-        size += bytes_of(blob.tensors)
-        if size >= _TOGETHER:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
+            with self.lock:
+                self.counts["failures"] += 1
+            self.warn_once("unavailable", f"{self.blobs.place}: {str(error).rstrip('.')}. Prompts are computed instead, until it works.")
 
 
 def bytes_of_size(argument: str, value: int | str | None) -> int | None:

@@ -84,7 +84,21 @@ def _check_bounds(value: Any, levels: int) -> None:
 
 def reader_of(source: Source) -> Callable[[int], Bytes]:
     """Return a function that gives between 1 and the given number of bytes, and none at the end of the source."""
-    return source if callable(source) else _Pieces(source).read
+    if callable(source):
+        return source
+    # Bytes are iterable too, as numbers.
+    pieces = iter([source] if isinstance(source, bytes | bytearray | memoryview) else source)
+    rest = memoryview(b"")
+
+    def read(count: int) -> memoryview:
+        nonlocal rest
+        while not rest and (piece := next(pieces, None)) is not None:
+            view = memoryview(piece)
+            rest = view.cast("B") if view.c_contiguous else memoryview(view.tobytes())
+        taken, rest = rest[:count], rest[count:]
+        return taken
+
+    return read
 
 
 def take(read: Callable[[int], Bytes], count: int) -> bytearray:
@@ -94,22 +108,3 @@ def take(read: Callable[[int], Bytes], count: int) -> bytearray:
         content += piece
     assert len(content) <= count, "a source gave more than was asked for"
     return content
-
-
-class _Pieces:
-    """Pieces of any sizes as something to read from."""
-
-    def __init__(self, pieces: Bytes | Iterable[Bytes]) -> None:
-        # Bytes are iterable too, as numbers.
-        self._pieces = iter([pieces] if isinstance(pieces, bytes | bytearray | memoryview) else pieces)
-        self._rest = memoryview(b"")
-
-    def read(self, count: int) -> memoryview:
-        while not self._rest:
-            piece = next(self._pieces, None)
-            if piece is None:
-                break
-            view = memoryview(piece)
-            self._rest = view.cast("B") if view.c_contiguous else memoryview(view.tobytes())
-        taken, self._rest = self._rest[:count], self._rest[count:]
-        return taken

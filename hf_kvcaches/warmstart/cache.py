@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, Self, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -17,11 +17,11 @@ from hf_kvcaches.core.refusal import Refusal
 from hf_kvcaches.core.report import CacheReport
 from hf_kvcaches.errors import FingerprintMismatch, UnsupportedError, require_choice, require_instance, require_tokenizer, whole_number
 from hf_kvcaches.reuse.cache import ReuseCache
-from hf_kvcaches.reuse.index import EXACT, Piece, Record
+from hf_kvcaches.reuse.index import EXACT, Piece, Record, TokenIndex
 from hf_kvcaches.reuse.plan import PromptPlan, PromptRow, plan_row
 from hf_kvcaches.reuse.record import PromptStates
 from hf_kvcaches.warmstart.gate import WarmStartGate
-from hf_kvcaches.warmstart.library import WarmStartLibrary, runs_in
+from hf_kvcaches.warmstart.library import WarmStartLibrary
 
 Strategy = Literal["auto", "align", "exact"]
 Served = Literal["exact", "align", "prefix", "cold"]
@@ -33,14 +33,7 @@ SHARE = 3
 
 
 class Choice(NamedTuple):
-    """How a row was served, in the order of the fields of a report of several rows.
-
-    Args:
-        served: See `WarmStartReport.strategy`.
-        neighbour: The id of the entry that most tokens are from, or None.
-        similarity: The cosine of that entry; None where it was looked up by its tokens.
-        refused: Why nothing more was reused, as a sentence, or "".
-    """
+    """How a row was served: fields of a report of one row, in the order of those of several rows."""
 
     served: Served
     neighbour: str | None
@@ -96,7 +89,7 @@ class WarmStartCache(ReuseCache):
     Args:
         model: The model that the library was made for.
         library: The earlier prompts.
-        tokenizer: The model's; None for the library's.
+        tokenizer: The library's, which is used in any case.
         strategy: `"auto"` and `"align"`: the same prompt, else the spans that similar prompts share with it, else a common prefix;
             `"align"` refuses models without rotary positions. `"exact"`: the same prompt and common prefixes only.
         gate: Which prompts and spans may be reused behind changed text, and how much of each span is repaired; None for the default.
@@ -109,7 +102,7 @@ class WarmStartCache(ReuseCache):
     def __init__(
         self,
         model: Any,
-        library: WarmStartLibrary,
+        library: WarmStartLibrary | None = None,
         tokenizer: Any = None,
         strategy: Strategy = "auto",
         *,
@@ -119,7 +112,9 @@ class WarmStartCache(ReuseCache):
         decode_with: KVCache | None = None,
         offloading: bool = False,
     ) -> None:
-        require_instance("library", library, WarmStartLibrary, {"model": model, "tokenizer": tokenizer, "gate": gate})
+        others = {"model": model, "tokenizer": tokenizer, "gate": gate}
+        require_instance("library", library, WarmStartLibrary, others, "Make one with WarmStartLibrary(model, tokenizer).")
+        assert library is not None
         require_tokenizer(tokenizer)
         require_choice("strategy", strategy, get_args(Strategy))
         tail = whole_number("tail", tail, 0, "a number of tokens")
@@ -130,10 +125,8 @@ class WarmStartCache(ReuseCache):
             raise FingerprintMismatch(f"library: was made for another model. {refusal} Make one with this model.")
         if strategy == "align" and (why := self.moving_refused):
             raise UnsupportedError(f"strategy='align': {why}. Use strategy='exact', or 'auto'.")
-        self.tokenizer = tokenizer if tokenizer is not None else library.tokenizer
         self.strategy: Strategy = strategy
-        self.gate, self.tail = gate or WarmStartGate(), max(1, tail)
-        self._policy, self._remember = self.gate.policy, remember
+        self.gate, self.tail, self._remember = gate or WarmStartGate(), max(1, tail), remember
         self._cosines: dict[str, float] = {}  # of the entries that were compared with the prompt
 
     @property
@@ -168,9 +161,11 @@ class WarmStartCache(ReuseCache):
         prefix = [] if record is None or not shared else [Piece(0, shared, record, 0)]
         alone = plan_row(row, prefix, [], None, len(self.layers))
         if shared < len(ids) - 1 and self.strategy != "exact" and not self.moving_refused:
-            near = library.near(ids, self.gate.tau)
-            runs = runs_in([each for each, _ in near], ids[: -self.tail], shared, self._policy.shortest)
-            aligned = plan_row(row, prefix, runs, self._policy.admit, len(self.layers))
+            near, tokens, policy = library.near(ids, self.gate.tau), TokenIndex(), self.gate.policy
+            for each, _ in near:
+                tokens.add(each.key, each)
+            runs = tokens.runs(ids[: -self.tail], shared, policy.shortest)
+            aligned = plan_row(row, prefix, runs, policy.admit, len(self.layers))
             refusal = self.gate.refusal(aligned.reused, len(ids))
             if aligned.reused >= max(WORTH, alone.reused + 1) and not refusal:
                 self._cosines |= {each.key: cosine for each, cosine in near}
@@ -225,13 +220,6 @@ class WarmStartCache(ReuseCache):
             similarities=similarities,
             refusals=refusals,
         )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        memo[id(self.tokenizer)] = self.tokenizer
-        return super().__deepcopy__(memo)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "tokenizer": None}
 
 
 def _common(values: Sequence[Any], default: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -21,11 +21,12 @@ from hf_kvcaches import compat
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.errors import ConfigError, is_number, whole_number
 from hf_kvcaches.evaluate.measures import divergence
-from hf_kvcaches.evaluate.runner import next_tokens
+from hf_kvcaches.evaluate.runner import ModelRunner, next_tokens
 from hf_kvcaches.evaluate.texts import require_whole
 from hf_kvcaches.warmstart.cache import WarmStartCache
 from hf_kvcaches.warmstart.gate import WarmStartGate
-from hf_kvcaches.warmstart.library import Prompt, WarmStartLibrary, token_ids
+from hf_kvcaches.warmstart.library import WarmStartLibrary
+from hf_kvcaches.warmstart.reading import Prompt, token_ids
 
 # A limit that rejects everything.
 CLOSED = 1.01
@@ -35,25 +36,13 @@ _MOST_ROWS = 12
 
 
 class MeasuredPair(NamedTuple):
-    """A pair that was served: the share of tokens that were reused, and the divergences from a cold run, in nats."""
+    """A pair that was served: the share of tokens that were reused, and the divergence from a cold run, in nats.
+
+    The divergence is that of the first token, or the mean over the following ones if that is greater.
+    """
 
     reused: float
-    first: float
-    following: float  # the mean
-
-    @property
-    def mean(self) -> float:
-        """The greater of both divergences."""
-        return max(self.first, self.following)
-
-
-@dataclass(frozen=True)
-class _Limit:
-    """A gate with the least share of tokens at which its bounds are kept."""
-
-    gate: WarmStartGate
-    saved: float
-    rows: tuple[dict[str, Any], ...]
+    divergence: float
 
 
 def calibrate_gate(
@@ -100,32 +89,34 @@ def calibrate_gate(
             for place, served in enumerate(measure_pair(library, source, target, gates, tail=tail, following=following)):
                 measured[place] += [] if served is None else [served]
         encoder = library.encoder.name
-    limits = [_limit(each, served, bound, worst) for each, served in zip(gates, measured, strict=True)]
-    best = max(limits, key=lambda limit: limit.saved)
-    rows = tuple(row | {"chosen": limit is best and row["value"] == best.gate.reusable} for limit in limits for row in limit.rows)
-    calibrated = replace(best.gate, encoder=encoder, bound=float(bound), measured=rows)
+    tried = [_limited(each, served, bound, worst) for each, served in zip(gates, measured, strict=True)]
+    best, _, _ = max(tried, key=lambda limited: limited[1])
+    rows = tuple(row | {"chosen": each is best and row["value"] == each.reusable} for each, _, rows in tried for row in rows)
+    calibrated = replace(best, encoder=encoder, bound=float(bound), measured=rows)
     object.__setattr__(calibrated, "fingerprint", ModelFingerprint.of(compat.base_model(model), tokenizer))
     return calibrated
 
 
-def _limit(gate: WarmStartGate, measured: Sequence[MeasuredPair], bound: float, worst: float) -> _Limit:
-    """Find the least share of reused tokens at which a gate keeps the bounds."""
+def _limited(
+    gate: WarmStartGate, measured: Sequence[MeasuredPair], bound: float, worst: float
+) -> tuple[WarmStartGate, float, list[dict[str, Any]]]:
+    """Return a gate with the least share of reused tokens that keeps the bounds, how much that saves, and rows of measurements."""
     ordered = sorted(measured, reverse=True)
     rows: list[dict[str, Any]] = []
     reusable, saved = CLOSED, 0.0
     for count, pair in enumerate(ordered, start=1):
         if count < len(ordered) and ordered[count].reused == pair.reused:
             continue
-        admitted = ordered[:count]
-        kl, most = fmean(each.mean for each in admitted), max(each.mean for each in admitted)
+        divergences = [each.divergence for each in ordered[:count]]
+        kl, most = fmean(divergences), max(divergences)
         kept = kl <= bound and most <= worst
         if kept:
-            reusable, saved = pair.reused, sum(each.reused for each in admitted)
+            reusable, saved = pair.reused, sum(each.reused for each in ordered[:count])
         numbers = {"value": pair.reused, "admitted": count, "pairs": len(ordered), "kl": kl, "worst": most}
         rows.append({"repair": gate.repair, **numbers, "kept": kept})
     step = max(1, math.ceil(len(rows) / _MOST_ROWS))
-    shown = tuple(row for place, row in enumerate(rows) if place % step == 0 or row["value"] == reusable)
-    return _Limit(replace(gate, reusable=reusable), saved, shown)
+    shown = [row for number, row in enumerate(rows) if number % step == 0 or row["value"] == reusable]
+    return replace(gate, reusable=reusable), saved, shown
 
 
 @torch.no_grad()
@@ -138,27 +129,15 @@ def measure_pair(
     (key,) = library.add([before])
     assert key is not None
     try:
-        chosen, expected = _greedy(model, after, following)
+        steps, _ = ModelRunner(model, torch.tensor([after])).steps(DynamicCache(config=model.config), following + 1)
+        expected, chosen = torch.cat([step.logits for step in steps]), [int(step.token) for step in steps]
         served: list[MeasuredPair | None] = []
         for gate in gates:
             cache = WarmStartCache(model, library, gate=gate, tail=tail)
-            # One more token, because the last one is not fed.
-            logits = next_tokens(model, after, [*chosen, 0], cache)
+            first, *rest = divergence(expected, next_tokens(model, after, chosen, cache)).tolist()
             report = cache.report()
-            first, *rest = divergence(expected, logits).tolist()
-            pair = MeasuredPair(report.reused_tokens / len(after), first, fmean(rest) if rest else 0.0)
+            pair = MeasuredPair(report.reused_tokens / len(after), max(first, fmean(rest or [0.0])))
             served.append(pair if report.strategy == "align" else None)
         return served
     finally:
         library.delete(key)
-
-
-def _greedy(model: Any, prompt: Sequence[int], count: int) -> tuple[list[int], torch.Tensor]:
-    """Return the greedy continuation of a prompt without a warm start, and the logits behind the prompt and each of its tokens."""
-    cache, fed, chosen, logits = DynamicCache(config=model.config), list(prompt), list[int](), list[torch.Tensor]()
-    for _ in range(count + 1):
-        ids = torch.tensor([fed], device=compat.input_device(model))
-        logits.append(model(input_ids=ids, **compat.cache_kwargs(model, cache), logits_to_keep=1).logits[0, -1])
-        fed = [int(logits[-1].argmax())]
-        chosen += fed
-    return chosen[:count], torch.stack(logits)

@@ -20,7 +20,7 @@ from hf_kvcaches import compat
 from hf_kvcaches.errors import ConfigError, UnsupportedError, require
 from hf_kvcaches.kernels.checksum import digest_of
 
-Embeddings = npt.NDArray[np.float32]
+Embedding = npt.NDArray[np.float32]
 
 # Elements of a vector of `EmbeddingsEncoder`: cosines of random vectors are within 0.06 of 0, and whitening is fast.
 _WIDTH = 256
@@ -39,27 +39,27 @@ class Encoder(ABC):
     Attributes:
         name: Identifies the vectors, also in fingerprints; vectors of other names can't be compared with them.
         dim: Elements of a vector.
-        reads_text: Whether it reads the texts; otherwise they may be empty.
     """
 
     name: str
     dim: int
-    reads_text: bool = True
 
-    def encode(self, texts: Sequence[str], ids: Sequence[Sequence[int]]) -> Embeddings:
-        """Return a vector of length 1 for each prompt, `(prompts, dim)`, from texts and token ids."""
-        if len(texts) != len(ids):
-            raise ConfigError.of("ids", f"{len(texts)} lists of tokens, one for each text", len(ids))
-        if not len(texts):
-            return np.zeros((0, self.dim), np.float32)
-        rows = [list(row) for row in ids]
-        if not all(rows):
-            raise ConfigError.of("ids", "at least one token in each prompt", [])
-        return _unit(self._vectors(list(texts), rows), len(texts), self.dim)
+    def encode(self, text: str, ids: Sequence[int]) -> Embedding:
+        """Return a vector of length 1, `(dim,)`, for a prompt's text and token ids."""
+        vector = self._vector(text, ids)
+        if vector.shape != (self.dim,):
+            raise ConfigError.of("encoder", f"a vector of {self.dim} elements for each text", vector.shape)
+        # In float64 neither very long nor very short vectors overflow.
+        wide = vector.astype(np.float64)
+        length = float(np.linalg.norm(wide))
+        if not 0 < length < np.inf:  # or NaN
+            raise ConfigError.of("encoder", "finite vectors that are not all zeros", f"{vector[:4]}...")
+        unit: Embedding = (wide / length).astype(np.float32)
+        return unit
 
     @abstractmethod
-    def _vectors(self, texts: list[str], ids: list[list[int]]) -> Any:
-        """Return vectors of any length, `(prompts, dim)`; `encode` checks them."""
+    def _vector(self, text: str, ids: Sequence[int]) -> Embedding:
+        """Return a vector of any length, `(dim,)`; `encode` checks it."""
 
 
 class EmbeddingsEncoder(Encoder):
@@ -68,8 +68,6 @@ class EmbeddingsEncoder(Encoder):
     A token's weight is the square root of its count in the prompt, and lower for common tokens. Its share of all text is estimated from its
     id: tokenizers number tokens by frequency, and by Zipf's law the n-th token has a share of about 1 / n.
     """
-
-    reads_text = False
 
     def __init__(self, model: PreTrainedModel) -> None:
         embed: Any = model.get_input_embeddings()
@@ -109,13 +107,11 @@ class EmbeddingsEncoder(Encoder):
         # Symmetric, so that signs and order of the eigenvectors do not matter.
         return projection @ (directions @ torch.diag(floored.rsqrt()) @ directions.T).float()
 
-    def _vectors(self, texts: list[str], ids: list[list[int]]) -> Any:
-        rows = []
-        for row in ids:
-            tokens, counts = torch.tensor(row).unique(return_counts=True)
-            weights = counts.sqrt() * _COMMON / (_COMMON + self._shares[tokens])
-            rows.append((weights @ self._embedded(tokens) - weights.sum() * self._mean) @ self._map)
-        return torch.stack(rows).numpy()
+    def _vector(self, text: str, ids: Sequence[int]) -> Embedding:
+        tokens, counts = torch.tensor(list(ids)).unique(return_counts=True)
+        weights = counts.sqrt() * _COMMON / (_COMMON + self._shares[tokens])
+        vector: Embedding = ((weights @ self._embedded(tokens) - weights.sum() * self._mean) @ self._map).numpy()
+        return vector
 
 
 class SentenceEncoder(Encoder):
@@ -134,17 +130,13 @@ class SentenceEncoder(Encoder):
                 raise ConfigError.of("encoder", "a sentence-transformers model", f"{model}: {error}", hint) from error
         self._model = model
         self._longest = model.max_seq_length
-        self.dim = int(self._run([_PROBE]).shape[-1])
+        self.dim = len(self._vector(_PROBE, []))
         self.name = f"sentence-transformers, version 2, {digest_of(model.state_dict())}, {self._longest}"
 
-    def _run(self, texts: list[str]) -> Embeddings:
-        encoded = self._model.encode(texts, convert_to_numpy=True, normalize_embeddings=True, show_progress_bar=False)
-        return np.asarray(encoded, np.float32)
-
-    def _vectors(self, texts: list[str], ids: list[list[int]]) -> Any:
-        pieces = [self._pieces(text) for text in texts]
-        encoded = iter(self._run([piece for row in pieces for piece, _ in row]))
-        return np.stack([np.sum([tokens * next(encoded) for _, tokens in row], axis=0) for row in pieces])
+    def _vector(self, text: str, ids: Sequence[int]) -> Embedding:
+        pieces, tokens = zip(*self._pieces(text), strict=True)
+        encoded = self._model.encode(list(pieces), convert_to_numpy=True, normalize_embeddings=True, show_progress_bar=False)
+        return np.asarray(tokens, np.float32) @ np.asarray(encoded, np.float32)
 
     def _pieces(self, text: str) -> list[tuple[str, int]]:
         """Cut a text into pieces that the model reads whole, each with its number of tokens."""
@@ -168,16 +160,23 @@ class FunctionEncoder(Encoder):
 
     def __init__(self, function: Callable[[list[str]], Any]) -> None:
         self._function = function
-        vectors = _array(function([_PROBE]))
-        if vectors.ndim != 2 or len(vectors) != 1 or not vectors.shape[1]:
-            raise ConfigError.of("encoder", "a function that makes (1, dim) numbers of a list of one text", vectors.shape)
-        self.dim = int(vectors.shape[1])
+        self.dim = len(self._vector(_PROBE, []))
         named = function if hasattr(function, "__qualname__") else type(function)
         name = getattr(function, "name", None)
         self.name = f"function {name if isinstance(name, str) else f'{named.__module__}.{named.__qualname__}'}, {self.dim}"
 
-    def _vectors(self, texts: list[str], ids: list[list[int]]) -> Any:
-        return self._function(texts)
+    def _vector(self, text: str, ids: Sequence[int]) -> Embedding:
+        vectors = self._function([text])
+        if isinstance(vectors, Tensor):
+            vectors = vectors.detach().float().cpu().numpy()
+        try:
+            rows = np.asarray(vectors, np.float32)
+        except (TypeError, ValueError) as error:
+            raise ConfigError.of("encoder", "a function that makes an array of numbers", str(error)) from error
+        if rows.ndim != 2 or len(rows) != 1 or not rows.shape[1]:
+            raise ConfigError.of("encoder", "a function that makes (1, dim) numbers of a list of one text", rows.shape)
+        vector: Embedding = rows[0]
+        return vector
 
 
 def encoder_of(encoder: str | Callable[[list[str]], Any] | Encoder | None, model: Any) -> Encoder:
@@ -193,27 +192,3 @@ def encoder_of(encoder: str | Callable[[list[str]], Any] | Encoder | None, model
     if callable(encoder):
         return FunctionEncoder(encoder)
     raise ConfigError.of("encoder", "'model', a sentence-transformers model, or a function of a list of texts", encoder)
-
-
-def _array(vectors: Any) -> Embeddings:
-    if isinstance(vectors, Tensor):
-        vectors = vectors.detach().float().cpu().numpy()
-    try:
-        return np.asarray(vectors, np.float32)
-    except (TypeError, ValueError) as error:
-        raise ConfigError.of("encoder", "a function that makes an array of numbers", str(error)) from error
-
-
-def _unit(encoded: Any, count: int, dim: int) -> Embeddings:
-    vectors = _array(encoded)
-    if vectors.shape != (count, dim):
-        raise ConfigError.of("encoder", f"vectors of shape {(count, dim)}", vectors.shape)
-    # In float64 neither very long nor very short vectors overflow.
-    wide = vectors.astype(np.float64)
-    lengths = np.linalg.norm(wide, axis=1, keepdims=True)
-    valid = np.isfinite(lengths) & (lengths > 0)
-    if not valid.all():
-        wrong = int((~valid).argmax())
-        raise ConfigError.of("encoder", "finite vectors that are not all zeros", f"{vectors[wrong][:4]}... for text {wrong}")
-    unit: Embeddings = (wide / lengths).astype(np.float32)
-    return unit

@@ -6,21 +6,19 @@ import contextlib
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from hf_kvcaches.core.files import part_of
 from hf_kvcaches.core.hub import Artifact
 from hf_kvcaches.errors import ArtifactError
 from hf_kvcaches.reuse.index import Chain, Ids, Record, array_as_text, array_of_text, as_ids, common_prefix
 from hf_kvcaches.reuse.layout import check, check_form, codec_digest
 from hf_kvcaches.reuse.store import CatalogReport
 from hf_kvcaches.stores.blobs import BlobHead
-from hf_kvcaches.stores.vectors import VectorIndex
-
-Embedding = npt.NDArray[np.float32]
+from hf_kvcaches.warmstart.encoders import Embedding
 
 _KIND = "warm-start entry, version 3"
 
@@ -56,33 +54,29 @@ class Entry:
     embedding: Embedding
     provenance: Mapping[str, Any]
 
-    @classmethod
-    def of(cls, scope: str, ids: Ids, text: str, embedding: Embedding, provenance: Mapping[str, Any]) -> Entry:
-        """Return the entry of a prompt."""
-        return cls(record_of(scope, ids), text, embedding, provenance)
-
     def head(self) -> dict[str, Any]:
         """What the head of its blob has beside the record."""
         return {"kind": _KIND, "text": self.text, "embedding": array_as_text(self.embedding, "<f4"), "provenance": dict(self.provenance)}
 
 
-def record_of(scope: str, ids: Ids) -> Record:
+def record_of(scope: str, ids: Ids, form: dict[str, Any] | None = None) -> Record:
     """Return the record of a whole prompt."""
-    return Record(scope, ids, Chain().name, Chain().extend(ids).name, 0, ids[:0])
+    return Record(scope, ids, Chain().name, Chain().extend(ids).name, 0, ids[:0], form=form or {})
 
 
 class EntryContents:
     """Entries of one scope, as the `Contents` of a catalog."""
 
     def __init__(self, scope: str, dim: int) -> None:
-        self.scope, self.vectors = scope, VectorIndex(dim)
+        self.scope, self._dim = scope, dim
         self.entries: dict[str, Entry] = {}
         # Tokens and id of each entry, sorted.
         self._order: list[tuple[bytes, str]] = []
+        # The embeddings of all entries, (entries, dim); None where it has to be built.
+        self._embeddings: Embedding | None = None
 
     def add(self, blobs: Sequence[BlobHead]) -> dict[str, int]:
         tokens: dict[str, int] = {}
-        added: dict[str, Entry] = {}
         for key, head, _ in blobs:
             with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError, OverflowError):
                 record = Record.from_dict(head)
@@ -90,23 +84,20 @@ class EntryContents:
                     continue
                 if record.scope == self.scope:
                     check_form(record.form)
-                    vector = array_of_text(head["embedding"], "<f4")
-                    if vector.shape != (self.vectors.dim,) or not abs(float(np.linalg.norm(vector)) - 1) <= 1e-3:
+                    embedding = array_of_text(head["embedding"], "<f4")
+                    if embedding.shape != (self._dim,) or not abs(float(np.linalg.norm(embedding)) - 1) <= 1e-3:
                         continue
-                    added[key] = Entry(record, str(head["text"]), vector, dict(head["provenance"]))
+                    self.entries[key] = Entry(record, str(head["text"]), embedding, dict(head["provenance"]))
+                    insort(self._order, (_sortable(record.ids), key))
                 tokens[key] = len(record)
-        self.entries |= added
-        for key, entry in added.items():
-            insort(self._order, (_sortable(entry.record.ids), key))
-        if added:
-            self.vectors.add(list(added), np.stack([entry.embedding for entry in added.values()]))
+        self._embeddings = None
         return tokens
 
     def remove(self, keys: Sequence[str]) -> None:
         for key in keys:
             if (entry := self.entries.pop(key, None)) is not None:
                 del self._order[bisect_left(self._order, (_sortable(entry.record.ids), key))]
-        self.vectors.remove(keys)
+        self._embeddings = None
 
     def beginning(self, ids: Ids) -> tuple[Record | None, int]:
         """Return the record that shares the longest prefix with a prompt, and how many tokens that is."""
@@ -119,27 +110,27 @@ class EntryContents:
                 best, longest = record, shared
         return best, longest
 
+    def nearest(self, embedding: Embedding, count: int) -> list[tuple[Record, float]]:
+        """Return the records with the highest cosines, the highest first; among 20,000 prompts in some milliseconds."""
+        if not self.entries:
+            return []
+        if self._embeddings is None:
+            self._embeddings = np.stack([entry.embedding for entry in self.entries.values()])
+        cosines, count = self._embeddings @ embedding, min(count, len(self.entries))
+        keys = list(self.entries)
+        return [(self.entries[keys[best]].record, float(cosines[best])) for best in np.argpartition(-cosines, range(count))[:count]]
+
 
 def _sortable(ids: Ids) -> bytes:
     # With the highest byte first, bytes have the order of the numbers.
     return ids.astype(">u4").tobytes()
 
 
-class PackedEntry(NamedTuple):
-    """A prompt with its keys and values, in a form of `layout`."""
-
-    ids: Ids
-    text: str
-    embedding: Embedding
-    provenance: Mapping[str, Any]
-    form: Mapping[str, Any]
-    tensors: Mapping[str, torch.Tensor]
-
-
 class PackedLibrary(Artifact):
     """A library of prompts with their keys and values, to start similar prompts from.
 
     Args:
+        entries: Each with its tensors, in a form of `layout`.
         quantization: The name of how these are stored.
         encoder: The name of what made the embeddings.
     """
@@ -147,40 +138,36 @@ class PackedLibrary(Artifact):
     artifact_type = "warm-start-library"
     format_version = 4
 
-    def __init__(self, entries: tuple[PackedEntry, ...], quantization: str | None, encoder: str) -> None:
+    def __init__(self, entries: Sequence[tuple[Entry, Mapping[str, torch.Tensor]]], quantization: str | None, encoder: str) -> None:
         self.entries, self.quantization, self.encoder = entries, quantization, encoder
 
     def tensors(self) -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = {}
-        for number, entry in enumerate(self.entries):
-            arrays = {"ids": torch.from_numpy(entry.ids.astype(np.int64)), "embedding": torch.from_numpy(entry.embedding.copy())}
-            tensors |= {f"{number}.{name}": tensor.contiguous() for name, tensor in (arrays | dict(entry.tensors)).items()}
+        for number, (entry, states) in enumerate(self.entries):
+            arrays = {"ids": torch.from_numpy(entry.record.ids.astype(np.int64)), "embedding": torch.from_numpy(entry.embedding.copy())}
+            tensors |= {f"{number}.{name}": tensor.contiguous() for name, tensor in (arrays | dict(states)).items()}
         return tensors
 
     def metadata(self) -> dict[str, Any]:
-        prompts = [{"text": entry.text, "provenance": dict(entry.provenance), "form": dict(entry.form)} for entry in self.entries]
+        prompts = [{"text": entry.text, "provenance": dict(entry.provenance), "form": dict(entry.record.form)} for entry, _ in self.entries]
         return {"quantization": self.quantization, "encoder": self.encoder, "prompts": prompts}
 
     @classmethod
     def restore(cls, tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> Self:
-        groups: dict[str, dict[str, torch.Tensor]] = {}
-        for name, tensor in tensors.items():
-            group, _, rest = name.partition(".")
-            groups.setdefault(group, {})[rest] = tensor
         quantization = metadata["quantization"]
         if quantization not in ("int8", "int4", None) and codec_digest(str(quantization)) is None:
             raise ArtifactError(f"The stored library has the quantization {str(quantization)[:100]!r}. Make it anew.")
         entries = []
         for number, prompt in enumerate(metadata["prompts"]):
-            parts, form = groups[str(number)], dict(prompt["form"])
-            ids, embedding = parts.pop("ids"), parts.pop("embedding")
+            states, form = part_of(tensors, str(number)), dict(prompt["form"])
+            ids, embedding = states.pop("ids"), states.pop("embedding")
             if form["quantization"] != quantization or ids.ndim != 1 or len(ids) < 2 or ids.dtype != torch.int64 or int(ids.min()) < 0:
                 raise ArtifactError(f"Prompt {number} does not fit the stored library. Make it anew.")
             check_form(form)
-            check(parts, form, len(ids))
-            vector: Embedding = embedding.float().numpy()
-            entries.append(PackedEntry(as_ids(ids), str(prompt["text"]), vector, dict(prompt["provenance"]), form, parts))
-        return cls(tuple(entries), quantization, str(metadata["encoder"]))
+            check(states, form, len(ids))
+            entry = Entry(record_of("", as_ids(ids), form), str(prompt["text"]), embedding.float().numpy(), dict(prompt["provenance"]))
+            entries.append((entry, states))
+        return cls(entries, quantization, str(metadata["encoder"]))
 
     def describe_calibration(self) -> str:
         return f"{len(self.entries)} prompts; encoder: {self.encoder}. Holds the prompts as text."

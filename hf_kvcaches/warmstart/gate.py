@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Self
 
 from torch import Tensor
@@ -62,8 +62,7 @@ class WarmStartGate(Artifact):
         return {}
 
     def metadata(self) -> dict[str, Any]:
-        names = ("tau", "reusable", "similarity", "repair", "repair_depth", "encoder", "bound")
-        return {name: getattr(self, name) for name in names} | {"measured": list(self.measured)}
+        return asdict(self) | {"measured": list(self.measured)}
 
     @classmethod
     def restore(cls, tensors: dict[str, Tensor], metadata: dict[str, Any]) -> Self:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from operator import index
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from transformers import Cache, PreTrainedModel
+from transformers import Cache
 
 from hf_kvcaches import compat
 from hf_kvcaches.codec.codec import KVCodec
@@ -23,16 +22,14 @@ from hf_kvcaches.core.save import named_codec
 from hf_kvcaches.core.tokenizer_digest import digest_of_tokenizer
 from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch, require_tokenizer
 from hf_kvcaches.reuse import layout
-from hf_kvcaches.reuse.index import Ids, Match, Record, TokenIndex, as_ids
+from hf_kvcaches.reuse.index import Ids, Record, as_ids
 from hf_kvcaches.reuse.layout import LayerStates, Quantization
 from hf_kvcaches.reuse.store import NewSpan, SpanStore
 from hf_kvcaches.stores.blobs import BlobStore, NewBlob
 from hf_kvcaches.stores.catalog import TIMEOUT
 from hf_kvcaches.warmstart.encoders import EmbeddingsEncoder, Encoder, encoder_of
-from hf_kvcaches.warmstart.entries import Entry, EntryContents, EntryReport, PackedEntry, PackedLibrary, record_of
-from hf_kvcaches.warmstart.reading import read_prompt, states_of_cache
-
-Prompt = str | Sequence[int] | torch.Tensor
+from hf_kvcaches.warmstart.entries import Entry, EntryContents, EntryReport, PackedLibrary, record_of
+from hf_kvcaches.warmstart.reading import Prompt, listed, read_prompt, states_of_cache, token_ids
 
 # How many similar prompts are compared token by token.
 COMPARED = 3
@@ -78,21 +75,13 @@ class WarmStartLibrary(SpanStore):
         decoder_layers(self.model)  # refuses models without decoder layers, before anything is stored
         self.geometries = rotation_of(compat.decoder_config(self.model.config)).layers
         quantization = layout.check_quantization(quantization)
-        coded = isinstance(quantization, KVCodec)
         if isinstance(quantization, KVCodec):
             quantization.require_all_layers(self.model, "quantization")
-        self.shard = shard_of(self.model)
-        self.encoder = encoder_of(encoder, self.model)
-        for needed, what, instead in (
-            (coded, "A library with the codes of a KVCodec", "Use quantization='int8'."),
-            (
-                isinstance(self.encoder, EmbeddingsEncoder),
-                "An encoder that runs the model",
-                "Give encoder the name of a sentence-transformers model, or a function.",
-            ),
-        ):
-            if needed:
-                require_all_heads(self.model, what, instead)
+            require_all_heads(self.model, "A library with the codes of a KVCodec", "Use quantization='int8'.")
+        self.shard, self.encoder = shard_of(self.model), encoder_of(encoder, self.model)
+        if isinstance(self.encoder, EmbeddingsEncoder):
+            instead = "Give encoder the name of a sentence-transformers model, or a function."
+            require_all_heads(self.model, "An encoder that runs the model", instead)
         self.digest = require_identity(self.model, "The library").digest
         parts = ["warm start 3", self.digest, digest_of_tokenizer(tokenizer), self.encoder.name, str(layout.name_of(quantization))]
         self.scope = hashlib.blake2b("|".join(parts).encode(), digest_size=16).hexdigest()
@@ -117,13 +106,13 @@ class WarmStartLibrary(SpanStore):
         Returns:
             The ids of their entries, new or old ones; None for a prompt that was not stored because of `max_bytes` or a failed store.
         """
-        if refusal := self.refusal(identity_of(self.model)):
-            raise FingerprintMismatch(f"{refusal} Make a library for the model as it is, or bring back what it had.")
-        if cache is not None and len(listed(prompts)) != 1:
-            raise ConfigError.of("prompts", "one prompt, the one that cache= holds", f"{len(listed(prompts))} prompts")
-        return [self._add(prompt, dict(provenance or {}), cache) for prompt in listed(prompts)]
+        self._require_model()
+        rows = listed(prompts)
+        if cache is not None and len(rows) != 1:
+            raise ConfigError.of("prompts", "one prompt, the one that cache= holds", f"{len(rows)} prompts")
+        return [self._add(prompt, provenance or {}, cache) for prompt in rows]
 
-    def _add(self, prompt: Prompt, provenance: dict[str, Any], cache: Cache | None) -> str | None:
+    def _add(self, prompt: Prompt, provenance: Mapping[str, Any], cache: Cache | None) -> str | None:
         ids = token_ids(prompt, self.model, self.tokenizer)
         if len(ids) < 2:
             raise ConfigError.of("prompts", "at least 2 tokens each", len(ids))
@@ -144,9 +133,8 @@ class WarmStartLibrary(SpanStore):
 
         Any thread may call it.
         """
-        tokens = ids.tolist()
-        text = str(self.tokenizer.decode(tokens, clean_up_tokenization_spaces=False)) if text is None else text
-        entry = Entry.of(self.scope, ids, text, self.encoder.encode([text], [tokens])[0], provenance or {})
+        text = self._text(ids) if text is None else text
+        entry = Entry(record_of(self.scope, ids), text, self.encoder.encode(text, ids.tolist()), provenance or {})
         self.put([NewSpan(entry.record, layers, entry.head())], self.geometries)
         return self.exact(ids)
 
@@ -161,11 +149,9 @@ class WarmStartLibrary(SpanStore):
         if prompts is not None:
             rows = [as_ids(token_ids(prompt, self.model, self.tokenizer)) for prompt in listed(prompts)]
             keys = list(dict.fromkeys(record.key for ids in rows for record, _ in self.near(ids)))
-        else:
-            self.contents.vectors.search(self.encoder.encode(["any text"], [[0]])[0])
         return sum(len(self._read(key)) for key in keys)
 
-    def _read(self, key: str) -> dict[str, Any]:
+    def _read(self, key: str) -> dict[str, dict[str, torch.Tensor]]:
         self.catalog.blobs.begin()  # each is a request of its own
         entry = self.contents.entries.get(key)
         return {} if entry is None else self.load({key: entry.record})
@@ -182,12 +168,12 @@ class WarmStartLibrary(SpanStore):
 
     def near(self, ids: Ids, least: float = -1.0) -> list[tuple[Record, float]]:
         """Return the most similar prompts with a cosine of at least `least`, the most similar first."""
-        tokens = ids.tolist()
-        text = str(self.tokenizer.decode(tokens, clean_up_tokenization_spaces=False)) if self.encoder.reads_text else ""
-        nearest = self.contents.vectors.search(self.encoder.encode([text], [tokens])[0], COMPARED)
+        embedding = self.encoder.encode(self._text(ids), ids.tolist())
         with self.catalog.lock:
-            entries = [(self.contents.entries.get(key), cosine) for key, cosine in nearest if cosine >= least]
-        return [(entry.record, cosine) for entry, cosine in entries if entry is not None]
+            return [(record, cosine) for record, cosine in self.contents.nearest(embedding, COMPARED) if cosine >= least]
+
+    def _text(self, ids: Ids) -> str:
+        return str(self.tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False))
 
     def used(self, key: str, tokens: int) -> None:
         """Count the tokens that an entry saved in a request."""
@@ -268,28 +254,27 @@ class WarmStartLibrary(SpanStore):
         library = cls(model, tokenizer, encoder, quantization=quantization, location=location, **limits)
         if library.encoder.name != packed.encoder:
             raise ConfigError.of("encoder", f"the one that the library was made with, {packed.encoder!r}", library.encoder.name)
-        for ids, text, embedding, provenance, form, tensors in packed.entries:
-            if embedding.shape != (library.encoder.dim,):
-                raise ArtifactError(f"{folder_or_hub_id}: it holds an embedding of the shape {embedding.shape}. Make the library anew.")
-            entry = Entry.of(library.scope, ids, text, embedding, provenance)
-            head = {**replace(entry.record, form=dict(form)).to_dict(), **entry.head()}
-            library.catalog.put([NewBlob(entry.record.key, head, tensors)])
+        for entry, tensors in packed.entries:
+            if entry.embedding.shape != (library.encoder.dim,):
+                shape = entry.embedding.shape
+                raise ArtifactError(f"{folder_or_hub_id}: it holds an embedding of the shape {shape}. Make the library anew.")
+            record = replace(entry.record, scope=library.scope)
+            library.catalog.put([NewBlob(record.key, {**record.to_dict(), **entry.head()}, tensors)])
         library.refresh()
         return library
 
     def _packed(self) -> PackedLibrary:
-        if refusal := self.refusal(identity_of(self.model)):
-            raise FingerprintMismatch(f"{refusal} Make a library for the model as it is, or bring back what it had.")
+        self._require_model()
         self.flush()
-        entries = []
-        for key, entry in list(self.contents.entries.items()):
-            for tensors in self._read(key).values():
-                record = entry.record
-                entries.append(PackedEntry(record.ids, entry.text, entry.embedding, entry.provenance, record.form, tensors))
-        packed = PackedLibrary(tuple(entries), layout.name_of(self.quantization), self.encoder.name)
+        entries = [(entry, tensors) for key, entry in list(self.contents.entries.items()) for tensors in self._read(key).values()]
+        packed = PackedLibrary(entries, layout.name_of(self.quantization), self.encoder.name)
         # Without samples: keys and values are of one precision.
         packed.fingerprint = replace(ModelFingerprint.of(self.model, self.tokenizer), samples=[])
         return packed
+
+    def _require_model(self) -> None:
+        if refusal := self.refusal(identity_of(self.model)):
+            raise FingerprintMismatch(f"{refusal} Make a library for the model as it is, or bring back what it had.")
 
     def refusal(self, identity: Identity) -> str:
         """Say why a model can't reuse entries, adapters included; "" if it can."""
@@ -303,14 +288,6 @@ class WarmStartLibrary(SpanStore):
         return f"WarmStartLibrary({len(self)} prompts, {layout.label_of(self.quantization)}, {self.catalog.blobs.place!r})"
 
 
-def runs_in(records: Sequence[Record], ids: Ids, start: int, shortest: int) -> list[Match]:
-    """Return the runs of a prompt, from an index on, that some earlier prompts have."""
-    tokens = TokenIndex()
-    for record in records:
-        tokens.add(record.key, record)
-    return tokens.runs(ids, start, shortest)
-
-
 def _quantization(name: str | None, codec: KVCodec | None) -> Quantization:
     """Return the quantization of a stored library. Refuse a codec other than the named one."""
     digest = layout.codec_digest(name)
@@ -319,25 +296,3 @@ def _quantization(name: str | None, codec: KVCodec | None) -> Quantization:
     if codec is not None:
         raise ConfigError.of("codec", f"None, since keys and values are stored without a codec ({name})", codec, "Leave it out.")
     return layout.check_quantization(name)
-
-
-def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return one or several prompts as a list."""
-    if isinstance(prompts, Mapping) or not hasattr(prompts, "__len__"):
-        raise ConfigError.of("prompts", "texts or rows of token ids", type(prompts).__name__, "Of a tokenizer's output, add input_ids.")
-    single = isinstance(prompts, str) or (isinstance(prompts, torch.Tensor) and prompts.ndim == 1)
-    return [prompts] if single or (len(prompts) and isinstance(prompts[0], int)) else list(prompts)  # type: ignore[list-item,arg-type]
-
-
-def token_ids(prompt: Prompt, model: PreTrainedModel, tokenizer: Any) -> list[int]:
-    """Return a prompt's token ids; a text gets the tokenizer's special tokens."""
-    if isinstance(prompt, str):
-        return list(tokenizer(prompt, verbose=False)["input_ids"])
-    try:
-        ids = [index(token) for token in (prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt)]
-    except TypeError as error:
-        raise ConfigError.of("prompts", "texts or rows of token ids", type(prompt).__name__) from error
-    vocabulary = getattr(model.get_input_embeddings(), "num_embeddings", 1 << 31)
-    if not all(0 <= token < vocabulary for token in ids):
-        raise ConfigError.of("prompts", f"token ids from 0 to {vocabulary - 1}", f"{min(ids)} to {max(ids)}")
-    return ids

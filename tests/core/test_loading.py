@@ -30,7 +30,6 @@ from hf_kvcaches.core.files import read_file
 from hf_kvcaches.core.hub import FILE_NAME
 from hf_kvcaches.errors import ArtifactError, UnsupportedError
 from hf_kvcaches.translate.translator import CacheTranslator
-from hf_kvcaches.warmstart.paper.adapters import Adapters, TrainedAdapters
 from tests import tiny
 from tests.core.artifact_helpers import Basis, basis, forge, rewrite
 from tests.translate.pairs import fitted
@@ -58,16 +57,11 @@ class Kind(NamedTuple):
     load: Callable[[Path], Any]
 
 
-def adapters() -> TrainedAdapters:
-    return TrainedAdapters(Adapters(*((torch.eye(4).repeat(2, 1, 1),) * 2,) * 2), 4, "salient", 1, ({"kl": 0.5},))
-
-
 ARTIFACTS = {
     "codec": Kind(lambda folder: codec().save_pretrained(folder), KVCodec.from_pretrained),
     "policy": Kind(lambda folder: SegmentPolicy(bound=0.1, measured=({"kl": 0.1},)).save_pretrained(folder), SegmentPolicy.from_pretrained),
     "gate": Kind(lambda folder: WarmStartGate(measured=({"kl": 0.1},)).save_pretrained(folder), WarmStartGate.from_pretrained),
     "translator": Kind(lambda folder: fitted().save_pretrained(folder), CacheTranslator.from_pretrained),
-    "adapters": Kind(lambda folder: adapters().save_pretrained(folder), TrainedAdapters.from_pretrained),
     "library": Kind(
         lambda folder: library_of(model(), tiny.ids(1, 12)).save_pretrained(folder),
         lambda folder: WarmStartLibrary.from_pretrained(folder, model(), words()),

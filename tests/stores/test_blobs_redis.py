@@ -51,7 +51,7 @@ def test_a_flipped_bit_in_any_byte_of_a_body_is_a_miss_and_a_complaint(shared_se
     store, client, body = open_blobs(redis_location), shared_server.client(), f"{prefix_of(redis_location)}:body:{KEY}"
     store.put(KEY, HEAD, blob())
     whole = client.get(body)
-    cuts = [whole[:length] for length in range(len(whole))] + [whole + b"\0"]
+    cuts = [whole[:length] for length in range(1, len(whole))] + [whole + b"\0"]
     flips = [whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :] for place in range(len(whole))]
     for count, content in enumerate(cuts + flips, 1):
         client.set(body, content)

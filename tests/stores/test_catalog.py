@@ -57,7 +57,7 @@ def test_a_place_that_fails_is_a_miss_with_one_warning_but_for_what_is_asked_for
     def fails(*arguments: object) -> None:
         raise StoreUnavailable("It is away.")
 
-    for name in ("changes", "put_many", "pinned", "delete"):
+    for name in ("changes", "put", "pinned", "delete"):
         monkeypatch.setattr(made.blobs, name, fails)
     monkeypatch.setattr(made.blobs, "tensors", fails)
 

@@ -36,11 +36,6 @@ def evict(blobs: Catalog, excess: int, keep: Collection[str] = ()) -> set[str]:
     return before - set(blobs.entries)
 
 
-def eviction_order(blobs: Catalog) -> list[str]:
-    """All blobs, evicted one by one."""
-    return [key for _ in range(len(blobs.entries)) for key in evict(blobs, 1)]
-
-
 class Slow:
     """The same by looking at everything each time: key -> [size, tokens saved, worth, number of its last use]."""
 
@@ -112,31 +107,6 @@ def test_totals_and_evictions_are_those_of_the_slow_way(steps) -> None:
         assert blobs.bytes == slow.total()
 
 
-def test_the_blob_that_saved_least_work_a_byte_goes_first() -> None:
-    blobs = catalog()
-    for key, size in {"a": 100, "b": 10, "c": 50}.items():
-        add(blobs, key, size, 100)
-    assert evict(blobs, 60) == {"a"}
-    assert eviction_order(blobs) == ["c", "b"]
-
-
-def test_of_blobs_that_are_worth_the_same_the_one_that_was_used_longest_ago_goes_first() -> None:
-    blobs = catalog()
-    for key in "cab":
-        add(blobs, key, 10, 100)
-    assert eviction_order(blobs) == ["c", "a", "b"]
-    for key in "cab":
-        add(blobs, key, 10, 100)
-    blobs.delete("a")
-    add(blobs, "a", 10, 100)
-    add(blobs, "c", 10, 100)  # it is there: neither new nor used
-    assert eviction_order(blobs) == ["c", "b", "a"]
-    for key, tokens in {"c": 50, "a": 100, "b": 100}.items():
-        add(blobs, key, 10, tokens)
-    blobs.used("c", 50)
-    assert eviction_order(blobs) == ["a", "b", "c"]
-
-
 def fill(blobs: Catalog, keys: list[str], cap: int) -> list[str]:
     """Adds blobs of ten bytes, evicting down to the cap after each; returns what went."""
     gone: list[str] = []
@@ -162,18 +132,3 @@ def test_a_blob_that_was_used_much_long_ago_goes_in_the_end() -> None:
     gone = fill(blobs, [f"{number:x}" for number in range(200)], cap=50)
     # Its ten uses are worth as much as ten generations of what came by once.
     assert 20 < gone.index("aaaa") < 60
-
-
-def test_uses_of_what_is_gone_are_ignored() -> None:
-    blobs = catalog()
-    blobs.used("b", 10)
-    add(blobs, "a", 10, 10)
-    blobs.delete("a")
-    blobs.used("a", 10)
-    assert (blobs.bytes, dict(blobs.entries), evict(blobs, 10)) == (0, {}, set())
-
-
-def test_nothing_goes_without_need() -> None:
-    blobs = catalog()
-    add(blobs, "a", 10, 10)
-    assert evict(blobs, 0) == evict(blobs, -3) == evict(blobs, 10, keep={"a"}) == set()

@@ -216,18 +216,6 @@ def test_a_chat_goes_on_behind_what_was_reused() -> None:
     assert cache.report().strategies == ("align",)
 
 
-def test_a_talk_in_another_cache_begins_with_what_the_library_has_of_it() -> None:
-    model = tiny.llama()
-    library = library_of(model, joined(A, B))
-    said = answer(model, joined(A, B), WarmStartCache(model, library), 6).sequences
-    library.add(said[0])
-    turn, cache = joined(said, C), WarmStartCache(model, library)
-    with tokens_run(model) as seen:
-        got = logits_of(model, turn, cache, 3)
-    assert seen == [31, 1, 1]
-    close(got, logits_of(model, turn, new=3))
-
-
 def test_a_cache_that_was_emptied_is_served_again() -> None:
     model = tiny.llama()
     cache = WarmStartCache(model, library_of(model, EARLIER), gate=OPEN)
@@ -286,14 +274,6 @@ def test_a_report_says_what_was_done_by_which_entry_and_why_not_more() -> None:
     assert "below 101%" in shut.report().refusals[0]
 
 
-def test_the_tokens_of_the_default_gate_are_those_reused() -> None:
-    model = tiny.llama()
-    library = library_of(model, EARLIER)
-    logits_of(model, CHANGED, served := WarmStartCache(model, library, gate=WarmStartGate(reusable=60.5 / 115)))
-    logits_of(model, CHANGED, refused := WarmStartCache(model, library, gate=WarmStartGate(reusable=61.5 / 115)))
-    assert (served.report().strategies, refused.report().strategies) == (("align",), ("prefix",))
-
-
 # Models and arguments
 
 
@@ -337,6 +317,7 @@ def test_a_model_that_changed_is_served_cold_and_the_report_says_so() -> None:
     ("arguments", "message"),
     [
         ({"library": "memory"}, "library: expected a WarmStartLibrary"),
+        ({"library": None}, "library: expected a WarmStartLibrary, got None. Make one with"),
         ({"strategy": "fast"}, "strategy: expected one of 'auto'"),
         ({"tail": 1.5}, "tail"),
         ({"gate": 0.9}, "gate: expected a WarmStartGate"),
@@ -390,21 +371,15 @@ def test_a_prompt_behind_a_beginning_in_the_library_enters_it_too() -> None:
         assert cache.report().strategy == strategy
 
 
-def test_what_was_reused_inexactly_does_not_enter_the_library() -> None:
+@pytest.mark.parametrize(("prompt", "remember", "strategy"), [(CHANGED, True, "align"), (joined(D, E), False, "cold")])
+def test_what_was_reused_inexactly_does_not_enter_the_library_nor_does_anything_unasked(
+    prompt: torch.Tensor, remember: bool, strategy: str
+) -> None:
     model = tiny.llama()
     library = library_of(model, EARLIER)
-    cache = WarmStartCache(model, library, strategy="align", gate=OPEN, remember=True)
-    logits_of(model, CHANGED, cache, 3)
-    assert cache.report().strategy == "align"
-    library.flush()
-    library.refresh()
-    assert len(library.ids()) == 1
-
-
-def test_a_library_stays_as_it_is_unless_the_cache_is_told_to_remember() -> None:
-    model = tiny.llama()
-    library = library_of(model, EARLIER)
-    logits_of(model, joined(D, E), WarmStartCache(model, library), 3)
+    cache = WarmStartCache(model, library, gate=OPEN, remember=remember)
+    logits_of(model, prompt, cache, 3)
+    assert cache.report().strategy == strategy
     library.flush()
     library.refresh()
     assert len(library.ids()) == 1

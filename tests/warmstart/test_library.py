@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import threading
-import time
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -23,7 +20,7 @@ from hf_kvcaches import GrowingCache, WarmStartCache, WarmStartLibrary
 from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch
 from hf_kvcaches.reuse.index import as_ids, common_prefix
 from hf_kvcaches.stores.blobs import BlobHead
-from hf_kvcaches.warmstart.entries import Entry, EntryContents
+from hf_kvcaches.warmstart.entries import Entry, EntryContents, record_of
 from tests import tiny
 from tests.helpers.stores import PROCESSES, header_end
 from tests.segments.test_cache import A, B, C, D, joined
@@ -172,16 +169,32 @@ def test_bad_arguments_are_refused(arguments: dict[str, Any], message: str) -> N
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=8), min_size=1, max_size=12), st.lists(st.integers(0, 3), max_size=9))
 def test_the_longest_beginning_is_found_as_by_looking_at_all(prompts: list[list[int]], asked: list[int]) -> None:
     rows = [as_ids(row) for row in prompts]
-    entries = [Entry.of("scope", row, "", np.ones(1, np.float32), {}) for row in rows]
     form = {"quantization": None, "dtype": "float32", "piles": [[0]], "dims": [[1, 4, 4]]}
+    entries = [Entry(record_of("scope", row, form), "", np.ones(1, np.float32), {}) for row in rows]
     contents = EntryContents("scope", 1)
     for entry in entries:
-        contents.add([BlobHead(entry.record.key, {**replace(entry.record, form=form).to_dict(), **entry.head()}, 1)])
+        contents.add([BlobHead(entry.record.key, {**entry.record.to_dict(), **entry.head()}, 1)])
     best, shared = contents.beginning(as_ids(asked))
     assert shared == max(common_prefix(row, as_ids(asked)) for row in rows)
     assert (best is None) == (shared == 0)
     if best is not None:
         assert common_prefix(best.ids, as_ids(asked)) == shared
+
+
+def test_the_nearest_prompts_are_those_of_the_highest_cosines_also_behind_removals() -> None:
+    made = np.random.default_rng(0).standard_normal((41, 8)).astype(np.float32)
+    query, *vectors = made / np.linalg.norm(made, axis=1, keepdims=True)
+    form = {"quantization": None, "dtype": "float32", "piles": [[0]], "dims": [[1, 4, 4]]}
+    entries = [Entry(record_of("scope", as_ids([1, number]), form), "", vector, {}) for number, vector in enumerate(vectors)]
+    contents = EntryContents("scope", 8)
+    assert contents.nearest(query, 3) == []
+    for known in (entries[:1], entries[:20], entries, entries[5:]):
+        contents.remove(list(contents.entries))
+        contents.add([BlobHead(entry.record.key, {**entry.record.to_dict(), **entry.head()}, 1) for entry in known])
+        expected = sorted(((float(entry.embedding @ query), entry.record.key) for entry in known), reverse=True)[:3]
+        found = contents.nearest(query, 3)
+        assert [record.key for record, _ in found] == [key for _, key in expected]
+        assert [cosine for _, cosine in found] == pytest.approx([cosine for cosine, _ in expected], abs=1e-6)
 
 
 # Files
@@ -356,40 +369,3 @@ def test_what_another_process_adds_is_found_and_what_it_deletes_is_not(shared: s
         other.delete(key)
     assert served(model, library, prompt(1)) == "cold"
     assert len(library) == 0
-
-
-@pytest.mark.parametrize("waits", [0.0, 0.003, 0.01])
-def test_a_process_that_is_killed_while_it_adds_leaves_a_library_that_opens(shared: str, waits: float) -> None:
-    ours, theirs = PROCESSES.Pipe(duplex=False)
-    process = PROCESSES.Process(target=add_elsewhere, args=(shared, list(range(1000)), theirs), daemon=True)
-    process.start()
-    done = []
-    for _ in range(3):
-        assert ours.poll(60)
-        done.append(ours.recv()[0])
-    time.sleep(waits)
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGKILL)
-    process.join(30)
-    model = small()
-    with said() as sentences:
-        library = opened(model, shared)
-        assert len(library) >= 3
-        for seed in done:
-            assert served(model, library, prompt(seed)) == "exact"
-        library.add(prompt(2000)[0])
-        assert served(model, library, prompt(2000)) == "exact"
-    assert sentences == []
-
-
-def test_the_longest_common_beginning_is_found_among_entries_that_share_the_first_thousand_tokens() -> None:
-    model = small()
-    library = WarmStartLibrary(model, words(), quantization="int4")
-    shared = tiny.ids(1, 1100, seed=1)[0]
-    for length, seed in ((5, 2), (60, 3), (20, 4), (40, 5)):
-        library.add(torch.cat([shared, tiny.ids(1, 80, seed=9)[0][:length], tiny.ids(1, 30, seed=seed)[0]]).tolist())
-    asked = as_ids(torch.cat([shared, tiny.ids(1, 80, seed=9)[0]]))
-    found, count = library.beginning(asked)
-    longest = max(common_prefix(library.contents.entries[key].record.ids, asked) for key in library.ids())
-    assert found is not None
-    assert count == common_prefix(found.ids, asked) == longest >= 1160

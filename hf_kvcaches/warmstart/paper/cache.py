@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, get_args
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -17,50 +18,33 @@ from hf_kvcaches.core.layers import append
 from hf_kvcaches.core.parallel import require_all_heads
 from hf_kvcaches.core.prompt import PrefillCall
 from hf_kvcaches.core.rope import rotation_of
-from hf_kvcaches.core.view import LayerView, previous_implementation
+from hf_kvcaches.core.view import LayerView
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedError, require_choice, require_instance, whole_number
-from hf_kvcaches.evaluate.observer import Attended, WatchedView
+from hf_kvcaches.evaluate.observer import Attended, WatchingCache
 from hf_kvcaches.reuse.layer import PlainCache, SplicedLayer, SplicingCache
-from hf_kvcaches.reuse.partial import run_span
-from hf_kvcaches.stores.vectors import VectorIndex
-from hf_kvcaches.warmstart.encoders import Encoder, encoder_of
-from hf_kvcaches.warmstart.library import Prompt, listed, token_ids
-from hf_kvcaches.warmstart.paper.adapters import Adapters, TrainedAdapters
-from hf_kvcaches.warmstart.paper.compressor import Layout, SlotCompressor
-from hf_kvcaches.warmstart.paper.gate import SummaryGate
-from hf_kvcaches.warmstart.paper.positions import PositionCorrection
+from hf_kvcaches.reuse.partial import run_module, run_span
+from hf_kvcaches.warmstart.encoders import Embedding, Encoder, encoder_of
 from hf_kvcaches.warmstart.paper.projector import SlotProjector
-from hf_kvcaches.warmstart.paper.slots import LayerSlots, Slots
-from hf_kvcaches.warmstart.paper.swapping import ExactPrefill, Swap
+from hf_kvcaches.warmstart.paper.slots import LayerSlots, Layout, Slots, summary
+from hf_kvcaches.warmstart.reading import Prompt, listed, token_ids
 
 
-class _ReadLayer(SplicedLayer):
-    """A layer that hands the keys, values and last query of each pass to `read`."""
+class _ReadCache(WatchingCache):
+    """Collects the queries, keys, values and scaling of each layer."""
 
-    def __init__(self, read: list[Attended], layer_idx: int) -> None:
-        super().__init__()
-        self._read, self._index = read, layer_idx
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        self.seen += key_states.shape[2]
-        view = WatchedView(self._read.append, self._index, key_states, value_states)
-        return view, view
-
-
-class _ReadCache(PlainCache):
     def __init__(self, model: PreTrainedModel) -> None:
         self.attended: list[Attended] = []
         super().__init__(model)
 
-    def make_layer(self, layer_idx: int) -> SplicedLayer:
-        return _ReadLayer(self.attended, layer_idx)
+    def watch(self, attended: Attended) -> None:
+        self.attended.append(attended)
 
 
 @torch.no_grad()
-def read_attention(model: PreTrainedModel, ids: torch.Tensor) -> list[Attended]:
-    """Run a prompt, (1, tokens), and return the queries, keys, values and scaling of each layer."""
+def _read(model: PreTrainedModel, ids: torch.Tensor) -> list[Attended]:
+    """Run a prompt, (1, tokens), and return what each layer attended with."""
     cache = _ReadCache(model)
-    run_span(model, cache, ids, torch.arange(ids.shape[1], device=ids.device))
+    run_module(model.base_model, cache, ids.to(compat.input_device(model)))
     return cache.attended
 
 
@@ -70,10 +54,8 @@ class SummaryLibrary:
     Args:
         slots: How many slots a summary has for each layer and key head.
         encoder: See `WarmStartLibrary`.
-        layout: `"salient"` or `"paper"`; see `SlotCompressor`.
+        layout: `"salient"` or `"paper"`; see `summary`.
         tail: How many tokens at the end of a prompt no slot stands for; they are computed behind the slots.
-        adapters: Maps for pooled slots that were trained for it, or None.
-        correct_positions: Experimental, for models with learned positions (GPT-2), whose keys can't be rotated.
     """
 
     def __init__(
@@ -85,56 +67,45 @@ class SummaryLibrary:
         *,
         layout: Layout = "salient",
         tail: int = 1,
-        adapters: TrainedAdapters | Adapters | None = None,
-        correct_positions: bool = False,
     ) -> None:
         require_all_heads(model, "A summary", "Use WarmStartLibrary.")
+        require_choice("layout", layout, get_args(Layout))
         self.model, self.tokenizer = compat.base_model(model), tokenizer
+        self.slots, self.layout = whole_number("slots", slots, 1), layout
         self.tail = whole_number("tail", tail, 1, hint="The last token is always computed.")
-        self.compressor, self.rotation = SlotCompressor(slots, layout), rotation_of(compat.decoder_config(self.model.config))
-        self.correction = None
-        if correct_positions:
-            prompts = PositionCorrection.prompts_for(self.model)
-            keys = ([layer.keys[0] for layer in read_attention(self.model, ids)] for ids in prompts)
-            self.correction = PositionCorrection.of_model(self.model, keys)
-        elif self.rotation.why:
+        self.rotation = rotation_of(compat.decoder_config(self.model.config))
+        if self.rotation.why:
             raise UnsupportedError(f"model: {self.rotation.why}. Use WarmStartLibrary, which reuses common starts of prompts.")
-        if isinstance(adapters, TrainedAdapters):
-            adapters = adapters.checked(self.model, slots, layout, tail)
-        self.adapters, self.encoder = adapters, encoder_of(encoder, self.model)
+        self.encoder = encoder_of(encoder, self.model)
         self.digest = require_identity(self.model, "The library").digest
-        self._vectors, self._entries = VectorIndex(self.encoder.dim), dict[str, Slots]()
+        self._summaries, self._embeddings = list[Slots](), list[Embedding]()
 
     def add(self, prompts: Prompt | Sequence[Prompt]) -> None:
         """Run prompts, texts or token ids, and keep their summaries."""
         for prompt in listed(prompts):
             ids = token_ids(prompt, self.model, self.tokenizer)
-            name = str(len(self._entries))
-            self._entries[name] = self.summarised(ids)
-            self._vectors.add([name], self._embedded(ids))
+            self._summaries.append(self.summarised(ids))
+            self._embeddings.append(self._embedded(ids))
 
     def summarised(self, ids: Sequence[int]) -> Slots:
         """Run a prompt, and return its summary."""
         if len(ids) <= self.tail:
             raise ConfigError.of("prompts", f"at least {self.tail + 1} tokens each", len(ids))
-        read = read_attention(self.model, torch.tensor([list(ids)], device=compat.input_device(self.model)))
+        read = _read(self.model, torch.tensor([list(ids)]))
         keys, values = ([getattr(layer, side)[0, :, : -self.tail] for layer in read] for side in ("keys", "values"))
-        slots = self.compressor.compress(
-            keys, values, [layer.query[0, :, -1] for layer in read], len(ids), [layer.scaling for layer in read]
-        )
-        return slots if self.adapters is None else self.adapters.apply(slots, self.rotation.layers)
+        queries = [layer.query[0, :, -1] * layer.scaling for layer in read]
+        return summary(keys, values, queries, len(ids), self.slots, self.layout)
 
-    def _embedded(self, ids: Sequence[int]) -> Any:
-        text = self.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False) if self.encoder.reads_text else ""
-        return self.encoder.encode([text], [list(ids)])
+    def _embedded(self, ids: Sequence[int]) -> Embedding:
+        return self.encoder.encode(self.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False), ids)
 
     def nearest(self, ids: Sequence[int]) -> tuple[Slots, float] | None:
         """Return the summary of the most similar prompt, and its cosine."""
-        found = self._vectors.search(self._embedded(ids)[0])
-        return (self._entries[found[0][0]], found[0][1]) if found else None
-
-    def __len__(self) -> int:
-        return len(self._entries)
+        if not self._summaries:
+            return None
+        cosines = np.stack(self._embeddings) @ self._embedded(ids)
+        best = int(cosines.argmax())
+        return self._summaries[best], float(cosines[best])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SummaryLibrary:
         return self
@@ -206,11 +177,6 @@ class _SlotView(LayerView):
         weights = nn.functional.pad(layer.counts, (0, behind.shape[2]), value=1.0).log()[:, :, None].expand_as(hidden)
         bias = weights.masked_fill(hidden, torch.finfo(query.dtype).min).to(query.dtype)
         bias = bias.repeat_interleave(query.shape[1] // bias.shape[1], 1)
-        if previous_implementation(module.config) == "eager":
-            result: tuple[torch.Tensor, Any] = compat.attention_function("eager", module)(
-                module, query, self.keys, self.values, bias, **kwargs
-            )
-            return result
         attend = nn.functional.scaled_dot_product_attention
         output = attend(query, self.keys, self.values, bias, scale=kwargs.get("scaling"), enable_gqa=True)
         return output.transpose(1, 2).contiguous(), None
@@ -222,9 +188,9 @@ class SummaryCache(SplicingCache):
     Paper: "CP-KVP", section 2.5. What it answers is the earlier prompt until the exact prefill is swapped in.
 
     Args:
-        gate: When the nearest prompt is near enough.
-        swap: When the exact prefill replaces the summary: `"off"` (never), `"sync"` (before the second token) or `"background"` (once a
-            thread has computed it).
+        tau: The least cosine of the two prompts.
+        lengths: The least and the greatest length of the earlier prompt, as a multiple of the new one's.
+        swap: Whether the exact prefill replaces the summary, before the second token.
         projector: A `SlotProjector`, or None.
 
     Attributes:
@@ -237,22 +203,19 @@ class SummaryCache(SplicingCache):
         model: Any,
         library: SummaryLibrary,
         *,
-        gate: SummaryGate | None = None,
-        swap: Swap = "off",
+        tau: float = 0.9,
+        lengths: tuple[float, float] = (0.5, 2.0),
+        swap: bool = False,
         projector: SlotProjector | None = None,
     ) -> None:
         require_instance("library", library, SummaryLibrary, {"model": model})
-        require_choice("swap", swap, get_args(Swap))
         super().__init__(model)
         if any(layer.window is not None for layer in self.layers):
             raise UnsupportedError("model: a slot has no single place in a sliding window. Use WarmStartCache.")
         if identity_of(self.model).digest != library.digest:
             raise FingerprintMismatch("library: was made for another model, or with other adapters. Make one with this model.")
-        if projector is not None and library.correction is not None:
-            raise UnsupportedError("projector: keys with learned positions can't be rotated to a common position. Leave it out.")
-        self.library, self.gate, self.swap, self.projector = library, gate or SummaryGate(), swap, projector
-        self.served, self.swapped = False, False
-        self._exact: ExactPrefill | None = None
+        self.library, self.tau, self.lengths, self.swap, self.projector = library, tau, lengths, swap, projector
+        self.served = self.swapped = self._swap_pending = False
 
     def make_layer(self, layer_idx: int) -> SummaryLayer:
         return SummaryLayer()
@@ -275,66 +238,52 @@ class SummaryCache(SplicingCache):
             self.reason = "The library has nothing for this prompt."
             return 0
         slots, similarity = found
-        self.reason = self.gate.refusal(similarity, slots.length, tokens)
-        if self.reason:
+        least, most = self.lengths
+        if not similarity >= self.tau:  # or NaN
+            self.reason = f"The similarity is {similarity:.3f}, below {self.tau:g}."
+            return 0
+        if not least * tokens <= slots.length <= most * tokens:
+            self.reason = f"The earlier prompt is {slots.length / tokens:.2f} times as long, outside {least:g} to {most:g}."
             return 0
         for layer, row in zip(self.layers, self._moved(slots, tokens).layers, strict=True):
             states = row._replace(keys=row.keys.to(self.model.dtype), values=row.values.to(self.model.dtype))
             layer.take_slots(states, tokens - tail)
         self.served = True
-        self._exact = None if self.swap == "off" else ExactPrefill(self.model, call.input_ids.clone())
+        self._swap_pending = self.swap
         return tokens - tail
 
     def _moved(self, slots: Slots, tokens: int) -> Slots:
         """Move a summary to the end of a prompt of `tokens` tokens: one rotation is right for all slots."""
         library = self.library
         # A prompt of fewer tokens than slots keeps all of them, so nothing is projected.
-        if self.projector is not None and all(layer.keys.shape[1] == library.compressor.slots for layer in slots.layers):
+        if self.projector is not None and all(layer.keys.shape[1] == library.slots for layer in slots.layers):
             slots = self.projector.apply(slots, tokens, library.rotation.layers)
-        elif library.correction is not None:
-            slots = library.correction.shifted(slots, tokens - slots.length)
         else:
             slots = slots.shifted(tokens - slots.length, library.rotation.layers)
         # In a shorter prompt some slots have positions before its start.
         return replace(slots, layers=[layer._replace(positions=layer.positions.clamp_min(0)) for layer in slots.layers])
 
     def observe(self, input_ids: torch.Tensor, attention_mask: Any, position_ids: Any) -> None:
-        exact = self._exact
-        if exact is not None and self.seen:
-            if self.swap == "background" and not exact.started:
-                exact.start(self)  # here, so that it does not delay the first token
-            elif not exact.running:
-                self._take_over(exact)
-                self._exact = None  # last, so that an interrupted swap is repeated before the next pass
+        if self._swap_pending and self.seen:
+            self._take_over()
+            self._swap_pending = False  # last, so that an interrupted swap is repeated before the next pass
         super().observe(input_ids, attention_mask, position_ids)
 
     def steps_matter(self) -> bool:
-        return self._exact is not None or super().steps_matter()
+        return self._swap_pending or super().steps_matter()
 
-    def _take_over(self, exact: ExactPrefill) -> None:
-        """Replace the summary by the exact keys and values, and compute the generated tokens anew."""
-        if exact.failure is not None:
-            sentence = f"The exact prefill in the background failed ({exact.failure!r}); the prompt is run now."
-            warnings.warn(sentence, RuntimeWarning, stacklevel=4)
+    @torch.no_grad()
+    def _take_over(self) -> None:
+        """Replace the summary by the exact keys and values of all tokens."""
         if identity_of(self.model).digest != self.library.digest or len(self.log) != self.seen or self.exchanged:
             warnings.warn("The model or the rows have changed, so the summary stays.", RuntimeWarning, stacklevel=4)
             return
-        cache, start = exact.result(), exact.ids.shape[1]
-        if self.seen > start:
-            with torch.no_grad():
-                ids = self.log.ids[:, start : self.seen].to(exact.ids.device)
-                run_span(self.model, cache, ids, torch.arange(start, self.seen, device=ids.device))
+        cache, ids = PlainCache(self.model), self.log.ids[:, : self.seen].to(compat.input_device(self.model))
+        run_span(self.model, cache, ids, torch.arange(self.seen, device=ids.device))
         for layer, exact_layer in zip(self.layers, cache.layers, strict=True):
             layer.take_tokens(exact_layer.key_buffer, exact_layer.value_buffer, self.seen)
         self.swapped = True
 
-    def wait(self) -> None:
-        """Wait for the exact prefill in the background, if there is one; the next pass goes on from it."""
-        if self._exact is not None and self._exact.started:
-            self._exact.result()
-
     def reset(self) -> None:
-        if self._exact is not None:
-            self._exact.stop()
         super().reset()
-        self._exact, self.served, self.swapped = None, False, False
+        self.served = self.swapped = self._swap_pending = False

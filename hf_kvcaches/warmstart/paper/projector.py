@@ -10,7 +10,7 @@ import torch
 
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ConfigError, require_choice, whole_number
-from hf_kvcaches.warmstart.paper.slots import LayerSlots, Slots, require_layers, rotated
+from hf_kvcaches.warmstart.paper.slots import Slots
 
 Structure = Literal["shared", "per_head", "block_diagonal"]
 _TINY = torch.finfo(torch.float64).tiny
@@ -72,20 +72,24 @@ class SlotProjector:
         if not gamma > 0:
             raise ConfigError.of("gamma", "a number above 0", gamma)
         folds, blocks = whole_number("folds", folds, 2), whole_number("blocks", blocks, 1)
-        checked = _checked(pairs, geometries)
-        slots = checked[0][0].layers[0].keys.shape[1]
+        pairs = list(pairs)
+        if len(pairs) < 2:
+            raise ConfigError.of("pairs", "at least two, because one is held out", len(pairs))
+        shapes = {tuple(layer.keys.shape[:2] for layer in slots.layers) for pair in pairs for slots in pair}
+        if len(shapes) > 1:
+            raise ConfigError.of("pairs", "as many layers, heads and slots in all sources and targets", shapes)
+        slots = pairs[0][0].layers[0].keys.shape[1]
         block = torch.arange(slots) * (min(blocks, slots) if structure == "block_diagonal" else 1) // slots
         allowed = block == block[:, None]  # which slots may be mixed
         fits = []
         for layer, geometry in enumerate(geometries):
-            sources, targets = _states(checked, layer, geometry)
+            sources, targets = _states(pairs, layer, geometry)
             fits.append(_fit_layer(layer, sources, targets, allowed, structure == "per_head", gamma, folds))
         return cls(tuple(mixing if report.kept else None for mixing, report in fits), tuple(report for _, report in fits))
 
     def apply(self, slots: Slots, length: int, geometries: Sequence[RotaryGeometry]) -> Slots:
         """Map a prompt's slots to those of a similar one of `length` tokens, in a model that rotates by `geometries`."""
-        require_layers("slots", slots.layers, len(self.maps))
-        layers: list[LayerSlots] = []
+        layers = []
         for index, (layer, mixing) in enumerate(zip(slots.layers, self.maps, strict=True)):
             if mixing is not None:
                 if layer.keys.shape[1] != mixing.shape[-1]:
@@ -98,25 +102,12 @@ class SlotProjector:
         return Slots(layers, slots.length).shifted(length - slots.length, geometries)
 
 
-def _checked(pairs: Iterable[tuple[Slots, Slots]], geometries: Sequence[RotaryGeometry]) -> list[tuple[Slots, Slots]]:
-    checked = list(pairs)
-    if len(checked) < 2:
-        raise ConfigError.of("pairs", "at least two, because one is held out", len(checked))
-    for index, pair in enumerate(checked):
-        for name, slots in zip(("source", "target"), pair, strict=True):
-            require_layers(f"pairs[{index}], {name}", slots.layers, len(geometries))
-        got = [[layer.keys.shape[:2] for layer in slots.layers] for slots in pair]
-        if any(shapes != [layer.keys.shape[:2] for layer in checked[0][0].layers] for shapes in got):
-            raise ConfigError.of(f"pairs[{index}]", "as many heads and slots in all sources and targets", got)
-    return checked
-
-
 def _states(pairs: Sequence[tuple[Slots, Slots]], layer: int, geometry: RotaryGeometry) -> tuple[torch.Tensor, torch.Tensor]:
     """Return sources and targets, (pairs, kv_heads, slots, channels) in float64: keys relative to the prompts' ends, beside values."""
     sides = []
-    for slots in zip(*pairs, strict=True):
-        keys = torch.stack([rotated(prompt.layers[layer].keys.double(), -prompt.length, geometry) for prompt in slots])
-        sides.append((keys, torch.stack([prompt.layers[layer].values.double() for prompt in slots])))
+    for prompts in zip(*pairs, strict=True):
+        keys = [geometry.shift(prompt.layers[layer].keys.double()[None], -prompt.length)[0] for prompt in prompts]
+        sides.append((torch.stack(keys), torch.stack([prompt.layers[layer].values.double() for prompt in prompts])))
     # Keys may be several times as large as values; both get the same weight.
     weights = [target.norm().clamp_min(_TINY) for target in sides[1]]
     sources, targets = (torch.cat([states / weight for states, weight in zip(side, weights, strict=True)], -1) for side in sides)

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
 from hf_kvcaches.core.rope import RotaryGeometry
-from hf_kvcaches.errors import ConfigError, whole_number
+
+Layout = Literal["salient", "paper"]
+
+# The first tokens, which many models attend to in any text.
+_SINKS = 2
+# A token's weight in a pooled slot is its attention to this power. With 1 the slot fits the last query only, with 0 it is a plain mean.
+# On the testbed 1/2 halves the divergence of the plain mean.
+_SHARPNESS = 0.5
 
 
 class LayerSlots(NamedTuple):
@@ -35,18 +42,12 @@ class Slots:
     layers: Sequence[LayerSlots]
     length: int
 
-    def __post_init__(self) -> None:
-        whole_number("length", self.length, 1)
-        for index, layer in enumerate(self.layers):
-            _check_layer(index, layer)
-
     def shifted(self, delta: int, geometries: Sequence[RotaryGeometry]) -> Slots:
         """Move the slots to the end of a prompt that is `delta` tokens longer.
 
         One rotation is right for all slots, pooled ones too: a mean of rotated keys is the rotated mean, and every slot keeps its distance
         to the prompt's end.
         """
-        require_layers("geometries", geometries, len(self.layers))
         layers = [
             layer._replace(keys=geometry.shift(layer.keys[None], delta)[0], positions=layer.positions + delta)
             for layer, geometry in zip(self.layers, geometries, strict=True)
@@ -54,22 +55,86 @@ class Slots:
         return Slots(layers, self.length + delta)
 
 
-def rotated(keys: torch.Tensor, delta: int, geometry: RotaryGeometry) -> torch.Tensor:
-    """Rotate keys of one layer, (kv_heads, n, head_dim), by `delta` positions; keys without rotary positions stay as they are."""
-    return geometry.shift(keys[None], delta)[0] if geometry.kind == "rope" else keys
+def summary(
+    keys: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    queries: Sequence[torch.Tensor],
+    length: int,
+    slots: int = 64,
+    layout: Layout = "salient",
+) -> Slots:
+    """Summarise a prompt in a number of slots for each layer and key head; a prompt of no more tokens than slots is kept as it is.
+
+    "CP-KVP", section 2.2.
+
+    **Layouts.** `"paper"`: slots are means of the tokens under triangles that are spread evenly over the prompt. `"salient"`, of m slots:
+
+    - m / 4 are the last tokens, exact;
+    - m / 8 (at least one) are pooled: contiguous runs of about equal numbers of the tokens that no other slot stands for, with the square
+      root of the attention as weights. The count is the exponential of the weights' entropy;
+    - the others are exact tokens that the last query attends to most, by the sum over the query heads of a key head. The first two tokens
+      are among them where there are eight such slots, the first where there are four.
+
+    **Departs from the paper**: the default is `"salient"`. On the testbed, with 32 slots for 300 to 600 tokens of prose, the divergence of
+    the next token is 0.0005 where the paper's layout has 1.3: a mean over many tokens is near none of them, and counts as one token.
+
+    Args:
+        keys: For each layer (kv_heads, tokens, head_dim), rotated: of the prompt's first tokens, fewer than `length`. The others are
+            recomputed behind the slots.
+        values: For each layer (kv_heads, tokens, value_dim).
+        queries: For each layer (heads, head_dim), rotated and scaled: of the prompt's last token.
+    """
+    layers = []
+    for layer_keys, layer_values, query in zip(keys, values, queries, strict=True):
+        heads, tokens = layer_keys.shape[:2]
+        if tokens > slots and layout == "salient":
+            layers.append(_pooled_by_attention(layer_keys, layer_values, query, slots))
+            continue
+        positions = torch.arange(tokens, dtype=torch.float32, device=layer_keys.device)
+        if tokens > slots:
+            weights = triangles(slots, tokens, layer_keys.device)
+            layer_keys, layer_values, positions = _mean(weights, layer_keys), _mean(weights, layer_values), weights @ positions
+        positions = positions.expand(heads, -1).contiguous()
+        layers.append(LayerSlots(layer_keys.clone(), layer_values.clone(), positions, torch.ones_like(positions)))
+    return Slots(layers, length)
 
 
-def require_layers(argument: str, values: Sequence[object], layers: int) -> None:
-    """Refuse a sequence that has not one element for each layer."""
-    if len(values) != layers:
-        raise ConfigError.of(argument, f"one for each of {layers} layers", len(values))
+def triangles(slots: int, tokens: int, device: torch.device | str | None = None) -> torch.Tensor:
+    """Return the weight of each token in each slot of the paper's layout, (slots, tokens); rows sum to 1."""
+    # In float64: with as many slots as tokens, a token may lie near the foot of a triangle.
+    places = torch.arange(1, tokens + 1, dtype=torch.float64, device=device) / tokens
+    centres = (torch.arange(slots, dtype=torch.float64, device=device) + 0.5) / slots
+    heights = (1 - (places - centres[:, None]).abs() * slots).clamp_min(0)
+    return (heights / heights.sum(-1, keepdim=True)).float()
 
 
-def _check_layer(index: int, layer: LayerSlots) -> None:
-    shape = layer.keys.shape[:2]
-    dimensions = [tensor.ndim for tensor in layer]
-    if dimensions != [3, 3, 2, 2] or any(tensor.shape[:2] != shape for tensor in layer):
-        expected = "keys and values (kv_heads, slots, size), positions and counts (kv_heads, slots)"
-        raise ConfigError.of(f"layer {index}", expected, [tuple(tensor.shape) for tensor in layer])
-    if layer.positions.dtype != torch.float32 or layer.counts.dtype != torch.float32:
-        raise ConfigError.of(f"layer {index}", "float32 positions and counts", (layer.positions.dtype, layer.counts.dtype))
+def _pooled_by_attention(keys: torch.Tensor, values: torch.Tensor, query: torch.Tensor, slots: int) -> LayerSlots:
+    tokens = keys.shape[1]
+    pooled, window = max(1, slots // 8), slots // 4
+    exact = slots - pooled
+    # The logarithm of the attention in sum over the query heads, (kv_heads, tokens): attention itself underflows in float32.
+    logits = query.unflatten(0, (keys.shape[0], -1)).float() @ keys.float().mT
+    attention = logits.log_softmax(-1).logsumexp(1)
+    ranking = attention.clone()
+    ranking[:, : min(_SINKS, (exact - window) // 4)] = torch.inf
+    ranking[:, tokens - window :] = torch.inf
+    chosen = torch.zeros_like(ranking, dtype=torch.bool).scatter(1, ranking.topk(exact).indices, True)
+    order = (~chosen).int().argsort(dim=1, stable=True)
+    alone, rest = order[:, :exact], order[:, exact:]
+    runs = torch.arange(tokens - exact, device=keys.device) * pooled // (tokens - exact)
+    outside = runs != torch.arange(pooled, device=keys.device)[:, None]
+    weights = (_SHARPNESS * attention.gather(1, rest))[:, None].masked_fill(outside, -torch.inf).softmax(-1)  # [heads, pooled, rest]
+    counts = torch.special.entr(weights).sum(-1).exp()
+    positions = torch.cat([alone.float(), (weights @ rest.float()[..., None])[..., 0]], 1)
+    keys, values = (torch.cat([_rows(states, alone), _mean(weights, _rows(states, rest))], 1) for states in (keys, values))
+    counts = torch.cat([torch.ones_like(positions[:, :exact]), counts], 1)
+    order = positions.argsort(dim=1, stable=True)
+    return LayerSlots(_rows(keys, order), _rows(values, order), positions.gather(1, order), counts.gather(1, order))
+
+
+def _mean(weights: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    return (weights @ rows.float()).to(rows.dtype)
+
+
+def _rows(states: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    return states.gather(1, indices[..., None].expand(-1, -1, states.shape[-1]))

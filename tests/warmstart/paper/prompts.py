@@ -21,9 +21,9 @@ class Prompt(NamedTuple):
     length: int
 
     def before(self, tail: int) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], int]:
-        """The arguments of `compress` where the last `tail` tokens are run again."""
-        count = self.length - tail
-        return [each[:, :count] for each in self.keys], [each[:, :count] for each in self.values], self.query, self.length
+        """The arguments of `summary` where the last `tail` tokens are run again."""
+        keys, values = ([each[:, : self.length - tail] for each in side] for side in (self.keys, self.values))
+        return keys, values, [each * each.shape[-1] ** -0.5 for each in self.query], self.length
 
 
 def geometries(model: PreTrainedModel) -> list[RotaryGeometry]:
