@@ -145,13 +145,6 @@ def test_what_is_no_press_is_refused(model):
         EquipCache.from_cache(past, model, EquipCache.from_press(press, model, 16).policy, 16)
 
 
-def test_scores_of_a_wrong_shape_are_refused(model):
-    press = WindowPress()
-    press.score = lambda *arguments: torch.zeros(1, 2, 3)
-    with pytest.raises(ConfigError, match="shape"):
-        feed(model, EquipCache.from_press(press, model, 16), tiny.ids(1, TOKENS))
-
-
 class Looking(Policy):
     """Asks for all there is, and remembers what it was shown."""
 
