@@ -134,11 +134,15 @@ def compared(layers: Sequence[Candidates], shard: HeadShard | None = None) -> li
         widths = [shard.most(worth.shape[-1], device) for worth in worths]
         fill = torch.nn.functional.pad
         worths = [shard.gather(fill(x, (0, width - x.shape[-1]), value=-math.inf)) for x, width in zip(worths, widths, strict=True)]
-    heads = [worth.shape[1] for worth in worths]
-    flat = torch.cat([_with_floor(worth, layer.budget).flatten(1) for worth, layer in zip(worths, layers, strict=True)], 1)
+    heads, flat = [worth.shape[1] for worth in worths], []
+    for worth, layer in zip(worths, layers, strict=True):  # each head's own best count as protected, too
+        guarded = worth.isposinf().sum(-1, keepdim=True)
+        floor = guarded + ((layer.budget - guarded).clamp(min=0) + _FLOOR - 1) // _FLOOR
+        flat.append(torch.where(with_rooms(worth, floor), math.inf, worth).flatten(1))
+    joint = torch.cat(flat, 1)
     total = sum(layer.budget * count for layer, count in zip(layers, heads, strict=True))
-    chosen = torch.zeros_like(flat, dtype=torch.bool).scatter_(1, flat.topk(min(total, flat.shape[1]), 1, sorted=False).indices, True)
-    chosen &= flat > -math.inf
+    chosen = torch.zeros_like(joint, dtype=torch.bool).scatter_(1, joint.topk(min(total, joint.shape[1]), 1, sorted=False).indices, True)
+    chosen &= joint > -math.inf
     parts = chosen.split([worth.shape[1] * worth.shape[2] for worth in worths], 1)
     kept = [part.view_as(worth) for part, worth in zip(parts, worths, strict=True)]
     rooms = torch.cat([part.sum(-1) for part in kept], 1)
@@ -156,20 +160,9 @@ def compared(layers: Sequence[Candidates], shard: HeadShard | None = None) -> li
 
 def with_rooms(worth: torch.Tensor, rooms: torch.Tensor) -> torch.Tensor:
     """True for tokens that stay where each head keeps a number of its own, (batch or 1, kv_heads, 1): (batch, kv_heads, tokens)."""
-    return (_ranks(worth) < rooms) & (worth > -math.inf)
-
-
-def _with_floor(worth: torch.Tensor, budget: int) -> torch.Tensor:
-    """Worth that is infinite for each head's own best as well."""
-    protected = worth.isposinf().sum(-1, keepdim=True)
-    free = (budget - protected).clamp(min=0)
-    return torch.where(with_rooms(worth, protected + (free + _FLOOR - 1) // _FLOOR), math.inf, worth)
-
-
-def _ranks(worth: torch.Tensor) -> torch.Tensor:
-    """How many numbers of the last dimension come before this one, the highest first."""
     order = worth.argsort(dim=-1, descending=True, stable=True)
-    return torch.empty_like(order).scatter_(-1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order))
+    ranks = torch.empty_like(order).scatter_(-1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order))
+    return (ranks < rooms) & (worth > -math.inf)
 
 
 class Assembly:

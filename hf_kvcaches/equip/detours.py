@@ -22,7 +22,6 @@ from hf_kvcaches.core.identity import Provenance
 from hf_kvcaches.core.step import Pass
 from hf_kvcaches.equip.policies.future import even_chunks, most_received
 from hf_kvcaches.equip.rollback import Undo
-from hf_kvcaches.equip.slots import SlotTable
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.kernels.blocks import Visibility
 
@@ -42,41 +41,33 @@ def detours(cache: Any, layers: Sequence[Any], ways: Sequence[Callable[..., torc
             layer.detour = None
 
 
-class Reconstruction:
-    """The most that any query of the repeated context gave to each slot of one layer; the layer takes none of these tokens.
+def _reread(
+    received: torch.Tensor, span: list[int], layer: Any, query: torch.Tensor, keys: torch.Tensor, values: Any, call: Call, running: Pass
+) -> torch.Tensor:
+    """Attention of repeated tokens over the context and each other; a layer takes none of them, and notes what the context received.
 
-    A chunk's tokens are scored by its own repetition alone: no table of all tokens by all tokens is made.
+    A chunk's tokens, those of a `span` of the text, are scored by its own repetition alone: no table of all tokens by all tokens is made.
     """
-
-    def __init__(self, layer: Any) -> None:
-        self.span = (0, 0)  # where the repeated chunk begins and ends in the text
-        # (batch, kv_heads, slots), float32, the largest over the heads of a group
-        self.received = torch.zeros(*layer.storage.shape, layer.table.used, device=layer.device)
-
-    def __call__(
-        self, layer: Any, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: Pass
-    ) -> torch.Tensor:
-        """Attention of repeated tokens over the context and each other, (batch, tokens, heads, head_dim)."""
-        table, rotation = layer.table, layer.rotation
-        steps = torch.arange(running.tokens, device=keys.device)[None] if running.valid is None else running.valid.cumsum(-1) - 1
-        count = table.count if isinstance(table.count, int) else table.count.view(-1, 1)
-        index = rotation.index_of_new(table, steps.clamp(min=0) + count)
-        query, keys = (rotation.to_frame(x, running.positions(), index, table) for x in (query, keys))
-        kept_states = layer.kept_states(table.used)
-        text = table.text_index()[:, :1]  # nothing is pruned yet: all heads hold the same tokens
-        inside = (text >= self.span[0]) & (text < self.span[1])
-        columns = inside.any(0).any(0).nonzero()[:, 0]
-        real = None if running.valid is None else torch.cat([inside[..., columns], running.valid[:, None]], -1)
-        received = most_received(query * call.scaling, kept_states[0][:, :, columns], keys, call.softcap, real)
-        self.received[..., columns] = torch.maximum(self.received[..., columns], received)
-        kept = int(columns[-1]) + 1 if columns.numel() else 0
-        visible = Visibility((text[..., :kept] >= 0) & (text[..., :kept] < self.span[1]), kept, running.valid)
-        output: torch.Tensor = layer.attend_with(query, kept_states, (keys, values), call, visible, call.bias)[0]
-        return output
+    table, rotation = layer.table, layer.rotation
+    steps = torch.arange(running.tokens, device=keys.device)[None] if running.valid is None else running.valid.cumsum(-1) - 1
+    count = table.count if isinstance(table.count, int) else table.count.view(-1, 1)
+    index = rotation.index_of_new(table, steps.clamp(min=0) + count)
+    query, keys = (rotation.to_frame(x, running.positions(), index, table) for x in (query, keys))
+    kept_states = layer.kept_states(table.used)
+    text = table.text_index()[:, :1]  # nothing is pruned yet: all heads hold the same tokens
+    inside = (text >= span[0]) & (text < span[1])
+    columns = inside.any(0).any(0).nonzero()[:, 0]
+    real = None if running.valid is None else torch.cat([inside[..., columns], running.valid[:, None]], -1)
+    most = most_received(query * call.scaling, kept_states[0][:, :, columns], keys, call.softcap, real)
+    received[..., columns] = torch.maximum(received[..., columns], most)
+    kept = int(columns[-1]) + 1 if columns.numel() else 0
+    visible = Visibility((text[..., :kept] >= 0) & (text[..., :kept] < span[1]), kept, running.valid)
+    output: torch.Tensor = layer.attend_with(query, kept_states, (keys, values), call, visible, call.bias)[0]
+    return output
 
 
 def reconstruct(cache: Any, model: Any, layers: list[Any], ids: torch.Tensor, chunk: int) -> list[torch.Tensor]:
-    """Feed a context, (rows, tokens), again, a chunk at a time, and return what the slots of each layer got of it.
+    """Feed a context, (rows, tokens), again, a chunk at a time; return the most that a query of it gave to each slot of each layer.
 
     Layers without full attention are put back as they were.
     """
@@ -91,14 +82,13 @@ def reconstruct(cache: Any, model: Any, layers: list[Any], ids: torch.Tensor, ch
     if text is not None:
         places = torch.where(text < 0, cache.seen, text)[:, 0].to(ids.device)
         real = real.new_zeros(ids.shape[0], cache.seen + 1).scatter_(1, places, True)[:, :-1]
-    passes = [Reconstruction(layer) for layer in layers]
+    received = [torch.zeros(*layer.storage.shape, layer.table.used, device=layer.device) for layer in layers]
+    span = [0, 0]
     try:
-        with detours(cache, layers, passes):
-            for span in even_chunks(ids.shape[1], chunk):
-                part = ids[:, span]
-                for reconstruction in passes:
-                    reconstruction.span = (span.start, span.stop)
-                mask = torch.cat([real, real[:, span]], 1).long()
+        with detours(cache, layers, [partial(_reread, tensor, span) for tensor in received]):
+            for piece in even_chunks(ids.shape[1], chunk):
+                part, span[:] = ids[:, piece], (piece.start, piece.stop)
+                mask = torch.cat([real, real[:, piece]], 1).long()
                 model(
                     input_ids=part,
                     attention_mask=mask if not bool(mask.all()) else None,
@@ -111,7 +101,7 @@ def reconstruct(cache: Any, model: Any, layers: list[Any], ids: torch.Tensor, ch
     finally:
         for index, layer in others.items():
             cache.layers[index] = layer
-    return [reconstruction.received for reconstruction in passes]
+    return received
 
 
 def evict(cache: Any, layers: list[Any], positions: torch.Tensor) -> None:
@@ -228,8 +218,10 @@ def _insert_in(
     text = torch.arange(start, start + tokens, device=keys.device).expand(batch, 1, -1)
     index = positions = text if table.counts is None else text - (table.seen - table.counts)
     earlier = (table.text_index() >= 0) & (table.text_index() < start)
-    if rotation.unrotated and used:
-        index = _make_room(table, earlier, tokens)
+    if rotation.unrotated and used:  # what follows moves on in the frame, so that new tokens have one index in all rows and heads
+        first, later = earlier.sum(-1).max(), (table.text_index() >= 0) & ~earlier
+        table.distances[..., :used] += (used - first - later.sum(-1, keepdim=True) - tokens * later).to(torch.int32)
+        index = (first + torch.arange(tokens, device=earlier.device)).view(1, 1, -1)
     new = layer.incoming(keys, values, running, positions, None if table.text is None else text, index)
     query = rotation.to_frame(query, running.positions(), index[:, 0], table)
     kept, visible = layer.kept_states(used) if used else None, Visibility(earlier, used, None)
@@ -237,11 +229,3 @@ def _insert_in(
     output, observed = layer.attend_with(query, kept, (new.frame, values), call, visible)
     layer.arrive(new, None, attention=observed, queries=query, query_index=index[:, 0], module=call.module)
     return output
-
-
-def _make_room(table: SlotTable, earlier: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Move what is not `earlier` on in the frame, so that new tokens have one index in all rows and heads: (1, 1, tokens)."""
-    used, first = table.used, earlier.sum(-1).max()
-    later = (table.text_index() >= 0) & ~earlier
-    table.distances[..., :used] += (used - first - later.sum(-1, keepdim=True) - tokens * later).to(torch.int32)
-    return (first + torch.arange(tokens, device=earlier.device)).view(1, 1, -1)

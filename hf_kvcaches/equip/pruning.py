@@ -58,20 +58,19 @@ class PruningLayer(SlotLayer):
         table, used = self.table, self.table.used
         old, scores, count = used - _tokens(new), None, table.count - behind
         positions = table.positions[..., :used]
-        states, index = (new and (new.frame, new.values), new and new.index)
+        states, indices = None if new is None else (new.frame, new.values), [] if new is None else [new.index]
         if old:
-            states = joined(self.kept_states(old), states)
-            index = side_by_side(self.rotation.index_of_slots(table, old), index)
+            states, indices = joined(self.kept_states(old), states), [self.rotation.index_of_slots(table, old), *indices]
             scores = table.scores[..., :used]
             scores = torch.where(scores >= UNSCORED, -math.inf, scores)
         assert states is not None
-        assert index is not None
         return Tokens(
-            *states,
+            states[0],
+            states[1],
             positions=torch.where(positions >= count, -1, positions) if behind else positions,
             count=count,
             sinks=self.settings.sinks,
-            index=index.expand(*positions.shape[:2], -1),
+            index=torch.cat([index.expand(*positions.shape[:2], -1) for index in indices], -1),
             scaling=self.scaling,
             geometry=self.rotation.geometry or self.geometry,
             scores=scores,
@@ -176,9 +175,9 @@ class PruningLayer(SlotLayer):
             kept = (table.positions[..., :old] >= 0).sum(-1, keepdim=True) if old else None
             storage.prepare(new.keys, new.positions >= 0, kept)
         table.install(index, lengths, rooms, unrotated)
-        states = new and (new.keys, new.values)
+        states = None if new is None else (new.keys, new.values)
         if rooms is None and tokens is None:
-            storage.rebuild(index, states and storage.encode(*states), old, self.slots)
+            storage.rebuild(index, None if states is None else storage.encode(*states), old, self.slots)
         else:
             states = joined(storage.read(old), states) if old else states
             assert index is not None
@@ -198,7 +197,7 @@ class PruningLayer(SlotLayer):
         table.reserve(self.storage.capacity)
         if slots >= self.settings.sinks or table.seen > slots:
             self.keep_sinks()
-        self.follow(new and new.newest)
+        self.follow(None if new is None else new.newest)
         graphs.prepare(self)
 
     def _heads(self) -> int:
@@ -233,11 +232,3 @@ def _tokens(new: Incoming | None) -> int:
 def joined(kept: KeysAndValues, new: KeysAndValues | None) -> KeysAndValues:
     """Keys and values of slots in use and of new tokens, (batch, kv_heads, slots in use + tokens, width) each."""
     return kept if new is None else (torch.cat([kept[0], new[0]], 2), torch.cat([kept[1], new[1]], 2))
-
-
-def side_by_side(kept: torch.Tensor, new: torch.Tensor | None) -> torch.Tensor:
-    """What is known of slots in use and of new tokens, (batch, 1 or kv_heads, slots in use + tokens)."""
-    if new is None:
-        return kept
-    shape = (max(kept.shape[0], new.shape[0]), max(kept.shape[1], new.shape[1]), -1)
-    return torch.cat([kept.expand(*shape), new.expand(*shape)], -1)

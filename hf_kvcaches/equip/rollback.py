@@ -47,7 +47,6 @@ def take_back(layer: Any, tokens: int) -> None:
     table, journal = layer.table, layer.journal or []
     if not 0 <= tokens <= layer.seen:
         raise ConfigError.of("tokens_to_remove", f"a number from -{layer.seen} to 0", -tokens, "crop(-n) removes the last n tokens.")
-    table.catch_up()
     recorded = [0, *accumulate(undo.tokens for undo in reversed(journal))]  # steps, and blocks with all of their tokens
     if tokens in recorded:
         with layer.storage.rewriting():

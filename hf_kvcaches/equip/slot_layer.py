@@ -173,7 +173,7 @@ class SlotLayer(AnsweringLayer):
     def follow(self, newest: torch.Tensor | None) -> None:
         """Have the sinks of a stream follow its newest token, at the model's position (batch or 1, 1); None: counted."""
         rotation, table, sinks = self.rotation, self.table, self.table.sink_keys
-        if sinks is None or not rotation.streams:
+        if sinks is None:
             return
         if torch.compiler.is_compiling():
             turn = rotation.follow(self.places(newest), table.count.clamp(max=self.slots))  # type: ignore[union-attr]
@@ -184,11 +184,6 @@ class SlotLayer(AnsweringLayer):
             name = ("follow", id(rotation.otherwise), kept)
             turn = self.passes.memo(name, newest, lambda: rotation.follow(self.places(newest), kept))
         self.storage.keys[:, :, : sinks.shape[2]] = turn(sinks)
-
-    def put_sinks_back(self) -> None:
-        """Have the keys of all slots be as the model rotated them."""
-        if self.rotation.streams and self.table.sink_keys is not None:
-            self.storage.keys[:, :, : self.table.sink_keys.shape[2]] = self.table.sink_keys
 
     def unshift(self) -> None:
         """Of a stream, rotate keys on the way from now on: what is evicted next need not be the oldest token, or rows differ."""
@@ -203,7 +198,7 @@ class SlotLayer(AnsweringLayer):
         self.record(None, 0)
         if table.sink_keys is not None:
             self.own()
-            self.put_sinks_back()
+            storage.keys[:, :, : table.sink_keys.shape[2]] = table.sink_keys
             table.sink_keys = None
         if table.positions is not None:
             (keys, values), positions = storage.read(table.used), table.positions[..., : table.used]
@@ -241,11 +236,15 @@ class SlotLayer(AnsweringLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take the last tokens back, as in transformers: slots and scores are as if they had never come. 0 makes final what came."""
-        self.put_sinks_back()
+        self.table.catch_up()
+        sinks, keys = self.table.sink_keys if tokens_to_remove else None, self.storage.keys
+        if sinks is not None:
+            keys[:, :, : sinks.shape[2]] = sinks
         try:
             take_back(self, -int(tokens_to_remove))
         finally:
-            self.follow(None)
+            if sinks is not None:
+                self.follow(None)
         self.make_final()
 
     def record(self, slots: Slots | None, tokens: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,7 @@ from tests.conformance import models
 from tests.conformance.driving import feed, left_padded
 from tests.equip.cases import BUDGET, both_positions, build, build_reference, held, steps, text
 
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterable[None]:
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 # Settings.

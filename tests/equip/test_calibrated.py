@@ -24,18 +24,9 @@ from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch, 
 from tests import testbed, tiny
 from tests.testbed.documents import Filler, fit_document
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 TEXTS = [tiny.ids(1, length, seed=length)[0].tolist() for length in (140, 3, 170)]
-
-
-@pytest.fixture(autouse=True)
-def _no_grad():
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return tiny.llama()
 
 
 @pytest.fixture(scope="module")

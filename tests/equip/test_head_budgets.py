@@ -21,18 +21,9 @@ from tests.equip.cases import BUDGET, both_positions, build, build_reference, po
 from tests.equip.cases import feed_all as feed
 from tests.reference.oracles import Head, ReferenceCache, ReferenceLayer, Row
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 both_ways = pytest.mark.parametrize("shared", ["layer", "global"])
-
-
-@pytest.fixture(autouse=True)
-def _no_grad():
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny.llama()
 
 
 class SkewedPolicy(Policy):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -19,13 +18,9 @@ from tests import tiny
 from tests.equip.cases import feed_all as feed
 from tests.equip.cases import padded, positions_of
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 PROMPT, STEPS = 30, 8
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterable[None]:
-    with torch.no_grad():
-        yield
 
 
 @pytest.fixture(scope="module")

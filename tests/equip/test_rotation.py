@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -19,14 +18,9 @@ from tests.conformance import models
 from tests.conformance.driving import feed
 from tests.equip.cases import BUDGET, SINKS, build, text
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 FAR = 4_000_000
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterable[None]:
-    torch.manual_seed(0)
-    with torch.no_grad():
-        yield
 
 
 def geometry(layout: str, rotary: int, head_dim: int = 12) -> RotaryGeometry:

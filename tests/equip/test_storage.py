@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +19,12 @@ from tests.conformance.driving import feed
 from tests.conformance.entries import calibrated
 from tests.equip.cases import feed_all, held, padded, positions_of, text
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 # On logits of standard deviation 1, for slots that are all dequantized in each step.
 CLOSE = {"int8": 0.06, "int4": 0.7, "codec": 0.06, "paged_codec": 0.06}
 CODED = ("codec", "paged_codec")
 each_storage = pytest.mark.parametrize("storage", list(CLOSE))
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterable[None]:
-    with torch.no_grad():
-        yield
 
 
 def gentle(**changes: Any) -> PreTrainedModel:
