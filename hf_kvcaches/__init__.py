@@ -24,9 +24,7 @@ _PUBLIC = {
     "equip.budgets": "pyramid_budgets",
     "equip.policies": "Policy FuturePolicy KVZipPolicy StreamingPolicy H2OPolicy TOVAPolicy SnapKVPolicy CompactorPolicy "
     "ExpectedAttentionPolicy KeyDiffPolicy",
-    "equip.calibrated.keep_probe": "KeepProbe",
-    "equip.calibrated.head_budgets": "HeadBudgets",
-    "equip.calibrated.query_statistics": "QueryStatistics",
+    "equip.calibrated": "HeadBudgets KeepProbe QueryStatistics",
     "reuse.policy": "SegmentPolicy",
     "segments.cache": "SegmentReuseCache",
     "segments.store": "SegmentStore",

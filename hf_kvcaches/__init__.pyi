@@ -11,9 +11,9 @@ from hf_kvcaches.core.view import disable as disable
 from hf_kvcaches.core.view import enable as enable
 from hf_kvcaches.equip.budgets import pyramid_budgets as pyramid_budgets
 from hf_kvcaches.equip.cache import EquipCache as EquipCache
-from hf_kvcaches.equip.calibrated.head_budgets import HeadBudgets as HeadBudgets
-from hf_kvcaches.equip.calibrated.keep_probe import KeepProbe as KeepProbe
-from hf_kvcaches.equip.calibrated.query_statistics import QueryStatistics as QueryStatistics
+from hf_kvcaches.equip.calibrated import HeadBudgets as HeadBudgets
+from hf_kvcaches.equip.calibrated import KeepProbe as KeepProbe
+from hf_kvcaches.equip.calibrated import QueryStatistics as QueryStatistics
 from hf_kvcaches.equip.pages import PagePool as PagePool
 from hf_kvcaches.equip.policies import CompactorPolicy as CompactorPolicy
 from hf_kvcaches.equip.policies import ExpectedAttentionPolicy as ExpectedAttentionPolicy

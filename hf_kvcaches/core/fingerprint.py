@@ -289,4 +289,5 @@ def settings_of(attributes: Mapping[str, Any]) -> dict[str, Any]:
 def _counts(name: str, value: Any) -> bool:
     """Whether an attribute, or an entry of a configuration, may have an effect; of private ones numbers may."""
     public = name[:1] != "_" or type(value) in (int, float) or name in _CHOICE
-    return public and name not in _WITHOUT_EFFECT and not FOR_TRAINING.search(name)
+    effective = name not in _WITHOUT_EFFECT and not getattr(value, "only_observes", False)
+    return public and effective and not FOR_TRAINING.search(name)

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,8 +24,7 @@ from hf_kvcaches.errors import ConfigError, is_number, whole_number
 _FLOOR = 20
 
 
-@dataclass(frozen=True)
-class Limit:
+class Limit(NamedTuple):
     """How many tokens stay, and how many of the newest whatever they are worth."""
 
     slots: int
@@ -97,30 +95,17 @@ def pyramid_budgets(model: Any, budget: int, *, beta: float = 20, floor: int | N
     return [floor + tokens + (layer in by_remainder[:missing]) for layer, tokens in enumerate(whole)]
 
 
-@dataclass(frozen=True)
-class Candidates:
-    """The tokens of a layer of which some stay.
+class Candidates(NamedTuple):
+    """The tokens of a layer of which some stay."""
 
-    Args:
-        worth: +inf for protected tokens, -inf where there is none, (batch, 1 or kv_heads, tokens).
-        budget: How many stay in each head, in the mean.
-        slots: How many slots each head has afterwards, in the mean.
-        fits: Whether all may stay, and all heads have as many slots.
-    """
-
-    worth: torch.Tensor
-    budget: int
-    slots: int
-    fits: bool = False
+    worth: torch.Tensor  # +inf for protected tokens, -inf where there is none, (batch, 1 or kv_heads, tokens)
+    budget: int  # how many stay in each head, in the mean
+    slots: int  # how many slots each head has afterwards, in the mean
+    fits: bool = False  # whether all may stay, and all heads have as many slots
 
 
 def protected(scores: torch.Tensor, positions: torch.Tensor, count: int | torch.Tensor, sinks: int, recent: int) -> torch.Tensor:
-    """Scores with +inf for sinks and recent tokens, and -inf where there is no token, (batch, 1 or kv_heads, tokens).
-
-    Args:
-        positions: Each row's own count of tokens, like `scores`.
-        count: Tokens of each row so far, a number or (batch, 1, 1).
-    """
+    """Scores, (batch, 1 or kv_heads, tokens), with +inf for sinks and recent ones of `count` tokens, and -inf where there is no token."""
     worth = torch.where((positions < sinks) | (positions >= count - recent), math.inf, scores)
     return torch.where(positions < 0, -math.inf, worth)
 
@@ -144,12 +129,20 @@ def compared(layers: Sequence[Candidates], shard: HeadShard | None = None) -> li
     The layers' heads share all their slots: scores have to mean the same in them.
     """
     device = layers[-1].worth.device
-    worths = [_of_all(layer.worth.to(device), shard) for layer in layers]
-    heads = [worth.shape[1] for worth in worths]
-    flat = torch.cat([_with_floor(worth, layer.budget).flatten(1) for worth, layer in zip(worths, layers, strict=True)], 1)
+    worths = [layer.worth.to(device) for layer in layers]
+    if shard is not None:  # a process with fewer tokens fills up
+        widths = [shard.most(worth.shape[-1], device) for worth in worths]
+        fill = torch.nn.functional.pad
+        worths = [shard.gather(fill(x, (0, width - x.shape[-1]), value=-math.inf)) for x, width in zip(worths, widths, strict=True)]
+    heads, flat = [worth.shape[1] for worth in worths], []
+    for worth, layer in zip(worths, layers, strict=True):  # each head's own best count as protected, too
+        guarded = worth.isposinf().sum(-1, keepdim=True)
+        floor = guarded + ((layer.budget - guarded).clamp(min=0) + _FLOOR - 1) // _FLOOR
+        flat.append(torch.where(with_rooms(worth, floor), math.inf, worth).flatten(1))
+    joint = torch.cat(flat, 1)
     total = sum(layer.budget * count for layer, count in zip(layers, heads, strict=True))
-    chosen = torch.zeros_like(flat, dtype=torch.bool).scatter_(1, flat.topk(min(total, flat.shape[1]), 1, sorted=False).indices, True)
-    chosen &= flat > -math.inf
+    chosen = torch.zeros_like(joint, dtype=torch.bool).scatter_(1, joint.topk(min(total, joint.shape[1]), 1, sorted=False).indices, True)
+    chosen &= joint > -math.inf
     parts = chosen.split([worth.shape[1] * worth.shape[2] for worth in worths], 1)
     kept = [part.view_as(worth) for part, worth in zip(parts, worths, strict=True)]
     rooms = torch.cat([part.sum(-1) for part in kept], 1)
@@ -157,59 +150,19 @@ def compared(layers: Sequence[Candidates], shard: HeadShard | None = None) -> li
     left = (slots - rooms.sum(1, keepdim=True)).clamp(min=0)  # what short rows and a budget for decoding leave goes to all heads alike
     number = torch.arange(rooms.shape[1], device=device)
     rooms = (rooms + left // rooms.shape[1] + (number < left % rooms.shape[1]))[..., None]
-    return [_of_these(part, room, layer, shard) for part, room, layer in zip(kept, rooms.split(heads, 1), layers, strict=True)]
+    shares = []
+    for part, room, layer in zip(kept, rooms.split(heads, 1), layers, strict=True):
+        own = slice(None) if shard is None else shard.span(part.shape[1])
+        part, room = part[:, own, : layer.worth.shape[-1]], room[:, own]
+        shares.append((part.to(layer.worth.device), room.to(layer.worth.device).contiguous()))
+    return shares
 
 
-def with_rooms(layer: Candidates, rooms: torch.Tensor) -> torch.Tensor:
+def with_rooms(worth: torch.Tensor, rooms: torch.Tensor) -> torch.Tensor:
     """True for tokens that stay where each head keeps a number of its own, (batch or 1, kv_heads, 1): (batch, kv_heads, tokens)."""
-    return (_ranks(layer.worth) < rooms) & (layer.worth > -math.inf)
-
-
-def rooms_of(shares: torch.Tensor, slots: int, least: int) -> torch.Tensor:
-    """How many slots each head of a layer gets of a mean number, (1, kv_heads, 1).
-
-    Args:
-        shares: (kv_heads,), with the mean 1 over all heads of the model.
-        least: What each head gets beforehand: its sinks and recent tokens.
-    """
-    return (least + (shares * (slots - least)).round().long()).view(1, -1, 1)
-
-
-def indices_of(kept: torch.Tensor, positions: torch.Tensor) -> tuple[Slots, torch.Tensor]:
-    """A mask of tokens as indices in order of position, (batch, kv_heads, most in a head), and how many of them count."""
-    lengths = kept.sum(-1, keepdim=True)
-    return by_position(positions, kept)[..., : max(1, int(lengths.max()))], lengths
-
-
-def _with_floor(worth: torch.Tensor, budget: int) -> torch.Tensor:
-    """Worth that is infinite for each head's own best as well."""
-    protected = worth.isposinf().sum(-1, keepdim=True)
-    free = (budget - protected).clamp(min=0)
-    floor = protected + (free + _FLOOR - 1) // _FLOOR
-    return torch.where((_ranks(worth) < floor) & (worth > -math.inf), math.inf, worth)
-
-
-def _ranks(worth: torch.Tensor) -> torch.Tensor:
-    """How many numbers of the last dimension come before this one, the highest first."""
     order = worth.argsort(dim=-1, descending=True, stable=True)
-    return torch.empty_like(order).scatter_(-1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order))
-
-
-def _of_all(worth: torch.Tensor, shard: HeadShard | None) -> torch.Tensor:
-    """The worth of the heads of all processes; one with fewer tokens is filled up."""
-    if shard is None:
-        return worth
-    missing = shard.most(worth.shape[-1], worth.device) - worth.shape[-1]
-    return shard.gather(torch.nn.functional.pad(worth, (0, missing), value=-math.inf))
-
-
-def _of_these(kept: torch.Tensor, rooms: torch.Tensor, layer: Candidates, shard: HeadShard | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `compared` says of this process's heads, on the layer's device."""
-    device, tokens = layer.worth.device, layer.worth.shape[-1]
-    if shard is not None:
-        heads = shard.span(kept.shape[1])
-        kept, rooms = kept[:, heads, :tokens], rooms[:, heads]
-    return kept.to(device), rooms.to(device).contiguous()
+    ranks = torch.empty_like(order).scatter_(-1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order))
+    return (ranks < rooms) & (worth > -math.inf)
 
 
 class Assembly:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 import torch
@@ -13,25 +13,42 @@ from hf_kvcaches.codec.codec import KVCodec
 from hf_kvcaches.core.holder import AnsweringCache
 from hf_kvcaches.core.parallel import shard_of
 from hf_kvcaches.core.refusal import Refusal
+from hf_kvcaches.core.report import CacheReport, summarise
 from hf_kvcaches.core.rope import RotaryGeometry
-from hf_kvcaches.equip import editing
-from hf_kvcaches.equip.budgets import Assembly, resolve_budgets
-from hf_kvcaches.equip.calibrated.head_budgets import HeadBudgets
-from hf_kvcaches.equip.calibrated.keep_probe import KeepProbe
-from hf_kvcaches.equip.coded import Coded, FlatCodes, PagedCodes
+from hf_kvcaches.equip import detours
+from hf_kvcaches.equip.budgets import Assembly, Limit, resolve_budgets
+from hf_kvcaches.equip.calibrated import HeadBudgets, KeepProbe
+from hf_kvcaches.equip.coded import Coded, PagedCodes
 from hf_kvcaches.equip.hooks import TELLING
-from hf_kvcaches.equip.latent import Latent, hand_out_uncompiled, keeps_latents, latent_modules, require_absorbable
+from hf_kvcaches.equip.latent import Latent, LatentView, keeps_latents, latent_modules
 from hf_kvcaches.equip.layer import EquipLayer
-from hf_kvcaches.equip.paged import Paged
-from hf_kvcaches.equip.pages import BlockTable, PagePool
+from hf_kvcaches.equip.pages import BlockTable, Paged, PagePool
 from hf_kvcaches.equip.policies import Policy, PressPolicy, resolve_policy
 from hf_kvcaches.equip.quantized import QuantizedSlots
-from hf_kvcaches.equip.reading import reconstruct
-from hf_kvcaches.equip.report import EquipReport
-from hf_kvcaches.equip.rotation import Given, Shifted, Unrotated
+from hf_kvcaches.equip.rotation import LONGEST, KeyRotation
 from hf_kvcaches.equip.settings import EquipSettings, resolve_head_budgets, resolve_pool
-from hf_kvcaches.equip.storage import Flat, Streamed
+from hf_kvcaches.equip.storage import Flat
 from hf_kvcaches.errors import ConfigError, UnsupportedError, whole_number
+
+
+@dataclass(frozen=True)
+class EquipReport(CacheReport):
+    """What an `EquipCache` holds, and how many tokens it may keep.
+
+    Args:
+        policy: The name of the policy.
+        budget: Of each layer that is pruned: tokens, or before the prompt a share of it.
+        spread: How many tokens the head with the fewest and the one with the most keep.
+    """
+
+    policy: str = ""
+    budget: tuple[int | float, ...] = ()
+    spread: tuple[int, int] = (0, 0)
+
+    def _shown(self, name: str) -> str:
+        if name == "spread":
+            return "{} to {} tokens a head".format(*self.spread)
+        return summarise(self.budget) if name == "budget" else super()._shown(name)
 
 
 class EquipCache(AnsweringCache):
@@ -111,7 +128,7 @@ class EquipCache(AnsweringCache):
         limits = (policy, resolve_budgets(budget, config), sinks, recent, decode_budget, heads, question_start)
         self._settings = EquipSettings(*limits, positions, backend, pages, storage, codec, refit)
         self._settings.check(model, latents=self._latents, offloading=offloading)
-        self._rotations: list[Unrotated] = []
+        self._rotations: list[KeyRotation] = []
         self._tables: list[BlockTable] = []
         self._assembly = Assembly(self._shard)
         self._shared_codec = codec if codec is None else codec.of_heads(self._shard)
@@ -130,53 +147,59 @@ class EquipCache(AnsweringCache):
         """Which tokens stay."""
         return self._settings.policy
 
+    @property
+    def codec(self) -> KVCodec | None:
+        return self._settings.codec
+
+    @property
+    def _pruned(self) -> list[EquipLayer]:
+        """The layers with full attention."""
+        return [layer for layer in self.layers if isinstance(layer, EquipLayer)]
+
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        module = latent_modules(self.model).get(layer_idx) if self._latents else None
-        if torch.compiler.is_compiling() and self.is_compileable and not self.layers[layer_idx].takes_graph(key_states.shape[2]):
+        layer: Any = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        single = key_states.shape[2] == 1 and isinstance(layer, EquipLayer) and layer.table.clock is not None
+        if torch.compiler.is_compiling() and (self._latents or (self.is_compileable and not single)):
             return _update_uncompiled(self, key_states, value_states, layer_idx, *args, **kwargs)
-        if module is None or layer_idx >= len(self.layers) or not isinstance(self.layers[layer_idx], EquipLayer):
+        if not self._latents or not isinstance(layer, EquipLayer):
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        require_absorbable(module)
-        keys = torch.cat([value_states, key_states], -1)
-        view, _ = super().update(keys, key_states, layer_idx, *args, **kwargs)
-        return hand_out_uncompiled(view, module)
+        tokens, _ = super().update(torch.cat([value_states, key_states], -1), key_states, layer_idx, *args, **kwargs)
+        view = LatentView(self.model, latent_modules(self.model)[layer_idx], tokens, self)
+        return view, view
 
     def make_layer(self, layer_idx: int) -> EquipLayer:
         settings = replace(self._settings, budget=self._settings.budget[layer_idx])
         if isinstance(settings.budget, int):  # of a fraction we know more when the prompt is there
             settings.limit_of(0)
         geometry = RotaryGeometry.from_config(self.config, layer_idx=layer_idx, latents=self._latents)
-        rotation = self._make_rotation(geometry)
         compared = self._shard is not None or settings.policy.asks_all_heads or settings.head_budgets is not None
         config = self.config.per_layer_config[layer_idx]
         heads = getattr(config, "num_key_value_heads", None) if compared and not self._latents else None
-        storage = self._make_storage(rotation, settings, layer_idx)
+        rotation, storage = self._make_rotation(geometry), self._make_storage(settings, layer_idx)
         return EquipLayer(settings, geometry, rotation, self.passes, storage, self._assembly, layer_idx, heads)
 
-    def _make_storage(self, rotation: Given, settings: EquipSettings, layer_idx: int) -> Flat:
-        codec, backend, pool, tables = self._shared_codec, settings.backend, self.pool, self._tables
+    def _make_storage(self, settings: EquipSettings, layer_idx: int) -> Flat:
+        codec, backend = self._shared_codec, settings.backend
         if codec is not None:
-            codes = FlatCodes(backend) if pool is None else PagedCodes(backend, pool, tables, settings.slots_of, codec, layer_idx)
-            return Coded(backend, codec, layer_idx, settings.sinks, codes)
-        if pool is not None:
-            return Paged(backend, pool, tables, settings.slots_of)
+            of_layer = (codec, layer_idx, settings.sinks, backend)
+            return Coded(*of_layer) if self.pool is None else PagedCodes(*of_layer, self.pool, self._tables, settings.slots_of)
+        if self.pool is not None:
+            return Paged(backend, self.pool, self._tables, settings.slots_of)
         if self._latents:
             sizes: Any = self.config.per_layer_config[layer_idx]
             return Latent(backend, sizes.qk_rope_head_dim, sizes.kv_lora_rank)
-        if settings.storage is not None:
-            return QuantizedSlots(backend, settings.storage)
-        return (Streamed if isinstance(rotation, Shifted) else Flat)(backend)
+        return Flat(backend) if settings.storage is None else QuantizedSlots(backend, settings.storage)
 
-    def _make_rotation(self, geometry: RotaryGeometry) -> Given:
+    def _make_rotation(self, geometry: RotaryGeometry) -> KeyRotation:
         settings = self._settings
         if settings.positions == "original" or geometry.kind in ("learned", "none"):
-            return Given()
+            return KeyRotation()
         auto = settings.positions == "auto" and not settings.policy.order_only and settings.codec is None
         window: int | None = getattr(compat.decoder_config(self.config), "max_position_embeddings", None)
         fixed = geometry.refusal is not None or geometry.axes
         known = self._model is not None or not fixed  # a config does not tell of latents, nor when tokens are an image's
         if auto and known and (window is None or geometry.changes_at is not None or fixed):
-            return Given()
+            return KeyRotation()
         if geometry.changes_at is not None:
             geometry = geometry.at(0)  # until the first pass shows how far the text reaches
         images = "without the model nothing tells text from image tokens, which have a position for each axis"
@@ -184,15 +207,11 @@ class EquipCache(AnsweringCache):
             raise UnsupportedError(f"positions='compact': {why}. Pass positions='original'.")
         rotation = next((known for known in self._rotations if known.geometry.rotates_like(geometry)), None)
         if rotation is None:  # shared with its tables
-            self._rotations.append(rotation := Unrotated(geometry))
-        streams = settings.policy.order_only and settings.head_budgets is None and self._in_one_buffer
+            self._rotations.append(rotation := KeyRotation(geometry))
         if auto and window is not None:
-            return Given(rotation, window)
-        return Shifted(rotation) if streams else rotation
-
-    @property
-    def codec(self) -> KVCodec | None:
-        return self._settings.codec
+            return KeyRotation(otherwise=rotation, window=window)
+        streams = settings.policy.order_only and settings.head_budgets is None and self._in_one_buffer
+        return KeyRotation(otherwise=rotation, window=LONGEST, streams=True) if streams else rotation
 
     def report(self) -> EquipReport:
         """What the cache holds, measured, its budget, and how far heads differ."""
@@ -249,38 +268,35 @@ class EquipCache(AnsweringCache):
                 None: everything is context.
             input_ids: The context, (rows, tokens), for "kvzip" where it was not `generate` that fed it.
         """
-        seen, layers = self.seen, self._pruned
-        end = seen if upto is None else whole_number("upto", upto, 1, f"a position from 1 to the {seen} tokens seen", most=max(1, seen))
+        seen, layers, attention = self.seen, self._pruned, dict[int, torch.Tensor]()
+        if upto is not None:
+            upto = whole_number("upto", upto, 1, f"a position from 1 to the {seen} tokens seen", most=max(1, seen))
+        behind = 0 if upto is None else max(0, seen - upto)
         if not seen:
             raise ConfigError.of("compress", "a cache that holds a context", "an empty one", "Feed it the context first.")
-        if end < seen and self.policy.observes != 0:
+        if behind and self.policy.observes != 0:
             raise UnsupportedError(
                 f"upto: {self.policy.name!r} scores by attention, and has seen that of the tokens behind upto. Make the cache with "
                 "question_start, feed the question after compress, or use 'compactor', 'keydiff' or 'kvzip'."
             )
-        limits = [layer.limit_of_context(seen - end) for layer in layers]
-        received: Sequence[torch.Tensor | None] = [None] * len(layers)
+        contexts = [(seen if layer.table.counts is None else int(layer.table.counts.max())) - behind for layer in layers]
+        limits = [layer.settings.limit_of(context, behind) for layer, context in zip(layers, contexts, strict=True)]
         if self.policy.deferred:
-            base = self.model if model is None else model
-            ids = self._context(input_ids, end).to(compat.base_model(base).device)
-            received = reconstruct(self, base, layers, ids, self.policy.deferred)
+            base, rows = self.model if model is None else model, max(layer.storage.shape[0] for layer in layers)
+            ids = self.log.ids if input_ids is None else input_ids.reshape(-1, input_ids.shape[-1])
+            if ids.shape[0] != rows or ids.shape[1] < seen - behind:
+                what = f"the ids of the {seen - behind} tokens of the context in {rows} rows"
+                raise ConfigError.of("input_ids", what, tuple(ids.shape), "Pass compress(model, input_ids=...), padding included.")
+            ids = ids[:, : seen - behind].to(compat.base_model(base).device)
+            attention = dict(enumerate(detours.reconstruct(self, base, layers, ids, self.policy.deferred)))
         with layers[0].storage.rewriting():
-            for layer, (limit, context) in zip(layers, limits, strict=True):
+            for layer, limit, context in zip(layers, limits, contexts, strict=True):
                 layer.set_limits(limit, context)
-            for layer, (limit, _), reconstruction in zip(layers, limits, received, strict=True):
+            for index, (layer, limit) in enumerate(zip(layers, limits, strict=True)):
                 with self.at_hand(layer):
-                    layer.compress(limit, seen - end, reconstruction)
+                    layer.arrive(None, Limit(limit.slots, max(limit.recent, behind)), behind, attention.get(index))
             for layer in layers:
                 layer.make_final()
-
-    def _context(self, input_ids: torch.Tensor | None, tokens: int) -> torch.Tensor:
-        """The token ids of the context, (rows, tokens)."""
-        ids = self.log.ids if input_ids is None else input_ids.reshape(-1, input_ids.shape[-1])
-        rows = max(layer.storage.shape[0] for layer in self._pruned)
-        if ids.shape[0] != rows or ids.shape[1] < tokens:
-            what = f"the ids of the {tokens} tokens of the context in {rows} rows"
-            raise ConfigError.of("input_ids", what, tuple(ids.shape), "Pass compress(model, input_ids=...), padding included.")
-        return ids[:, :tokens]
 
     def evict(self, positions: Sequence[int] | torch.Tensor) -> None:
         """Forget tokens in all layers, rows and heads that still have them; others keep their positions among the tokens seen.
@@ -291,7 +307,7 @@ class EquipCache(AnsweringCache):
         Args:
             positions: Indices among the tokens seen.
         """
-        editing.evict(self, self._pruned, torch.as_tensor(positions, dtype=torch.long).reshape(-1))
+        detours.evict(self, self._pruned, torch.as_tensor(positions, dtype=torch.long).reshape(-1))
 
     def edit(self, model: Any, start: int, stop: int, new_ids: Sequence[int] | torch.Tensor) -> None:
         """Replace tokens of a text that is in the cache: the new ones are computed, what follows is only moved.
@@ -307,7 +323,7 @@ class EquipCache(AnsweringCache):
         ids = torch.as_tensor(new_ids, dtype=torch.long, device=compat.base_model(model).device)
         if ids.ndim not in (1, 2):
             raise ConfigError.of("new_ids", "token ids, (tokens,) or (rows, tokens)", tuple(ids.shape))
-        editing.edit(self, model, self._pruned, start, stop, ids[None] if ids.ndim == 1 else ids)
+        detours.edit(self, model, self._pruned, start, stop, ids[None] if ids.ndim == 1 else ids)
         self.log.crop(start)
 
     @property
@@ -330,10 +346,5 @@ class EquipCache(AnsweringCache):
                     pruned.make_final()
         return super().get_seq_length(layer_idx)
 
-    @property
-    def _pruned(self) -> list[EquipLayer]:
-        """The layers with full attention."""
-        return [layer for layer in self.layers if isinstance(layer, EquipLayer)]
 
-
-_update_uncompiled = torch.compiler.disable(AnsweringCache.update, reason="EquipCache compiles single tokens behind an uncompiled prompt")
+_update_uncompiled = torch.compiler.disable(EquipCache.update, reason="EquipCache compiles single tokens behind an uncompiled prompt")

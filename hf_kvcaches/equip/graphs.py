@@ -13,7 +13,6 @@ import torch
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.call import Call
-from hf_kvcaches.equip.rotation import Given, Unrotated
 from hf_kvcaches.errors import UnsupportedError
 
 
@@ -33,19 +32,15 @@ def prepare(layer: Any) -> None:
         for part in (table, storage):
             part.map(lambda tensor: tensor.clone() if tensor.is_inference() else tensor)
     table.clock.fill_(table.seen)
-    if isinstance(layer.rotation, Unrotated):
+    if layer.rotation.unrotated:
         layer.rotation.on_read(torch.zeros(1, 1, 1, dtype=torch.int32, device=device), storage.capacity)
     for tensor in (*storage.tensors().values(), *table.tensors().values()):
         compat.mark_static(tensor)  # without it CUDA graphs would leave out what changes them
 
 
 def require_compileable(layer: Any, call: Call, tokens: int) -> None:
-    """Refuse what a graph can't do.
-
-    Args:
-        layer: An `EquipLayer`.
-        tokens: How many are new in each row.
-    """
+    """Refuse what a graph of an `EquipLayer` can't do, with so many new tokens in each row."""
+    rotation = layer.rotation
     if not layer.is_compileable or layer.table.clock is None:
         raise UnsupportedError(
             "torch.compile: of EquipCache only decoding steps can be compiled, with a policy that says so and without recording. "
@@ -57,9 +52,9 @@ def require_compileable(layer: Any, call: Call, tokens: int) -> None:
         raise UnsupportedError(
             "torch.compile: EquipCache can't compile steps with a position bias or a mask over more than the new tokens."
         )
-    if type(layer.rotation) is Given and layer.rotation.moves:
+    if rotation.otherwise is not None and not rotation.streams:
         compat.assert_in_graph(
-            layer.table.clock < layer.rotation.window,
+            layer.table.clock < rotation.window,
             "EquipCache: the text outgrows the model's window in a compiled step. Ask cache.get_seq_length() before each step, as "
             "`generate` does, or pass positions='compact'.",
         )

@@ -4,13 +4,12 @@ Keys and values of the heads are products of the latent. A product with the quer
 attention (DeepSeek-V2, arXiv 2405.04434, section 2.1.2), so the slots hold latents and nothing is expanded: one KV head, whose keys are
 the rotated part with the latent behind it, and whose values are the latents.
 
-The model expands what `update` returns before it calls its attention. Between the two its module has an `expand_kv` that lets a
-`LatentView` pass, and calls the one of its class for whatever another thread brings.
+The model expands what `update` returns before it calls its attention. As long as a cache of it lives, its modules have an `expand_kv` that
+lets a `LatentView` pass, and calls the one of their class for all else.
 """
 
 from __future__ import annotations
 
-import threading
 from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,6 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
+from hf_kvcaches.core.attachments import Attachment
 from hf_kvcaches.core.decoder import EXPANSION
 from hf_kvcaches.core.view import LayerView, previous_attention
 from hf_kvcaches.equip.storage import Flat, Raw, read_decoded
@@ -27,19 +27,7 @@ from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.kernels.arguments import Attended
 from hf_kvcaches.kernels.launch import Backend
 
-_lock = threading.Lock()
 _by_model: WeakKeyDictionary[PreTrainedModel, dict[int, nn.Module]] = WeakKeyDictionary()
-# Threads between their `update` and the expansion, for each module.
-_waiting: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()
-
-
-class _Pending(threading.local):
-    """The module whose next expansion this thread waits for."""
-
-    module: nn.Module | None = None
-
-
-_pending = _Pending()
 
 
 def latent_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
@@ -54,11 +42,11 @@ def keeps_latents(model: PreTrainedModel, config: Any) -> bool:
     """Whether a model's attention keeps latents; refuses those that can't be pruned."""
     modules = latent_modules(model) if getattr(config, "kv_lora_rank", None) else {}
     for module in modules.values():
-        require_absorbable(module)
+        _require_absorbable(module)
     return bool(modules)
 
 
-def require_absorbable(module: nn.Module) -> None:
+def _require_absorbable(module: nn.Module) -> None:
     """Refuse a module whose expansion is more than a product with one weight."""
     projection: Any = module.kv_b_proj
     method: Any = getattr(module, EXPANSION)
@@ -68,7 +56,7 @@ def require_absorbable(module: nn.Module) -> None:
         or projection.weight.is_meta
         or compat.forward_hooks(projection)
         or compat.replaced_forward(projection) is not None
-        or getattr(method, "__func__", None) not in (_expand_uncompiled, getattr(type(module), EXPANSION))
+        or getattr(method, "__func__", None) not in (expand_kv, getattr(type(module), EXPANSION))
     ):
         raise UnsupportedError(
             f"model: EquipCache multiplies queries by the weight of {type(module).__name__}.kv_b_proj, which has to be a plain linear "
@@ -76,44 +64,37 @@ def require_absorbable(module: nn.Module) -> None:
         )
 
 
-def hand_out_latents(view: LayerView, module: nn.Module) -> tuple[Any, Any]:
-    """What `update` returns to a module that expands it, for new tokens as keys and values of one head."""
-    close_expansion()  # left open where an interrupt came between `update` and the expansion
-    with _lock:
-        _waiting.setdefault(module, set()).add(threading.get_ident())
-        vars(module)[EXPANSION] = MethodType(_expand_uncompiled, module)
-    _pending.module = module
-    latents = LatentView(view)
-    return latents, latents
-
-
-def close_expansion() -> None:
-    """Give the module that this thread waits for the method of its class again, unless others wait as well."""
-    module, _pending.module = _pending.module, None
-    if module is not None:
-        with _lock:
-            _waiting[module].discard(threading.get_ident())
-            if not _waiting[module]:
-                vars(module).pop(EXPANSION, None)
-
-
 def expand_kv(module: nn.Module, latents: Any, rotated: Any) -> Any:
     """Let a `LatentView` pass; its name is that of the method, by which a module is pickled."""
-    if not isinstance(latents, LatentView):
-        return getattr(type(module), EXPANSION)(module, latents, rotated)
-    close_expansion()
-    return latents, latents
+    if isinstance(latents, LatentView):
+        return latents, latents
+    return getattr(type(module), EXPANSION)(module, latents, rotated)
 
 
-_WHY = "a module has another method for one call"
-_expand_uncompiled = torch.compiler.disable(expand_kv, reason=_WHY)
-hand_out_uncompiled = torch.compiler.disable(hand_out_latents, reason=_WHY)
+expand_kv.only_observes = True  # type: ignore[attr-defined]
+
+
+class _Expansion(Attachment):
+    """`expand_kv` as the method of the modules of latent attention."""
+
+    def attach(self, model: PreTrainedModel) -> None:
+        for module in latent_modules(model).values():
+            vars(module)[EXPANSION] = MethodType(expand_kv, module)
+
+    def detach(self, model: PreTrainedModel) -> None:
+        for module in latent_modules(model).values():
+            vars(module).pop(EXPANSION, None)
+
+
+_EXPANSION = _Expansion()
 
 
 class LatentView(LayerView):
-    """New tokens of latent attention, in place of keys and of values; `tokens` are the same as keys and values of one head."""
+    """New tokens of a cache on their way through a module, in place of its keys and values; `tokens` are the same as those of one head."""
 
-    def __init__(self, tokens: LayerView) -> None:
+    def __init__(self, model: PreTrainedModel, module: nn.Module, tokens: LayerView, cache: Any) -> None:
+        _require_absorbable(module)
+        _EXPANSION.add(model, cache)
         self.tokens = tokens
 
     def attend(self, module: nn.Module, query: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any) -> Attended:
@@ -128,19 +109,13 @@ class LatentView(LayerView):
         return output, weights
 
     def __getattr__(self, name: str) -> Any:
-        close_expansion()
         return getattr(self.tokens, name)
 
 
 def _attend_expanded(
     module: nn.Module, query: torch.Tensor, keys: torch.Tensor, latents: torch.Tensor, mask: Any, *, expansion: Any, **options: Any
 ) -> Attended:
-    """Attention of a whole first prompt, which has as many keys as queries: expanding each costs less than scores over latents.
-
-    Args:
-        expansion: What expands latents to keys and to values, (heads, dims, latent_dim) each, and the unrotated parts of all queries.
-        **options: As in `LatentView.attend`.
-    """
+    """Attention of a whole first prompt, which has as many keys as queries: expanding each costs less than scores over latents."""
     key_rows, value_rows, unrotated = expansion
     (_, heads, tokens, _), rotary = unrotated.shape, query.shape[-1] - latents.shape[-1]
     if query.shape[2] != tokens or value_rows.shape[1] == latents.shape[-1]:  # the result has to be told from sums of latents
@@ -151,14 +126,9 @@ def _attend_expanded(
 
 
 class Latent(Flat):
-    """Slots of latents: a key ends with its value, which is not kept a second time.
+    """Slots of latents, which have so many dimensions: a key is its rotated ones and the latent, its value, which is not kept again."""
 
-    Args:
-        rotated: Dimensions of a key before the latent.
-        latent_dim: Those of the latent.
-    """
-
-    names = exported = ("keys",)
+    names = ("keys",)
 
     read = read_decoded
 

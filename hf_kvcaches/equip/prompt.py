@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from itertools import pairwise
+from typing import Any
 
 import torch
+from torch.nn import functional
 
 from hf_kvcaches.core.call import Call
 from hf_kvcaches.core.holder import LastQueries
 from hf_kvcaches.core.step import Pass
-from hf_kvcaches.equip import block
-from hf_kvcaches.equip.block import Incoming, ModuleCall, Questions, StepMask
 from hf_kvcaches.equip.budgets import Limit
-from hf_kvcaches.equip.pruning import KeysAndValues, PruningLayer, joined
-from hf_kvcaches.equip.rotation import Shifted
+from hf_kvcaches.equip.pruning import Incoming, KeysAndValues, PruningLayer, joined
 from hf_kvcaches.equip.settings import QUESTION_ADOPTED
+from hf_kvcaches.equip.slot_layer import ModuleCall
 from hf_kvcaches.errors import UnsupportedError
-from hf_kvcaches.kernels.blocks import Visibility
+from hf_kvcaches.kernels.blocks import Visibility, block_attention, observers
 
-# What new tokens do in place of being appended: of (layer, query, keys, values, call, pass), as in `EquipLayer.attend`, their attention.
-Detour = Callable[..., torch.Tensor]
+# Arguments of the model's attention with one entry for each new token.
+_BY_TOKEN = ("hidden_states", "position_embeddings")
+
+# What a step's mask says: which tokens of the text the query may see, (batch or 1, tokens), or None for all; and which rows have a new
+# token, (batch or 1, 1, 1), or None for all.
+StepMask = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 class PromptLayer(PruningLayer):
-    """Takes blocks of new tokens.
-
-    Attributes:
-        detour: What the passes of `EquipCache.edit` and `EquipCache.compress` do; else None.
-    """
-
-    detour: Detour | None
+    """Takes blocks of new tokens."""
 
     def step(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, mask: StepMask, module_call: ModuleCall
@@ -38,45 +36,40 @@ class PromptLayer(PruningLayer):
         """Take one token a row and attend; see `EquipLayer`."""
         raise NotImplementedError
 
-    def enter(self, call: Call, tokens: int, device: torch.device) -> Pass:
-        """The pass that a block of new tokens belongs to."""
-        table = self.table
-        before = table.seen if table.counts is None else table.counts.view(-1, 1).long()
-        running = self.passes.enter(call, table.seen, tokens, device, before)
-        if running.allowed is not None:
-            block.require_one(running.allowed)
-        self.choose_angles(running.positions, bool(table.seen))
-        return running
-
     def take(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, module_call: ModuleCall) -> torch.Tensor:
         """Take new tokens, a block together and drafts one by one; the attention of all, (batch, tokens, heads, head_dim)."""
         table, tokens, rows = self.table, keys.shape[2], keys.shape[0]
         if module_call.positions is not None and module_call.positions.ndim == 2:  # some models tell them to the module alone
             call.options.setdefault("position_ids", module_call.positions)
-        running = self.enter(call, tokens, keys.device)
+        before = table.seen if table.counts is None else table.counts.view(-1, 1).long()
+        running = self.passes.enter(call, table.seen, tokens, keys.device, before)
+        if running.allowed is not None:
+            require_one(running.allowed)
+        self.choose_angles(running.positions, bool(table.seen))
         if self.detour is not None:
             return self.detour(self, query, keys, values, call, running)
         length = self.passes.block_length(tokens, begun=bool(table.seen), recording=self.journal is not None)
         outputs = []
         with self.storage.space_for(rows, tokens, running.valid, length, running.shared):
             for start, stop, limit in self._spans(running, length):
-                span = slice(start, stop)
-                questions = Questions(query[:, :, span], None, call.module, block.inputs_of(module_call.inputs, start, stop))
                 self.record(None, stop - start)
-                outputs.append(self._block(questions, keys[:, :, span], values[:, :, span], call, running.part(start, stop), limit))
+                inputs, span = _inputs_of(module_call.inputs, start, stop), slice(start, stop)
+                states = query[:, :, span], keys[:, :, span], values[:, :, span]
+                outputs.append(self._block(*states, call, running.part(start, stop), limit, inputs))
             if length < tokens and self.waiting and table.seen:
                 raise UnsupportedError(
                     f"policy: {self.policy.name!r} prunes in cache.compress(model), which has to be called after the context and before "
                     "the first token that follows. A context may come in several calls of more than one token each."
                 )
             for index in range(length, tokens):
-                span, part = slice(index, index + 1), running.part(index, index + 1)
+                part, span = running.part(index, index + 1), slice(index, index + 1)
+                states = query[:, :, span], keys[:, :, span], values[:, :, span]
                 allowed = None if part.allowed is None else part.allowed[:, 0, 0].expand(rows, -1)
                 real = None if part.valid is None else part.valid[:, None]
                 if allowed is not None and real is None:
                     real = torch.ones(rows, 1, 1, dtype=torch.bool, device=keys.device)
-                step_call = ModuleCall(call.module, None, part.position_ids, block.inputs_of(module_call.inputs, index, index + 1))
-                outputs.append(self.step(query[:, :, span], keys[:, :, span], values[:, :, span], call, (allowed, real), step_call))
+                inputs = _inputs_of(module_call.inputs, index, index + 1)
+                outputs.append(self.step(*states, call, (allowed, real), ModuleCall(call.module, None, part.position_ids, inputs)))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
     def _spans(self, running: Pass, length: int) -> list[tuple[int, int, Limit | None]]:
@@ -92,33 +85,31 @@ class PromptLayer(PruningLayer):
         return [(start, stop, None if start else first) for start, stop in pairwise(ends)]
 
     def _block(
-        self, questions: Questions, keys: torch.Tensor, values: torch.Tensor, call: Call, running: Pass, limit: Limit | None
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: Pass, limit: Limit | None, inputs: Any
     ) -> torch.Tensor:
         """Attend with a block of new tokens, then prune: (batch, tokens, heads, head_dim)."""
         new = self._appended(keys, values, running, call.bias)
         table, used, observed, output, bias, allowed = self.table, self.table.used, None, None, call.bias, running.allowed
-        assert questions.states is not None
-        query = self.rotation.to_frame(questions.states, running.positions(), new.index[:, 0], table)
+        query = self.rotation.to_frame(query, running.positions(), new.index[:, 0], table)
         if not table.seen and running.whole and bias is None:
             output = call.dense(query, new.frame, values).to(values.dtype)
         if output is None or self.policy.observes != 0:
             if table.seen and allowed is not None:
-                allowed = block.with_new(block.mask_of_slots(allowed, table.text_index()), allowed)
+                allowed = _with_new(mask_of_slots(allowed, table.text_index()), allowed)
             if table.seen and bias is not None:
-                bias = block.with_new(block.bias_of_slots(bias, self.columns(bias, running.tokens), keys.shape[1]), bias)
+                bias = _with_new(bias_of_slots(bias, self.columns(bias, running.tokens), keys.shape[1]), bias)
             slots = None if table.filled is not None or not used else table.positions >= 0
-            visible, kept = Visibility(slots, used, running.valid, allowed), self.kept_states() if used else None
-            output, observed = self.attend_with(query, kept, new.frame, values, call, visible, bias, output)
+            kept, visible = self.kept_states(used) if used else None, Visibility(slots, used, running.valid, allowed)
+            output, observed = self.attend_with(query, kept, (new.frame, values), call, visible, bias, output)
         self._count(new, running)
-        self.arrive(new, limit, Questions(query, new.index[:, 0], questions.module, questions.inputs), observed)
+        self.arrive(new, limit, attention=observed, queries=query, query_index=new.index[:, 0], module=call.module, inputs=inputs)
         return output
 
     def attend_with(
         self,
         query: torch.Tensor,
         kept: KeysAndValues | None,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        new: KeysAndValues,
         call: Call,
         visible: Visibility,
         bias: torch.Tensor | None = None,
@@ -129,17 +120,29 @@ class PromptLayer(PruningLayer):
         Args:
             output: The attention, where it is known already.
         """
-        if kept is not None:
-            keys, values = joined((kept[0][:, :, : visible.kept], kept[1][:, :, : visible.kept]), (keys, values))
-        output = block.attend(query, keys, values, call, visible, bias) if output is None else output
-        window = self.policy.observes
-        return output, None if window == 0 else block.observe(query, keys, call, visible, window, bias)
+        keys, values = new if kept is None else joined((kept[0][:, :, : visible.kept], kept[1][:, :, : visible.kept]), new)
+        window, tokens, groups = self.policy.observes, query.shape[2], query.shape[1] // keys.shape[1]
+        if output is None and call.softcap is None and bias is None and call.sink_logits is None:
+            mask = visible.rows(0, tokens, keys.device)
+            mask = mask if mask.shape[1] == 1 else mask.repeat_interleave(groups, 1)
+            output = functional.scaled_dot_product_attention(query, keys, values, mask, scale=call.scaling, enable_gqa=groups > 1)
+            output = output.transpose(1, 2).nan_to_num(0.0)  # a query that sees nothing is padding
+        if output is not None and window == 0:
+            return output, None
+        watching = None if window == 0 else observers(window, visible.new, tokens, keys.device)
+        options: dict[str, Any] = {"softcap": call.softcap, "sink_logits": call.sink_logits, "bias": bias, "observers": watching}
+        attended, observed = block_attention(query, keys, values if output is None else None, call.scaling, visible, **options)
+        output = attended if output is None else output
+        assert output is not None
+        return output, observed
 
     def _appended(self, keys: torch.Tensor, values: torch.Tensor, running: Pass, bias: torch.Tensor | None) -> Incoming:
         """New tokens behind all others, with their places in their rows and in the frame."""
-        self.regularise(keys, running.valid is not None, bias)
-        if isinstance(self.rotation, Shifted) and not self.table.seen and running.start != 0:
-            self.unshift()  # a stream counts positions from 0 where it puts the sinks
+        if running.valid is not None:
+            self.table.pad(keys.shape[0], keys.device)
+        # A stream has one distance for all rows, and counts positions from 0 where it puts the sinks.
+        if self.table.counts is not None or bias is not None or (self.rotation.streams and not self.table.seen and running.start != 0):
+            self.unshift()
         table, tokens, batch = self.table, running.tokens, keys.shape[0]
         steps = torch.arange(tokens, device=keys.device)
         positions, text = (steps + table.seen).expand(batch, 1, -1), None
@@ -195,13 +198,13 @@ class PromptLayer(PruningLayer):
         padding: torch.Tensor | None,
         queries: LastQueries | None = None,
     ) -> None:
-        tokens, policy, observed, questions = keys.shape[2], self.policy, None, Questions()
+        tokens, policy, observed, asked = keys.shape[2], self.policy, None, dict[str, Any]()
         running = self.passes.of_prompt(positions, padding, tokens, keys.device)
         self.choose_angles(running.positions, False)
         if (needed := self.settings.queries_needed) != 0 and self.settings.question_start is not None:
             raise UnsupportedError(QUESTION_ADOPTED)
         if policy.observes != 0:
-            observed = block.observe_adopted(queries, keys, running.valid, policy.observes)
+            observed = _observe_adopted(queries, keys, running.valid, policy.observes)
         elif needed and queries is None:
             raise UnsupportedError(
                 f"queries: {policy.name!r}, or refit, looks at a prompt's last {needed} queries, and got none. Pass them, or use 'keydiff' "
@@ -215,5 +218,55 @@ class PromptLayer(PruningLayer):
                 self._count(new, part)
                 if needed != 0 and queries is not None:
                     self.scaling = queries.scaling
-                    questions = Questions(queries.states, new.index[:, 0, -queries.states.shape[2] :])
-                self.arrive(new, limit, questions, observed)
+                    asked = {"queries": queries.states, "query_index": new.index[:, 0, -queries.states.shape[2] :]}
+                self.arrive(new, limit, attention=observed, **asked)
+
+
+def _observe_adopted(queries: LastQueries | None, keys: torch.Tensor, valid: torch.Tensor | None, window: int | None) -> Any:
+    """What an adopted prompt's keys, as the model rotated them, got from its last queries, (batch, kv_heads, tokens)."""
+    tokens = keys.shape[2]
+    count = tokens if window is None else min(window, tokens)
+    available = 0 if queries is None else queries.states.shape[2]
+    if queries is None or available < count:
+        raise UnsupportedError(f"queries: the policy scores a prompt of {tokens} tokens by its last {count} queries, and got {available}.")
+    earlier = tokens - count
+    slots, new = (None, None) if valid is None else (valid[:, None, :earlier], valid[:, earlier:])
+    watching, visible = observers(window, new, count, keys.device), Visibility(slots, earlier, new)
+    options: dict[str, Any] = {"softcap": queries.softcap, "sink_logits": queries.sink_logits, "observers": watching}
+    return block_attention(queries.states[:, :, available - count :], keys, None, queries.scaling, visible, **options)[1]
+
+
+def mask_of_slots(allowed: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+    """What a mask of the model's own, (batch or 1, 1, tokens, tokens of the text), says about slots with these indices in the text."""
+    index = text.clamp(min=0)[:, :, None].expand(-1, -1, allowed.shape[2], -1)
+    return allowed.expand(*text.shape[:2], -1, -1).gather(-1, index)
+
+
+def bias_of_slots(bias: torch.Tensor, columns: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """The columns, (batch, 1 or kv_heads, slots), of a bias by position that belong to slots, (batch, heads, tokens, slots)."""
+    heads = max(bias.shape[1], kv_heads)
+    columns = columns.long().expand(-1, kv_heads, -1).repeat_interleave(heads // kv_heads, 1)
+    bias = bias.expand(columns.shape[0], heads, -1, -1)
+    return bias.gather(-1, columns[:, :, None].expand(-1, -1, bias.shape[2], -1))
+
+
+def _with_new(of_slots: torch.Tensor, of_text: torch.Tensor) -> torch.Tensor:
+    """What a mask or a bias says of slots, (batch, heads, tokens, slots), and of the new tokens, which are its last columns."""
+    return torch.cat([of_slots, of_text[..., -of_slots.shape[2] :].expand(*of_slots.shape[:2], -1, -1)], -1)
+
+
+def _inputs_of(inputs: Mapping[str, Any] | None, start: int, stop: int) -> Mapping[str, Any] | None:
+    """What the model's attention is called with, for some of the new tokens."""
+    return inputs and {name: _part(value, start, stop) if name in _BY_TOKEN else value for name, value in inputs.items()}
+
+
+def _part(value: Any, start: int, stop: int) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_part(entry, start, stop) for entry in value)
+    return value[:, start:stop] if isinstance(value, torch.Tensor) else value
+
+
+def require_one(mask: torch.Tensor) -> None:
+    """Refuse a mask, (batch or 1, heads, tokens, tokens of the text), that differs by head."""
+    if mask.shape[1] != 1:
+        raise UnsupportedError("attention_mask: EquipCache can't follow a mask that differs by head. Give one for all heads.")

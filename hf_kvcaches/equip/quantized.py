@@ -26,20 +26,14 @@ _PRIOR = 16
 
 
 class QuantizedSlots(Flat):
-    """Keys and values of slots as integers, two in a byte with "int4".
+    """Keys and values of slots as integers, two in a byte with "int4". All slots in use are dequantized in each step and layer.
 
     **Bytes per token and KV head**, for a model in half precision: `2 * head_dim * bits / 8` for the numbers, 4 for the key's scale and
     zero, and 4 for the value's, with "int4" 4 for each 32 dimensions of it. Once per row and head, two numbers for each channel of keys.
-
-    **Reading** dequantizes all slots in use, in each step and layer: it saves memory between steps, and no time. For that long, one layer's
-    keys and values are there in the model's dtype, and one of both in float32. Policies that score while decoding read twice.
-
-    Args:
-        storage: How many bits a number has.
     """
 
     names = ("keys", "key_scale", "key_zero", "values", "value_scale", "value_zero")
-    exported = (*names, "center", "spread")
+    beside = ("center", "spread")
     in_graphs = False  # the first tokens choose the channels' scales
     no_gradients = "storage: integers have no gradients. Run the model under torch.no_grad(), or leave storage out."
 

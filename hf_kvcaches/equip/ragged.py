@@ -20,13 +20,13 @@ class Ragged(Flat):
     copied into one padded tensor for as long as a layer takes.
 
     Attributes:
-        rooms: How many slots each head has, (batch, kv_heads, 1), int64. They stay as they are until `clear`.
-        starts: Where the first one lies, like `rooms`.
-        index: Where each slot lies, (batch, kv_heads, capacity), int32; a slot that a head lacks is some other one.
-        hiding: 0 for slots that a head has, and the lowest number for others, (batch * kv_heads, 1, capacity), in the dtype of keys.
+        rooms: How many slots each head has, (batch, kv_heads, 1); `starts` is where the first one lies.
+        index: Where each slot lies, (batch, kv_heads, capacity); a slot that a head lacks is some other one.
+        hiding: 0 for slots that a head has, and the lowest number for others, (batch * kv_heads, 1, capacity).
     """
 
-    exported: ClassVar[tuple[str, ...]] = ("keys", "values", "rooms")
+    beside: ClassVar[tuple[str, ...]] = ("rooms",)
+    total = 0
     no_gradients = "head_budgets: there are no gradients. Run the model under torch.no_grad(), or pass head_budgets=None."
 
     read = read_decoded
@@ -34,12 +34,18 @@ class Ragged(Flat):
     def __init__(self, backend: Backend) -> None:
         super().__init__(backend)
         self.hiding: torch.Tensor = None  # type: ignore[assignment]
-        self._lay_out_nothing()
+        self.lay_out(torch.zeros(0, 0, 1, dtype=torch.long))
+
+    def lay_out(self, rooms: torch.Tensor) -> None:
+        """Find where heads with so many slots lie, (batch, kv_heads, 1)."""
+        capacity, self.total = torch.stack([rooms.max(), rooms.sum()]).tolist() if rooms.numel() else (0, 0)
+        self.rooms, self.starts, self.full = rooms, rooms.flatten().cumsum(0).view(rooms.shape) - rooms, False
+        self.index = (self.starts + torch.arange(capacity, device=rooms.device).minimum(rooms - 1)).clamp(min=0).int()
 
     def find_full(self, kept: torch.Tensor) -> None:
         """Find out whether every slot that a head has holds a token, of which it keeps so many, (batch, kv_heads, 1)."""
         if bool((kept == self.rooms).all()):
-            missing = torch.arange(self.index.shape[2], device=kept.device) >= self.rooms
+            missing = torch.arange(self.capacity, device=kept.device) >= self.rooms
             lowest = torch.finfo(self.keys.dtype).min
             self.hiding, self.full = self.keys.new_zeros(missing.shape).masked_fill_(missing, lowest).flatten(0, 1)[:, None], True
 
@@ -51,15 +57,14 @@ class Ragged(Flat):
     def shape(self) -> tuple[int, int]:
         return self.index.shape[0], self.index.shape[1]
 
-    def raw(self, used: int) -> Raw:
+    def held(self, used: int) -> Raw:
         return self._at(self.index[..., :used])
 
     def gather(self, slots: Slots) -> Raw:
         return self._at(self.starts + slots)
 
     def hold(self, raw: Raw, most: int) -> None:
-        """Make these the first slots of padded heads, (batch, kv_heads, slots, width), and all others empty."""
-        self.full, width = False, max(self.index.shape[2], raw[0].shape[2])
+        self.full, width = False, max(self.capacity, raw[0].shape[2])
         head = torch.arange(self.rooms.numel(), device=self.rooms.device).repeat_interleave(self.rooms.flatten(), output_size=self.total)
         source = head * width + torch.arange(self.total, device=head.device) - self.starts.flatten()[head]
         for name, tensor in zip(self.names, raw, strict=True):
@@ -73,20 +78,11 @@ class Ragged(Flat):
     def reserve(self, slots: int, most: int) -> None:
         """Nothing: all slots are there from the start."""
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        used: int,
-        scaling: float,
-        *,
-        rotation: RotationTables | None = None,
-        valid: torch.Tensor | None = None,
-        **options: Any,
-    ) -> Attended:
-        keys, values = self._slots()
+    def attend(self, query: torch.Tensor, used: int, scaling: float, **options: Any) -> Attended:
+        rotation, valid = options.pop("rotation", None), options.pop("valid", None)
         # The kernel has one learned sink for each query head of a row, here each head is a row; and it has no bias.
         by_head = query.is_cuda and options.get("sink_logits") is None and options.get("bias") is None and not torch.compiler.is_compiling()
-        in_kernel = by_head and choose(self.backend, query, keys) == "triton"
+        in_kernel = by_head and self.names == Flat.names and choose(self.backend, query, self.keys) == "triton"
         if valid is None and not in_kernel and all(value is None or value is False for value in options.values()):
             return self._attend_full(query, scaling, rotation), None
         valid = torch.arange(used, device=query.device) < self.rooms if valid is None else valid
@@ -97,7 +93,7 @@ class Ragged(Flat):
         valid = valid.expand(index.shape).reshape(count, 1, used)
         if rotation is not None:
             rotation = rotation._replace(positions=rotation.positions.expand(index.shape).reshape(count, 1, used))
-        keys, values = (tensor.view(-1, 1, 1, tensor.shape[-1]) for tensor in (keys, values))
+        keys, values = (tensor.view(-1, 1, 1, tensor.shape[-1]) for tensor in self._slots())
         near, tables = query.reshape(count, group, 1, dim), index.reshape(count, used)
         output, weights = kernels.slot_attention(
             near, keys, values, scaling, tables=tables, rotation=rotation, valid=valid, backend="triton", **options
@@ -106,7 +102,7 @@ class Ragged(Flat):
 
     def _attend_full(self, query: torch.Tensor, scaling: float, rotation: RotationTables | None) -> torch.Tensor:
         """Attention where slots that a head lacks are the only ones that are hidden, (batch, 1, heads, value_dim)."""
-        keys, values = self.raw(self.capacity)
+        keys, values = self.read(self.capacity)
         keys = keys if rotation is None else kernels.rotated_keys(keys, rotation).to(query.dtype)
         near = query.reshape(keys.shape[0] * keys.shape[1], -1, query.shape[-1])
         scores = torch.baddbmm(self.hiding, near, keys.flatten(0, 1).mT, alpha=scaling)
@@ -114,9 +110,11 @@ class Ragged(Flat):
 
     def map_rows(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         if self.rooms.numel():
-            raw, rooms = tuple(function(tensor) for tensor in self.raw(self.capacity)), function(self.rooms)
-            self.lay_out(rooms)
-            self.hold(raw, self.capacity)
+            held = tuple(function(tensor) for tensor in self.held(self.capacity))
+            for name in self.beside:
+                setattr(self, name, function(getattr(self, name)))
+            self.lay_out(self.rooms)
+            self.hold(held, self.capacity)
 
     def restore(self, tensors: dict[str, torch.Tensor], kept: torch.Tensor, most: int) -> None:
         super().restore(tensors, kept, most)
@@ -125,25 +123,7 @@ class Ragged(Flat):
 
     def clear(self) -> None:
         super().clear()
-        self._lay_out_nothing()
-
-    def _lay_out_nothing(self) -> None:
-        self.rooms, self.starts, self.index = (torch.zeros(0, 0, size, dtype=torch.long) for size in (1, 1, 0))
-        self.full, self.total = False, 0
+        self.lay_out(torch.zeros(0, 0, 1, dtype=torch.long))
 
     def _at(self, index: torch.Tensor) -> Raw:
         return tuple(tensor.index_select(0, index.flatten()).view(*index.shape, -1) for tensor in self._slots())
-
-    def lay_out(self, rooms: torch.Tensor) -> None:
-        """Find where heads with so many slots lie, (batch, kv_heads, 1)."""
-        capacity, self.total = torch.stack([rooms.max(), rooms.sum()]).tolist()
-        self.rooms, self.starts = rooms, rooms.flatten().cumsum(0).view(rooms.shape) - rooms
-        self.index = (self.starts + torch.arange(capacity, device=rooms.device).minimum(rooms - 1)).clamp(min=0).int()
-
-
-class RaggedCodes(Ragged):
-    """Codes of slots, (slots of all rows and heads, bytes); see `coded.py`."""
-
-    names = ("codes",)
-    exported = ("codes", "rooms")
-    codes: torch.Tensor | None = None

@@ -17,12 +17,7 @@ _QUERIES, _SPREAD = 256, 96
 
 
 def context_queries(tokens: Tokens, earlier: torch.Tensor | None, most: int = _QUERIES, spread: int = _SPREAD) -> torch.Tensor:
-    """Some queries of a context, evenly spaced, where its newest token has the position 0, (batch, heads, n, head_dim).
-
-    Args:
-        earlier: Those of the tokens before.
-        spread: To how many positions, from 1 on, they are rotated in turn.
-    """
+    """Some queries of a context and `earlier` ones, evenly spaced, its newest token at the position 0, (batch, heads, n, head_dim)."""
     index = tokens.query_index
     assert index is not None
     length, n = index.shape[-1], min(most, index.shape[-1])
@@ -42,13 +37,10 @@ def context_queries(tokens: Tokens, earlier: torch.Tensor | None, most: int = _Q
 def refitted(
     tokens: Tokens, queries: torch.Tensor, kept_keys: torch.Tensor, index: Slots, stays: torch.Tensor, unrotated: bool
 ) -> torch.Tensor:
-    """The values of kept tokens, refitted to what queries of the context get of all.
+    """The values of kept tokens, refitted to what `context_queries` get of all.
 
     Args:
-        queries: What `context_queries` gave.
-        kept_keys: Of the tokens that are kept, as they are kept.
-        index: Which tokens these are, (batch, 1 or kv_heads, n).
-        stays: False where `index` names none.
+        kept_keys: Of the tokens at `index`, (batch, 1 or kv_heads, n), as they are kept; where `stays` is False it names none.
         unrotated: Whether positions are compact.
     """
     afterwards = None
@@ -86,9 +78,7 @@ def refit(
         keys: Of all tokens, (batch, kv_heads, tokens, head_dim).
         values: Of all tokens, (batch, kv_heads, tokens, value_dim).
         real: True for tokens, (batch, 1 or kv_heads, tokens).
-        kept: Which of them stay, (batch, kv_heads, n).
-        stays: False where `kept` names none, (batch, 1 or kv_heads, n).
-        scaling: What the model's attention multiplies scores with.
+        kept: Which of them stay, (batch, kv_heads, n), or none where `stays` is False.
         afterwards: The queries and the kept keys, (batch, kv_heads, n, head_dim), as they are rotated once the others are gone, where that
             is otherwise: compact positions bring them closer together.
         ridge: Relative to the mean of the diagonal.

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hf_kvcaches.equip.rotation import Given
+from hf_kvcaches.equip.rotation import KeyRotation
 from hf_kvcaches.equip.slots import SlotTable
 from hf_kvcaches.equip.storage import Flat, Slots
 from hf_kvcaches.errors import ConfigError, UnsupportedError
@@ -16,24 +16,20 @@ from hf_kvcaches.errors import ConfigError, UnsupportedError
 
 @dataclass(frozen=True)
 class Undo:
-    """What an `EquipLayer` was before a change.
+    """What an `EquipLayer` was before a change."""
 
-    Args:
-        tokens: How many new ones it took.
-        slots: Those that a step overwrote, (batch, 1 or kv_heads, 1), with what was in them; None for all.
-    """
-
-    tokens: int
-    slots: Slots | None
+    tokens: int  # new ones that it took
+    slots: Slots | None  # those that a step overwrote, (batch, 1 or kv_heads, 1); None for all
     content: Any
     table: SlotTable
     storage: Flat
-    rotation: Given
+    rotation: KeyRotation
 
     @classmethod
     def of(cls, layer: Any, slots: Slots | None = None, tokens: int = 0) -> Undo:
         """The layer as it is."""
-        content = layer.storage.snapshot() if slots is None else layer.storage.gather(slots)
+        exported = {name: tensor.clone() for name, tensor in layer.storage.export().items()} if slots is None else None
+        content = exported if slots is None else layer.storage.gather(slots)
         return cls(tokens, slots, content, layer.table.clone(), layer.storage, layer.rotation)
 
     def restore(self, layer: Any) -> None:
@@ -51,7 +47,6 @@ def take_back(layer: Any, tokens: int) -> None:
     table, journal = layer.table, layer.journal or []
     if not 0 <= tokens <= layer.seen:
         raise ConfigError.of("tokens_to_remove", f"a number from -{layer.seen} to 0", -tokens, "crop(-n) removes the last n tokens.")
-    table.catch_up()
     recorded = [0, *accumulate(undo.tokens for undo in reversed(journal))]  # steps, and blocks with all of their tokens
     if tokens in recorded:
         with layer.storage.rewriting():
@@ -63,6 +58,7 @@ def take_back(layer: Any, tokens: int) -> None:
         table.scores[..., table.filled :] = -torch.inf
         table.find_distances(layer.rotation.unrotated)
         table.advance(-tokens)
+        table.sink_keys = table.sink_keys if table.seen >= layer.settings.sinks else None
     else:
         why = "tokens were pruned or scored, so EquipCache can take back only what it has recorded"
         if layer.journal is not None:

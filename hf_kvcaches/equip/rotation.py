@@ -1,15 +1,8 @@
 """At which position each kept key is rotated.
 
 StreamingLLM counts positions within the cache: n kept tokens have the ranks 0 .. n-1 whatever was evicted between them, while the model
-rotates queries and keys to their positions in the text. Three rules:
-
-- `Given`: keys stay as the model rotated them, or do so until a text outgrows the window that the model was trained with.
-- `Unrotated`: keys are kept without rotation. A query is unrotated, too, and each key is rotated on the way by minus its distance to the
-  newest token, in tokens of the cache.
-- `Shifted`, for a stream whose oldest token is always evicted next: keys stay as the model rotated them, because the distances of recent
-  tokens are those of the text. The sinks alone are rotated forward, by as many positions as tokens were lost behind them.
-
-Angles are taken in float64. The model's own are products in float32: what unrotates a key undoes the rounded angle.
+rotates queries and keys to their positions in the text. Angles are taken in float64. The model's own are products in float32: what
+unrotates a key undoes the rounded angle.
 """
 
 from __future__ import annotations
@@ -25,22 +18,16 @@ from hf_kvcaches.equip.slots import SlotTable
 from hf_kvcaches.kernels.arguments import RotationTables
 from hf_kvcaches.kernels.rotation import Layout, swap_pairs
 
-# Tokens up to which a stream is `Shifted`: further on the model's float32 angles are off by more than 4e-3 radians.
+# Tokens up to which a rotation streams: further on the model's float32 angles are off by more than 4e-3 radians.
 LONGEST = 1 << 16
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A rotation of queries or keys, as tables.
+    """A rotation of queries or keys, as tables, (batch or 1, heads or 1, tokens, rotary_dim), float32."""
 
-    Args:
-        cos: (batch or 1, heads or 1, tokens, rotary_dim), float32: both dimensions of a pair have the same.
-        sin: Like `cos`; negative where a pair's first dimension is made.
-        layout: Which dimensions form a pair, as in `RotaryGeometry`.
-    """
-
-    cos: torch.Tensor
-    sin: torch.Tensor
+    cos: torch.Tensor  # both dimensions of a pair have the same
+    sin: torch.Tensor  # negative where a pair's first dimension is made
     layout: Layout
 
     @classmethod
@@ -62,116 +49,88 @@ class Turn:
         return rotated if rotary == x.shape[-1] else torch.cat([rotated, x[..., rotary:]], -1)
 
 
-class Given:
-    """Keys stay as the model rotated them. A frame is one rotation of queries and keys in which they can be multiplied.
+class KeyRotation:
+    """How a layer's keys are rotated while they are kept.
 
-    Attributes:
-        otherwise: What takes its place where a text reaches `window` tokens; None: nothing.
-        geometry: The angles by which keys move, where they do.
-        unrotated: Whether keys are kept without rotation.
+    Where it is `unrotated`, a query is unrotated, too, and each key is rotated on the way by minus its distance to the newest token, in
+    tokens of the cache. For a block there is a frame, one rotation of queries and keys in which they can be multiplied: it puts the newest
+    kept token at one less than the number of slots in use, whatever a row or a head keeps.
+
+    Args:
+        geometry: The angles by which keys move; None where they stay as the model rotated them.
+        otherwise: An unrotated one, which takes its place where a text reaches `window` tokens; None: nothing.
+        streams: Whether the oldest token is always evicted next. Then keys stay as the model rotated them, because the distances of recent
+            tokens are those of the text, and the sinks alone are rotated forward, by as many positions as tokens were lost behind them.
     """
 
-    geometry: RotaryGeometry | None = None
-    unrotated = False
-
-    def __init__(self, otherwise: Unrotated | None = None, window: float = math.inf) -> None:
-        self.otherwise, self.window = otherwise, window
+    def __init__(
+        self, geometry: Any = None, *, otherwise: KeyRotation | None = None, window: float = math.inf, streams: bool = False
+    ) -> None:
+        self.unrotated, self.otherwise, self.window, self.streams = geometry is not None, otherwise, window, streams
+        self.geometry: Any = otherwise.geometry if otherwise is not None and streams else geometry
+        self._tables: dict[torch.device, RotationTables] = {}
+        self._other: KeyRotation | None = None
 
     @property
     def moves(self) -> bool:
         """Whether keys are rotated to other positions than the model's, now or later."""
         return self.unrotated or self.otherwise is not None
 
-    def index_of_slots(self, table: SlotTable) -> torch.Tensor:
+    def by(self, geometry: RotaryGeometry) -> KeyRotation:
+        """The same by the other angles of the model, for all layers that share this one."""
+        if self.streams and self.otherwise is not None:
+            return KeyRotation(otherwise=self.otherwise.by(geometry), window=self.window, streams=True)
+        if self._other is None or not self._other.geometry.rotates_like(geometry):
+            self._other = KeyRotation(geometry)
+        return self._other
+
+    def index_of_slots(self, table: SlotTable, used: int) -> torch.Tensor:
         """To which position the keys of the slots in use are rotated in the frame, (batch, 1 or kv_heads, slots in use)."""
-        return table.positions[..., : table.used].clamp(min=0)
+        index = used - 1 - table.distances[..., :used] if self.unrotated else table.positions[..., :used]
+        return index.clamp(min=0)
 
     def index_of_new(self, table: SlotTable, positions: torch.Tensor) -> torch.Tensor:
         """The same of tokens in no slot, by their positions in their rows, (batch or 1, ...); -1 stays."""
-        return positions
-
-    def frame(self, keys: torch.Tensor, table: SlotTable) -> torch.Tensor:
-        """The keys of the slots in use in the frame."""
-        return keys
-
-    def to_frame(self, x: torch.Tensor, positions: torch.Tensor, index: torch.Tensor, table: SlotTable) -> torch.Tensor:
-        """Queries or keys, (batch, heads, tokens, head_dim), from the model's positions, (batch or 1, tokens), to those of the frame."""
-        return x
-
-    def stored(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Keys as they are kept, from those that the model rotated to positions, (batch or 1, tokens)."""
-        return keys
-
-
-class Unrotated(Given):
-    """Keys are kept without rotation, and rotated by their distance on the way.
-
-    The frame of a block puts the newest kept token at one less than the number of slots in use, whatever a row or a head keeps: distances
-    are all that attention sees.
-    """
-
-    unrotated = True
-
-    def __init__(self, geometry: RotaryGeometry) -> None:
-        super().__init__()
-        self.geometry: RotaryGeometry = geometry
-        self._tables: dict[torch.device, RotationTables] = {}
-        self._other: Unrotated | None = None
-
-    def index_of_slots(self, table: SlotTable) -> torch.Tensor:
-        return (table.used - 1 - table.distances[..., : table.used]).clamp(min=0)
-
-    def index_of_new(self, table: SlotTable, positions: torch.Tensor) -> torch.Tensor:
-        if not table.used:
+        if not self.unrotated or not table.used:
             return positions
         count = table.count
         start = table.used - (count.view(-1, *[1] * (positions.ndim - 1)) if isinstance(count, torch.Tensor) else count)
         return torch.where(positions < 0, -1, positions + start)
 
-    def frame(self, keys: torch.Tensor, table: SlotTable) -> torch.Tensor:
-        return self.to(self.index_of_slots(table))(keys)
+    def frame(self, keys: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """Kept keys, rotated to positions of the frame, (batch, 1 or kv_heads, tokens)."""
+        return Turn.by(self.exact(index), self.geometry.layout)(keys) if self.unrotated else keys
 
     def to_frame(self, x: torch.Tensor, positions: torch.Tensor, index: torch.Tensor, table: SlotTable) -> torch.Tensor:
-        if not table.used:
+        """Queries or keys, (batch, heads, tokens, head_dim), from the model's positions, (batch or 1, tokens), to those of the frame."""
+        if not self.unrotated or not table.used:
             return x
-        return Turn.by((self.exact(index.clamp(min=0)) - self.rounded(positions))[:, None], self.geometry.layout)(x)
+        return Turn.by((self.exact(index.clamp(min=0)) - self._rounded(positions).double())[:, None], self.geometry.layout)(x)
 
     def stored(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return self.undo(positions)(keys)
-
-    def by(self, geometry: RotaryGeometry) -> Unrotated:
-        """The same by the other angles of the model, for all layers that share this one."""
-        if self._other is None or not self._other.geometry.rotates_like(geometry):
-            self._other = Unrotated(geometry)
-        return self._other
+        """Keys as they are kept, from those that the model rotated to positions, (batch or 1, tokens)."""
+        return self.undo(positions)(keys) if self.unrotated else keys
 
     def undo(self, positions: torch.Tensor) -> Turn:
         """From the model's positions, (batch or 1, tokens) or (batch or 1, heads or 1, tokens), to none."""
-        angles = self._model_angles(positions)
+        angles = self._rounded(positions)
         return Turn.by(-(angles if positions.ndim == 3 else angles[:, None]), self.geometry.layout)
 
-    def to(self, index: torch.Tensor) -> Turn:
-        """From none to positions, (batch or 1, heads or 1, tokens)."""
-        return Turn.by(self.exact(index), self.geometry.layout)
+    def follow(self, positions: torch.Tensor, kept: int | torch.Tensor) -> Turn:
+        """From a sink's own position to that from which the newest of `kept` tokens sees it at its distance within the cache."""
+        newest = torch.as_tensor(kept, device=positions.device).view(1, 1) - 1
+        return Turn.by((self._rounded(positions).double() - self.exact(newest))[:, None], self.geometry.layout)
 
     def exact(self, positions: torch.Tensor) -> torch.Tensor:
         """Angles of positions: (..., rotary_dim / 2), float64."""
         return positions[..., None].double() * self.geometry.frequencies_on(positions.device)
 
-    def rounded(self, positions: torch.Tensor) -> torch.Tensor:
-        """The model's angles at its positions, with float32's precision, as `exact`."""
-        return self._model_angles(positions).double()
-
-    def _model_angles(self, positions: torch.Tensor) -> torch.Tensor:
+    def _rounded(self, positions: torch.Tensor) -> torch.Tensor:
+        """The model's angles at its positions, (..., rotary_dim / 2), float32."""
         return positions[..., None].float() * self.geometry.frequencies_on(positions.device).float()
 
     def on_read(self, distances: torch.Tensor, length: int) -> RotationTables:
-        """What rotates each key back by its distance, as kernels take it.
-
-        Args:
-            distances: (batch or 1, 1 or kv_heads, slots), below `length`; of an empty slot anything.
-            length: How many slots there may be.
-        """
+        """What rotates each key back by its distance, (batch or 1, 1 or kv_heads, slots), below `length` where there is a token."""
         device = distances.device
         tables = self._tables.get(device)
         if tables is None or len(tables.cos) < length:
@@ -183,36 +142,8 @@ class Unrotated(Given):
             self._tables[device] = tables
         return tables._replace(positions=distances)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Unrotated:
+    def __deepcopy__(self, memo: dict[int, Any]) -> KeyRotation:
         return self  # nothing in it belongs to a sequence
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_tables": {}}
-
-
-class Shifted(Given):
-    """Keys stay as the model rotated them, but for the sinks, which follow the newest token.
-
-    Args:
-        otherwise: What takes its place where the oldest token is not always evicted next, or the text gets long.
-    """
-
-    otherwise: Unrotated
-
-    def __init__(self, otherwise: Unrotated) -> None:
-        super().__init__(otherwise, LONGEST)
-        self.geometry: RotaryGeometry = otherwise.geometry
-
-    def by(self, geometry: RotaryGeometry) -> Shifted:
-        """The same by the other angles of the model."""
-        return Shifted(self.otherwise.by(geometry))
-
-    def follow(self, positions: torch.Tensor, kept: int | torch.Tensor) -> Turn:
-        """From a sink's own position to that from which the newest token sees it at its distance within the cache.
-
-        Args:
-            positions: The model's position of the newest token, (batch or 1, 1).
-            kept: How many tokens are kept, with it.
-        """
-        newest = torch.as_tensor(kept, device=positions.device).view(1, 1) - 1
-        return Turn.by((self.otherwise.rounded(positions) - self.otherwise.exact(newest))[:, None], self.geometry.layout)

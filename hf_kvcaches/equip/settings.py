@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from hf_kvcaches.core.parallel import require_all_heads
 from hf_kvcaches.core.refusal import Refusal
 from hf_kvcaches.core.rope_families import head_sizes
 from hf_kvcaches.equip.budgets import Limit, check_budget, one_budget, slots_for
-from hf_kvcaches.equip.calibrated.head_budgets import HeadBudgets
+from hf_kvcaches.equip.calibrated import HeadBudgets
 from hf_kvcaches.equip.pages import PagePool
 from hf_kvcaches.equip.policies import Policy
 from hf_kvcaches.equip.quantized import BITS
@@ -55,73 +56,68 @@ class EquipSettings:
         if self.codec is not None:
             require_instance("codec", self.codec, KVCodec, {"policy": self.policy}, "KVCodec.calibrate makes one for a model.")
         # NumPy's integers become plain ones.
-        plain: dict[str, Any] = {"sinks": whole_number("sinks", self.sinks, 0, "a number of tokens, 0 or more")}
+        object.__setattr__(self, "sinks", whole_number("sinks", self.sinks, 0, "a number of tokens, 0 or more"))
         if self.recent is not None:
-            plain["recent"] = whole_number("recent", self.recent, 0, "a number of tokens, 0 or more")
+            object.__setattr__(self, "recent", whole_number("recent", self.recent, 0, "a number of tokens, 0 or more"))
         if self.decode_budget is not None:
-            plain["decode_budget"] = one_budget("decode_budget", self.decode_budget)
-        if self.question_start is not None:
-            plain["question_start"] = whole_number("question_start", self.question_start, -(1 << 40), "the index of a token of the prompt")
-        for name, value in plain.items():
-            object.__setattr__(self, name, value)
+            object.__setattr__(self, "decode_budget", one_budget("decode_budget", self.decode_budget))
+        if (start := self.question_start) is not None:
+            object.__setattr__(
+                self, "question_start", whole_number("question_start", start, -(1 << 40), "the index of a token of the prompt")
+            )
+
+    @property
+    def _name(self) -> str:
+        return self.policy.name or type(self.policy).__name__
 
     def check(self, model: Any, *, latents: bool, offloading: bool) -> None:
         """Refuse what does not go together with the model, or its config; `latents` is whether it keeps these."""
         for refused, message in self._refusals(latents, offloading):
             if refused:
                 raise UnsupportedError(message)
-        self._check_heads()
-        if self.policy.mixes_heads:
-            require_all_heads(model, f"The policy {self.policy.name!r}", "Use a policy that scores each head by itself: 'h2o' or 'snapkv'.")
+        policy, shared = self.policy, self.head_budgets
+        if shared is not None and (not policy.by_head or (policy.order_only and shared in ("global", "layer"))):
+            raise scores_alike(policy)
+        if shared == "global" and not policy.comparable:
+            what = "'layer', None, or a policy whose scores mean the same in all layers, as probabilities do ('future', 'kvzip')"
+            raise ConfigError.of("head_budgets", what, f"'global' with {self._name!r}")
+        if policy.mixes_heads:
+            require_all_heads(model, f"The policy {policy.name!r}", "Use a policy that scores each head by itself: 'h2o' or 'snapkv'.")
         if latents:
             require_all_heads(model, "Pruning latents, which are common to all heads,", "Use DynamicCache.", any_plan=True)
 
-    def _refusals(self, latents: bool, offloading: bool) -> tuple[tuple[Any, str], ...]:
+    def _refusals(self, latents: bool, offloading: bool) -> Iterator[tuple[Any, str]]:
         """What does not go together, each with whether that is asked for."""
-        policy, paged, shared = self.policy, self.page_size is not None, self.head_budgets is not None
-        late = self.decode_budget is not None or self.question_start is not None
-        unaware = self.codec is not None and self.codec.settings.rotation != "aware"
-        return (
-            (paged and shared, "head_budgets: a page belongs to all heads of a layer. Leave page_size and pool out, or pass None."),
-            (
-                paged and (policy.deferred or late),
-                "page_size, pool: pages are for one budget. Leave out decode_budget, question_start and 'kvzip'.",
-            ),
-            (paged and latents, "page_size, pool: this model keeps latents, which are not kept on pages. Leave page_size and pool out."),
-            (paged and self.storage, "storage: pages hold the model's dtype, or codes. Leave storage out, or page_size and pool."),
-            (paged and offloading, "offloading: pages stay on their pool's device. Leave offloading out, or page_size and pool."),
-            (self.codec and self.storage, "storage, codec: slots are kept in one way. Leave one of them out."),
-            (self.codec and self.positions == "original", "codec: codes are of keys before rotation. Leave positions='original' out."),
-            (unaware, "codec: slots change their positions. Calibrate with rotation='aware'."),
-            (shared and self.storage, "head_budgets: such heads are held in the model's dtype, or as codes. Leave storage out."),
-            (shared and latents, "head_budgets: latents are common to all heads. Pass None."),
-            (latents and self.storage, "storage: this model keeps latents, which are held in its dtype. Leave storage out."),
-            (latents and self.codec, "codec: this model keeps latents, which are held in its dtype. Leave codec out."),
-            (self.refit and latents, "refit: latents are keys and values at once. Leave refit out."),
-            (
-                self.refit and policy.order_only,
-                f"refit: {policy.name!r} reads no queries, and keeps recent values as they are. Leave it out.",
-            ),
-            (latents and policy.reads_inputs, "policy: it reads inputs of heads, and this model keeps latents. Use 'keydiff' or 'snapkv'."),
-            (
-                self.head_budgets == "global" and offloading,
-                "head_budgets: 'global' prunes all layers at once, and with offloading one alone is at hand. Pass head_budgets='layer'.",
-            ),
-            (
-                self.head_budgets == "global" and self.question_start is not None,
-                "head_budgets: 'global' prunes when the last layer has read the prompt, and a question is read by each layer before. Feed "
-                "the context in a call of its own, or pass head_budgets='layer'.",
-            ),
+        policy, paged, shared, codec = self.policy, self.page_size is not None, self.head_budgets is not None, self.codec
+        late, alone = self.decode_budget is not None or self.question_start is not None, self.head_budgets == "global"
+        unpaged, held = "Leave page_size and pool out", "this model keeps latents, which are held in its dtype"
+        yield paged and shared, f"head_budgets: a page belongs to all heads of a layer. {unpaged}, or pass None."
+        only = "page_size, pool: pages are for one budget. Leave out decode_budget, question_start and 'kvzip'."
+        yield paged and (policy.deferred or late), only
+        yield paged and latents, f"page_size, pool: this model keeps latents, which are not kept on pages. {unpaged}."
+        yield paged and self.storage, "storage: pages hold the model's dtype, or codes. Leave storage out, or page_size and pool."
+        yield paged and offloading, "offloading: pages stay on their pool's device. Leave offloading out, or page_size and pool."
+        yield codec and self.storage, "storage, codec: slots are kept in one way. Leave one of them out."
+        original = "codec: codes are of keys before rotation. Leave positions='original' out."
+        yield codec and self.positions == "original", original
+        aware = codec is None or codec.settings.rotation == "aware"
+        yield not aware, "codec: slots change their positions. Calibrate with rotation='aware'."
+        yield shared and self.storage, "head_budgets: such heads are held in the model's dtype, or as codes. Leave storage out."
+        yield shared and latents, "head_budgets: latents are common to all heads. Pass None."
+        yield latents and self.storage, f"storage: {held}. Leave storage out."
+        yield latents and codec, f"codec: {held}. Leave codec out."
+        yield self.refit and latents, "refit: latents are keys and values at once. Leave refit out."
+        unread = f"refit: {policy.name!r} reads no queries, and keeps recent values as they are. Leave it out."
+        yield self.refit and policy.order_only, unread
+        inputs = "policy: it reads inputs of heads, and this model keeps latents. Use 'keydiff' or 'snapkv'."
+        yield latents and policy.reads_inputs, inputs
+        at_once = "head_budgets: 'global' prunes all layers at once, and with offloading one alone is at hand. Pass head_budgets='layer'."
+        yield alone and offloading, at_once
+        before = (
+            "head_budgets: 'global' prunes when the last layer has read the prompt, and a question is read by each layer before. Feed "
+            "the context in a call of its own, or pass head_budgets='layer'."
         )
-
-    def _check_heads(self) -> None:
-        policy, name = self.policy, self.policy.name or type(self.policy).__name__
-        alike = not policy.by_head or (policy.order_only and self.head_budgets in ("global", "layer"))
-        if self.head_budgets is not None and alike:
-            raise scores_alike(policy)
-        if self.head_budgets == "global" and not policy.comparable:
-            what = "'layer', None, or a policy whose scores mean the same in all layers, as probabilities do ('future', 'kvzip')"
-            raise ConfigError.of("head_budgets", what, f"'global' with {name!r}")
+        yield alone and self.question_start is not None, before
 
     def question_in(self, tokens: int) -> int:
         """How many of a first prompt's tokens are before its question."""
@@ -146,23 +142,18 @@ class EquipSettings:
 
     def adopt_refused(self, with_queries: bool) -> Refusal | None:
         """Why a prompt can't be adopted, with its last queries or without."""
-        needed, name = self.queries_needed, self.policy.name or type(self.policy).__name__
+        needed = self.queries_needed
         if needed != 0 and self.question_start is not None:
             return Refusal(QUESTION_ADOPTED)
         if needed == 0 or (with_queries and needed is not None):
             return None
         whose, others = ("all queries", "'future', ") if needed is None else (f"a prompt's last {needed} queries", "")
-        why = f"policy: {name!r}{' with refit' * self.refit} looks at {whose}, which stored keys and values don't have."
+        why = f"policy: {self._name!r}{' with refit' * self.refit} looks at {whose}, which stored keys and values don't have."
         return Refusal(f"{why} Use {others}'keydiff' or 'streaming'{' without refit' * self.refit}.")
 
-    @property
-    def least(self) -> int:
-        """How many slots hold what always stays and one new token."""
-        return self.sinks + max(1, self.recent_of(self.sinks + 1))
-
     def slots_of(self, prompt: int) -> int:
-        """How many tokens of a prompt of so many stay."""
-        return slots_for(self.budget, prompt, self.least)
+        """How many tokens of a prompt of so many stay: at least what always stays and one new token."""
+        return slots_for(self.budget, prompt, self.sinks + max(1, self.recent_of(self.sinks + 1)))
 
     def limit_of(self, prompt: int, beside: int = 0) -> Limit:
         """What a prompt, of so many tokens in its longest row, is pruned to; `beside` more tokens stay on top of a fraction."""
@@ -197,17 +188,15 @@ def resolve_head_budgets(head_budgets: Any, policy: Policy, possible: bool, alon
     Args:
         possible: Whether "auto" may let heads keep different numbers of tokens; `alone`: only within a layer.
     """
+    if isinstance(head_budgets, HeadBudgets):
+        return head_budgets.as_settings()
     if isinstance(head_budgets, str):
         require_choice("head_budgets", head_budgets, ("auto", "global", "layer"), also=", HeadBudgets, or None")
         if head_budgets == "auto":
             return None if not possible or policy.head_budgets is None else "layer" if alone else policy.head_budgets
-    if isinstance(head_budgets, HeadBudgets):
-        return head_budgets.as_settings()
-    if head_budgets is None or head_budgets in ("global", "layer"):
-        return head_budgets
-    if isinstance(head_budgets, dict) and all(isinstance(shares, list) for shares in head_budgets.values()):
-        return head_budgets  # from a file
-    raise ConfigError.of("head_budgets", "'auto', 'global', 'layer', HeadBudgets, or None", head_budgets)
+    elif head_budgets is not None and not (isinstance(head_budgets, dict) and all(isinstance(x, list) for x in head_budgets.values())):
+        raise ConfigError.of("head_budgets", "'auto', 'global', 'layer', HeadBudgets, or None", head_budgets)
+    return head_budgets  # a dict is from a file
 
 
 def scores_alike(policy: Policy) -> ConfigError:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from hf_kvcaches.core.call import AnsweringLayer
 from hf_kvcaches.core.files import part_of
@@ -13,18 +14,26 @@ from hf_kvcaches.core.parallel import require_heads
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.core.step import Passes
 from hf_kvcaches.equip import graphs
-from hf_kvcaches.equip.block import ModuleCall
 from hf_kvcaches.equip.budgets import Assembly
 from hf_kvcaches.equip.coded import ragged_like
 from hf_kvcaches.equip.rollback import Undo, take_back
-from hf_kvcaches.equip.rotation import Given, Shifted, Unrotated
+from hf_kvcaches.equip.rotation import KeyRotation
 from hf_kvcaches.equip.settings import EquipSettings
 from hf_kvcaches.equip.slots import SlotTable
-from hf_kvcaches.equip.storage import Flat, Slots, Streamed
+from hf_kvcaches.equip.storage import Flat, Slots
 from hf_kvcaches.errors import ArtifactError, UnsupportedError
 
 # What a file has of a layer beside its table.
 _LIMITS = {"slots": int, "recent": int, "waiting": bool, "unrotated": bool}
+
+
+class ModuleCall(NamedTuple):
+    """What the model's attention module is called with."""
+
+    module: nn.Module
+    mask: Any  # with which it will attend; False where it has another name
+    positions: torch.Tensor | None  # the model's, of the new tokens, (batch or 1, tokens)
+    inputs: Mapping[str, Any] | None  # all arguments, for policies that read them
 
 
 class SlotLayer(AnsweringLayer):
@@ -32,26 +41,24 @@ class SlotLayer(AnsweringLayer):
 
     Attributes:
         geometry: How the model rotates the layer's keys; `rotation` is how they are kept.
-        storage: Keys and values of the slots; `table` says which token each holds.
         slots: How many slots there may be in each head, in the mean; 0 before the prompt.
         recent: How many of the newest tokens are protected while decoding.
         waiting: Whether nothing is pruned yet, because the policy waits for `EquipCache.compress`.
         journal: What new tokens changed since the last crop, the newest last; None where nothing is recorded.
-        module_call: What the attention module of the running pass is called with, where a hook tells it.
-        assembly: The layers that share their slots.
-        shard: Which heads the layer has, under tensor parallelism; None for all.
         heads: KV heads of the model's layer in all processes together; None where nothing looks at several heads.
         frozen: Whether tensors may be from inference mode, outside of which they can't be written in place.
+        detour: What new tokens do in place of being appended: of (layer, query, keys, values, call, pass) their attention.
     """
 
     is_croppable = True
     cache_name = "EquipCache"
+    detour: Callable[..., torch.Tensor] | None
 
     def __init__(
         self,
         settings: EquipSettings,
         geometry: RotaryGeometry,
-        rotation: Given,
+        rotation: KeyRotation,
         passes: Passes,
         storage: Flat,
         assembly: Assembly,
@@ -75,7 +82,7 @@ class SlotLayer(AnsweringLayer):
         self.waiting, self.scaling = self.policy.deferred > 0, 1.0
         self.module_call: ModuleCall | None = None
         self.arrival: Any = None
-        self.detour: Any = None
+        self.detour = None
 
     @property
     def seen(self) -> int:  # type: ignore[override]
@@ -85,9 +92,7 @@ class SlotLayer(AnsweringLayer):
     @property
     def kept(self) -> int:
         """Slots that hold a token, in the mean over the heads of the fullest row."""
-        if self.table.positions is None:
-            return 0
-        return round(float(self.table.kept().float().mean(1).max()))
+        return 0 if self.table.positions is None else round(float(self.table.kept().float().mean(1).max()))
 
     def kept_positions(self) -> torch.Tensor:
         """For each slot the index of its token in the text, padding included, (batch, kv_heads, slots); -1: empty."""
@@ -97,7 +102,7 @@ class SlotLayer(AnsweringLayer):
             return torch.empty(0, 0, 0, dtype=torch.long)
         slots = self.slots if table.rooms is None else int(table.rooms.max())
         index = (table.positions.long() if table.text is None else table.text)[..., :slots]
-        return torch.nn.functional.pad(index, (0, slots - index.shape[-1]), value=-1).expand(-1, self.storage.shape[1], -1)
+        return nn.functional.pad(index, (0, slots - index.shape[-1]), value=-1).expand(-1, self.storage.shape[1], -1)
 
     def get_seq_length(self) -> int:
         table = self.table
@@ -119,16 +124,11 @@ class SlotLayer(AnsweringLayer):
             return False
         if self.geometry.changes_at is not None and self.rotation.moves:
             return False
-        if isinstance(self.storage, Streamed) and self.storage.sink_keys is None and settings.sinks and self.table.seen:
+        if self.rotation.streams and self.table.sink_keys is None and settings.sinks and self.table.seen:
             return False
         return self.shard is None or not self.policy.asks_all_heads
 
-    def takes_graph(self, tokens: int) -> bool:
-        """Whether a graph may have these new tokens of each row, where `is_compileable` says that it may have any."""
-        return tokens == 1 and self.table.clock is not None
-
     def check_new_tokens(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Refuse keys and values that can't follow those of the layer, (batch, kv_heads, tokens, head_dim)."""
         self.storage.check(key_states, value_states)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -136,29 +136,6 @@ class SlotLayer(AnsweringLayer):
             require_heads(key_states.shape[1], self.shard, self.heads, "EquipCache with these settings")
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
-
-    def places(self, positions: torch.Tensor | None) -> torch.Tensor:
-        """The model's position of the newest token, (batch or 1, 1); counted where it does not tell."""
-        if positions is not None:  # the axes of an image agree for text
-            return positions[0, ..., -1:] if positions.ndim == 3 else positions[..., -1:]
-        count = self.table.count
-        if isinstance(count, int):
-            return torch.full((1, 1), count - 1, device=self.device)
-        return count.reshape(-1, 1).long() - 1
-
-    def follow(self, newest: torch.Tensor | None) -> None:
-        """Have the sinks of a stream follow its newest token, at the model's position (batch or 1, 1); None: counted."""
-        storage, rotation, table = self.storage, self.rotation, self.table
-        if not isinstance(storage, Streamed) or not isinstance(rotation, Shifted) or storage.sink_keys is None:
-            return None
-        if torch.compiler.is_compiling():
-            assert isinstance(table.count, torch.Tensor)
-            return storage.follow(rotation.follow(self.places(newest), table.count.clamp(max=self.slots)))
-        if table.seen == table.filled:
-            return storage.follow(None) if storage.moved else None
-        kept: Any = table.filled
-        name = ("follow", id(rotation.otherwise), kept)
-        return storage.follow(self.passes.memo(name, newest, lambda: rotation.follow(self.places(newest), kept)))
 
     def own(self, *new: torch.Tensor) -> None:
         """Make sure that tensors may be written in place, with what is `new`: no autograd graph or inference mode holds on to them."""
@@ -174,63 +151,65 @@ class SlotLayer(AnsweringLayer):
 
     # How keys are rotated.
 
+    def places(self, positions: torch.Tensor | None) -> torch.Tensor:
+        """The model's position of the newest token, (batch or 1, 1); counted where it does not tell."""
+        if positions is not None:  # the axes of an image agree for text
+            return positions[0, ..., -1:] if positions.ndim == 3 else positions[..., -1:]
+        count = self.table.count
+        return torch.full((1, 1), count - 1, device=self.device) if isinstance(count, int) else count.reshape(-1, 1).long() - 1
+
     def choose_angles(self, positions: Any, begun: bool) -> None:
-        """Follow a model whose angles depend on how far a text reaches; refuse a text that passes from the ones to the others.
-
-        Args:
-            positions: Makes the model's positions of the new tokens, or the largest one.
-            begun: Whether there are keys that are rotated already.
-        """
+        """Follow a model whose angles depend on how far a text reaches; once it has `begun`, refuse to pass from the ones to the others."""
         rotation = self.rotation
-        if self.geometry.changes_at is None or not isinstance(rotation, Unrotated | Shifted):
-            return
-        now = self.geometry.at(positions(), rotation.geometry if begun else None)
-        if not now.rotates_like(rotation.geometry):
-            self.rotation = rotation.by(now)
+        if self.geometry.changes_at is not None and rotation.geometry is not None:
+            now = self.geometry.at(positions(), rotation.geometry if begun else None)
+            self.rotation = rotation if now.rotates_like(rotation.geometry) else rotation.by(now)
 
-    def regularise(self, like: torch.Tensor, padded: bool, bias: torch.Tensor | None) -> None:
-        """Give up what only holds for a stream without padding; `like` has the rows and the device of the layer."""
-        if padded:
-            self.table.pad(like.shape[0], like.device)
-        if padded or self.table.counts is not None or bias is not None:
-            self.unshift()
+    def keep_sinks(self) -> None:
+        """Keep the keys in the first slots of a stream as the model rotated them, unless that was done."""
+        if self.rotation.streams and self.table.sink_keys is None and self.storage.keys is not None:
+            self.table.sink_keys = self.storage.keys[:, :, : self.settings.sinks].clone()
+
+    def follow(self, newest: torch.Tensor | None) -> None:
+        """Have the sinks of a stream follow its newest token, at the model's position (batch or 1, 1); None: counted."""
+        rotation, table, sinks = self.rotation, self.table, self.table.sink_keys
+        if sinks is None:
+            return
+        if torch.compiler.is_compiling():
+            turn = rotation.follow(self.places(newest), table.count.clamp(max=self.slots))  # type: ignore[union-attr]
+        elif table.seen == table.filled:
+            return  # nothing was lost behind them
+        else:
+            kept: Any = table.filled
+            name = ("follow", id(rotation.otherwise), kept)
+            turn = self.passes.memo(name, newest, lambda: rotation.follow(self.places(newest), kept))
+        self.storage.keys[:, :, : sinks.shape[2]] = turn(sinks)
 
     def unshift(self) -> None:
         """Of a stream, rotate keys on the way from now on: what is evicted next need not be the oldest token, or rows differ."""
-        if isinstance(self.rotation, Shifted):
+        if self.rotation.streams:
             self.unrotate(0)
 
     def unrotate(self, ahead: int | torch.Tensor) -> None:
-        """Rotate keys on the way from now on, and count positions within the cache.
-
-        Args:
-            ahead: How far the model's positions are ahead of the row's own count of tokens, a number or (batch or 1, 1, 1).
-        """
+        """Rotate keys on the way from now on; the model's positions are so far `ahead` of a row's own count, or (batch or 1, 1, 1)."""
         table, storage, rotation = self.table, self.storage, self.rotation.otherwise
         if rotation is None:
             return
         self.record(None, 0)
-        if isinstance(storage, Streamed):
+        if table.sink_keys is not None:
             self.own()
-            storage.follow(None)
-        held = None if table.positions is None else storage.read(table.used)
-        if isinstance(storage, Streamed):
-            self.replace_storage(Flat(self.settings.backend))
-        if held is not None:
-            (keys, values), positions = held, table.positions[..., : table.used]
+            storage.keys[:, :, : table.sink_keys.shape[2]] = table.sink_keys
+            table.sink_keys = None
+        if table.positions is not None:
+            (keys, values), positions = storage.read(table.used), table.positions[..., : table.used]
             keys = rotation.undo(positions.clamp(min=0) + ahead)(keys)
-            self.storage.prepare(keys, positions >= 0, None)
-            with self.storage.rewriting():
-                self.storage.hold(self.storage.encode(keys, values), self.slots)
-                self.storage.reserve(table.positions.shape[-1], self.slots)
+            storage.prepare(keys, positions >= 0, None)
+            with storage.rewriting():
+                storage.rebuild(None, storage.encode(keys, values), 0, self.slots)
+                storage.reserve(table.positions.shape[-1], self.slots)
             table.find_distances(True)
-            table.reserve(self.storage.capacity)
+            table.reserve(storage.capacity)
         self.rotation = rotation
-
-    def replace_storage(self, storage: Flat) -> None:
-        """Have keys and values lie elsewhere; the storage until now gives its memory back."""
-        self.storage.clear()
-        self.storage = storage
 
     # What is taken back.
 
@@ -256,24 +235,20 @@ class SlotLayer(AnsweringLayer):
         graphs.prepare(self)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take the last tokens back: slots and scores are as if they had never come.
-
-        Args:
-            tokens_to_remove: Minus the number of tokens, as in transformers. 0 only makes final what came.
-        """
-        take_back(self, -int(tokens_to_remove))
-        if isinstance(self.storage, Streamed) and tokens_to_remove:
-            self.storage.follow(None)
-            self.storage.sink_keys = self.storage.sink_keys if self.seen >= self.settings.sinks else None
-            self.follow(None)
+        """Take the last tokens back, as in transformers: slots and scores are as if they had never come. 0 makes final what came."""
+        self.table.catch_up()
+        sinks, keys = self.table.sink_keys if tokens_to_remove else None, self.storage.keys
+        if sinks is not None:
+            keys[:, :, : sinks.shape[2]] = sinks
+        try:
+            take_back(self, -int(tokens_to_remove))
+        finally:
+            if sinks is not None:
+                self.follow(None)
         self.make_final()
 
     def record(self, slots: Slots | None, tokens: int) -> None:
-        """Note what new tokens are going to change, while that is module_call for.
-
-        Args:
-            slots: The slots that steps overwrite, or None for all.
-        """
+        """Note what new tokens are going to change, while tokens may be taken back: some slots, or None for all."""
         if self.journal is not None:
             self.journal.append(Undo.of(self, slots, tokens))
 
@@ -325,11 +300,10 @@ class SlotLayer(AnsweringLayer):
         self.table = SlotTable.imported({name: tensors[name] for name in tensors if not name.startswith("slots.")}, counters)
         if self.rotation.otherwise is not None and unrotated:
             self.rotation = self.rotation.otherwise
-            self.storage = Flat(self.settings.backend) if isinstance(self.storage, Streamed) else self.storage
         if "rooms" in stored:
             self.storage = ragged_like(self.storage)
         if stored:
-            if missing := set(self.storage.exported) - set(stored):
+            if missing := {*self.storage.names, *self.storage.beside} - set(stored):
                 raise ArtifactError(f"A layer's slots are stored without {sorted(missing)}. Save the cache again.")
             self.storage.restore(stored, self.table.kept(), self.slots)
             self.lazy_initialization(*self.storage.read(1))

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import torch
 
-from hf_kvcaches.equip.policies.tokens import UNSCORED, unscored
+from hf_kvcaches.equip.policies.tokens import unscored
 from hf_kvcaches.equip.storage import Slots
 from hf_kvcaches.errors import ArtifactError
 
@@ -25,40 +25,26 @@ class SlotTable:
     """The tokens of one layer, slot by slot, in any order; after a block in order of position.
 
     A token's position is the number of real tokens before it in its row: padding is not counted. Tensors are None before the first token.
-
-    Args:
-        positions: (batch, 1 or kv_heads, slots), int32; -1: empty.
-        scores: (batch, 1 or kv_heads, slots), float32: +inf for sinks and for slots that a head does not have, -inf for empty ones, above
-            `UNSCORED` for tokens that were not scored yet. The lowest is evicted next.
-        distances: Tokens of the cache that came since, as `positions`; only where keys are rotated by it.
-        text: The index of a token in the text as it was fed in, as `positions`, int64; None where no row was ever padded.
-        counts: Real tokens of each row so far, (batch, 1, 1), int32; None where no row was ever padded.
-        gathering: What the queries since the last scoring gave to each slot, (batch, kv_heads, slots), float32.
-        queries: These queries, (batch, heads, interval, head_dim), as the model rotated them.
-        asked: Queries of the context, rotated behind its end, that a later refit needs, (batch, heads, queries, head_dim).
-        rooms: How many slots each head has, (batch, kv_heads, 1); None where all have as many.
-        clock: `seen` as a tensor, for compiled graphs, which take a number in Python for a constant.
-        seen: Tokens fed in, padding included.
-        filled: Slots in use where these are the first ones of all rows and heads; None where rows or heads differ.
-        since: Steps since the last scoring.
-        fewest: No row has fewer real tokens than so many.
     """
 
-    positions: torch.Tensor = None  # type: ignore[assignment]
+    positions: torch.Tensor = None  # type: ignore[assignment]  # (batch, 1 or kv_heads, slots), int32; -1: empty
+    # Like `positions`, float32: +inf for sinks and for slots that a head does not have, -inf for empty ones, above `UNSCORED` for tokens
+    # that were not scored yet. The lowest is evicted next.
     scores: torch.Tensor = None  # type: ignore[assignment]
-    distances: torch.Tensor = None  # type: ignore[assignment]
-    text: torch.Tensor | None = None
-    counts: torch.Tensor | None = None
-    gathering: torch.Tensor | None = None
-    queries: torch.Tensor | None = None
-    asked: torch.Tensor | None = None
-    rooms: torch.Tensor | None = None
-    clock: torch.Tensor | None = None
-    seen: int = 0
-    filled: int | None = 0
-    since: int = 0
-    fewest: int = 0
-    stale: bool = False
+    distances: torch.Tensor = None  # type: ignore[assignment]  # tokens of the cache that came since, where keys are rotated by it
+    text: torch.Tensor | None = None  # the token's index in the text as it was fed in, int64; None where no row was ever padded
+    counts: torch.Tensor | None = None  # real tokens of each row so far, (batch, 1, 1), int32; None where no row was ever padded
+    gathering: torch.Tensor | None = None  # what slots got from the queries since the last scoring, (batch, kv_heads, slots), float32
+    queries: torch.Tensor | None = None  # these queries, (batch, heads, interval, head_dim), as the model rotated them
+    asked: torch.Tensor | None = None  # queries of the context for a later refit, rotated behind its end
+    sink_keys: torch.Tensor | None = None  # of a stream's first slots, as the model rotated them; None before they move
+    rooms: torch.Tensor | None = None  # how many slots each head has, (batch, kv_heads, 1); None where all have as many
+    clock: torch.Tensor | None = None  # `seen` as a tensor, for compiled graphs, which take a number in Python for a constant
+    seen: int = 0  # tokens fed in, padding included
+    filled: int | None = 0  # slots in use, where these are the first ones of all rows and heads; None where rows or heads differ
+    since: int = 0  # steps since the last scoring
+    fewest: int = 0  # no row has fewer real tokens than so many
+    stale: bool = False  # whether the numbers in Python are older than the clock
 
     @property
     def used(self) -> int:
@@ -82,39 +68,29 @@ class SlotTable:
         return (self.positions >= 0).sum(-1, keepdim=True)
 
     def insert(self, slot: Slots, real: torch.Tensor | None, sinks: int, first: float | None) -> None:
-        """Say that the new token of each row is in a slot, and count it.
+        """Say that the new token of each row, or of those that are `real`, is in a slot, (batch, 1 or kv_heads, 1), and count it.
 
         Args:
-            slot: (batch, 1 or kv_heads, 1).
-            real: Which rows have a new token, (batch, 1, 1), or None for all.
             sinks: How many of a row's first tokens always stay.
             first: The score of a token that has just come; None: it has none.
         """
         graph = torch.compiler.is_compiling() and self.clock is not None
-        seen: int | torch.Tensor = self.clock if graph else self.seen  # type: ignore[assignment]
-        # By the text's count: only the order within a row matters.
-        score: Any = first
-        if first is None:
-            score = unscored(seen) if isinstance(seen, torch.Tensor) else seen * 2.0**77 + UNSCORED
+        seen: Any = self.clock if graph else self.seen
+        score: Any = unscored(seen) if first is None else first  # by the text's count: only the order within a row matters
         count = seen if self.counts is None else self.counts
         if isinstance(count, int):
             score = math.inf if count < sinks else score
         elif graph or self.fewest < sinks:
             score = torch.where(count < sinks, math.inf, score)
-        written: list[tuple[torch.Tensor, float | torch.Tensor]] = [(self.positions, count), (self.scores, score)]
         if self.distances is not None:
             nearer = self.distances < self.distances.gather(2, slot)
             self.distances.add_(nearer if real is None else nearer & real)
-            written.append((self.distances, 0))
-        if self.text is not None:
-            written.append((self.text, seen))
-        if self.gathering is not None:
-            written.append((self.gathering, 0.0))
-        for tensor, value in written:
-            at = slot.expand(-1, tensor.shape[1], -1)
-            if real is not None:
-                value = torch.where(real, value, tensor.gather(2, at))
-            tensor.scatter_(2, at, value.to(tensor.dtype).expand(at.shape) if isinstance(value, torch.Tensor) else value)
+        for name, value in {"positions": count, "scores": score, "distances": 0, "text": seen, "gathering": 0.0}.items():
+            if (tensor := getattr(self, name)) is not None:
+                at = slot.expand(-1, tensor.shape[1], -1)
+                if real is not None:
+                    value = torch.where(real, value, tensor.gather(2, at))
+                tensor.scatter_(2, at, value.to(tensor.dtype).expand(at.shape) if isinstance(value, torch.Tensor) else value)
         if self.counts is not None:
             self.counts = self.counts + (1 if real is None else real)
         if self.clock is not None:
@@ -124,6 +100,41 @@ class SlotTable:
         else:
             self.seen += 1
             self.fewest += real is None
+
+    def append(self, positions: torch.Tensor, text: torch.Tensor | None) -> None:
+        """Put new tokens, (batch, 1, tokens), behind the slots in use. They have no score yet."""
+        used, new = self.used, {"positions": positions, "scores": unscored(positions), "text": text}
+        for name, tensor in new.items():
+            if tensor is not None and used:
+                old = getattr(self, name)[..., :used]
+                tensor = torch.cat([old, tensor.expand(old.shape[0], old.shape[1], -1)], -1)
+            setattr(self, name, tensor)
+        self.filled = self.positions.shape[-1] if self.counts is None and self.filled is not None else None
+
+    def install(self, index: Slots | None, lengths: torch.Tensor | None, rooms: torch.Tensor | None, compact: bool) -> None:
+        """Make tokens of the slots in use the content of the first slots.
+
+        Args:
+            index: Which ones, in order of position, (batch, 1 or kv_heads, tokens); None for all as they are.
+            lengths: How many of these count, where heads differ, (batch, kv_heads, 1).
+            rooms: How many slots each head has from now on, or None.
+            compact: Whether keys are rotated by their distances.
+        """
+        used = self.used
+        for name in ("positions", "scores", "text"):
+            if (tensor := getattr(self, name)) is not None:
+                tensor = tensor[..., :used]
+                if index is not None:
+                    tensor = tensor.expand(-1, max(index.shape[1], tensor.shape[1]), -1).take_along_dim(index, -1)
+                if lengths is not None:
+                    tensor = tensor.masked_fill(torch.arange(tensor.shape[-1], device=tensor.device) >= lengths, _EMPTY[name])
+                setattr(self, name, tensor.contiguous())
+        self.rooms, self.since = rooms, 0
+        if rooms is None and self.filled is not None:
+            self.filled = self.positions.shape[-1]
+        else:
+            self.find_filled()
+        self.find_distances(compact)
 
     def advance(self, tokens: int) -> None:
         """Count tokens that were fed in."""
@@ -140,9 +151,10 @@ class SlotTable:
 
     def find_filled(self) -> None:
         """Set `filled` from the positions."""
-        kept = self.kept()
-        low, high = kept.aminmax()
-        self.filled = int(low) if self.rooms is None and bool(low == high) else None
+        self.filled = None
+        if self.rooms is None:
+            low, high = self.kept().aminmax()
+            self.filled = int(low) if bool(low == high) else None
 
     def pad(self, rows: int, device: torch.device) -> None:
         """Count each row's tokens by itself from now on."""
@@ -161,11 +173,16 @@ class SlotTable:
             tensor = getattr(self, name)
             if tensor is not None and tensor.shape[-1] < capacity:
                 setattr(self, name, torch.nn.functional.pad(tensor, (0, capacity - tensor.shape[-1]), value=fill))
+        if self.rooms is not None:
+            missing = torch.arange(self.scores.shape[-1], device=self.rooms.device) >= self.rooms
+            self.scores.masked_fill_(missing, math.inf)
+            if self.distances is not None:
+                self.distances.masked_fill_(missing, 0)  # steps add no more to it than to that of the oldest token
 
-    def find_distances(self, rotated_by_them: bool) -> None:
+    def find_distances(self, compact: bool) -> None:
         """Set the distances of slots in any order from the positions, or leave them out."""
         self.distances = None  # type: ignore[assignment]
-        if rotated_by_them:
+        if compact:
             order = self.positions.argsort(-1, descending=True).argsort(-1)
             self.distances = torch.where(self.positions < 0, _EMPTY_DISTANCE, order).to(torch.int32)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from tests.conformance import models
 from tests.conformance.driving import TOLERANCES, feed, left_padded, tokens
 from tests.equip.cases import BUDGET, POSITIONS, SINKS, text
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("no_grad")]
 
 PROMPT, STEPS = 37, 12
 LAYOUTS = [(positions, page_size) for positions in POSITIONS for page_size in (None, 5)]
@@ -46,12 +45,6 @@ OBSERVING: dict[str, Any] = {
     "future": "future",
     "compactor": "compactor",
 }
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterable[None]:
-    with torch.no_grad():
-        yield
 
 
 def prefilled(model: Any, ids: torch.Tensor, mask: torch.Tensor | None = None, source: Any = None) -> Any:

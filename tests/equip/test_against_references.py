@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -16,8 +15,6 @@ from tests.equip.cases import BUDGET, POLICIES, both_positions, build, build_ref
 pytestmark = pytest.mark.full
 
 TOLERANCE = 1e-4
-
-every_policy = pytest.mark.parametrize("policy", POLICIES)
 
 
 def padded(spans: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,71 +61,26 @@ def run(made: Any, name: str, model: Any) -> tuple[torch.Tensor, list[list[torch
     return (whole if mask is None else whole[mask.bool()]), kept
 
 
-@cache
-def reference_run(policy: str, positions: str, name: str, family: str) -> tuple[torch.Tensor, list[list[torch.Tensor]]]:
-    model = models.tiny(family)
-    return run(build_reference(model, policy, case(name)[3], positions=positions), name, model)
+CASES = [
+    "prompt longer than the budget",
+    "prompt shorter than the budget",
+    "blocks and steps in turn",
+    "short blocks",
+    "padded batch",
+    "padded batch of which some rows fill up later",
+    "steps without a token for some rows",
+    "padded batch read in chunks",
+]
 
 
-def compare(policy: str, positions: str, name: str, family: str) -> None:
+@pytest.mark.parametrize("policy", POLICIES)
+@both_positions
+@pytest.mark.parametrize(("name", "family"), [(CASES[0], "llama_mha"), *((name, "llama") for name in CASES)])
+def test_kept_tokens_and_logits_equal_the_reference(policy: str, positions: str, name: str, family: str) -> None:
     model = models.tiny(family)
     logits, kept = run(build(model, policy, case(name)[3], positions=positions), name, model)
-    expected, expected_kept = reference_run(policy, positions, name, family)
+    expected, expected_kept = run(build_reference(model, policy, case(name)[3], positions=positions), name, model)
     for index, (now, then) in enumerate(zip(kept, expected_kept, strict=True)):
         for layer, (one, other) in enumerate(zip(now, then, strict=True)):
             assert torch.equal(one, other), f"layer {layer} keeps other tokens after pass {index}"
-    assert float((logits - expected).abs().max()) <= TOLERANCE
-
-
-@every_policy
-@both_positions
-def test_decoding_far_beyond_the_budget_equals_the_reference(policy: str, positions: str) -> None:
-    compare(policy, positions, "prompt longer than the budget", "llama")
-
-
-@every_policy
-@both_positions
-def test_a_model_without_grouped_heads_equals_the_reference(policy: str, positions: str) -> None:
-    compare(policy, positions, "prompt longer than the budget", "llama_mha")
-
-
-@every_policy
-@both_positions
-def test_a_cache_that_fills_up_while_decoding_equals_the_reference(policy: str, positions: str) -> None:
-    compare(policy, positions, "prompt shorter than the budget", "llama")
-
-
-@every_policy
-@both_positions
-def test_blocks_between_steps_equal_the_reference(policy: str, positions: str) -> None:
-    compare(policy, positions, "blocks and steps in turn", "llama")
-
-
-@every_policy
-@both_positions
-def test_short_blocks_between_steps_equal_the_reference(policy: str, positions: str) -> None:
-    compare(policy, positions, "short blocks", "llama")
-
-
-@every_policy
-@both_positions
-def test_left_padded_rows_equal_the_reference(policy: str, positions: str) -> None:
-    compare(policy, positions, "padded batch", "llama")
-
-
-@every_policy
-@both_positions
-def test_rows_that_fill_up_at_different_times_equal_the_reference(policy: str, positions: str) -> None:
-    compare(policy, positions, "padded batch of which some rows fill up later", "llama")
-
-
-@every_policy
-@both_positions
-def test_a_padded_prompt_read_in_chunks_equals_the_reference(policy: str, positions: str) -> None:
-    compare(policy, positions, "padded batch read in chunks", "llama")
-
-
-@every_policy
-@both_positions
-def test_a_row_without_a_token_in_a_step_stays_as_it_was(policy: str, positions: str) -> None:
-    compare(policy, positions, "steps without a token for some rows", "llama")
+    assert float((logits - expected).abs().max()) <= 1e-4

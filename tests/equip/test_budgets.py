@@ -10,17 +10,6 @@ from hypothesis import strategies as st
 
 from hf_kvcaches.equip.budgets import check_budget, pyramid_budgets, resolve_budgets, slots_for
 from hf_kvcaches.errors import ConfigError
-from tests import tiny
-
-
-@pytest.mark.parametrize("budget", [1, 512, 0.5, 1.0])
-def test_one_budget_is_for_all_layers(budget):
-    assert resolve_budgets(budget, 3) == (budget,) * 3
-
-
-def test_a_budget_per_layer_is_taken_as_it_is():
-    assert resolve_budgets([8, 0.5, 4], 3) == (8, 0.5, 4)
-    assert resolve_budgets((8,), 1) == (8,)
 
 
 @pytest.mark.parametrize(
@@ -74,16 +63,6 @@ def test_a_pyramid_has_the_slope_of_the_paper():
     assert pyramid_budgets(3, 120, floor=20) == [215, 120, 25]
     assert pyramid_budgets(4, 100, beta=1) == [100] * 4
     assert pyramid_budgets(1, 100) == [100]
-
-
-def test_a_pyramid_counts_the_layers_of_a_model_or_config():
-    model = tiny.llama()
-    assert pyramid_budgets(model, 64) == pyramid_budgets(model.config, 64) == pyramid_budgets(4, 64)
-
-
-def test_budgets_of_a_pyramid_hold_what_is_protected_by_default():
-    for slots in pyramid_budgets(32, 512):
-        check_budget(slots, 4, 64)
 
 
 @pytest.mark.parametrize(

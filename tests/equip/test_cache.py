@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+import json
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,8 @@ from tests import testbed
 from tests.conformance import models
 from tests.conformance.driving import feed, left_padded
 from tests.equip.cases import BUDGET, both_positions, build, build_reference, held, steps, text
-from tests.equip.test_policies import PUBLISHED, listed
 
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterable[None]:
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 # Settings.
@@ -359,6 +354,15 @@ def test_a_saved_cache_comes_back_with_policy_settings_and_slots(policy: str, tm
 
 
 # Against the published presses.
+
+
+PUBLISHED = json.loads((Path(__file__).parent / "kvpress_kept.json").read_text())
+
+
+def listed(spans: str) -> list[int]:
+    """`0-3 7` as 0, 1, 2, 3, 7."""
+    ends = [[int(end) for end in span.split("-")] for span in spans.split()]
+    return [position for span in ends for position in range(span[0], span[-1] + 1)]
 
 
 @pytest.fixture(scope="module")

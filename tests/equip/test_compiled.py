@@ -16,7 +16,7 @@ from transformers import Cache, CompileConfig, PreTrainedModel
 from hf_kvcaches import AdaptiveSubspace, SubspaceCache
 from hf_kvcaches.core.view import disable, enable
 from hf_kvcaches.equip.cache import EquipCache
-from hf_kvcaches.equip.calibrated.keep_probe import KeepProbe, LayerProbe
+from hf_kvcaches.equip.calibrated import KeepProbe, LayerProbe
 from tests.conformance import models
 from tests.conformance.driving import feed, generate, left_padded, tokens
 from tests.equip.cases import POSITIONS

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +20,9 @@ from tests import tiny
 from tests.equip.cases import both_positions, padded, positions_of, stay
 from tests.equip.cases import feed_all as feed
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 CONTEXT, QUESTION = 40, 7
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterable[None]:
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return tiny.llama()
 
 
 @pytest.mark.parametrize("policy", ["streaming", "future", "compactor", "keydiff", "expected_attention", "h2o", "tova"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -12,21 +11,16 @@ from transformers import DynamicCache, GptOssConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.models.gpt_oss.modeling_gpt_oss import apply_rotary_pos_emb
 
-from hf_kvcaches import EquipCache, SegmentReuseCache, SegmentStore
+from hf_kvcaches import EquipCache
 from hf_kvcaches.core.holder import LastQueries
-from hf_kvcaches.equip.layer import EquipLayer
-from hf_kvcaches.equip.policies import SnapKVPolicy, TOVAPolicy
+from hf_kvcaches.equip.policies import SnapKVPolicy
 from tests import tiny
 from tests.equip.cases import feed_all as feed
 from tests.equip.cases import padded, positions_of
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 PROMPT, STEPS = 30, 8
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterable[None]:
-    with torch.no_grad():
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -142,15 +136,3 @@ def test_drafts_leave_the_sinks_their_share(model: PreTrainedModel) -> None:
     drafts = tiny.ids(1, 6, seed=2)
     single = torch.cat([feed(model, caches[1], part) for part in drafts.split(1, 1)], 1)
     torch.testing.assert_close(feed(model, caches[0], drafts), single, rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("policy", [TOVAPolicy(), SnapKVPolicy(window=8)], ids=["tova", "snapkv"])
-def test_a_holder_keeps_what_its_own_prefill_keeps(model, policy):
-    prompt = tiny.ids(6, 60, seed=4)
-    own, holder = (EquipCache(model, policy, 16, recent=8, positions="original") for _ in range(2))
-    source = SegmentReuseCache(model, SegmentStore("memory"), mode="exact", decode_with=holder)
-    for cache in (own, source):
-        model.generate(prompt, past_key_values=cache, max_new_tokens=1, do_sample=False)
-    for layer, expected in zip(holder.layers, own.layers, strict=True):
-        if isinstance(expected, EquipLayer):
-            assert torch.equal(layer.kept_positions(), expected.kept_positions())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +12,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, DynamicCache
 
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.equip.policies import (
@@ -35,9 +33,7 @@ from hf_kvcaches.equip.policies.future import future_attention
 from hf_kvcaches.equip.policies.tokens import UNSCORED, Tokens, unscored
 from hf_kvcaches.equip.refit import context_queries
 from hf_kvcaches.errors import ConfigError, UnsupportedError
-from hf_kvcaches.evaluate.observer import Attended, WatchingCache
 from tests import tiny
-from tests.testbed import FOLDER
 
 SMALL = (
     StreamingPolicy(),
@@ -380,84 +376,11 @@ def test_parameters_that_can_not_work_are_refused(kind, parameters):
         kind(**parameters)
 
 
-class SmallValues(Policy):
-    def score(self, tokens: Tokens) -> torch.Tensor:
-        return -tokens.values.float().norm(dim=-1)
-
-
 class WrongShape(Policy):
     def score(self, tokens: Tokens) -> torch.Tensor:
         return tokens.values.norm(dim=-1).mean(0)
 
 
-def test_a_policy_of_ones_own_is_one_method():
-    policy, tokens = resolve_policy(SmallValues()), tokens_of(0, 9)
-    torch.testing.assert_close(policy.checked_score(tokens), -tokens.values.norm(dim=-1))
-    assert policy.settings()["policy"].endswith("SmallValues")
-    assert (policy.observes, policy.interval, policy.recent(512, 4)) == (0, 64, 64)
-
-
 def test_scores_of_a_wrong_shape_are_refused_by_the_name_of_the_policy():
     with pytest.raises(ConfigError, match=r"WrongShape.score: expected scores of the shape \(2, 2, 9\)"):
         WrongShape().checked_score(tokens_of(0, 9))
-
-
-# The published presses.
-
-PUBLISHED = json.loads((Path(__file__).parent / "kvpress_kept.json").read_text())
-
-
-def listed(spans: str) -> list[int]:
-    """`0-3 7` as 0, 1, 2, 3, 7."""
-    ends = [[int(end) for end in span.split("-")] for span in spans.split()]
-    return [position for span in ends for position in range(span[0], span[-1] + 1)]
-
-
-class Queries(WatchingCache):
-    """Keeps the queries of each layer."""
-
-    def __init__(self, model, queries):
-        super().__init__(model)
-        self.queries = queries
-
-    def watch(self, attended: Attended) -> None:
-        self.queries.append(attended.query)
-
-
-@pytest.fixture(scope="module")
-def prompt():
-    """Keys, values, attention probabilities and queries of each layer for the published prompt."""
-    model = AutoModelForCausalLM.from_pretrained(FOLDER / "base", attn_implementation="eager").eval()
-    ids, queries = torch.tensor([PUBLISHED["ids"]]), []
-    cache = DynamicCache(config=model.config)
-    with torch.no_grad():
-        output = model(ids, past_key_values=cache, output_attentions=True)
-        model(ids, past_key_values=Queries(model, queries))
-    layers = zip(cache.layers, output.attentions, queries, strict=True)
-    return model.config, [(layer.keys, layer.values, probabilities, query) for layer, probabilities, query in layers]
-
-
-@pytest.mark.parametrize("name", PUBLISHED["kept"])
-def test_a_prompt_is_pruned_to_the_same_tokens_as_by_the_press_of_that_name(prompt, name):
-    config, tensors = prompt
-    parameters = dict(PUBLISHED["settings"].get(name, {}))
-    sinks = parameters.pop("sinks", 0)
-    policy = policy_from_settings({"policy": name, **parameters})
-    for budget, layers in PUBLISHED["kept"][name].items():
-        assert sum(heads is not None for heads in layers) >= 3
-        for index, ((keys, values, probabilities, queries), expected) in enumerate(zip(tensors, layers, strict=True)):
-            if expected is None:  # a choice between equals
-                continue
-            count = keys.shape[2]
-            watched = probabilities if policy.observes is None else probabilities[:, :, count - policy.observes :]
-            attention, positions = watched.sum(2).unflatten(1, (keys.shape[1], -1)).mean(2), torch.arange(count)
-            if name == "h2o":  # the press takes the mean over the queries that could see the token
-                attention = attention / (count - positions)
-            geometry = RotaryGeometry.from_config(config, layer_idx=index)
-            shown = {"queries": queries, "query_index": positions[None], "scaling": keys.shape[3] ** -0.5, "geometry": geometry}
-            tokens = Tokens(keys, values, positions[None, None], count, sinks, attention=attention, **shown)
-            scores = policy.checked_score(tokens)
-            if name == "tova":  # the press keeps the last token
-                scores[..., -1] = 1e9
-            kept = scores.index_fill(-1, positions[:sinks], 1e30).topk(int(budget)).indices.sort(-1).values
-            assert kept.expand(1, keys.shape[1], -1)[0].tolist() == [listed(head) for head in expected]

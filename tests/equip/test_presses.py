@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Iterable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -23,18 +22,9 @@ from tests import tiny
 from tests.equip.cases import both_positions, positions_of
 from tests.equip.cases import feed_all as feed
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 TOKENS = 48
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterable[None]:
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return tiny.llama()
 
 
 def keys_of(model: PreTrainedModel, ids: torch.Tensor) -> list[torch.Tensor]:
@@ -143,13 +133,6 @@ def test_what_is_no_press_is_refused(model):
     feed(model, past, tiny.ids(1, TOKENS))
     with pytest.raises(UnsupportedError, match="press"):
         EquipCache.from_cache(past, model, EquipCache.from_press(press, model, 16).policy, 16)
-
-
-def test_scores_of_a_wrong_shape_are_refused(model):
-    press = WindowPress()
-    press.score = lambda *arguments: torch.zeros(1, 2, 3)
-    with pytest.raises(ConfigError, match="shape"):
-        feed(model, EquipCache.from_press(press, model, 16), tiny.ids(1, TOKENS))
 
 
 class Looking(Policy):

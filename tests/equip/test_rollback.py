@@ -190,20 +190,6 @@ def test_cropping_without_a_record_is_refused_once_tokens_are_gone_and_possible_
     assert_same(cache, before)
 
 
-def test_a_copy_made_while_recording_takes_back_its_own_tokens() -> None:
-    cache = warm("h2o")
-    before = state(cache)
-    feed(model(), cache, text(3, 50), [3])
-    fork = copy.deepcopy(cache)
-    feed(model(), fork, text(2, 60), [2])
-    middle = state(cache)
-    fork.crop(-5)
-    assert_same(fork, before)
-    assert_same(cache, middle)
-    cache.crop(-3)
-    assert_same(cache, before)
-
-
 def test_what_was_recorded_before_a_crop_is_final() -> None:
     cache = warm("h2o")
     feed(model(), cache, text(3, 50), [3])

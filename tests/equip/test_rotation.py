@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -13,21 +12,15 @@ from hypothesis import strategies as st
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.equip.cache import EquipCache
 from hf_kvcaches.equip.policies import FuturePolicy, KeyDiffPolicy, Policy
-from hf_kvcaches.equip.rotation import LONGEST, Given, Shifted, Turn, Unrotated
+from hf_kvcaches.equip.rotation import LONGEST, KeyRotation, Turn
 from hf_kvcaches.equip.slots import SlotTable
-from hf_kvcaches.equip.storage import Streamed
 from tests.conformance import models
 from tests.conformance.driving import feed
 from tests.equip.cases import BUDGET, SINKS, build, text
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 FAR = 4_000_000
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterable[None]:
-    torch.manual_seed(0)
-    with torch.no_grad():
-        yield
 
 
 def geometry(layout: str, rotary: int, head_dim: int = 12) -> RotaryGeometry:
@@ -44,14 +37,14 @@ whole_or_part = pytest.mark.parametrize("rotary", [12, 8, 2])
 def test_a_turn_is_a_shift_by_as_many_positions(layout: str, rotary: int) -> None:
     angles, keys = geometry(layout, rotary), torch.randn(2, 3, 5, 12)
     for delta in (torch.randint(-90, 90, (1, 5)), torch.randint(-90, 90, (2, 3, 5)), torch.randint(-9, 9, (2, 1, 5))):
-        turn = Unrotated(angles).to(delta if delta.ndim == 3 else delta[:, None])
-        torch.testing.assert_close(turn(keys), angles.shift(keys, delta), rtol=0, atol=2e-6)
+        keys_at = KeyRotation(angles).frame(keys, delta if delta.ndim == 3 else delta[:, None])
+        torch.testing.assert_close(keys_at, angles.shift(keys, delta), rtol=0, atol=2e-6)
 
 
 @both_layouts
 @whole_or_part
 def test_tables_by_distance_rotate_keys_back_and_grow(layout: str, rotary: int) -> None:
-    angles, rotation = geometry(layout, rotary), Unrotated(geometry(layout, rotary))
+    angles, rotation = geometry(layout, rotary), KeyRotation(geometry(layout, rotary))
     keys, distances = torch.randn(2, 3, 5, 12), torch.tensor([0, 40, 3, 199, 2])
     rotation.on_read(distances.clamp(max=7), 8)
     tables = rotation.on_read(distances, 200)
@@ -60,60 +53,15 @@ def test_tables_by_distance_rotate_keys_back_and_grow(layout: str, rotary: int) 
     torch.testing.assert_close(turn(keys), angles.rotate(keys, -distances), rtol=0, atol=2e-6)
 
 
-@both_layouts
-def test_queries_of_one_group_turn_as_their_key_head(layout: str) -> None:
-    rotation, queries = Unrotated(geometry(layout, 8)), torch.randn(2, 6, 1, 12)
-    delta = torch.randint(-50, 50, (2, 2, 1))
-    expected = geometry(layout, 8).shift(queries, delta.repeat_interleave(3, 1))
-    torch.testing.assert_close(rotation.to(delta)(queries), expected, rtol=0, atol=2e-6)
-
-
 def test_angles_are_exact_where_those_of_float32_are_not() -> None:
     angles, positions = geometry("half", 12), torch.tensor([[5_000_000]])
     rounded = (positions.float()[..., None] * angles.inv_freq.float()).double()
-    rotation = Unrotated(angles)
+    rotation = KeyRotation(angles)
     torch.testing.assert_close(rotation.undo(positions).cos[0, 0, 0, :6], rounded[0, 0].cos().float(), atol=2e-7, rtol=0)
     exact = (positions[0, 0].double() * angles.inv_freq - rounded[0, 0]).sin().float()
     table = SlotTable(positions=torch.zeros(1, 1, 1, dtype=torch.int32), distances=torch.zeros(1, 1, 1), filled=1)
     keys = torch.tensor([1.0] * 6 + [0.0] * 6).expand(1, 1, 1, 12)
     torch.testing.assert_close(rotation.to_frame(keys, positions, positions, table)[0, 0, 0, 6:], exact, atol=2e-7, rtol=0)
-
-
-@pytest.mark.parametrize("rotation", [Given(), Shifted(Unrotated(geometry("half", 12)))], ids=["given", "shifted"])
-def test_keys_that_stay_as_the_model_rotated_them_are_their_own_frame(rotation: Given) -> None:
-    table, keys, places = SlotTable(positions=torch.tensor([[[0, 1, 7, -1]]]), filled=3), torch.randn(1, 2, 3, 12), torch.arange(3)[None]
-    assert not rotation.unrotated
-    assert rotation.index_of_slots(table).tolist() == [[[0, 1, 7]]]
-    assert rotation.stored(keys, places) is rotation.frame(keys, table) is rotation.to_frame(keys, places, places + 9, table) is keys
-
-
-def test_the_frame_of_unrotated_keys_ends_at_the_newest_kept_token() -> None:
-    rotation, keys = Unrotated(geometry("half", 12)), torch.randn(1, 1, 5, 12)
-    table = SlotTable(positions=torch.tensor([[[0, 1, 20, 19]]]), distances=torch.tensor([[[3, 2, 0, 1]]]), seen=21, filled=4)
-    assert rotation.index_of_slots(table).tolist() == [[[0, 1, 3, 2]]]
-    index = rotation.index_of_new(table, torch.tensor([[21, -1, 22]]))
-    assert index.tolist() == [[4, -1, 5]]
-    new = rotation.geometry.rotate(keys[:, :, 4:], 22)
-    framed, stored = rotation.to_frame(new, torch.tensor([[22]]), index[:, 2:], table), rotation.stored(new, torch.tensor([[22]]))
-    torch.testing.assert_close(framed, rotation.geometry.rotate(keys[:, :, 4:], 5), rtol=0, atol=2e-6)
-    torch.testing.assert_close(stored, keys[:, :, 4:], rtol=0, atol=2e-6)
-    ranks = torch.tensor([0, 1, 3, 2])
-    torch.testing.assert_close(rotation.frame(keys[:, :, :4], table), rotation.geometry.rotate(keys[:, :, :4], ranks), rtol=0, atol=2e-6)
-
-
-def test_sinks_of_a_stream_follow_and_come_back_without_loss() -> None:
-    storage, keys, rotation = Streamed("torch"), torch.randn(1, 2, 6, 12), Shifted(Unrotated(geometry("half", 12)))
-    storage.hold((keys, keys), 6)
-    storage.keep_sinks(2)
-    for newest in (30, 500, 31):
-        storage.follow(rotation.follow(torch.tensor([[newest]]), 6))
-        read = storage.read(6)[0]
-        torch.testing.assert_close(read[:, :, :2], rotation.geometry.shift(keys[:, :, :2], newest - 5), rtol=0, atol=2e-4)
-        assert torch.equal(read[:, :, 2:], keys[:, :, 2:])
-        assert torch.equal(storage.sink_keys, keys[:, :, :2])
-    storage.follow(None)
-    assert torch.equal(storage.read(6)[0], keys)
-    assert not storage.moved
 
 
 @pytest.mark.parametrize("policy", ["h2o", KeyDiffPolicy(interval=5), FuturePolicy(interval=5)], ids=str)
@@ -167,9 +115,9 @@ def test_a_long_stream_equals_a_fresh_pass_over_its_sinks_and_window() -> None:
     near = LONGEST - 5
     feed(model, cache, ids[:, :near], [*[2000] * (near // 2000), near % 2000])
     decode(LONGEST, 5e-3)
-    assert isinstance(layer.rotation, Shifted), "up to here the model's own angles do"
+    assert layer.rotation.streams, "up to here the model's own angles do"
     decode(LONGEST + 5, 1e-4)
-    assert isinstance(layer.rotation, Unrotated)
+    assert layer.rotation.unrotated
     feed(model, cache, ids[:, cache.seen : 70_000], [2000, 2000, 70_000 - cache.seen - 4000])
     decode(70_010, 1e-4)
     assert cache.report().kept == (64,)
@@ -230,4 +178,4 @@ def test_a_stream_of_padded_rows_rotates_on_the_way() -> None:
     cache, mask = build(models.tiny("llama"), "streaming"), torch.ones(2, 40, dtype=torch.long)
     mask[0, :9] = 0
     feed(models.tiny("llama"), cache, text(40).expand(2, -1), [40], mask)
-    assert all(isinstance(layer.rotation, Unrotated) and layer.kept == BUDGET for layer in cache.layers)
+    assert all(layer.rotation.unrotated and layer.kept == BUDGET for layer in cache.layers)

@@ -147,7 +147,7 @@ def resolve_policy(policy: Any) -> Policy:
         swapped = "It is a model: model and policy seem to be swapped." if isinstance(policy, nn.Module) else ""
         hint = "Pass an object, not its class." if isinstance(policy, type) and issubclass(policy, Policy) else swapped
         raise ConfigError.of("policy", "the name of a policy, a Policy object, or a KeepProbe", policy, hint)
-    require_choice("policy", policy, BUILT_IN, also=", or a Policy object")
+    require_choice("policy", policy, sorted(BUILT_IN), also=", or a Policy object")
     return BUILT_IN[policy]()
 
 
@@ -156,7 +156,7 @@ def policy_from_settings(settings: dict[str, Any]) -> Policy:
     parameters = dict(settings)
     name = parameters.pop("policy", None)
     if name not in BUILT_IN:
-        known = ", ".join(BUILT_IN)
+        known = ", ".join(sorted(BUILT_IN))
         why = f"policy: {name!r} is none of this package's ({known}), and a file does not bring the code of another."
         raise UnsupportedError(f"{why} Keep such a cache in memory.")
     return BUILT_IN[name](**parameters)

@@ -1,4 +1,4 @@
-"""Future attention: what the context's queries would attend to from behind its end."""
+"""Policies that score by what the model would look for in the context again: future attention and KVzip."""
 
 from __future__ import annotations
 
@@ -95,11 +95,7 @@ def _chunks(count: torch.Tensor, length: int, size: int) -> torch.Tensor:
 
 
 def _sample(count: torch.Tensor, sinks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens that stand for all in rows of so many, (batch, 1 or kv_heads, 1): sinks, and others evenly.
-
-    Returns:
-        Which ones, and the logarithm of how many each stands for, both (batch, 1 or kv_heads, n).
-    """
+    """Sinks, and others evenly, of rows with so many tokens, and the logarithm of how many each stands for, (batch, 1 or kv_heads, n)."""
     rest, number = (count - sinks).clamp(min=0), torch.arange(_SAMPLE, device=count.device)
     every = torch.arange(sinks, device=count.device).expand(*count.shape[:2], -1)
     weight = (rest / _SAMPLE).log().expand(-1, -1, _SAMPLE)
@@ -107,13 +103,11 @@ def _sample(count: torch.Tensor, sinks: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _best(queries: torch.Tensor, keys: torch.Tensor, bias: torch.Tensor, size: int, few: bool) -> torch.Tensor:
-    """The largest weight of each key of a chunk, (batch, kv_heads, chunks, size).
+    """The largest weight of the first `size` keys of each chunk, (batch, kv_heads, chunks, size).
 
     Args:
         queries: Those of each chunk, (batch, kv_heads, group, chunks * size, head_dim); with `few` any, asked about each chunk.
-        keys: Of each chunk and of others, (batch, kv_heads, chunks, n, head_dim).
-        bias: Added to the scores of each key, (batch, kv_heads, chunks, n).
-        size: How many of them are the chunk's.
+        keys: Of each chunk and of others, (batch, kv_heads, chunks, n, head_dim); `bias` is added to their scores.
     """
     shape, chunks, n = bias.shape[:3], bias.shape[2], bias.shape[3]
     if few:
@@ -138,3 +132,63 @@ def _in_order(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def piece(keys: torch.Tensor) -> int:
     """How many weights of attention are computed at a time: what a CPU's cache holds, and elsewhere what memory can spare."""
     return 1 << 20 if keys.device.type == "cpu" else 1 << 26
+
+
+def even_chunks(tokens: int, most: int) -> list[slice]:
+    """So many tokens in chunks of about one length, `most` at most: in a short one each token would get much of the attention."""
+    count = -(-tokens // most)
+    return [slice(tokens * number // count, tokens * (number + 1) // count) for number in range(count)]
+
+
+def most_received(
+    queries: torch.Tensor, keys: torch.Tensor, repeated: torch.Tensor, softcap: float | None, real: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The largest weight that a query of a repetition gives to each token of what it repeats, (batch, kv_heads, tokens).
+
+    A query shares its attention among these and the repetition up to itself, so that a head that looks nearby gives little to each.
+
+    Args:
+        queries: Of the repetition, scaled, (batch, heads, queries, head_dim).
+        repeated: Its keys, (batch, kv_heads, queries, head_dim).
+        real: False for tokens and, behind these, for queries that are padding, (batch, 1, tokens + queries).
+    """
+    grouped, tokens, count = queries.unflatten(1, (keys.shape[1], -1)), keys.shape[2], queries.shape[2]
+    scores = (grouped @ torch.cat([keys, repeated], 2)[:, :, None].mT).float()
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores[..., tokens:].masked_fill_(torch.ones(count, count, dtype=torch.bool, device=keys.device).triu(1), NOTHING)
+    if real is not None:
+        scores.masked_fill_(~real[:, :, None, None], NOTHING)
+    weights = scores.softmax(-1)[..., :tokens]
+    if real is not None:
+        weights = weights * real[:, :, None, tokens:, None] * real[:, :, None, None, :tokens]
+    return weights.amax((2, 3))
+
+
+@dataclass(frozen=True)
+class KVZipPolicy(Policy, built_in=True):
+    """Keeps the tokens that the model attends to when it reproduces the context, once, for many questions.
+
+    KVzip (Query-Agnostic KV Cache Compression with Context Reconstruction, arXiv 2505.23416): the context is fed a second time behind
+    itself, and a token scores the largest attention weight that these queries give it. `EquipCache.compress(model)` does that and prunes;
+    until then the whole context is kept.
+
+    **Departs from the paper**: there is no instruction to repeat the context; sinks and recent tokens stay, and some of the best of each
+    head; later tokens stay.
+
+    Args:
+        deferred: Tokens that are fed again at a time, and scored by it alone.
+    """
+
+    name = "kvzip"
+    interval = None
+    comparable = True
+    head_budgets = "global"
+    deferred: int = count(512)
+
+    def score(self, tokens: Tokens) -> torch.Tensor:
+        if tokens.attention is not None:
+            return tokens.attention
+        if tokens.scores is None:
+            return torch.full(tokens.positions.shape, torch.inf, device=tokens.keys.device)
+        return torch.where(tokens.scores.abs() < UNSCORED, tokens.scores, torch.inf)  # later tokens stay

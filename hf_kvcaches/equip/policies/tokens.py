@@ -19,63 +19,40 @@ UNSCORED = 2.0**100
 NOTHING = -1e30
 
 
-def unscored(positions: torch.Tensor) -> torch.Tensor:
+def unscored(positions: torch.Tensor | int) -> Any:
     """The scores of tokens that no policy has scored yet: above all others, and the newer the higher."""
-    return positions.float() * 2.0**77 + UNSCORED  # float32 counts in steps of 2**77 there
+    return (positions if isinstance(positions, int) else positions.float()) * 2.0**77 + UNSCORED  # float32 counts in steps of 2**77 there
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """What a policy looks at: the tokens that a layer keeps, and in a block the new ones, in any order.
+    """What a policy looks at: the tokens that a layer keeps, and in a block the new ones, in any order."""
 
-    Args:
-        keys: (batch, kv_heads, tokens, head_dim), each rotated to its `index`.
-        values: (batch, kv_heads, tokens, value_dim).
-        positions: (batch, 1 or kv_heads, tokens): how many real tokens came before it in its row; -1: no token.
-        count: Real tokens of each row so far: a number, or (batch, 1, 1).
-        sinks: How many of a row's first tokens always stay.
-        index: To which position each key is rotated, as `positions`; None: to its own.
-        attention: What the observed queries gave to each token, (batch, kv_heads, tokens), float32, as the mean over the query heads of a
-            group; None where the policy observes none.
-        queries: (batch, heads, queries, head_dim), rotated to `query_index`: those of the block, or the last ones; None where the policy is
-            shown none.
-        query_index: (batch or 1, queries); -1: padding.
-        scaling: What the model's attention multiplies scores with.
-        geometry: How the model rotates keys; None for a policy that is tried on tensors alone.
-        scores: What the policy said before of tokens that are kept, (batch, 1 or kv_heads, tokens); -inf where it said nothing. None in the
-            first block.
-        budget: How many tokens will stay in each head, or None.
-        module: The model's attention while it is asked; None in decode steps and for keys from another cache.
-        inputs: What the model's attention is called with for a block, `hidden_states` (batch, new tokens, hidden) among it, or None.
-        shard: Which of the model's heads these are, under tensor parallelism; None for all.
-    """
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    positions: torch.Tensor
-    count: int | torch.Tensor
-    sinks: int
-    index: torch.Tensor | None = None
+    keys: torch.Tensor  # (batch, kv_heads, tokens, head_dim), each rotated to its `index`
+    values: torch.Tensor  # (batch, kv_heads, tokens, value_dim)
+    positions: torch.Tensor  # (batch, 1 or kv_heads, tokens): how many real tokens came before it in its row; -1: no token
+    count: int | torch.Tensor  # real tokens of each row so far: a number, or (batch, 1, 1)
+    sinks: int  # how many of a row's first tokens always stay
+    index: torch.Tensor | None = None  # to which position each key is rotated, as `positions`; None: to its own
+    # What the observed queries gave to each token, (batch, kv_heads, tokens), float32, as the mean over the query heads of a group; None
+    # where the policy observes none.
     attention: torch.Tensor | None = None
+    # (batch, heads, queries, head_dim), rotated to `query_index`: those of the block, or the last ones; None where it is shown none.
     queries: torch.Tensor | None = None
-    query_index: torch.Tensor | None = None
-    scaling: float = 1.0
-    geometry: RotaryGeometry | None = None
+    query_index: torch.Tensor | None = None  # (batch or 1, queries); -1: padding
+    scaling: float = 1.0  # what the model's attention multiplies scores with
+    geometry: RotaryGeometry | None = None  # how the model rotates keys; None for a policy that is tried on tensors alone
+    # What the policy said before of kept tokens, (batch, 1 or kv_heads, tokens); -inf where it said nothing. None in the first block.
     scores: torch.Tensor | None = None
-    budget: int | None = None
-    module: nn.Module | None = None
-    inputs: Mapping[str, Any] | None = None
-    shard: HeadShard | None = None
+    budget: int | None = None  # how many tokens will stay in each head
+    module: nn.Module | None = None  # the model's attention while it is asked; None in decode steps and for keys from another cache
+    inputs: Mapping[str, Any] | None = None  # what it is called with for a block, `hidden_states` (batch, new tokens, hidden) among it
+    shard: HeadShard | None = None  # which of the model's heads these are, under tensor parallelism; None for all
 
     @property
     def real(self) -> torch.Tensor:
         """True for tokens, (batch, 1 or kv_heads, tokens)."""
         return self.positions >= 0
-
-    @property
-    def counted(self) -> torch.Tensor:
-        """True for tokens that are no sinks, (batch, 1 or kv_heads, tokens)."""
-        return self.positions >= self.sinks
 
     @property
     def observed(self) -> torch.Tensor:
@@ -110,23 +87,12 @@ class Tokens:
         index = self.positions if self.index is None else self.index
         return self.keys if (angles := self.angles) is None else angles.unrotate(self.keys, index.clamp(min=0))
 
-    def unrotated_queries(self) -> torch.Tensor:
-        """`queries` before their rotation, where its angles are known."""
-        queries, index = self.asked, self.query_index
-        return queries if (angles := self.angles) is None or index is None else angles.unrotate(queries, index.clamp(min=0))
-
     @property
     def asked(self) -> torch.Tensor:
         """`queries`, or an error that says how to get them."""
         if self.queries is None:
             raise UnsupportedError("This policy scores by queries, and these tokens came without. Set `reads_queries`.")
         return self.queries
-
-    @property
-    def real_queries(self) -> torch.Tensor:
-        """True for queries of real tokens that are no sinks, (batch or 1, queries)."""
-        assert self.query_index is not None
-        return self.query_index >= self.sinks
 
     @property
     def end(self) -> int | torch.Tensor:

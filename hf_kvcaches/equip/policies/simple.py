@@ -1,4 +1,4 @@
-"""Presses of kvpress as policies."""
+"""Policies that look at neither queries nor attention: StreamingLLM by age, KeyDiff by keys; and presses of kvpress."""
 
 from __future__ import annotations
 
@@ -6,10 +6,55 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn import functional
 
-from hf_kvcaches.equip.policies.base import Policy
+from hf_kvcaches.equip.policies.base import Policy, count
 from hf_kvcaches.equip.policies.tokens import Tokens
 from hf_kvcaches.errors import ConfigError, UnsupportedError, is_number
+
+
+@dataclass(frozen=True)
+class StreamingPolicy(Policy, built_in=True):
+    """Keeps the sinks and the newest tokens.
+
+    StreamingLLM (Efficient Streaming Language Models with Attention Sinks, arXiv 2309.17453): the first tokens of a text take the
+    attention that no other token needs, and a model without them fails. With them and a sliding window it reads a text of any length.
+
+    **Departs from the paper**: in nothing. The paper's positions within the cache are `positions="compact"` of the cache.
+    """
+
+    name = "streaming"
+    interval = None
+    order_only = True
+
+    def recent(self, budget: int, sinks: int) -> int:
+        return max(1, budget - sinks)
+
+    def score(self, tokens: Tokens) -> torch.Tensor:
+        # Counted from the end, because float32 holds integers up to 2^24 only.
+        return (tokens.positions - tokens.count).float()
+
+
+@dataclass(frozen=True)
+class KeyDiffPolicy(Policy, built_in=True):
+    """Keeps the tokens with the keys least similar to the mean direction of all keys.
+
+    KeyDiff (Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference, arXiv 2504.15364): similar keys can replace each
+    other. No attention is needed, and the score does not depend on the question.
+
+    **Departs from the paper**: prompts are scored as a whole and not in blocks, decoded tokens `interval` at a time.
+
+    Args:
+        interval: Decode steps between two scorings.
+    """
+
+    name = "keydiff"
+    interval: int = count(64, kw_only=True)
+
+    def score(self, tokens: Tokens) -> torch.Tensor:
+        keys = functional.normalize(tokens.keys.detach().float(), dim=-1)
+        anchor = (keys * tokens.real[..., None]).sum(2, keepdim=True)
+        return -functional.cosine_similarity(keys, anchor, dim=-1)
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,15 @@
-"""Changing a text that is already in the cache: tokens are dropped, what follows moves, and others are put in their place.
+"""Passes whose new tokens are not appended: the second reading of a context, and changes of a text that is in the cache.
 
-What follows a change keeps the keys and values that it had, computed with the old text before it; only its positions are put right
-(Let the Code LLM Edit Itself When You Edit the Code, arXiv 2407.03157). The replacement itself is computed with all that is before it.
+A token scores what it gets of attention while the model reproduces the context (KVzip, arXiv 2505.23416). What follows a change keeps the
+keys and values that it had, computed with the old text before it; only its positions are put right (Let the Code LLM Edit Itself When You
+Edit the Code, arXiv 2407.03157). The replacement itself is computed with all that is before it.
 """
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,13 +20,88 @@ from hf_kvcaches import compat
 from hf_kvcaches.core.call import Call
 from hf_kvcaches.core.identity import Provenance
 from hf_kvcaches.core.step import Pass
-from hf_kvcaches.equip.block import Questions
-from hf_kvcaches.equip.prompt import PromptLayer
-from hf_kvcaches.equip.reading import detours
+from hf_kvcaches.equip.policies.future import even_chunks, most_received
 from hf_kvcaches.equip.rollback import Undo
-from hf_kvcaches.equip.slots import SlotTable
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.kernels.blocks import Visibility
+
+
+@contextmanager
+def detours(cache: Any, layers: Sequence[Any], ways: Sequence[Callable[..., torch.Tensor]]) -> Iterator[Provenance]:
+    """Have each layer's new tokens take a detour, without gradients; what computed them is noted apart from what the cache was fed."""
+    for layer, way in zip(layers, ways, strict=True):
+        layer.detour = way
+    fed, cache.provenance = cache.provenance, Provenance()
+    try:
+        with torch.no_grad():
+            yield cache.provenance
+    finally:
+        cache.provenance = fed
+        for layer in layers:
+            layer.detour = None
+
+
+def _reread(
+    received: torch.Tensor, span: list[int], layer: Any, query: torch.Tensor, keys: torch.Tensor, values: Any, call: Call, running: Pass
+) -> torch.Tensor:
+    """Attention of repeated tokens over the context and each other; a layer takes none of them, and notes what the context received.
+
+    A chunk's tokens, those of a `span` of the text, are scored by its own repetition alone: no table of all tokens by all tokens is made.
+    """
+    table, rotation = layer.table, layer.rotation
+    steps = torch.arange(running.tokens, device=keys.device)[None] if running.valid is None else running.valid.cumsum(-1) - 1
+    count = table.count if isinstance(table.count, int) else table.count.view(-1, 1)
+    index = rotation.index_of_new(table, steps.clamp(min=0) + count)
+    query, keys = (rotation.to_frame(x, running.positions(), index, table) for x in (query, keys))
+    kept_states = layer.kept_states(table.used)
+    text = table.text_index()[:, :1]  # nothing is pruned yet: all heads hold the same tokens
+    inside = (text >= span[0]) & (text < span[1])
+    columns = inside.any(0).any(0).nonzero()[:, 0]
+    real = None if running.valid is None else torch.cat([inside[..., columns], running.valid[:, None]], -1)
+    most = most_received(query * call.scaling, kept_states[0][:, :, columns], keys, call.softcap, real)
+    received[..., columns] = torch.maximum(received[..., columns], most)
+    kept = int(columns[-1]) + 1 if columns.numel() else 0
+    visible = Visibility((text[..., :kept] >= 0) & (text[..., :kept] < span[1]), kept, running.valid)
+    output: torch.Tensor = layer.attend_with(query, kept_states, (keys, values), call, visible, call.bias)[0]
+    return output
+
+
+def reconstruct(cache: Any, model: Any, layers: list[Any], ids: torch.Tensor, chunk: int) -> list[torch.Tensor]:
+    """Feed a context, (rows, tokens), again, a chunk at a time; return the most that a query of it gave to each slot of each layer.
+
+    Layers without full attention are put back as they were.
+    """
+    if not all(layer.waiting for layer in layers):
+        raise UnsupportedError(
+            "compress: this policy reads a context again while all of it is held, and this one was compressed before. Feed the longer text "
+            "to a new cache, or use a policy that can compress again, such as 'future'."
+        )
+    others = {index: copy.deepcopy(layer) for index, layer in enumerate(cache.layers) if layer not in layers}
+    text = layers[0].table.text
+    real = torch.ones(ids.shape[0], cache.seen, dtype=torch.bool, device=ids.device)
+    if text is not None:
+        places = torch.where(text < 0, cache.seen, text)[:, 0].to(ids.device)
+        real = real.new_zeros(ids.shape[0], cache.seen + 1).scatter_(1, places, True)[:, :-1]
+    received = [torch.zeros(*layer.storage.shape, layer.table.used, device=layer.device) for layer in layers]
+    span = [0, 0]
+    try:
+        with detours(cache, layers, [partial(_reread, tensor, span) for tensor in received]):
+            for piece in even_chunks(ids.shape[1], chunk):
+                part, span[:] = ids[:, piece], (piece.start, piece.stop)
+                mask = torch.cat([real, real[:, piece]], 1).long()
+                model(
+                    input_ids=part,
+                    attention_mask=mask if not bool(mask.all()) else None,
+                    position_ids=(mask.cumsum(1) - 1).clamp(min=0)[:, -part.shape[1] :],
+                    **compat.cache_kwargs(model, cache),
+                    logits_to_keep=1,
+                )
+                for index, layer in others.items():
+                    cache.layers[index] = copy.deepcopy(layer)
+    finally:
+        for index, layer in others.items():
+            cache.layers[index] = layer
+    return received
 
 
 def evict(cache: Any, layers: list[Any], positions: torch.Tensor) -> None:
@@ -107,7 +186,7 @@ def _open(layer: Any, start: int, stop: int, tokens: int) -> None:
             )
         keys, values = layer.storage.read(table.used)
         keys = geometry.shift(keys, torch.where(behind, moved, 0))
-        layer.storage.hold(layer.storage.encode(keys, values), layer.slots)
+        layer.storage.rebuild(None, layer.storage.encode(keys, values), 0, layer.slots)
     for name in ("positions", "text"):
         if (places := getattr(table, name)) is not None:
             places[..., : table.used] += torch.where(behind, moved, 0).to(places.dtype)
@@ -130,7 +209,7 @@ def _insert(cache: Any, model: Any, layers: list[Any], start: int, new_ids: torc
 
 
 def _insert_in(
-    start: int, layer: PromptLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: Pass
+    start: int, layer: Any, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: Pass
 ) -> torch.Tensor:
     """Put new tokens into the middle of the text, where what follows has moved already: they see what is before `start` and themselves."""
     if call.bias is not None:
@@ -139,23 +218,14 @@ def _insert_in(
     text = torch.arange(start, start + tokens, device=keys.device).expand(batch, 1, -1)
     index = positions = text if table.counts is None else text - (table.seen - table.counts)
     earlier = (table.text_index() >= 0) & (table.text_index() < start)
-    if rotation.unrotated and used:
-        index = _make_room(table, earlier, tokens)
+    if rotation.unrotated and used:  # what follows moves on in the frame, so that new tokens have one index in all rows and heads
+        first, later = earlier.sum(-1).max(), (table.text_index() >= 0) & ~earlier
+        table.distances[..., :used] += (used - first - later.sum(-1, keepdim=True) - tokens * later).to(torch.int32)
+        index = (first + torch.arange(tokens, device=earlier.device)).view(1, 1, -1)
     new = layer.incoming(keys, values, running, positions, None if table.text is None else text, index)
     query = rotation.to_frame(query, running.positions(), index[:, 0], table)
-    kept = layer.kept_states() if used else None
-    output, observed = layer.attend_with(query, kept, new.frame, values, call, Visibility(earlier, used, None))
-    layer.arrive(new, None, Questions(query, index[:, 0], call.module), observed)
+    kept, visible = layer.kept_states(used) if used else None, Visibility(earlier, used, None)
+    output: torch.Tensor
+    output, observed = layer.attend_with(query, kept, (new.frame, values), call, visible)
+    layer.arrive(new, None, attention=observed, queries=query, query_index=index[:, 0], module=call.module)
     return output
-
-
-def _make_room(table: SlotTable, earlier: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Move what follows on in the frame, so that new tokens have one index in all rows and heads: (1, 1, tokens).
-
-    Args:
-        earlier: True for what is before them, (batch, 1 or kv_heads, slots in use).
-    """
-    used, first = table.used, earlier.sum(-1).max()
-    later = (table.text_index() >= 0) & ~earlier
-    table.distances[..., :used] += (used - first - later.sum(-1, keepdim=True) - tokens * later).to(torch.int32)
-    return (first + torch.arange(tokens, device=earlier.device)).view(1, 1, -1)

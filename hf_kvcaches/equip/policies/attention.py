@@ -1,4 +1,4 @@
-"""SnapKV: the attention of the last queries."""
+"""Policies that score by the attention that was paid: H2O, TOVA and SnapKV."""
 
 from __future__ import annotations
 
@@ -10,6 +10,57 @@ from torch.nn import functional
 from hf_kvcaches.equip.policies.base import Policy, count
 from hf_kvcaches.equip.policies.tokens import Tokens
 from hf_kvcaches.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class H2OPolicy(Policy, built_in=True):
+    """Keeps the tokens that received most attention from all queries since they came.
+
+    H2O (Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models, arXiv 2306.14048): the running sum of attention
+    identifies the few tokens that get most of it. Half of the budget holds the newest tokens.
+
+    **Departs from the paper**: sinks stay, a token is evicted before the new query attends, and heads that share keys are averaged.
+    """
+
+    name = "h2o"
+    interval = None
+    observes = None
+    first_score = 0.0
+    comparable = True
+
+    def recent(self, budget: int, sinks: int) -> int:
+        return max(1, min(budget // 2, budget - sinks))
+
+    def score(self, tokens: Tokens) -> torch.Tensor:
+        return tokens.observed
+
+    def watch(self, scores: torch.Tensor, weights: torch.Tensor, slot: torch.Tensor) -> None:
+        scores.add_(weights)
+
+
+@dataclass(frozen=True)
+class TOVAPolicy(Policy, built_in=True):
+    """Keeps the tokens that the last query attends to most, the same for all heads of a layer.
+
+    TOVA (Transformers are Multi-State RNNs, arXiv 2401.06104) evicts the token with the lowest attention of the current query.
+
+    **Departs from the paper**: a token is evicted before the new query attends; sinks and the newest token stay.
+    """
+
+    name = "tova"
+    interval = None
+    observes = 1
+    by_head = False
+    asks_all_heads = True
+
+    def recent(self, budget: int, sinks: int) -> int:
+        return 1
+
+    def score(self, tokens: Tokens) -> torch.Tensor:
+        return tokens.of_all_heads(tokens.observed).mean(1, keepdim=True)
+
+    def watch(self, scores: torch.Tensor, weights: torch.Tensor, slot: torch.Tensor) -> None:
+        scores.copy_(torch.where(scores.isinf(), scores, weights.mean(1, keepdim=True)))
 
 
 @dataclass(frozen=True)

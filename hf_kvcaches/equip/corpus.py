@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import nn
 from tqdm import tqdm
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.hub import Artifact
-from hf_kvcaches.equip.policies.kvzip import even_chunks, most_received
+from hf_kvcaches.equip.policies.future import even_chunks, most_received
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.evaluate.observer import Attended, WatchingCache
 from hf_kvcaches.evaluate.texts import Tokenized, sequences
@@ -87,23 +85,23 @@ class Corpus:
         return ModelFingerprint.of(self.model, self.tokenizer if self.encoder.used else None)
 
 
-def attention_modules(model: Any) -> dict[int, nn.Module]:
-    """The modules of full attention by layer index."""
+def attention_inputs(model: Any, ids: torch.Tensor) -> dict[int, torch.Tensor]:
+    """What full attention is called with for a text, by layer index, (tokens, hidden)."""
     full = {index for index, (kind, _) in enumerate(compat.layer_plan(model.config)) if kind == "full_attention"}
-    modules: list[Any] = [module for module in compat.modules_of(model.get_decoder()) if hasattr(module, "is_causal")]
-    by_layer = {module.layer_idx: module for module in modules if hasattr(module, "layer_idx")}
-    return {index: by_layer[index] for index in sorted(full & by_layer.keys())}
+    states: dict[int, torch.Tensor] = {}
 
+    def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if module.layer_idx in full:
+            states[module.layer_idx] = (args[0] if args else kwargs["hidden_states"])[0].detach()
 
-@contextmanager
-def asked_before(modules: Iterable[nn.Module], hook: Callable[..., Any]) -> Iterator[None]:
-    """Call a hook with a module's arguments before it computes; what the hook returns takes their place."""
-    handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in modules]
+    modules = [module for module in compat.modules_of(model.get_decoder()) if hasattr(module, "is_causal") and hasattr(module, "layer_idx")]
+    handles = [module.register_forward_pre_hook(before, with_kwargs=True) for module in modules]
     try:
-        yield
+        run_module(model.base_model, None, ids[None])
     finally:
         for handle in handles:
             handle.remove()
+    return states
 
 
 class _Reconstruction(WatchingCache):

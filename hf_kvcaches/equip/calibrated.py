@@ -1,0 +1,311 @@
+"""What is measured once for a model: `HeadBudgets`, `KeepProbe`, and `QueryStatistics` for `ExpectedAttentionPolicy`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple, Self
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from hf_kvcaches.codec.moments import Moments
+from hf_kvcaches.core.fingerprint import ModelFingerprint
+from hf_kvcaches.core.hub import Artifact
+from hf_kvcaches.core.rope import rotation_of
+from hf_kvcaches.equip.budgets import Candidates, compared, protected, slots_for
+from hf_kvcaches.equip.corpus import SINKS, Corpus, LayerArtifact, attention_inputs, reconstruction_scores
+from hf_kvcaches.equip.policies.base import Policy
+from hf_kvcaches.equip.policies.future import KVZipPolicy, future_attention
+from hf_kvcaches.equip.policies.tokens import UNSCORED, Tokens
+from hf_kvcaches.errors import ConfigError, UnsupportedError, is_number, require_instance, whole_number
+from hf_kvcaches.evaluate.observer import Attended, WatchingCache
+from hf_kvcaches.evaluate.runner import evaluating
+from hf_kvcaches.reuse.partial import run_module
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class HeadBudgets(Artifact):
+    """The share of slots that each KV head of a model gets, for `EquipCache(head_budgets=...)`.
+
+    Few heads recall, and these are the same whatever the text is. So budgets can be measured once, and serve any score that does not
+    compare between heads; shapes do not depend on the text.
+
+    Args:
+        shares: By layer index, (kv_heads,), with the mean 1 over all heads; layers without full attention have none.
+        tokens: How many tokens they were measured on.
+        fingerprint: The model that they are for.
+    """
+
+    artifact_type: ClassVar[str] = "head-budgets"
+    format_version: ClassVar[int] = 1
+
+    shares: Mapping[int, torch.Tensor]
+    tokens: int = 0
+    fingerprint: ModelFingerprint | None = None
+
+    @classmethod
+    def calibrate(
+        cls,
+        model: nn.Module,
+        tokenizer: Any,
+        texts: Iterable[str | Sequence[int]],
+        *,
+        ratio: float = 0.25,
+        progress: bool = True,
+    ) -> HeadBudgets:
+        """Measure the mean share that each head gets where KVzip's scores of all heads and layers share one budget.
+
+        Args:
+            model: A transformers model that `EquipCache` supports, also inside a PEFT wrapper. It is left unchanged.
+            tokenizer: Its tokenizer; None if all texts are token ids.
+            texts: Strings, or lists of token ids, like those that the model will read; six of some 600 tokens are enough.
+            ratio: The share of the tokens that stays.
+            progress: Whether to show a bar.
+        """
+        if not is_number(ratio) or not 0 < ratio < 1:
+            raise ConfigError.of("ratio", "a number between 0 and 1", ratio)
+        corpus, sums = Corpus(model, tokenizer, texts, math.ceil(2 * (SINKS + 1) / ratio), progress), dict[int, torch.Tensor]()
+        with evaluating(corpus.base), torch.no_grad():
+            for ids in corpus:
+                for index, shares in _shares(corpus.base, ids, ratio).items():
+                    sums[index] = sums.get(index, 0) + shares * len(ids)
+        mean = torch.cat([*sums.values()]).mean()
+        return cls({index: sums[index] / mean for index in sorted(sums)}, corpus.tokens, corpus.fingerprint())
+
+    def as_settings(self) -> dict[str, list[float]]:
+        """The shares as plain values for JSON."""
+        return {str(index): shares.tolist() for index, shares in self.shares.items()}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {str(index): shares for index, shares in self.shares.items()}
+
+    def metadata(self) -> dict[str, Any]:
+        return {"layers": list(self.shares), "tokens": self.tokens}
+
+    @classmethod
+    def restore(cls, tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> Self:
+        return cls({index: tensors[str(index)] for index in metadata["layers"]}, metadata["tokens"])
+
+    def describe_calibration(self) -> str:
+        heads = torch.cat(list(self.shares.values()))
+        return f"{self.tokens:,} tokens, {len(heads)} heads in {len(self.shares)} layers, shares of {heads.min():.2f} to {heads.max():.2f}."
+
+    def __repr__(self) -> str:
+        return f"HeadBudgets({self.tokens:,} tokens, model {self.fingerprint})"
+
+
+def _shares(model: Any, ids: torch.Tensor, ratio: float) -> dict[int, torch.Tensor]:
+    """Of the slots that are not protected, the share that each head gets, by layer index, (kv_heads,), with the mean 1."""
+    budget, positions = slots_for(float(ratio), len(ids)), torch.arange(len(ids))[None, None]
+    recent = KVZipPolicy().recent(budget, SINKS)
+    scores = reconstruction_scores(model, ids)
+    worths = [protected(score[None].cpu(), positions, len(ids), SINKS, recent) for score in scores.values()]
+    kept = compared([Candidates(worth, budget, budget) for worth in worths])
+    free = [(stays.sum(-1)[0] - SINKS - recent) / (budget - SINKS - recent) for stays, _ in kept]
+    return dict(zip(scores, free, strict=True))
+
+
+class LayerProbe(NamedTuple):
+    """A linear map from hidden states to the logarithms of scores."""
+
+    weights: torch.Tensor  # (kv_heads, hidden)
+    bias: torch.Tensor  # (kv_heads,)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class KeepProbe(LayerArtifact):
+    """Predicts from a token's hidden state how much it would get in a second reading, for each layer and KV head.
+
+    KVzip (arXiv 2505.23416) reads a context twice to score it, and its successor KVzap (arXiv 2601.07891) learns these scores from hidden
+    states. Here it is ridge regression from what a layer's attention is called with to the logarithm of KVzip's score: one pass, no second
+    reading, and a token is scored when it comes. `EquipCache(model, probe)` prunes by it.
+
+    **Departs from the paper**: linear, calibrated on a few texts in minutes; combined with future attention in `ProbePolicy`.
+
+    Args:
+        layers: By layer index; layers without full attention have none.
+        tokens: How many tokens it was calibrated on.
+        fingerprint: The model that it is for.
+    """
+
+    artifact_type: ClassVar[str] = "keep-probe"
+    entry: ClassVar[Any] = LayerProbe
+
+    _on_device: dict[tuple[int, torch.device], LayerProbe] = field(default_factory=dict, init=False)
+
+    @classmethod
+    def calibrate(
+        cls,
+        model: nn.Module,
+        tokenizer: Any,
+        texts: Iterable[str | Sequence[int]],
+        *,
+        ridge: float = 0.3,
+        chunk: int = 512,
+        progress: bool = True,
+    ) -> KeepProbe:
+        """Fit the probe of each layer on texts, each of which is read some two and a half times.
+
+        Args:
+            model: A transformers model that `EquipCache` supports, also inside a PEFT wrapper. It is left unchanged.
+            tokenizer: Its tokenizer; None if all texts are token ids.
+            texts: Strings, or lists of token ids, like those that the model will read; six of some 600 tokens are enough.
+            ridge: Relative to the mean variance of a hidden state's dimensions.
+            chunk: Tokens that are read again at a time, and share one softmax, as for `KVZipPolicy`.
+            progress: Whether to show a bar.
+        """
+        if not is_number(ridge) or ridge <= 0:
+            raise ConfigError.of("ridge", "a number above 0", ridge)
+        corpus, sums, heads = Corpus(model, tokenizer, texts, SINKS + 1, progress), dict[int, Moments](), dict[int, int]()
+        with evaluating(corpus.base), torch.no_grad():
+            for ids in corpus:
+                states = attention_inputs(corpus.base, ids)
+                for index, scores in reconstruction_scores(corpus.base, ids, chunk).items():
+                    state, target = states[index][SINKS:].double(), scores[:, SINKS:].clamp(min=1e-6).log().double().mT
+                    rows = torch.cat([torch.ones_like(state[:, :1]), state, target.to(state.device)], 1)
+                    sums.setdefault(index, Moments((), rows.shape[1], rows.device)).add(rows)
+                    heads[index] = len(scores)
+        layers = {index: _solve(sums[index].mean.cpu(), heads[index], ridge) for index in sorted(sums)}
+        return cls(layers, corpus.tokens, corpus.fingerprint())
+
+    def as_policy(self) -> ProbePolicy:
+        return ProbePolicy(self)
+
+    def predict(self, layer_idx: int, hidden: torch.Tensor, heads: int | None = None) -> torch.Tensor:
+        """Scores from (batch, tokens, hidden), (batch, kv_heads, tokens).
+
+        Args:
+            layer_idx: Whose attention is called with these.
+            heads: How many KV heads the layer has; None where that is not known.
+        """
+        place = (layer_idx, hidden.device)
+        if place not in self._on_device:
+            layer = self.layers.get(layer_idx)
+            if layer is None or layer.weights.shape != (heads or len(layer.weights), hidden.shape[-1]):
+                raise ConfigError.of("policy", "a KeepProbe of this model", self, "Calibrate it with this model.")
+            self._on_device[place] = LayerProbe(*(part.to(hidden.device, torch.float32) for part in layer))
+        return functional.linear(hidden.detach().float(), *self._on_device[place]).exp().mT
+
+
+@dataclass(frozen=True)
+class ProbePolicy(Policy):
+    """Keeps the tokens that a `KeepProbe` or future attention finds worth keeping: the maximum of both.
+
+    The probe knows the token and not its context; future attention knows the context, and costs a few products. Together they lose less
+    than either. While decoding the probe alone scores each new token.
+
+    Args:
+        probe: Of the model.
+        future: Whether future attention has a part.
+    """
+
+    name = "keep-probe"
+    interval = None
+    reads_inputs = True
+    reads_queries = True
+    comparable = True
+    head_budgets = "global"
+    asks_all_heads = True
+    probe: KeepProbe
+    future: bool = True
+
+    def __post_init__(self) -> None:
+        require_instance("probe", self.probe, KeepProbe, {}, "Use KeepProbe.calibrate or from_pretrained.")
+        object.__setattr__(self, "reads_queries", self.future)
+
+    def score(self, tokens: Tokens) -> torch.Tensor:
+        scores = torch.full(tokens.keys.shape[:3], -torch.inf, device=tokens.keys.device)
+        if tokens.module is not None and tokens.inputs is not None:
+            hidden = tokens.inputs["hidden_states"]
+            new = self.probe.predict(int(getattr(tokens.module, "layer_idx", -1)), hidden, tokens.heads)
+            scores[..., -hidden.shape[1] :] = tokens.of_these_heads(new)
+        elif tokens.scores is None:
+            raise UnsupportedError("policy: a probe reads the inputs of the model's attention, and no model runs now. Use 'keydiff'.")
+        earlier = future_attention(tokens) if self.future and tokens.queries is not None else tokens.scores
+        if earlier is not None:
+            scores = torch.maximum(scores, torch.where(earlier < UNSCORED, earlier, -torch.inf))
+        return scores.masked_fill(scores == -torch.inf, torch.inf)
+
+    def score_new(self, inputs: dict[str, Any], module: nn.Module | None) -> torch.Tensor | None:
+        return self.probe.predict(int(getattr(module, "layer_idx", -1)), inputs["hidden_states"])
+
+    def settings(self) -> dict[str, Any]:
+        return {"policy": f"{self.name} of {self.probe.fingerprint}"}
+
+
+def _solve(moments: torch.Tensor, heads: int, ridge: float) -> LayerProbe:
+    """The fit to the mean of the outer products of [1, hidden state, targets]."""
+    mean = moments[0, 1:]
+    centered = moments[1:, 1:] - mean[:, None] * mean
+    inputs, outputs = centered[:-heads, :-heads], centered[:-heads, -heads:]
+    inputs.diagonal().add_(ridge * inputs.diagonal().mean())
+    weights = torch.linalg.solve(inputs, outputs).mT
+    return LayerProbe(weights.float(), (mean[-heads:] - weights @ mean[:-heads]).float())
+
+
+class LayerQueries(NamedTuple):
+    """The queries of one layer before their rotation, and what attention multiplies scores with."""
+
+    mean: torch.Tensor  # (heads, head_dim)
+    covariance: torch.Tensor  # (heads, head_dim, head_dim)
+    scaling: torch.Tensor  # ()
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class QueryStatistics(LayerArtifact):
+    """Mean and covariance of a model's queries before their rotation, for each layer and query head.
+
+    Args:
+        layers: By layer index; layers without full attention have none.
+        tokens: How many tokens they were measured on.
+        fingerprint: The model that they are for.
+    """
+
+    artifact_type: ClassVar[str] = "query-statistics"
+    entry: ClassVar[Any] = LayerQueries
+
+    @classmethod
+    def calibrate(
+        cls, model: nn.Module, tokenizer: Any, texts: Iterable[str | Sequence[int]], *, block: int = 512, progress: bool = True
+    ) -> QueryStatistics:
+        """Measure the queries of a model on texts, in one forward pass over each.
+
+        Args:
+            model: A transformers model that `EquipCache` supports, also inside a PEFT wrapper. It is left unchanged.
+            tokenizer: Its tokenizer; None if all texts are token ids.
+            texts: Strings, or lists of token ids, like those that the model will read.
+            block: Texts are cut into sequences of at most so many tokens. The queries of the first 4 tokens of each are left out.
+            progress: Whether to show a bar.
+        """
+        block = whole_number("block", block, SINKS + 1)
+        corpus = Corpus(model, tokenizer, texts, SINKS + 1, progress, block)
+        cache = _QueryMoments(corpus.base)
+        with evaluating(corpus.base), torch.no_grad():
+            for ids in corpus:
+                cache.reset()
+                run_module(corpus.base.base_model, cache, ids[None])
+        return cls({index: cache.layer(index) for index in sorted(cache.sums)}, corpus.tokens, corpus.fingerprint())
+
+
+class _QueryMoments(WatchingCache):
+    """Sums moments of [1, query] over the queries of each pass."""
+
+    def __init__(self, model: Any) -> None:
+        self.sums: dict[int, tuple[Moments, float]] = {}
+        super().__init__(model)
+
+    def watch(self, attended: Attended) -> None:
+        queries, geometry = attended.query[:1], rotation_of(self.config).layers[attended.layer_idx].at(attended.query.shape[2] - 1)
+        if geometry.kind == "rope" and geometry.refusal is None:
+            queries = geometry.unrotate(queries, torch.arange(queries.shape[2], device=queries.device))
+        rows = torch.nn.functional.pad(queries[0, :, SINKS:].double(), (1, 0), value=1.0)  # (heads, tokens, 1 + head_dim)
+        sums = Moments(rows.shape[:1], rows.shape[-1], rows.device), attended.scaling
+        self.sums.setdefault(attended.layer_idx, sums)[0].add(rows)
+
+    def layer(self, index: int) -> LayerQueries:
+        moments, scaling = self.sums[index]
+        mean, second = moments.mean.cpu()[:, :, 1:].split([1, moments.total.shape[-1] - 1], 1)
+        return LayerQueries(mean[:, 0].float(), (second - mean.mT * mean).float(), torch.tensor(scaling))

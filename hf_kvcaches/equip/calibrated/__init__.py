@@ -1,1 +1,0 @@
-"""Artifacts that pruning may use: each is measured once for a model."""
