@@ -35,6 +35,7 @@ _PUBLIC = {
     "translate.cache": "TranslatedCache",
     "translate.config": "TranslatorConfig",
     "warmstart.paper.projector": "SlotProjector",
+    "warmstart.paper.adapters": "TrainedAdapters",
     "warmstart.cache": "WarmStartCache",
     "warmstart.gate": "WarmStartGate",
     "warmstart.library": "WarmStartLibrary",

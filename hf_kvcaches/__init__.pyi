@@ -47,6 +47,7 @@ from hf_kvcaches.translate.translator import CacheTranslator as CacheTranslator
 from hf_kvcaches.warmstart.cache import WarmStartCache as WarmStartCache
 from hf_kvcaches.warmstart.gate import WarmStartGate as WarmStartGate
 from hf_kvcaches.warmstart.library import WarmStartLibrary as WarmStartLibrary
+from hf_kvcaches.warmstart.paper.adapters import TrainedAdapters as TrainedAdapters
 from hf_kvcaches.warmstart.paper.projector import SlotProjector as SlotProjector
 
 __version__: str

@@ -113,7 +113,7 @@ class Artifact(ABC):
         """
         where = f"{cls.artifact_type} from {folder_or_hub_id}"
         options = {"revision": revision, "token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
-        header, tensors = read_file(_local_file(folder_or_hub_id, **options))
+        header, tensors = read_file(local_file(folder_or_hub_id, FILE_NAME, **options))
         require_header(header, cls.artifact_type, cls.format_version, {"metadata": dict, "fingerprint": dict | None}, where)
         if name := not_finite(tensors):
             raise ArtifactError(f"{where}: the tensor {name!r} has infinities or NaN. {_AGAIN}")
@@ -131,10 +131,7 @@ class Artifact(ABC):
         pieces = container(Content(header | {"fingerprint": fingerprint, "metadata": self.metadata()}, tensors))
         if name := not_finite(tensors):
             raise ConfigError.of(f"tensors[{name!r}]", "finite values", "infinities or NaN", "Look for them where it was calibrated.")
-        if folder.exists() and not folder.is_dir():
-            raise ConfigError.of("folder", "a folder or a path where one can be made", str(folder), "A file has that name.")
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / FILE_NAME, pieces)
+        write_atomically(make_folder(folder) / FILE_NAME, pieces)
         path = folder / _CARD_NAME
         try:
             existing = path.read_text("utf-8") if path.exists() else None
@@ -176,15 +173,24 @@ def _cell(value: object) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-def _local_file(folder_or_hub_id: str | os.PathLike[str], **options: Any) -> Path:
-    """Return the path of an artifact in a folder, or of what `hf_hub_download` gives where there is no such folder."""
+def make_folder(folder: str | os.PathLike[str]) -> Path:
+    """Make a folder to save something in, unless it exists."""
+    path = Path(folder)
+    if path.exists() and not path.is_dir():
+        raise ConfigError.of("folder", "a folder or a path where one can be made", str(path), "A file has that name.")
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def local_file(folder_or_hub_id: str | os.PathLike[str], name: str, **options: Any) -> Path:
+    """Return the path of a file in a folder, or of what `hf_hub_download` gives where there is no such folder."""
     folder = Path(folder_or_hub_id)
     if folder.is_dir():
-        if not (folder / FILE_NAME).exists():
-            raise ArtifactError(f"{folder}: expected {FILE_NAME}, got none. Pass the folder that was given to save_pretrained. {_OLD}")
-        return folder / FILE_NAME
+        if not (folder / name).exists():
+            raise ArtifactError(f"{folder}: expected {name}, got none. Pass the folder that was given to save_pretrained. {_OLD}")
+        return folder / name
     try:
-        return Path(hf_hub_download(str(folder_or_hub_id), FILE_NAME, **options))
+        return Path(hf_hub_download(str(folder_or_hub_id), name, **options))
     except (HFValidationError, HfHubHTTPError, OSError) as error:
-        got = f"{folder_or_hub_id}: there is no such folder, and the Hub gave no {FILE_NAME} for this id: {error}"
+        got = f"{folder_or_hub_id}: there is no such folder, and the Hub gave no {name} for this id: {error}"
         raise ArtifactError(f"{got} Check the path, or the id, the revision, the token and the network. {_OLD}") from error

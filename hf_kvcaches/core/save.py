@@ -14,6 +14,7 @@ from hf_kvcaches import compat
 from hf_kvcaches.core.decoder import decoder_layers
 from hf_kvcaches.core.files import Content, artifact_errors, container, part_of, read_file, read_message, require_header
 from hf_kvcaches.core.fingerprint import ModelFingerprint
+from hf_kvcaches.core.hub import local_file, make_folder
 from hf_kvcaches.core.identity import LOOKS, Provenance, identity_of, require_identity
 from hf_kvcaches.core.layers import KVLayer
 from hf_kvcaches.core.parallel import require_all_heads
@@ -21,6 +22,7 @@ from hf_kvcaches.core.step import padding_of
 from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch, UnsupportedError, with_article
 from hf_kvcaches.stores.files import Source, write_atomically
 
+FILE_NAME = "kvcache.safetensors"  # in the folder that `save_pretrained` makes
 _TYPE, _VERSION = "cache", 7
 _FIELDS = {"class": str, "settings": dict, "layers": list, "fingerprint": dict, "codec": dict | None}
 
@@ -103,6 +105,21 @@ class SavedCache:
             codec: The one that it was saved with, if it was with one.
         """
         return cls._read(read_file(path), model, codec, str(path))
+
+    def save_pretrained(self, folder: str | Path, codec: CacheCodec | None = None, attention_mask: Tensor | None = None) -> None:
+        """Write the cache into a folder, made if need be, as `save` does into a file. Other files in it stay."""
+        self.save(make_folder(folder) / FILE_NAME, codec, attention_mask)
+
+    @classmethod
+    def from_pretrained(cls, folder_or_hub_id: str | Path, model: Any, codec: CacheCodec | None = None, **options: Any) -> Self:
+        """Read a cache that `save_pretrained` wrote, from a folder, or from the Hub where there is no such folder.
+
+        Args:
+            folder_or_hub_id: A folder, or `"owner/name"`.
+            model: As for `load`, and `codec`.
+            **options: `revision`, `token`, `cache_dir` and `local_files_only` of a download.
+        """
+        return cls.load(local_file(folder_or_hub_id, FILE_NAME, **options), model, codec)
 
     @classmethod
     def from_bytes(cls, data: Source, model: Any, codec: CacheCodec | None = None) -> Self:

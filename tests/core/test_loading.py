@@ -28,8 +28,9 @@ from hf_kvcaches import (
 )
 from hf_kvcaches.core.files import read_file
 from hf_kvcaches.core.hub import FILE_NAME
-from hf_kvcaches.errors import ArtifactError, UnsupportedError
+from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch, UnsupportedError
 from hf_kvcaches.translate.translator import CacheTranslator
+from hf_kvcaches.warmstart.paper.adapters import Adapters, TrainedAdapters
 from tests import tiny
 from tests.core.artifact_helpers import Basis, basis, forge, rewrite
 from tests.translate.pairs import fitted
@@ -57,11 +58,16 @@ class Kind(NamedTuple):
     load: Callable[[Path], Any]
 
 
+def adapters() -> TrainedAdapters:
+    return TrainedAdapters(Adapters(*((torch.eye(4).repeat(2, 1, 1),) * 2,) * 2), 4, "salient", 1, ({"kl": 0.5},))
+
+
 ARTIFACTS = {
     "codec": Kind(lambda folder: codec().save_pretrained(folder), KVCodec.from_pretrained),
     "policy": Kind(lambda folder: SegmentPolicy(bound=0.1, measured=({"kl": 0.1},)).save_pretrained(folder), SegmentPolicy.from_pretrained),
     "gate": Kind(lambda folder: WarmStartGate(measured=({"kl": 0.1},)).save_pretrained(folder), WarmStartGate.from_pretrained),
     "translator": Kind(lambda folder: fitted().save_pretrained(folder), CacheTranslator.from_pretrained),
+    "adapters": Kind(lambda folder: adapters().save_pretrained(folder), TrainedAdapters.from_pretrained),
     "library": Kind(
         lambda folder: library_of(model(), tiny.ids(1, 12)).save_pretrained(folder),
         lambda folder: WarmStartLibrary.from_pretrained(folder, model(), words()),
@@ -212,6 +218,34 @@ def test_a_saved_cache_with_a_hostile_value_anywhere(saved_cache, tmp_path, data
     forged = tmp_path / "forged"
     forge(forged, json.dumps(header), tensors)
     outcome(lambda: cls.load(forged, model()))
+
+
+# Caches in folders
+
+
+def test_a_cache_goes_into_a_folder_and_comes_back_from_it(tmp_path):
+    cache = GrowingCache(model())
+    model().generate(tiny.ids(1, 9), past_key_values=cache, max_new_tokens=2, do_sample=False)
+    cache.save_pretrained(tmp_path / "new" / "folder")
+    (tmp_path / "new" / "folder" / "notes.txt").write_text("mine")
+    cache.save_pretrained(tmp_path / "new" / "folder")
+    again = GrowingCache.from_pretrained(tmp_path / "new" / "folder", model())
+    assert again.seen == cache.seen
+    assert torch.equal(again.layers[1].keys, cache.layers[1].keys)
+    assert (tmp_path / "new" / "folder" / "notes.txt").read_text() == "mine"
+    with pytest.raises(FingerprintMismatch):
+        GrowingCache.from_pretrained(tmp_path / "new" / "folder", tiny.llama(seed=1, num_hidden_layers=2))
+    with pytest.raises(ConfigError, match="A file has that name"):
+        cache.save_pretrained(tmp_path / "new" / "folder" / "notes.txt")
+
+
+def test_a_folder_without_a_cache_and_a_name_of_none_are_refused(tmp_path):
+    with pytest.raises(ArtifactError, match=r"expected kvcache\.safetensors, got none"):
+        GrowingCache.from_pretrained(tmp_path, model())
+    with pytest.raises(ArtifactError, match="no such folder"):
+        GrowingCache.from_pretrained("nobody/nothing", model(), cache_dir=tmp_path, local_files_only=True)
+    with pytest.raises(ArtifactError, match="Check the path"):
+        GrowingCache.from_pretrained(tmp_path / "elsewhere" / "folder", model())
 
 
 def test_an_artifact_behind_links_is_loaded_as_from_a_hub_cache(tmp_path):

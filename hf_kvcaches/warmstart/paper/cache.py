@@ -21,11 +21,15 @@ from hf_kvcaches.core.rope import rotation_of
 from hf_kvcaches.core.view import LayerView
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedError, require_choice, require_instance, whole_number
 from hf_kvcaches.evaluate.observer import Attended, WatchingCache
-from hf_kvcaches.reuse.layer import PlainCache, SplicedLayer, SplicingCache
+from hf_kvcaches.reuse.layer import SplicedLayer, SplicingCache
 from hf_kvcaches.reuse.partial import run_module, run_span
 from hf_kvcaches.warmstart.encoders import Embedding, Encoder, encoder_of
+from hf_kvcaches.warmstart.paper.adapters import Adapters, TrainedAdapters
+from hf_kvcaches.warmstart.paper.gate import SummaryGate
+from hf_kvcaches.warmstart.paper.positions import PositionCorrection
 from hf_kvcaches.warmstart.paper.projector import SlotProjector
 from hf_kvcaches.warmstart.paper.slots import LayerSlots, Layout, Slots, summary
+from hf_kvcaches.warmstart.paper.swapping import ExactPrefill, Swap
 from hf_kvcaches.warmstart.reading import Prompt, listed, token_ids
 
 
@@ -56,6 +60,8 @@ class SummaryLibrary:
         encoder: See `WarmStartLibrary`.
         layout: `"salient"` or `"paper"`; see `summary`.
         tail: How many tokens at the end of a prompt no slot stands for; they are computed behind the slots.
+        adapters: Maps for pooled slots that were trained for it, or None.
+        correct_positions: Experimental, for models with learned positions (GPT-2), whose keys can't be rotated.
     """
 
     def __init__(
@@ -67,6 +73,8 @@ class SummaryLibrary:
         *,
         layout: Layout = "salient",
         tail: int = 1,
+        adapters: TrainedAdapters | Adapters | None = None,
+        correct_positions: bool = False,
     ) -> None:
         require_all_heads(model, "A summary", "Use WarmStartLibrary.")
         require_choice("layout", layout, get_args(Layout))
@@ -74,9 +82,17 @@ class SummaryLibrary:
         self.slots, self.layout = whole_number("slots", slots, 1), layout
         self.tail = whole_number("tail", tail, 1, hint="The last token is always computed.")
         self.rotation = rotation_of(compat.decoder_config(self.model.config))
-        if self.rotation.why:
+        self.correction = None
+        if correct_positions:
+            prompts = PositionCorrection.prompts_for(self.model)
+            self.correction = PositionCorrection.of_model(
+                self.model, ([layer.keys[0] for layer in _read(self.model, ids)] for ids in prompts)
+            )
+        elif self.rotation.why:
             raise UnsupportedError(f"model: {self.rotation.why}. Use WarmStartLibrary, which reuses common starts of prompts.")
-        self.encoder = encoder_of(encoder, self.model)
+        if isinstance(adapters, TrainedAdapters):
+            adapters = adapters.checked(self.model, slots, layout, tail)
+        self.adapters, self.encoder = adapters, encoder_of(encoder, self.model)
         self.digest = require_identity(self.model, "The library").digest
         self._summaries, self._embeddings = list[Slots](), list[Embedding]()
 
@@ -94,7 +110,8 @@ class SummaryLibrary:
         read = _read(self.model, torch.tensor([list(ids)]))
         keys, values = ([getattr(layer, side)[0, :, : -self.tail] for layer in read] for side in ("keys", "values"))
         queries = [layer.query[0, :, -1] * layer.scaling for layer in read]
-        return summary(keys, values, queries, len(ids), self.slots, self.layout)
+        slots = summary(keys, values, queries, len(ids), self.slots, self.layout)
+        return slots if self.adapters is None else self.adapters.apply(slots, self.rotation.layers)
 
     def _embedded(self, ids: Sequence[int]) -> Embedding:
         return self.encoder.encode(self.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False), ids)
@@ -188,9 +205,9 @@ class SummaryCache(SplicingCache):
     Paper: "CP-KVP", section 2.5. What it answers is the earlier prompt until the exact prefill is swapped in.
 
     Args:
-        tau: The least cosine of the two prompts.
-        lengths: The least and the greatest length of the earlier prompt, as a multiple of the new one's.
-        swap: Whether the exact prefill replaces the summary, before the second token.
+        gate: When the nearest prompt is near enough.
+        swap: When the exact prefill replaces the summary: `"off"` (never), `"sync"` (before the second token) or `"background"` (once a
+            thread has computed it).
         projector: A `SlotProjector`, or None.
 
     Attributes:
@@ -203,19 +220,22 @@ class SummaryCache(SplicingCache):
         model: Any,
         library: SummaryLibrary,
         *,
-        tau: float = 0.9,
-        lengths: tuple[float, float] = (0.5, 2.0),
-        swap: bool = False,
+        gate: SummaryGate | None = None,
+        swap: Swap = "off",
         projector: SlotProjector | None = None,
     ) -> None:
         require_instance("library", library, SummaryLibrary, {"model": model})
+        require_choice("swap", swap, get_args(Swap))
         super().__init__(model)
         if any(layer.window is not None for layer in self.layers):
             raise UnsupportedError("model: a slot has no single place in a sliding window. Use WarmStartCache.")
         if identity_of(self.model).digest != library.digest:
             raise FingerprintMismatch("library: was made for another model, or with other adapters. Make one with this model.")
-        self.library, self.tau, self.lengths, self.swap, self.projector = library, tau, lengths, swap, projector
-        self.served = self.swapped = self._swap_pending = False
+        if projector is not None and library.correction is not None:
+            raise UnsupportedError("projector: keys with learned positions can't be rotated to a common position. Leave it out.")
+        self.library, self.gate, self.swap, self.projector = library, gate or SummaryGate(), swap, projector
+        self.served = self.swapped = False
+        self._exact: ExactPrefill | None = None
 
     def make_layer(self, layer_idx: int) -> SummaryLayer:
         return SummaryLayer()
@@ -238,18 +258,14 @@ class SummaryCache(SplicingCache):
             self.reason = "The library has nothing for this prompt."
             return 0
         slots, similarity = found
-        least, most = self.lengths
-        if not similarity >= self.tau:  # or NaN
-            self.reason = f"The similarity is {similarity:.3f}, below {self.tau:g}."
-            return 0
-        if not least * tokens <= slots.length <= most * tokens:
-            self.reason = f"The earlier prompt is {slots.length / tokens:.2f} times as long, outside {least:g} to {most:g}."
+        self.reason = self.gate.refusal(similarity, slots.length, tokens)
+        if self.reason:
             return 0
         for layer, row in zip(self.layers, self._moved(slots, tokens).layers, strict=True):
             states = row._replace(keys=row.keys.to(self.model.dtype), values=row.values.to(self.model.dtype))
             layer.take_slots(states, tokens - tail)
         self.served = True
-        self._swap_pending = self.swap
+        self._exact = None if self.swap == "off" else ExactPrefill(self.model, call.input_ids.clone())
         return tokens - tail
 
     def _moved(self, slots: Slots, tokens: int) -> Slots:
@@ -258,32 +274,50 @@ class SummaryCache(SplicingCache):
         # A prompt of fewer tokens than slots keeps all of them, so nothing is projected.
         if self.projector is not None and all(layer.keys.shape[1] == library.slots for layer in slots.layers):
             slots = self.projector.apply(slots, tokens, library.rotation.layers)
+        elif library.correction is not None:
+            slots = library.correction.shifted(slots, tokens - slots.length)
         else:
             slots = slots.shifted(tokens - slots.length, library.rotation.layers)
         # In a shorter prompt some slots have positions before its start.
         return replace(slots, layers=[layer._replace(positions=layer.positions.clamp_min(0)) for layer in slots.layers])
 
     def observe(self, input_ids: torch.Tensor, attention_mask: Any, position_ids: Any) -> None:
-        if self._swap_pending and self.seen:
-            self._take_over()
-            self._swap_pending = False  # last, so that an interrupted swap is repeated before the next pass
+        exact = self._exact
+        if exact is not None and self.seen:
+            if self.swap == "background" and not exact.started:
+                exact.start(self)  # here, so that it does not delay the first token
+            elif not exact.running:
+                self._take_over(exact)
+                self._exact = None  # last, so that an interrupted swap is repeated before the next pass
         super().observe(input_ids, attention_mask, position_ids)
 
     def steps_matter(self) -> bool:
-        return self._swap_pending or super().steps_matter()
+        return self._exact is not None or super().steps_matter()
 
     @torch.no_grad()
-    def _take_over(self) -> None:
-        """Replace the summary by the exact keys and values of all tokens."""
+    def _take_over(self, exact: ExactPrefill) -> None:
+        """Replace the summary by the exact keys and values, and compute the generated tokens anew."""
+        if exact.failure is not None:
+            sentence = f"The exact prefill in the background failed ({exact.failure!r}); the prompt is run now."
+            warnings.warn(sentence, RuntimeWarning, stacklevel=4)
         if identity_of(self.model).digest != self.library.digest or len(self.log) != self.seen or self.exchanged:
             warnings.warn("The model or the rows have changed, so the summary stays.", RuntimeWarning, stacklevel=4)
             return
-        cache, ids = PlainCache(self.model), self.log.ids[:, : self.seen].to(compat.input_device(self.model))
-        run_span(self.model, cache, ids, torch.arange(self.seen, device=ids.device))
+        cache, start = exact.result(), exact.ids.shape[1]
+        if self.seen > start:
+            ids = self.log.ids[:, start : self.seen].to(exact.ids.device)
+            run_span(self.model, cache, ids, torch.arange(start, self.seen, device=ids.device))
         for layer, exact_layer in zip(self.layers, cache.layers, strict=True):
             layer.take_tokens(exact_layer.key_buffer, exact_layer.value_buffer, self.seen)
         self.swapped = True
 
+    def wait(self) -> None:
+        """Wait for the exact prefill in the background, if there is one; the next pass goes on from it."""
+        if self._exact is not None and self._exact.started:
+            self._exact.result()
+
     def reset(self) -> None:
+        if self._exact is not None:
+            self._exact.stop()
         super().reset()
-        self.served = self.swapped = self._swap_pending = False
+        self._exact, self.served, self.swapped = None, False, False

@@ -11,12 +11,14 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedError
 from hf_kvcaches.warmstart.paper.cache import SummaryCache, SummaryLibrary
+from hf_kvcaches.warmstart.paper.gate import SummaryGate
 from hf_kvcaches.warmstart.paper.slots import Slots
+from hf_kvcaches.warmstart.paper.swapping import ExactPrefill
 from tests import tiny
-from tests.warmstart.warm import forced, logits_of, tokens_run, words
+from tests.warmstart.warm import forced, logits_of, said, tokens_run, words
 
 PROMPT = tiny.ids(1, 100, seed=0)
-OPEN = {"tau": -1.0, "lengths": (0.0, 100.0)}
+OPEN = SummaryGate(tau=-1.0, lengths=(0.0, 100.0))
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +70,7 @@ def behind_slots(model: PreTrainedModel, slots: Slots, ids: torch.Tensor, first:
 
 def test_the_tail_is_computed_behind_slots_that_count_as_many_tokens_as_they_stand_for(model) -> None:
     library = library_of(model, tail=3)
-    cache = SummaryCache(model, library, **OPEN)
+    cache = SummaryCache(model, library, gate=OPEN)
     longer = torch.cat([tiny.ids(1, 20, seed=1), PROMPT], 1)
     with tokens_run(model) as passes:
         found = logits_of(model, longer, cache)
@@ -85,21 +87,44 @@ def test_a_summary_of_all_tokens_is_the_prompt(model) -> None:
     torch.testing.assert_close(logits_of(model, PROMPT, cache, 4), logits_of(model, PROMPT, None, 4), atol=1e-4, rtol=1e-4)
 
 
-def test_behind_the_swap_logits_are_those_of_a_cold_run(model) -> None:
-    cache = SummaryCache(model, library_of(model), **OPEN, swap=True)
+@pytest.mark.parametrize("swap", ["sync", "background"])
+def test_behind_the_swap_logits_are_those_of_a_cold_run(model, swap: str) -> None:
+    cache = SummaryCache(model, library_of(model), gate=OPEN, swap=swap)
     logits_of(model, PROMPT, cache)
     assert (cache.served, cache.swapped, bool(cache.why_inexact)) == (True, False, True)
-    cold = SummaryCache(model, library_of(model), tau=1.01)
+    cold = SummaryCache(model, library_of(model), gate=SummaryGate(tau=1.01))
     logits_of(model, PROMPT, cold)
     asked = tiny.ids(1, 6, seed=7)
-    torch.testing.assert_close(forced(model, asked, cache), forced(model, asked, cold), atol=1e-4, rtol=1e-4)
+    expected, found = forced(model, asked, cold), forced(model, asked[:, :3], cache)
+    cache.wait()
+    found = torch.cat([found, forced(model, asked[:, 3:], cache)], 1)
     assert (cache.swapped, cache.why_inexact) == (True, "")
+    first = 0 if swap == "sync" else 3
+    torch.testing.assert_close(found[:, first:], expected[:, first:], atol=1e-4, rtol=1e-4)
     assert cache.report().kept[0] == 106
 
 
-@pytest.mark.parametrize(("gate", "words_of_it"), [({"tau": 1.01}, "similarity"), ({"tau": -1.0, "lengths": (0.9, 1.1)}, "times as long")])
-def test_the_gate_refuses_and_the_prompt_runs_cold(model, gate: dict, words_of_it: str) -> None:
-    cache = SummaryCache(model, library_of(model), **gate)
+def test_a_failure_in_the_background_is_said_and_the_prompt_is_run(model, monkeypatch) -> None:
+    cache = SummaryCache(model, library_of(model), gate=OPEN, swap="background")
+    logits_of(model, PROMPT, cache)
+    real = ExactPrefill._run
+    monkeypatch.setattr(ExactPrefill, "_run", lambda self, chunk: 1 / 0)
+    with said() as sentences:
+        forced(model, tiny.ids(1, 1, seed=7), cache)
+        while cache._exact.running:
+            pass
+        monkeypatch.setattr(ExactPrefill, "_run", real)
+        forced(model, tiny.ids(1, 1, seed=8), cache)
+    assert cache.swapped
+    assert len(sentences) == 1
+    assert "ZeroDivisionError" in sentences[0]
+
+
+@pytest.mark.parametrize(
+    ("gate", "words_of_it"), [(SummaryGate(tau=1.01), "similarity"), (SummaryGate(tau=-1.0, lengths=(0.9, 1.1)), "times as long")]
+)
+def test_the_gate_refuses_and_the_prompt_runs_cold(model, gate: SummaryGate, words_of_it: str) -> None:
+    cache = SummaryCache(model, library_of(model), gate=gate)
     ids = torch.cat([tiny.ids(1, 30, seed=1), PROMPT], 1)
     torch.testing.assert_close(logits_of(model, ids, cache), logits_of(model, ids), atol=1e-4, rtol=1e-4)
     assert not cache.served
@@ -111,6 +136,7 @@ def test_what_can_not_work_is_refused_by_name(model) -> None:
         SummaryCache(tiny.llama(seed=1), library_of(model))
     with pytest.raises(UnsupportedError, match="learned"):
         SummaryLibrary(tiny.gpt2(), words())
+    assert SummaryLibrary(tiny.gpt2(), words(), correct_positions=True).correction is not None
     with pytest.raises(ConfigError, match="layout"):
         SummaryLibrary(model, words(), layout="flat")
     assert copy.deepcopy(library := library_of(model)) is library
