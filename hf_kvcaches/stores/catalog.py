@@ -189,11 +189,11 @@ class Catalog:
 
     def put(self, blobs: Iterable[NewBlob]) -> bool:
         """Store blobs in their order, and return whether that succeeded. A head without `created` gets it, in seconds since 1970."""
-        self.blobs.begin()
         # Whole seconds, so that blobs of one kind have equally many bytes.
         created = float(int(self.clock()))
         with self._count_failures():
             for key, head, tensors in blobs:
+                self.blobs.begin()  # each is a request of its own: no token waits for it
                 self.blobs.put(key, {"created": created, **head}, tensors)
                 with self.lock:
                     self.counts["written"] += 1

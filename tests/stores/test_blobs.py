@@ -81,16 +81,6 @@ def test_reshaping_what_was_handed_out_in_place_leaves_the_store_alone(location)
     assert same(store.tensors(KEY), blob())
 
 
-def test_tensors_outlive_their_blob_and_their_store(location):
-    store = open_blobs(location)
-    store.put(KEY, HEAD, blob())
-    read = store.tensors(KEY)
-    store.delete(KEY)
-    store.close()
-    del store
-    assert same(read, blob())
-
-
 OPERATION = st.tuples(
     st.sampled_from(["put", "put", "put", "delete", "pin", "unpin", "changes", "changes", "read", "clear", "open"]),
     st.integers(0, 1),

@@ -321,11 +321,3 @@ def test_without_redis_the_message_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "redis", None)
     with pytest.raises(MissingDependencyError, match=r"hf-kvcaches\[distributed\]"):
         open_blobs("redis://127.0.0.1:1/0")
-
-
-def test_databases_of_one_server_are_apart(shared_server):
-    first, second = open_blobs(f"{shared_server.location}?prefix=db"), open_blobs(f"redis://127.0.0.1:{shared_server.port}/5?prefix=db")
-    first.put(KEY, HEAD, blob())
-    assert second.changes() == ([], [])
-    first.close()
-    second.close()

@@ -292,16 +292,6 @@ def test_flipped_bits_anywhere_in_a_file_are_a_miss_that_is_said_once(tmp_path: 
         assert served(model, library, prompt(0)) == "exact"
 
 
-def test_files_that_go_away_are_a_miss(tmp_path: Path) -> None:
-    model = small()
-    library = opened(model, f"disk:{tmp_path}")
-    library.add([prompt(0)[0], prompt(1)[0]])
-    files(tmp_path)[0].unlink()
-    with said() as sentences:
-        assert sorted(served(model, library, prompt(seed)) for seed in (0, 1)) == ["cold", "exact"]
-    assert sentences == []
-
-
 # Threads and processes
 
 

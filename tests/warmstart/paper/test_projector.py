@@ -140,12 +140,6 @@ def test_a_map_that_does_not_help_held_out_pairs_is_the_identity_and_the_reports
     assert torch.equal(projector.apply(source, 55, WHERE).layers[1].keys, source.shifted(55 - source.length, WHERE).layers[1].keys)
 
 
-def test_a_prompt_s_own_slots_at_another_length_are_no_change() -> None:
-    eyes = [torch.eye(SLOTS).expand(HEADS, -1, -1)] * 2
-    projector = SlotProjector.fit(pairs_of(eyes), WHERE)
-    assert all(each.identity_error < 1e-10 for each in projector.reports)
-
-
 def test_what_can_not_work_is_refused_by_name() -> None:
     pairs = pairs_of(structured("shared"), count=3)
     with pytest.raises(ConfigError, match="structure"):

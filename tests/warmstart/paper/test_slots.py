@@ -108,15 +108,6 @@ def test_slots_are_finite_in_order_and_before_the_tail(tokens: int, slots: int, 
             assert bool((layer.counts.sum(-1) < tokens - tail + 1e-2).all())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_slots_have_the_type_of_the_keys(dtype: torch.dtype) -> None:
-    keys, values, query, length = made_up(2, 2, 90, 8).before(1)
-    narrow = [[own.to(dtype) for own in part] for part in (keys, values, query)]
-    for layout in LAYOUTS:
-        layer = summary(*narrow, length, 8, layout).layers[0]
-        assert (layer.keys.dtype, layer.values.dtype, layer.counts.dtype) == (dtype, dtype, torch.float32)
-
-
 @pytest.fixture(scope="module")
 def prose() -> Prompt:
     model, tokenizer = load()
