@@ -136,4 +136,4 @@ def test_no_two_classes_share_a_name() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.ClassDef)
     ]
-    assert sorted({name for name in names if names.count(name) > 1 and not name.startswith("_")}) == []
+    assert sorted({name for name in names if names.count(name) > 1}) == []
