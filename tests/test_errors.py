@@ -58,8 +58,5 @@ def test_a_config_error_says_argument_expected_got_and_what_to_do() -> None:
     error = errors.ConfigError.of("budget", "a positive number of slots", -4, "Leave it out to keep every token.")
     assert str(error) == "budget: expected a positive number of slots, got -4. Leave it out to keep every token."
     assert type(error) is errors.ConfigError
-
-
-def test_a_config_error_shows_an_empty_or_missing_value() -> None:
     assert str(errors.ConfigError.of("path", "a folder", "")).endswith("got ''.")
     assert str(errors.ConfigError.of("path", "a folder", None)).endswith("got None.")

@@ -60,14 +60,11 @@ def test_star_import_gives_exactly_the_public_names() -> None:
     assert set(namespace) - {"__builtins__"} == set(hf_kvcaches.__all__)
 
 
-def test_importing_the_package_imports_nothing_heavy() -> None:
-    modules = modules_after("import hf_kvcaches")
+@pytest.mark.parametrize("statement", ["import hf_kvcaches", "from hf_kvcaches import ConfigError, KVCacheError, MissingDependencyError"])
+def test_neither_the_package_nor_its_errors_import_anything_heavy(statement: str) -> None:
+    modules = modules_after(statement)
     assert "hf_kvcaches" in modules
     assert modules & HEAVY == set()
-
-
-def test_errors_can_be_caught_without_importing_torch() -> None:
-    assert modules_after("from hf_kvcaches import ConfigError, KVCacheError, MissingDependencyError") & HEAVY == set()
 
 
 @pytest.mark.full

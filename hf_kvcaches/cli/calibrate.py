@@ -50,13 +50,16 @@ def codec(args: argparse.Namespace, device: torch.device) -> None:
     else:
         made.save_pretrained(args.out)
     print(f"{made}\n{made.settings.tokens} tokens of {len(texts)} texts, {seconds:.0f} s; written to {args.out}")
-    _push(made, args)
+    if args.push_to_hub:
+        print(f"uploaded: {made.push_to_hub(args.push_to_hub)}")
 
 
 def segments(args: argparse.Namespace, device: torch.device) -> None:
     model, tokenizer = load(args.model, device, args.dtype)
     prompts = [token_ids(text, tokenizer) for [text] in read_lines(args.prompts, "prompt")][: args.requests]
-    quantization = _quantization(args) if args.codec is None else KVCodec.from_pretrained(args.codec, model=model)
+    quantization = None if args.quantization == "none" else args.quantization
+    if args.codec is not None:
+        quantization = KVCodec.from_pretrained(args.codec, model=model)
     bounds = {"bound": args.bound, "worst": args.worst, "least_same": args.least_same}
     began = time.perf_counter()
     policy = calibrate_policy(model, tokenizer, {args.prompts.stem: prompts}, **bounds, asked=args.asked, quantization=quantization)
@@ -68,7 +71,7 @@ def segments(args: argparse.Namespace, device: torch.device) -> None:
 def warmstart(args: argparse.Namespace, device: torch.device) -> None:
     pairs = [(source, target) for source, target in read_lines(args.pairs, "source", "target")]
     model, tokenizer = load(args.model, device, args.dtype)
-    options = {"encoder": args.encoder, "quantization": _quantization(args)}
+    options = {"encoder": args.encoder, "quantization": None if args.quantization == "none" else args.quantization}
     began = time.perf_counter()
     gate = calibrate_gate(model, tokenizer, options, pairs, bound=args.bound, worst=args.worst, following=args.following)
     seconds = time.perf_counter() - began
@@ -99,16 +102,8 @@ def translator(args: argparse.Namespace, device: torch.device) -> None:
         made.save_pretrained(args.out)
         print(f"{made.describe_calibration()}\n")
         print(f"{len(texts)} texts, {seconds:.1f} s; written to {args.out}")
-        _push(made, args)
-
-
-def _quantization(args: argparse.Namespace) -> Any:
-    return None if args.quantization == "none" else args.quantization
-
-
-def _push(made: KVCodec | CacheTranslator, args: argparse.Namespace) -> None:
-    if args.push_to_hub:
-        print(f"uploaded: {made.push_to_hub(args.push_to_hub)}")
+        if args.push_to_hub:
+            print(f"uploaded: {made.push_to_hub(args.push_to_hub)}")
 
 
 def _measured(rows: Iterable[Mapping[str, Any]]) -> str:

@@ -6,15 +6,12 @@ import itertools
 import random
 import re
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
-from hf_kvcaches.errors import ConfigError, require_choice
+from hf_kvcaches.errors import ConfigError
 
-NeedleKind = Literal["digits", "words"]
-PairKind = Literal["words", "paragraph", "pages"]
-NEEDLE_KINDS: tuple[NeedleKind, ...] = get_args(NeedleKind)
-PAIR_KINDS: tuple[PairKind, ...] = get_args(PairKind)
-
+NEEDLE_KINDS = ("digits", "words")
+PAIR_KINDS = ("words", "paragraph", "pages")
 # Tokens of a continuation.
 _FOLLOWING = 33
 _PEOPLE = "Alder Bennet Corran Delia Edmund Florian Greta Hollis Imogen Jasper Katrin Lorenz Mirabel Nestor Odette Percival".split()
@@ -23,12 +20,9 @@ _TOWNS = "Lisbon Vienna Dublin Oslo Prague Athens Madrid Warsaw Venice Geneva Be
 _TRADES = "dentist carpenter pilot lawyer gardener painter baker teacher musician chemist tailor farmer".split()
 _ROLES = "a careful assistant;a patient librarian;an assistant of the harbour office;a clerk of the town archive".split(";")
 _RULES = (
-    "Answer from the pages below only.",
-    "Keep answers short and plain.",
-    "If the pages do not say it, reply that it is not known.",
-    "Name the page on which you found the answer.",
-    "Do not repeat the question.",
-)
+    "Answer from the pages below only.;Keep answers short and plain.;If the pages do not say it, reply that it is not known.;"
+    "Name the page on which you found the answer.;Do not repeat the question."
+).split(";")
 # Of made-up sentences.
 _CLAUSES = tuple(
     clauses.split(";")
@@ -99,10 +93,9 @@ def encode(tokenizer: Any, text: str, *, begins: bool = False) -> list[int]:
 
 
 def needle_prompts(
-    tokenizer: Any, count: int, kind: NeedleKind, needles: int = 1, *, tokens: int = 600, seed: int = 0, prose: str | None = None
+    tokenizer: Any, count: int, kind: str, needles: int = 1, *, tokens: int = 600, seed: int = 0, prose: str | None = None
 ) -> list[NeedlePrompt]:
     """Contexts of about so many tokens of prose with needles in it: numbers of five digits, or who has which trade."""
-    require_choice("kind", kind, NEEDLE_KINDS)
     prompts = []
     for number in range(count):
         rng = random.Random(f"needles {kind} {needles} {seed} {number}")
@@ -123,8 +116,6 @@ def agent_prompts(
 ) -> list[list[int]]:
     """Requests of one agent, one after another: a system text, some pages of a pool in a random order, and a question."""
     rng = random.Random(f"agents {seed}")
-    if pages > pool:
-        raise ConfigError.of("pages", f"at most pool, {pool}", pages)
     written, head = _pages(tokenizer, rng, pool, page_tokens, prose), _system(rng)
     prompts = []
     for _ in range(count):
@@ -134,7 +125,7 @@ def agent_prompts(
 
 
 def prompt_pairs(
-    tokenizer: Any, count: int, kind: PairKind, *, pages: int = 6, page_tokens: int = 100, seed: int = 0, prose: str | None = None
+    tokenizer: Any, count: int, kind: str, *, pages: int = 6, page_tokens: int = 100, seed: int = 0, prose: str | None = None
 ) -> list[tuple[list[int], list[int]]]:
     """Pairs of prompts of a server, of which the later one resembles the earlier one.
 
@@ -142,7 +133,6 @@ def prompt_pairs(
         kind: What the later prompt has in place of the earlier one's: "words": single words. "paragraph": one page and no more.
             "pages": half of the pages.
     """
-    require_choice("kind", kind, PAIR_KINDS)
     pairs = []
     for number in range(count):
         rng = random.Random(f"pairs {kind} {seed} {number}")
@@ -158,7 +148,7 @@ def prompt_pairs(
     return pairs
 
 
-def _needles(rng: random.Random, kind: NeedleKind, count: int) -> list[Needle]:
+def _needles(rng: random.Random, kind: str, count: int) -> list[Needle]:
     """Facts about different people and places."""
     people, places = rng.sample(_PEOPLE, count), rng.sample(_PLACES, count)
     facts = []

@@ -169,12 +169,12 @@ def needle_summary(rows: Sequence[Row], cache: str) -> Row:
 def reuse_summary(rows: Sequence[Row], cache: str) -> Row:
     """Return means over requests or pairs, and the worst of them."""
     own = [row for row in rows if row["cache"] == cache]
-    saved = [row["saved"] for row in own if row["saved"] is not None]
-    return {
+    saved, kls = [row["saved"] for row in own if row["saved"] is not None], [row["kl"] for row in own]
+    summary = {
         "cache": cache,
         "prompts": len(own),
-        "kl": fmean(row["kl"] for row in own),
-        "worst": max(row["kl"] for row in own),
+        "kl": fmean(kls),
+        "worst": max(kls),
         "agreement": fmean(row["agreement"] for row in own),
-        **({"saved": fmean(saved)} if saved else {}),
     }
+    return summary | ({"saved": fmean(saved)} if saved else {})

@@ -70,7 +70,7 @@ class Chat(NamedTuple):
 def samples(tokenizer: Any, prose: str, task: str, count: int, tokens: int, seed: int) -> list[NeedlePrompt]:
     """Contexts of about so many tokens: those of `hf-kvcaches eval --suite needles`."""
     kind, needles = TASKS[task]
-    return needle_prompts(tokenizer, count, kind, needles, tokens=tokens, seed=seed, prose=prose)  # type: ignore[arg-type]
+    return needle_prompts(tokenizer, count, kind, needles, tokens=tokens, seed=seed, prose=prose)
 
 
 def chats(tokenizer: Any, prose: str, count: int, tokens: int, seed: int) -> Iterator[Chat]:

@@ -14,7 +14,7 @@ import torch
 
 from hf_kvcaches import EquipCache, SegmentReuseCache, SegmentStore, WarmStartCache, WarmStartLibrary
 from hf_kvcaches.cli import suite
-from hf_kvcaches.cli.prompts import PairKind, agent_prompts, needle_prompts, prompt_pairs
+from hf_kvcaches.cli.prompts import agent_prompts, needle_prompts, prompt_pairs
 from tests import testbed
 from tests.scripts.running import import_script
 
@@ -90,7 +90,7 @@ def test_divergence_behind_pages_that_have_moved(real):
 
 
 @pytest.mark.parametrize("kind", ["words", "paragraph", "pages"])
-def test_divergence_behind_a_prompt_that_starts_from_a_similar_one(real, kind: PairKind):
+def test_divergence_behind_a_prompt_that_starts_from_a_similar_one(real, kind: str):
     def prepare(earlier: Sequence[int]) -> WarmStartCache:
         library = WarmStartLibrary(real.model, real.tokenizer)
         library.add([list(earlier)])

@@ -1,14 +1,12 @@
-"""The demo runs as a user runs it, on a tiny model with random weights."""
+"""The demo runs as a user runs it."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
-import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tests.scripts.running import run_script
 
@@ -17,29 +15,13 @@ def demo(*arguments: str | Path | int) -> subprocess.CompletedProcess[str]:
     return run_script("demo", "--device", "cpu", *arguments)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """A model whose every byte is a token."""
-    path = tmp_path_factory.mktemp("model")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(["<s>", "</s>", *alphabet])}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(path)
-    torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    LlamaForCausalLM(LlamaConfig(vocab_size=len(alphabet) + 2, eos_token_id=None, max_position_embeddings=2048, **shape)).save_pretrained(
-        path
-    )
-    return path
-
-
 def cells(line: str) -> list[str]:
     return [cell for cell in line.split("  ") if cell.strip()]
 
 
 @pytest.mark.full
-def test_the_document_is_read_by_every_cache_and_its_questions_are_judged(folder):
-    done = demo("--model", folder, "--max-new-tokens", 4, "--questions", 2)
+def test_the_document_is_read_by_every_cache_and_its_questions_are_judged():
+    done = demo("--model", "base", "--max-new-tokens", 4, "--questions", 2)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     header = next(index for index, line in enumerate(lines) if line.startswith("cache "))
@@ -48,9 +30,9 @@ def test_the_document_is_read_by_every_cache_and_its_questions_are_judged(folder
     assert float(growing[2]) < 1e-9
     sizes = [int(row[3].replace(",", "")) for row in (full, growing, future, streaming, subspace)]
     assert sizes[1] >= sizes[0] > 0
-    assert all(0.4 < size / sizes[0] < 0.85 for size in sizes[2:4]), "heads of 8 numbers, beside which a slot's score is not small"
+    assert all(0.4 < size / sizes[0] < 0.7 for size in sizes[2:4])
     assert 0.05 < sizes[4] / sizes[0] < 0.35, "codes, and 68 exact tokens"
-    assert done.stdout.count("the notes say") == 12, "two questions to six caches, none of which random weights can answer"
+    assert done.stdout.count(", right\n") + done.stdout.count(", the notes say") == 12, "two questions to six caches"
     first, second = (cells(next(line for line in lines if line.startswith(name))) for name in ("as they come", "in another order"))
     assert set(map(int, first[1:4])) == {0}
     assert int(first[4]) > 0, "nothing is stored yet, so all is computed"
@@ -60,10 +42,10 @@ def test_the_document_is_read_by_every_cache_and_its_questions_are_judged(folder
     assert "WarmStartCache" in done.stdout
 
 
-def test_a_prompt_of_ones_own_is_continued(folder):
-    done = demo("--model", folder, "--prompt", "Once upon a time", "--max-new-tokens", 3, "--dtype", "bfloat16")
+def test_a_prompt_of_ones_own_is_continued():
+    done = demo("--model", "base", "--prompt", "Once upon a time", "--max-new-tokens", 3, "--dtype", "bfloat16")
     assert done.returncode == 0, done.stderr
-    assert "1 rows of up to 16 tokens, 3 new tokens each, torch.bfloat16" in done.stdout
+    assert re.search(r"1 rows of up to \d+ tokens, 3 new tokens each, torch.bfloat16", done.stdout)
     assert "the notes say" not in done.stdout
     assert "in another order" not in done.stdout
 
