@@ -22,12 +22,7 @@ Event = tuple[torch.device, torch.cuda.Event]
 
 
 class PromptStates(NamedTuple):
-    """The states of a prompt in each layer.
-
-    Args:
-        first: The slot of the first token in `layers`.
-        layers: Keys and values, (batch, kv_heads, slots, head_dim).
-    """
+    """Keys and values of a prompt in each layer, (batch, kv_heads, slots, head_dim), from slot `first` on."""
 
     first: int
     layers: Sequence[Sequence[torch.Tensor]]
@@ -62,8 +57,7 @@ class Recorder:
     def release(self, drop: bool = True) -> None:
         """Hand the prompt to the queue, if it is computed; it is not waited for.
 
-        Args:
-            drop: Whether to give up a prompt that is not computed, since no later pass will. False while another thread may compute it.
+        With `drop`, a prompt that is not computed is given up, since no later pass will. Another thread may compute it without.
         """
         with self._lock:
             if self.prompt is None:
