@@ -82,11 +82,10 @@ class SplicedLayer(GrowingLayer):
         self.check_new_tokens(key_states, value_states)
         if self.offset:
             self.drop_unseen()
-        start, tokens = self.kept, key_states.shape[2]
-        keys, values = append(self.key_buffer, key_states, start), append(self.value_buffer, value_states, start)
+        keys, values = append(self.key_buffer, key_states, self.kept), append(self.value_buffer, value_states, self.kept)
         self.key_buffer, self.value_buffer = keys, values
-        visible = min(self.seen, self.window - 1) + tokens
-        self.seen += tokens
+        visible, _ = self.get_mask_sizes(key_states.shape[2])
+        self.seen += key_states.shape[2]
         return keys.narrow(2, self.kept - visible, visible), values.narrow(2, self.kept - visible, visible)
 
     def drop_unseen(self) -> None:

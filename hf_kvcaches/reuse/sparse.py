@@ -194,7 +194,7 @@ class SparseView(TensorView):
             for first in range(block.first, block.last, _BLOCK):
                 some = _block(self.sparse.host_slots[row], first, min(first + _BLOCK, block.last))
                 part = self._masked(query[:, :, first - block.first : some.last - block.first], row, some, lowest, call)
-                outputs.append(merged([part, *_sinks(part, call.sink_logits)]))
+                outputs.append(merged([part] if call.sink_logits is None else [part, _sinks(part, call.sink_logits)]))
             return torch.cat(outputs, 1)
         own, before = slice(block.start, block.stop), slice(lowest, block.start)
         if block.consecutive or query.device.type == "cpu":
@@ -236,12 +236,10 @@ class SparseView(TensorView):
             torch.maximum(slots, (weights / total).amax((0, 1, 2)).to(slots.dtype), out=slots)
 
 
-def _sinks(part: AttentionPart, logits: torch.Tensor | None) -> list[AttentionPart]:
-    """Return learned sinks as a part: they take a share of the weights and give nothing."""
-    if logits is None:
-        return []
+def _sinks(part: AttentionPart, logits: torch.Tensor) -> AttentionPart:
+    """Return learned sinks beside a part: they take a share of the weights and give nothing."""
     highest = logits.to(part.total.dtype).reshape(1, -1, 1, 1).expand_as(part.total)
-    return [AttentionPart(torch.zeros_like(part.sums), torch.ones_like(part.total), highest.clone())]
+    return AttentionPart(torch.zeros_like(part.sums), torch.ones_like(part.total), highest.clone())
 
 
 def _fused(

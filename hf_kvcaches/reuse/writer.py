@@ -7,6 +7,7 @@ pass waits for each layer when it gets there: the next layers are sent while it 
 from __future__ import annotations
 
 import contextlib
+import functools
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
@@ -29,8 +30,6 @@ Blobs = Mapping[str, Mapping[str, torch.Tensor]]
 
 # Bytes in a cache that are decoded at a time on a CPU.
 PORTION = 2**25
-
-_streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def write_plan(cache: SplicingCache, plan: PromptPlan, blobs: Blobs, codec: TokenCodec | None) -> None:
@@ -85,10 +84,9 @@ def write_rows(
             layers[first].arrived = own.record_event()
 
 
+@functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
-    return _streams[device]
+    return torch.cuda.Stream(device)
 
 
 class _Group:
