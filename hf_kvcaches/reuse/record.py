@@ -55,10 +55,7 @@ class Recorder:
             self.prompt = slots, first, store
 
     def release(self, drop: bool = True) -> None:
-        """Hand the prompt to the queue, if it is computed; it is not waited for.
-
-        With `drop`, a prompt that is not computed is given up, since no later pass will. Another thread may compute it without.
-        """
+        """Hand the prompt to the queue, if it is computed, without waiting. One that is not is given up, unless another thread may do it."""
         with self._lock:
             if self.prompt is None:
                 return
