@@ -55,7 +55,7 @@ class Recorder:
             self.prompt = slots, first, store
 
     def release(self, drop: bool = True) -> None:
-        """Hand the prompt to the queue, if it is computed, without waiting. One that is not is given up, unless another thread may do it."""
+        """Hand the prompt to the queue, if it is computed. Else `drop` it, unless another thread may be computing it; nobody waits."""
         with self._lock:
             if self.prompt is None:
                 return
