@@ -147,7 +147,8 @@ class Queue:
             time.sleep(0.0005)
 
     def _hand_over(self) -> None:
-        self._own()
+        if self._process != os.getpid():
+            self._own()
         for reference in self._recorders:
             if (recorder := reference()) is not None and recorder.prompt is not None:
                 recorder.release(drop=False)

@@ -57,7 +57,8 @@ def write_rows(
         geometries: How each layer's keys are rotated.
         codec: What all stored tokens are the codes of; None where they are no codes.
     """
-    buffers = [layer.buffers for layer in layers]
+    sides = ((layer.key_buffer, layer.value_buffer) for layer in layers)
+    buffers = [(keys, values) for keys, values in sides if keys is not None and values is not None]
     devices = {keys.device for keys, _ in buffers}
     on_cpu = {device.type for device in devices} == {"cpu"}
     groups = list[_Group]()
@@ -112,13 +113,15 @@ class _Group:
                 continue
             key_outs, value_outs = zip(*([side[self.row.number] for side in buffers[index]] for index in members), strict=True)
             device = key_outs[0].device
-            keys, values = (_sent(parts, device) for parts in zip(*self._states(number, chosen), strict=True))
+            sides = zip(*self._states(number, chosen), strict=True)
+            keys, values = (parts[0] if len(parts) == 1 and parts[0].data.device == device else _sent(parts, device) for parts in sides)
             slots, start = self._slots_on(device), 0
             # Layers that are rotated alike are written together.
             for _, alike in groupby([id(self.geometries[index]) if self._rotates else 0 for index in members]):
                 stop = start + len(list(alike))
-                rotation = self._rotation(self.geometries[members[start]], device)
-                splice(_of_layers(keys, slice(start, stop)), key_outs[start:stop], slots, **rotation)
+                rotation = self._rotation(self.geometries[members[start]], device) if self._rotates else {}
+                some = keys if stop - start == len(members) else _of_layers(keys, slice(start, stop))
+                splice(some, key_outs[start:stop], slots, **rotation)
                 start = stop
             splice(values, value_outs, slots)
 
@@ -154,7 +157,7 @@ class _Group:
 
     def _rotation(self, geometry: RotaryGeometry, device: torch.device) -> dict[str, Any]:
         """Return by which angles keys are rotated, as arguments of `splice`; nothing for no rotation."""
-        if not self._rotates or geometry.kind != "rope":
+        if geometry.kind != "rope":
             return {}
         key = id(geometry), device
         if key not in self._rotations:
