@@ -38,10 +38,8 @@ class ReuseCache(SplicingCache):
 
     A subclass finds what is stored (`find`), and counts what was reused (`note`).
 
-    Args:
-        store: Where the spans are; None where the cache has none, as in another process.
-
     Attributes:
+        store: Where the spans are; None where the cache has none, as in another process.
         plans: The executed plan of each row of each prompt.
     """
 
@@ -225,9 +223,8 @@ def _picking(cache: SplicingCache, call: PrefillCall, plan: PromptPlan) -> Promp
 
     A token that is attended to is often the first of several, such as the digits of a number, and the next ones follow in decode steps.
     """
-    last = [min(_QUESTION, row.behind) for row in plan.rows]
-    indices = [np.union1d(row.new, np.arange(len(row.ids) - count, len(row.ids))) for row, count in zip(plan.rows, last, strict=True)]
-    by_layer = list[torch.Tensor]()
+    last, by_layer = [row.last(_QUESTION) for row in plan.rows], list[torch.Tensor]()
+    indices = [np.union1d(row.new, ends) for row, ends in zip(plan.rows, last, strict=True)]
     probing = SparsePass.of(call, indices, plan.padding, plan.total, by_layer)
     run_module(cache.model.base_model, _SplicingPass(cache, probing), probing.ids, probing.positions)
     shares = torch.stack([share.to(call.input_ids.device) for share in by_layer])
@@ -235,7 +232,7 @@ def _picking(cache: SplicingCache, call: PrefillCall, plan: PromptPlan) -> Promp
         shares = cache.shard.gather(shares[None], 0).amax(0)
     pooled = functional.avg_pool1d(shares.mean(0), _NEIGHBOURS, 1, _NEIGHBOURS // 2).cpu().numpy()
     picking = zip(plan.rows, pooled, last, strict=True)
-    return PromptPlan(tuple(row.picking(shares[row.padding :], count) for row, shares, count in picking), plan.total)
+    return PromptPlan(tuple(row.picking(shares[row.padding :], len(ends)) for row, shares, ends in picking), plan.total)
 
 
 def _run_in_parts(cache: SplicingCache, call: PrefillCall, plan: PromptPlan) -> None:

@@ -24,17 +24,19 @@ class SplicedLayer(GrowingLayer):
 
     With a `window`, tokens that no later token sees are dropped at the first decode step. Before the next prompt, `fit_slots` makes the
     buffers as long as the text again, with zeros for the dropped tokens, so that slots are counted from the text's start.
+
+    Attributes:
+        window: How many tokens the model's attention sees, its own included; None: all.
+        dropped: How many of the first tokens are lost.
+        offset: How many of these have no slot in the buffers: all of them or none.
+        arrived: What stored tokens are written behind, on another stream; None once this stream waits for it.
     """
 
     counters: ClassVar[tuple[str, ...]] = (*GrowingLayer.counters, "dropped", "offset")
     window: int | None = None
-    """How many tokens the model's attention sees, its own included; None: all."""
     dropped: int = 0
-    """How many of the first tokens are lost."""
     offset: int = 0
-    """How many of the dropped tokens have no slot in the buffers: all of them or none."""
     arrived: torch.cuda.Event | None = None
-    """What stored tokens are written behind, on another stream; None once this stream waits for it."""
 
     @property
     def buffers(self) -> list[torch.Tensor]:
@@ -80,11 +82,10 @@ class SplicedLayer(GrowingLayer):
         self.check_new_tokens(key_states, value_states)
         if self.offset:
             self.drop_unseen()
-        start, tokens = self.kept, key_states.shape[2]
-        keys, values = append(self.key_buffer, key_states, start), append(self.value_buffer, value_states, start)
+        keys, values = append(self.key_buffer, key_states, self.kept), append(self.value_buffer, value_states, self.kept)
         self.key_buffer, self.value_buffer = keys, values
-        visible = min(self.seen, self.window - 1) + tokens
-        self.seen += tokens
+        visible, _ = self.get_mask_sizes(key_states.shape[2])
+        self.seen += key_states.shape[2]
         return keys.narrow(2, self.kept - visible, visible), values.narrow(2, self.kept - visible, visible)
 
     def drop_unseen(self) -> None:
@@ -102,14 +103,8 @@ class SplicedLayer(GrowingLayer):
     def fit_slots(self, tokens: int) -> None:
         """Make the buffers as long as the text, with room for some new tokens."""
         if self.offset:
-            start, stop, kept = self.offset, self.seen, self.kept
-
-            def fitted(held: torch.Tensor) -> torch.Tensor:
-                buffer = held.new_zeros(*held.shape[:2], capacity_for(stop + tokens), held.shape[3])
-                buffer[:, :, start:stop] = held[:, :, :kept]
-                return buffer
-
-            self.replace_buffers(fitted)
+            kept, behind = self.kept, capacity_for(self.seen + tokens) - self.seen
+            self.replace_buffers(lambda held: functional.pad(held[:, :, :kept], (0, 0, self.offset, behind)))
             self.offset = 0
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -136,14 +131,16 @@ class SplicedLayer(GrowingLayer):
         """
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
+        missing = total + 1 - self.seen
+        capacity = capacity_for(missing)
         for name, like in (("key_buffer", keys), ("value_buffer", values)):
-            buffer, heads, dim = getattr(self, name), like.shape[-3], like.shape[-1]
+            buffer = getattr(self, name)
             if buffer is None:
-                buffer = like.new_empty(rows, heads, capacity_for(total + 1), dim)
+                buffer = like.new_empty(rows, like.shape[-3], capacity, like.shape[-1])
                 buffer[:, :, :padding].zero_()
                 buffer[:, :, total - 1 :].zero_()
             else:
-                buffer = append(buffer, like.new_zeros(rows, heads, total + 1 - self.seen, dim), self.seen)
+                buffer = append(buffer, like.new_zeros(rows, like.shape[-3], missing, like.shape[-1]), self.seen)
             setattr(self, name, buffer)
 
     def write(
@@ -164,14 +161,7 @@ class SplicedLayer(GrowingLayer):
 
 
 class SplicingCache(SourceCache):
-    """Keeps every token, in buffers that stored tokens can be written into at any index.
-
-    A subclass implements `take_prefill`.
-
-    Args:
-        model: A transformers model.
-        decode_with: A cache that takes over the prompt's tokens once it is answered; None to keep them all here.
-        offloading: Keep all layers but the running one in CPU memory; needs CUDA.
+    """Keeps every token, in buffers that stored tokens can be written into at any index. A subclass implements `take_prefill`.
 
     Attributes:
         reason: Why the last prompt was neither looked up nor stored, as a sentence; "" where it was.

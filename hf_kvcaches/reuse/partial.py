@@ -29,11 +29,7 @@ class PassEnded(Exception):
 
 
 def twin_of(root: nn.Module, exchanged: Mapping[str, nn.Module]) -> nn.Module:
-    """A module that shares everything with another one but some of the modules inside.
-
-    Args:
-        exchanged: New modules by their dotted names in `root`.
-    """
+    """Return a module that shares everything with another one but some modules inside, which are given by their dotted names."""
     if "" in exchanged:
         return exchanged[""]
     below: dict[str, dict[str, nn.Module]] = {}
@@ -41,18 +37,14 @@ def twin_of(root: nn.Module, exchanged: Mapping[str, nn.Module]) -> nn.Module:
         child, _, rest = name.partition(".")
         below.setdefault(child, {})[rest] = module
     children = {child: twin_of(root.get_submodule(child), inside) for child, inside in below.items()}
-    return _shallow_copy(root, children)
-
-
-def _shallow_copy(module: nn.Module, children: Mapping[str, nn.Module]) -> nn.Module:
-    twin = object.__new__(type(module))
-    state = {name: _bound_to_twin(value, module, twin) for name, value in module.__dict__.items()}
-    if state.get("forward") is not None and state["forward"] is module.__dict__["forward"]:
+    twin = object.__new__(type(root))
+    state = {name: _bound_to_twin(value, root, twin) for name, value in root.__dict__.items()}
+    if state.get("forward") is not None and state["forward"] is root.__dict__["forward"]:
         raise UnsupportedError(
-            f"model: the forward of its {type(module).__name__} was replaced by {state['forward']!r}, which runs the whole model, so "
-            "parts of it can't be run. Undo the replacement, or use GrowingCache."
+            f"model: the forward of its {type(root).__name__} was replaced by {state['forward']!r}, which runs the whole model, so parts "
+            "of it can't be run. Undo the replacement, or use GrowingCache."
         )
-    twin.__dict__.update(state | compat.state_of_twin(module, children))
+    twin.__dict__.update(state | compat.state_of_twin(root, children))
     return twin
 
 
@@ -78,11 +70,7 @@ def with_layers(model: PreTrainedModel, layers: Sequence[nn.Module]) -> nn.Modul
 
 
 class StandIn(nn.Module):
-    """Stands where another module stood, answers for its attributes, and calls a function in its place.
-
-    Args:
-        call: Gets the arguments of the module; None in a subclass with a `forward` of its own.
-    """
+    """Stands where another module stood, answers for its attributes, and calls a function in its place, or its own `forward`."""
 
     def __init__(self, stood: nn.Module, call: Callable[..., Any] | None = None) -> None:
         super().__init__()
@@ -108,16 +96,13 @@ class StandIn(nn.Module):
             return getattr(self.__dict__["_stood"][0], name)
 
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
 class ToldModule(StandIn):
-    """Runs the module, and is told what it is called with.
+    """Runs the module, with what a function makes of the arguments that it is called with."""
 
-    Args:
-        on_call: From the arguments to those that the module gets.
-    """
-
-    def __init__(
-        self, stood: nn.Module, on_call: Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
-    ) -> None:
+    def __init__(self, stood: nn.Module, on_call: Callable[[tuple[Any, ...], dict[str, Any]], Arguments]) -> None:
         super().__init__(stood)
         self._on_call = on_call
 
@@ -217,15 +202,11 @@ def run_layers(
 ) -> torch.Tensor:
     """Run only the layers from `start` to before `stop`, and return what would enter layer `stop`, (batch, tokens, hidden).
 
-    The cache's other layers are not touched, whatever they hold. After the last layer it is what enters the model's final norm.
+    After the last layer it is what enters the model's final norm. Tokens, positions and mask are as in `run_span`.
 
     Args:
-        model: A causal language model; neither its final norm nor its head matter.
         stop: The first layer not to run, or the number of layers.
-        input_ids: (batch, tokens).
         cache: Its layers from `start` to before `stop` take the keys and values, as the pass says where one is given.
-        positions: (tokens,) or (batch, tokens).
-        attention_mask: 1 where a token is real, (batch, tokens that layer `start` has seen + new ones), or None.
         hidden: What entered layer `start`, (batch, tokens, hidden); None for layer 0.
     """
     layers = decoder_layers(model)[2]

@@ -55,11 +55,6 @@ class PlannedSpan:
         """The indices of the tokens that the lowest layer computes."""
         return np.array(self.repaired, np.int64) if self.sources else np.arange(self.start, self.stop)
 
-    def outline(self) -> tuple[Any, ...]:
-        """What it computes and reuses; not from which blobs, where tokens were computed behind the same text."""
-        sources = [] if self.rule == EXACT else [(piece.start, piece.stop, piece.offset, piece.position) for piece in self.sources]
-        return self.start, self.stop, self.rule, bool(self.sources), sources, self.repaired, self.repair_depth
-
     def cut(self, stop: int) -> PlannedSpan:
         """Return the span up to an index inside of it."""
         sources = tuple(piece._replace(stop=min(stop, piece.stop)) for piece in self.sources if piece.start < stop)
@@ -72,8 +67,7 @@ class PromptRow:
 
     Args:
         padding: Slots at its start that hold no token.
-        ids: All its token ids, including those in the cache.
-        begin: How many of them are in the cache.
+        ids: All its token ids, of which the first `begin` are in the cache.
         spans: The plan, without gaps; empty until it is made.
         prefix: Up to this index, reused tokens were computed behind the same tokens.
         probed: How many of its last tokens run again, once the tokens are repaired that they attend to; the new ones have run by then.
@@ -107,10 +101,10 @@ class PromptRow:
         """The indices of the tokens for which nothing is reused, without the last one."""
         return _together(span.computed for span in self.spans if not span.sources)
 
-    @property
-    def behind(self) -> int:
-        """How many tokens are behind the last reused one."""
-        return len(self.ids) - max((piece.stop for piece in self.sources), default=self.begin)
+    def last(self, most: int) -> Indices:
+        """Return the indices of at most so many of the tokens behind the last reused one."""
+        behind = max((piece.stop for piece in self.sources), default=self.begin)
+        return np.arange(max(behind, len(self.ids) - most), len(self.ids))
 
     def running(self, layer: int = 0) -> Indices:
         """Return the indices of the tokens that a layer still computes when repaired ones are picked, without the last one."""
@@ -122,11 +116,7 @@ class PromptRow:
         return np.setdiff1d(indices, left)
 
     def picking(self, shares: npt.NDArray[np.float32], probed: int) -> PromptRow:
-        """Return the row with the tokens picked that are repaired: the first few of each span, and of all those with the largest shares.
-
-        Args:
-            shares: Of the weights of the last `probed` tokens, for each token of the row.
-        """
+        """Return the row with the repaired tokens picked: the first few of each span, and of all spans those with the largest shares."""
         shares = shares.copy()
         for span in self.spans:
             shares[span.start : span.start + -(-len(span.repaired) // _FIRST)] = np.inf
@@ -190,8 +180,14 @@ class PromptPlan:
         return sorted({span.repair_depth for row in self.rows for span in row.spans if span.repaired and span.repair_depth is not None})
 
     def outline(self) -> str:
-        """Which tokens are reused, and from which tokens' states, as a text: the same for plans that run the same tokens."""
-        return repr([(row.number, row.begin, [span.outline() for span in row.spans]) for row in self.rows])
+        """Which tokens are reused, from where in which text, as a text: the same for plans that run the same tokens."""
+        parts: list[Any] = []
+        for row in self.rows:
+            for span in row.spans:
+                # Tokens that were computed behind the same text may be from any blobs.
+                moved = [] if span.rule == EXACT else [(piece.start, piece.stop, piece.offset, piece.position) for piece in span.sources]
+                parts.append((row.number, row.begin, span.start, span.stop, span.rule, span.repaired, span.repair_depth, moved))
+        return repr(parts)
 
     @property
     def prefixes(self) -> list[int]:
@@ -201,9 +197,8 @@ class PromptPlan:
     @property
     def only_prefix(self) -> int | None:
         """How many first slots all rows reuse, where they reuse nothing else; else None."""
-        prefix, *others = set(self.prefixes)
-        alone = not others and all(len(row.computed) == self.total - 1 - prefix for row in self.rows)
-        return prefix if alone else None
+        prefix = min(self.prefixes)
+        return prefix if all(len(row.computed) == self.total - 1 - prefix for row in self.rows) else None
 
     def without(self, keys: Collection[str], reason: str) -> PromptPlan:
         """Return the plan without reuse of missing blobs."""
@@ -223,7 +218,6 @@ def plan_row(row: PromptRow, prefix: Sequence[Piece], matches: Sequence[Match], 
             unless the whole prompt is stored.
         matches: Stored tokens behind the prefix, in order and without overlaps; the last token of the row is in none.
         admit: None to reuse an exact prefix alone.
-        layers: Of the model.
     """
     reached = end = prefix[-1].stop if prefix else row.begin
     spans: list[PlannedSpan] = []

@@ -22,12 +22,7 @@ Event = tuple[torch.device, torch.cuda.Event]
 
 
 class PromptStates(NamedTuple):
-    """The states of a prompt in each layer.
-
-    Args:
-        first: The slot of the first token in `layers`.
-        layers: Keys and values, (batch, kv_heads, slots, head_dim).
-    """
+    """Keys and values of a prompt in each layer, (batch, kv_heads, slots, head_dim), from slot `first` on."""
 
     first: int
     layers: Sequence[Sequence[torch.Tensor]]
@@ -60,11 +55,7 @@ class Recorder:
             self.prompt = slots, first, store
 
     def release(self, drop: bool = True) -> None:
-        """Hand the prompt to the queue, if it is computed; it is not waited for.
-
-        Args:
-            drop: Whether to give up a prompt that is not computed, since no later pass will. False while another thread may compute it.
-        """
+        """Hand the prompt to the queue, if it is computed. Else `drop` it, unless another thread may be computing it; nobody waits."""
         with self._lock:
             if self.prompt is None:
                 return

@@ -40,20 +40,15 @@ def spans_refused(model: PreTrainedModel) -> Refusal | None:
     if reason := why_not_answering(model):
         return reason
     config = compat.decoder_config(model.config)
-    if not _is_plain(implementation := previous_implementation(config), model):
+    implementation = previous_implementation(config)
+    # Pages, and functions from elsewhere, may compute anything.
+    module = getattr(compat.attention_function(implementation, model), "__module__", "") if implementation != "eager" else ""
+    if implementation != "eager" and ("|" in implementation or not module.startswith("transformers.integrations.")):
         return Refusal(f"attention {implementation!r} is not transformers' own, and tokens between reused ones would not pass through it")
     if not compat.is_family(config, "spans"):
         name = type(model).__name__
         return Refusal(f"{name} is of a family ({config.model_type}) not known to compute each token from its own mask and position")
     return None
-
-
-def _is_plain(attention: str, model: PreTrainedModel) -> bool:
-    """Whether transformers' own code computes the attention of that name, without pages; that of anybody else may compute anything."""
-    if attention == "eager":
-        return True
-    module = getattr(compat.attention_function(attention, model), "__module__", "")
-    return "|" not in attention and module.startswith("transformers.integrations.")
 
 
 class Block(NamedTuple):
@@ -78,7 +73,7 @@ class SparsePass:
     fillers, tokens that are written to the slot behind the prompt, which no query sees.
 
     Args:
-        ids: The token ids, (batch, tokens), on the device of the model's input; any for fillers.
+        ids: (batch, tokens), as `positions`, on the device of the model's input; any for fillers.
         host_slots: (batch, tokens), ascending in each row but for fillers, which have `total`.
         padding: How many slots at the start of each row hold no token.
         windows: How many tokens a query sees in each layer, its own included; None: all.
@@ -88,6 +83,7 @@ class SparsePass:
     """
 
     ids: torch.Tensor
+    positions: torch.Tensor
     host_slots: np.ndarray[Any, np.dtype[np.int64]]
     padding: Sequence[int]
     windows: Sequence[int | None]
@@ -100,25 +96,21 @@ class SparsePass:
         cls, call: PrefillCall, indices: Sequence[Indices], padding: Sequence[int], total: int, shares: list[torch.Tensor] | None = None
     ) -> SparsePass:
         """Return the pass over some indices of each row of a prompt."""
+        tokens, device = call.input_ids.shape[1], call.input_ids.device
         slots = np.full((len(indices), max(map(len, indices))), total)
         for row_slots, row_indices, pad in zip(slots, indices, padding, strict=True):
             row_slots[len(row_slots) - len(row_indices) :] = row_indices + pad
-        columns = np.minimum(slots - (total - call.input_ids.shape[1]), call.input_ids.shape[1] - 1)
-        ids = call.input_ids.gather(1, torch.from_numpy(columns).to(call.input_ids.device))
+        columns = np.minimum(slots - (total - tokens), tokens - 1)
+        positions = np.where(slots < total, slots - np.asarray(padding)[:, None], 0)
+        ids = call.input_ids.gather(1, torch.from_numpy(columns).to(device))
         plan = compat.layer_plan(compat.decoder_config(call.model.config))
         windows = [layer.sliding_window if kind == "sliding_attention" else None for kind, layer in plan]
-        return cls(ids, slots, padding, windows, total, shares)
+        return cls(ids, torch.from_numpy(positions).to(device), slots, padding, windows, total, shares)
 
     @cached_property
     def slots(self) -> torch.Tensor:
         """(batch, tokens), on the device."""
         return torch.from_numpy(self.host_slots).to(self.ids.device)
-
-    @cached_property
-    def positions(self) -> torch.Tensor:
-        """(batch, tokens); 0 for fillers."""
-        pads = np.asarray(self.padding)[:, None]
-        return torch.from_numpy(np.where(self.host_slots < self.total, self.host_slots - pads, 0)).to(self.ids.device)
 
     @cached_property
     def blocks(self) -> list[list[Block]]:
@@ -143,13 +135,12 @@ class SparsePass:
         return self._masks[key]
 
     def write(self, layer: SplicedLayer, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> SparseView:
-        """Write the pass's tokens into their slots of a layer, and return the view that answers their queries."""
-        keys, values = layer.write(key_states, value_states, self.slots, self.total)
-        shares = None
+        """Write the tokens into their slots of a layer, and return the view that answers their queries."""
+        states, shares = layer.write(key_states, value_states, self.slots, self.total), None
         if self.shares is not None and 2 * layer_idx >= len(self.windows):
-            shares = torch.zeros(len(keys), self.total, device=keys.device)
+            shares = torch.zeros(len(key_states), self.total, device=key_states.device)
             self.shares.append(shares)
-        return SparseView(self, self.windows[layer_idx], keys, values, shares)
+        return SparseView(self, self.windows[layer_idx], states, shares)
 
 
 def _blocks(slots: Indices, fillers: int) -> Iterator[Block]:
@@ -168,17 +159,14 @@ def _block(slots: Indices, first: int, last: int) -> Block:
 
 
 class SparseView(TensorView):
-    """Keys and values of all slots, for the queries of a sparse pass.
+    """Keys and values of all slots, (batch, kv_heads, total, head_dim), for the queries of a sparse pass.
 
     Args:
-        keys: (batch, kv_heads, total, head_dim).
         shares: Where the largest shares of the last queries' weights go, (batch, slots), zeros before; None: they are not measured.
     """
 
-    def __init__(
-        self, sparse: SparsePass, window: int | None, keys: torch.Tensor, values: torch.Tensor, shares: torch.Tensor | None
-    ) -> None:
-        super().__init__(keys, values)
+    def __init__(self, sparse: SparsePass, window: int | None, states: Sequence[torch.Tensor], shares: torch.Tensor | None) -> None:
+        super().__init__(*states)
         self.sparse, self.window, self.shares = sparse, window, shares
 
     def attend(self, module: nn.Module, query: torch.Tensor, mask: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -197,11 +185,7 @@ class SparseView(TensorView):
         return output, None
 
     def _attended(self, query: torch.Tensor, row: int, block: Block, call: Call) -> torch.Tensor:
-        """Return the attention of a block, (1, queries, heads, value_dim).
-
-        Args:
-            query: (1, heads, queries, head_dim).
-        """
+        """Return the attention of a block, (1, queries, heads, value_dim), for its queries, (1, heads, queries, head_dim)."""
         keys, values, lowest = self.keys[row : row + 1], self.values[row : row + 1], self.sparse.padding[row]
         plain = call.softcap is None and call.sink_logits is None and keys.shape[-1] == values.shape[-1]
         fused = plain and (query.device.type == "cpu" or (query.is_cuda and keys.shape[-1] % 8 == 0))
@@ -210,7 +194,7 @@ class SparseView(TensorView):
             for first in range(block.first, block.last, _BLOCK):
                 some = _block(self.sparse.host_slots[row], first, min(first + _BLOCK, block.last))
                 part = self._masked(query[:, :, first - block.first : some.last - block.first], row, some, lowest, call)
-                outputs.append(merged([part, *_sinks(part, call.sink_logits)]))
+                outputs.append(merged([part] if call.sink_logits is None else [part, _sinks(part, call.sink_logits)]))
             return torch.cat(outputs, 1)
         own, before = slice(block.start, block.stop), slice(lowest, block.start)
         if block.consecutive or query.device.type == "cpu":
@@ -252,12 +236,10 @@ class SparseView(TensorView):
             torch.maximum(slots, (weights / total).amax((0, 1, 2)).to(slots.dtype), out=slots)
 
 
-def _sinks(part: AttentionPart, logits: torch.Tensor | None) -> list[AttentionPart]:
-    """Return learned sinks as a part: they take a share of the weights and give nothing."""
-    if logits is None:
-        return []
+def _sinks(part: AttentionPart, logits: torch.Tensor) -> AttentionPart:
+    """Return learned sinks beside a part: they take a share of the weights and give nothing."""
     highest = logits.to(part.total.dtype).reshape(1, -1, 1, 1).expand_as(part.total)
-    return [AttentionPart(torch.zeros_like(part.sums), torch.ones_like(part.total), highest.clone())]
+    return AttentionPart(torch.zeros_like(part.sums), torch.ones_like(part.total), highest.clone())
 
 
 def _fused(

@@ -62,11 +62,7 @@ class CatalogReport:
 
 
 class NewSpan(NamedTuple):
-    """A span to be stored: its record, without `form`, and the states of all layers.
-
-    Args:
-        head: What the blob's head has beside the record.
-    """
+    """A span to be stored: its record, without `form`, the states of all layers, and what the blob's head has beside the record."""
 
     record: Record
     layers: Sequence[LayerStates]
@@ -79,11 +75,7 @@ class Queue:
     A `ThreadPoolExecutor` does not do: the garbage collector may add a job during another `add`, where `submit` would wait for a lock that
     its own thread holds; and its threads end with the executor, while these end with their jobs, before the interpreter does.
 
-    Args:
-        warn: Called with a sentence when a job fails.
-
-    Attributes:
-        dropped: How many prompts were not stored because the queue was full.
+    Where a job fails, `warn` is called with a sentence. `dropped` counts the prompts that were not stored because the queue was full.
     """
 
     def __init__(self, warn: Callable[[str], None]) -> None:
@@ -155,7 +147,8 @@ class Queue:
             time.sleep(0.0005)
 
     def _hand_over(self) -> None:
-        self._own()
+        if self._process != os.getpid():
+            self._own()
         for reference in self._recorders:
             if (recorder := reference()) is not None and recorder.prompt is not None:
                 recorder.release(drop=False)
@@ -202,9 +195,7 @@ class SpanStore:
     def load(self, records: Mapping[str, Record], device: torch.device | None = None) -> dict[str, dict[str, torch.Tensor]]:
         """Return the tensors of spans, by key and read-only, without those that are missing, expired or damaged.
 
-        Args:
-            records: The spans by key.
-            device: Where the hot tier keeps them, if no earlier call named a device.
+        The hot tier keeps them on the device that the first call names.
         """
 
         def check_blob(key: str, tensors: dict[str, torch.Tensor]) -> None:
@@ -216,11 +207,7 @@ class SpanStore:
         return self.catalog.read(list(records), check_blob, device)
 
     def put(self, spans: Sequence[NewSpan], geometries: Sequence[RotaryGeometry] = ()) -> bool:
-        """Store spans that are not stored yet, evict others above the cap, and return whether the back-end took all.
-
-        Args:
-            geometries: How each layer's keys are rotated.
-        """
+        """Store spans that are not stored yet, evict others above the cap, and return whether the back-end took all."""
         with self.catalog.lock:
             new = [span for span in spans if span.record.key not in self.catalog.entries]
         if not new:

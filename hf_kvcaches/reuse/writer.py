@@ -7,8 +7,9 @@ pass waits for each layer when it gets there: the next layers are sent while it 
 from __future__ import annotations
 
 import contextlib
+import functools
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -30,17 +31,16 @@ Blobs = Mapping[str, Mapping[str, torch.Tensor]]
 # Bytes in a cache that are decoded at a time on a CPU.
 PORTION = 2**25
 
-_streams: dict[torch.device, torch.cuda.Stream] = {}
-
 
 def write_plan(cache: SplicingCache, plan: PromptPlan, blobs: Blobs, codec: TokenCodec | None) -> None:
     """Make room for a prompt, and write the tokens that its plan reuses into a cache's layers; none counts as seen."""
     form = next(iter(plan.records.values())).form
     shapes = dict(sorted((index, dims) for members, dims in zip(form["piles"], form["dims"], strict=True) for index in members))
+    padding = max(plan.padding)
     for layer, module, (heads, *dims) in zip(cache.layers, decoder_layers(cache.model)[2], shapes.values(), strict=True):
         device = compat.layer_device(module)
         keys, values = (torch.empty(1, heads, 0, dim, dtype=DTYPES[form["dtype"]], device=device) for dim in dims)
-        layer.open(len(plan.rows), plan.total, keys, values, max(plan.padding))
+        layer.open(len(plan.rows), plan.total, keys, values, padding)
     write_rows(cache.layers, plan.rows, blobs, cache.rotation.layers, codec)
 
 
@@ -57,7 +57,8 @@ def write_rows(
         geometries: How each layer's keys are rotated.
         codec: What all stored tokens are the codes of; None where they are no codes.
     """
-    buffers = [layer.buffers for layer in layers]
+    sides = ((layer.key_buffer, layer.value_buffer) for layer in layers)
+    buffers = [(keys, values) for keys, values in sides if keys is not None and values is not None]
     devices = {keys.device for keys, _ in buffers}
     on_cpu = {device.type for device in devices} == {"cpu"}
     groups = list[_Group]()
@@ -84,10 +85,9 @@ def write_rows(
             layers[first].arrived = own.record_event()
 
 
+@functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
-    return _streams[device]
+    return torch.cuda.Stream(device)
 
 
 class _Group:
@@ -113,44 +113,41 @@ class _Group:
                 continue
             key_outs, value_outs = zip(*([side[self.row.number] for side in buffers[index]] for index in members), strict=True)
             device = key_outs[0].device
-            key_parts, value_parts = self._decoded(number, chosen) if self.codec is not None else self._stored(number, chosen)
-            keys, slots, start = _sent(key_parts, device), self._slots_on(device), 0
+            sides = zip(*self._states(number, chosen), strict=True)
+            keys, values = (parts[0] if len(parts) == 1 and parts[0].data.device == device else _sent(parts, device) for parts in sides)
+            slots, start = self._slots_on(device), 0
             # Layers that are rotated alike are written together.
             for _, alike in groupby([id(self.geometries[index]) if self._rotates else 0 for index in members]):
                 stop = start + len(list(alike))
-                rotation = self._rotation(self.geometries[members[start]], device)
-                splice(_of_layers(keys, slice(start, stop)), key_outs[start:stop], slots, **rotation)
+                rotation = self._rotation(self.geometries[members[start]], device) if self._rotates else {}
+                some = keys if stop - start == len(members) else _of_layers(keys, slice(start, stop))
+                splice(some, key_outs[start:stop], slots, **rotation)
                 start = stop
-            splice(_sent(value_parts, device), value_outs, slots)
+            splice(values, value_outs, slots)
 
-    def _stored(self, number: int, chosen: slice) -> tuple[list[Packed], list[Packed]]:
-        """Return the keys and the values of each piece in some layers of a pile, as they are stored."""
-        quantization = self.form["quantization"]
-        sides: tuple[list[Packed], list[Packed]] = [], []
-        for tensors, tokens in self._spans:
-            for name, side in zip((f"keys.{number}", f"values.{number}"), sides, strict=True):
-                data = tensors[name][chosen, :, tokens]
-                if quantization is None:
-                    side.append(Packed(data))
-                else:
-                    scale, zero = (tensors[f"{name}.{part}"][chosen, :, tokens] for part in ("scale", "zero"))
-                    side.append(Packed(data, scale, zero, group_of(quantization, data.shape[-1] * (2 if data.dtype == torch.uint8 else 1))))
-        return sides
-
-    def _decoded(self, number: int, chosen: slice) -> tuple[list[Packed], list[Packed]]:
-        """Return the keys, without rotation, and the values of each piece in some layers of a pile."""
-        assert self.codec is not None
+    def _states(self, number: int, chosen: slice) -> Iterator[tuple[Packed, Packed]]:
+        """Yield keys and values of each piece in some layers of a pile, as they are stored; codes are decoded."""
+        if self.codec is None:
+            for tensors, tokens in self._spans:
+                yield self._stored(tensors, f"keys.{number}", chosen, tokens), self._stored(tensors, f"values.{number}", chosen, tokens)
+            return
         members = self.form["piles"][number][chosen]
         asked = [(index, tensors[f"codes.{index}"], tokens.start, tokens.stop) for tensors, tokens in self._spans for index in members]
         states = self.codec.unpack(asked, DTYPES[self.form["dtype"]])
-        sides: tuple[list[Packed], list[Packed]] = [], []
         for tensors, tokens in self._spans:
             layers, states = states[: len(members)], states[len(members) :]
-            for name, side, stacked in zip(("keys", "values"), sides, map(torch.stack, zip(*layers, strict=True)), strict=True):
-                exact = tensors[f"{name}.{number}"][chosen, :, tokens]
+            keys, values = map(torch.stack, zip(*layers, strict=True))
+            for stacked, name in ((keys, f"keys.{number}"), (values, f"values.{number}")):
+                exact = tensors[name][chosen, :, tokens]
                 stacked[:, :, : exact.shape[2]] = exact
-                side.append(Packed(stacked))
-        return sides
+            yield Packed(keys), Packed(values)
+
+    def _stored(self, tensors: Mapping[str, torch.Tensor], name: str, chosen: slice, tokens: slice) -> Packed:
+        data, quantization = tensors[name][chosen, :, tokens], self.form["quantization"]
+        if quantization is None:
+            return Packed(data)
+        scale, zero = (tensors[f"{name}.{part}"][chosen, :, tokens] for part in ("scale", "zero"))
+        return Packed(data, scale, zero, group_of(quantization, data.shape[-1] * (2 if data.dtype == torch.uint8 else 1)))
 
     def _slots_on(self, device: torch.device) -> torch.Tensor:
         if device not in self._slots:
@@ -160,7 +157,7 @@ class _Group:
 
     def _rotation(self, geometry: RotaryGeometry, device: torch.device) -> dict[str, Any]:
         """Return by which angles keys are rotated, as arguments of `splice`; nothing for no rotation."""
-        if not self._rotates or geometry.kind != "rope":
+        if geometry.kind != "rope":
             return {}
         key = id(geometry), device
         if key not in self._rotations:

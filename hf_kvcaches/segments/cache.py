@@ -1,4 +1,4 @@
-"""`SegmentReuseCache`: segments that prompts share are computed once, at whatever index they are."""
+"""`SegmentReuseCache`: which stored segments a prompt reuses, and which it adds."""
 
 from __future__ import annotations
 
@@ -135,9 +135,10 @@ class SegmentReuseCache(ReuseCache):
         tokens, reused = len(row.ids) - row.begin, planned.reused
         reason = f"{reused} tokens are stored, too few for reuse to pay."
         on_cpu = self.model.device.type == "cpu"
-        if reused > end - row.begin and reused < max(self.policy.shortest, tokens * LEAST_BETWEEN if on_cpu else 0):
+        if end - row.begin < reused < max(self.policy.shortest, tokens * LEAST_BETWEEN if on_cpu else 0):
             planned = planned.cut(end, reason)
-        return planned if planned.reused >= int(tokens * LEAST) else planned.cut(row.begin, reason)
+            reused = planned.reused
+        return planned if reused >= int(tokens * LEAST) else planned.cut(row.begin, reason)
 
     def runs(self, index: TokenIndex, row: PromptRow, start: int) -> list[Match]:
         """Return the stored tokens behind an index of a row, in order and without overlaps."""
@@ -148,11 +149,10 @@ class SegmentReuseCache(ReuseCache):
         scope, index = store.look_up(identity, self.model, self.tokenizer)
         with store.catalog.lock:
             firsts = [self._stored_up_to(row, index) for row in plan.rows]
-        new = [
-            _NewRow(row, first, self._earlier_spans(row), self.caller_spans[row.number] if self.caller_spans else [])
-            for row, first in zip(plan.rows, firsts, strict=True)
-            if first < len(row.ids)
-        ]
+        new = []
+        for row, first in zip(plan.rows, firsts, strict=True):
+            if first < len(row.ids):
+                new.append(_NewRow(row, first, self._earlier_spans(row), self.caller_spans[row.number] if self.caller_spans else []))
         self.plans += plan.rows
         for row in plan.rows:
             # The last first: among equally useful segments, the start of a prompt is evicted last.
@@ -210,19 +210,12 @@ class SegmentReuseCache(ReuseCache):
 
 
 class _NewRow(NamedTuple):
-    """A row of a prompt with new segments.
+    """A row of a prompt with new segments."""
 
-    Args:
-        row: The executed plan of the row.
-        first: How many of its first tokens are in the store.
-        earlier: The reused spans of earlier prompts in the same cache.
-        caller_spans: The caller's segments, as (start, stop).
-    """
-
-    row: PromptRow
-    first: int
-    earlier: Sequence[PlannedSpan]
-    caller_spans: Sequence[tuple[int, int]]
+    row: PromptRow  # its executed plan
+    first: int  # how many of its first tokens are in the store
+    earlier: Sequence[PlannedSpan]  # the reused spans of earlier prompts in the same cache
+    caller_spans: Sequence[tuple[int, int]]  # (start, stop)
 
     def spans(self, discovery: Discovery, scope: str, states: PromptStates) -> Iterator[NewSpan]:
         """Yield the segments that are not in the store."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_kvcaches.errors import ConfigError, whole_number
+from hf_kvcaches.errors import ConfigError
 
 Ids = Sequence[int] | NDArray[np.int64]
 
@@ -46,8 +46,6 @@ class Discovery:
     """
 
     def __init__(self, tokenizer: Any = None, *, separators: Sequence[str] = (), shortest: int = SHORTEST, longest: int = LONGEST) -> None:
-        for argument, value, least in (("shortest", shortest, 1), ("longest", longest, shortest)):
-            whole_number(argument, value, least, f"a number of tokens, at least {least}")
         if isinstance(separators, str) or not all(isinstance(separator, str) and separator for separator in separators):
             raise ConfigError.of("separators", "a list of strings, none empty", separators)
         if separators and tokenizer is None:

@@ -10,6 +10,7 @@ import torch
 from hf_kvcaches import SegmentReuseCache, SegmentStore
 from tests import tiny
 from tests.interrupts.cases import CASES, answer
+from tests.warmstart.warm import logits_of
 
 
 @pytest.fixture
@@ -45,16 +46,9 @@ def test_no_row_of_a_padded_batch_depends_on_new_memory(mode: str, implementatio
     logits = []
     for _ in range(2):
         store = SegmentStore("memory")
-        answer_of(model, text, torch.ones_like(text), SegmentReuseCache(model, store, mode="exact"))
+        logits_of(model, text, SegmentReuseCache(model, store, mode="exact"))
         cache = SegmentReuseCache(model, store, mode=mode)
-        logits.append(answer_of(model, batch, mask, cache))
+        logits.append(logits_of(model, batch, cache, 3, attention_mask=mask))
         assert cache.report().reused_tokens > 60
         torch.use_deterministic_algorithms(False)
     assert torch.equal(*logits)
-
-
-def answer_of(model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor, cache: SegmentReuseCache) -> torch.Tensor:
-    """The logits of the first three tokens, (batch, 3, vocabulary)."""
-    options = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True, "pad_token_id": 0}
-    made = model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=3, min_new_tokens=3, **options)
-    return torch.stack(made.logits, 1)

@@ -250,12 +250,6 @@ def test_of_two_equally_long_runs_the_one_with_more_of_the_same_text_before_it_i
         assert run.pieces[0].record.context.tolist() == second.tolist()
 
 
-def test_what_was_not_computed_where_it_stood_is_in_no_run() -> None:
-    index, text = TokenIndex(), as_ids(range(100))
-    add(index, text, [40], fresh=False)
-    assert index.runs(text, 0, 24) == []
-
-
 def test_only_the_newest_of_many_alike_are_remembered() -> None:
     index, common = TokenIndex(), as_ids(range(100, 140))
     for number in range(ALIKE + 2):

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from hf_kvcaches import EquipCache, SegmentReuseCache, SegmentStore, WarmStartCache, WarmStartGate
 from hf_kvcaches.reuse.plan import PROBING
 from tests import tiny
-from tests.warmstart.warm import OPEN, library_of
+from tests.warmstart.warm import OPEN, library_of, logits_of
 
 EARLIER = tiny.ids(1, 260, seed=1)
 MOVED = torch.cat([tiny.ids(1, 9, seed=4), EARLIER[:, 20:220], tiny.ids(1, 7, seed=3)], 1)
@@ -33,10 +33,7 @@ def warm(model: PreTrainedModel, **options: Any) -> WarmStartCache:
 
 def answer(model: PreTrainedModel, ids: torch.Tensor, cache: Any, mask: torch.Tensor | None = None) -> torch.Tensor:
     """Two tokens' logits, (batch, 2, vocabulary)."""
-    mask = torch.ones_like(ids) if mask is None else mask
-    options = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True, "pad_token_id": 0}
-    made = model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=2, min_new_tokens=2, **options)
-    return torch.stack(made.logits, 1)
+    return logits_of(model, ids, cache, 2, attention_mask=torch.ones_like(ids) if mask is None else mask)
 
 
 @contextmanager

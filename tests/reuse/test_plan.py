@@ -35,7 +35,7 @@ def rows(draw: st.DrawFn) -> PromptRow:
 @given(rows(), st.integers(0, 2**32 - 1))
 def test_first_tokens_of_spans_and_those_with_the_largest_shares_are_repaired_as_many_as_before(row: PromptRow, seed: int) -> None:
     shares = np.random.default_rng(seed).random(len(row.ids), dtype=np.float32)
-    probed = min(8, row.behind)
+    probed = len(row.last(8))
     picked = row.picking(shares, probed)
     candidates = {index for span in row.spans if span.repaired for index in range(span.start, span.stop)}
     repaired = [index for span in picked.spans if span.sources for index in span.computed.tolist()]
@@ -51,7 +51,7 @@ def test_first_tokens_of_spans_and_those_with_the_largest_shares_are_repaired_as
 
 @given(rows())
 def test_new_tokens_run_before_tokens_are_picked_and_these_and_the_last_ones_behind_it(row: PromptRow) -> None:
-    probed = row.behind
+    probed = len(row.last(len(row.ids)))
     picked = row.picking(np.ones(len(row.ids), np.float32), probed)
     last = len(row.ids) - 1
     first_pass, second_pass = set(row.new.tolist()), set(picked.running().tolist())

@@ -127,13 +127,6 @@ def test_what_stays_where_it_was_is_copied_to_the_bit(dtype: torch.dtype) -> Non
         assert torch.equal(layer.value_buffer[0, :, 7:13], own.values)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("way", WAYS)
-def test_half_types_are_rounded_once(dtype: torch.dtype, way: Any) -> None:
-    plan, turning = [(2, 64, 64)], geometry("llama llama3")
-    check(opened(plan, 1, 20, dtype), 0, 0, [place(Stored(plan, 6, 90, way, dtype), 3)], [turning])
-
-
 def test_a_shift_over_a_long_way_is_exact() -> None:
     plan, turning = [(1, 16, 16)], geometry("llama default")
     check(opened(plan, 1, 12), 0, 0, [place(Stored(plan, 4, 5_000_000, None), 3)], [turning])

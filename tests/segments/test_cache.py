@@ -11,6 +11,7 @@ from transformers import DynamicCache, GPTNeoXConfig, LlamaConfig, PreTrainedTok
 from hf_kvcaches import ModelFingerprint, SegmentPolicy, SegmentReuseCache, SegmentStore
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedError
 from tests import tiny
+from tests.helpers.prompts import left_padded
 from tests.segments.reference import Source, as_planned, reused_positions, step_by_step
 
 MODELS = {
@@ -109,9 +110,7 @@ def test_rows_with_padding_are_matched_by_themselves(repair_depth):
     policy = SegmentPolicy(repair_depth=repair_depth)
     model, earlier = tiny.llama(), joined(A, B, C)
     prompts = [joined(D, B, D[:, :5]), joined(A, B, D), joined(tiny.ids(1, 40, seed=9), C, D), D, earlier]
-    length = max(prompt.shape[1] for prompt in prompts)
-    ids = torch.cat([torch.cat([torch.zeros(1, length - prompt.shape[1], dtype=torch.long), prompt], dim=1) for prompt in prompts])
-    mask = torch.stack([torch.arange(length) >= length - prompt.shape[1] for prompt in prompts]).long()
+    ids, mask = left_padded(prompts)
     cache = SegmentReuseCache(model, stored(model, earlier), mode="approximate", policy=policy)
     got = first_logits(model, ids, cache, attention_mask=mask)
     for row, prompt in enumerate(prompts):

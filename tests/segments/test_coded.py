@@ -12,6 +12,7 @@ from hf_kvcaches import KVCodec, SegmentReuseCache, SegmentStore
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedError
 from tests import tiny
 from tests.conformance.entries import calibrated
+from tests.helpers.prompts import left_padded
 from tests.segments.test_cache import MODELS, A, B, C, D, first_logits, joined
 
 TURNING = [name for name in MODELS if name not in ("gemma2", "sliding")]
@@ -69,9 +70,7 @@ def test_rows_of_a_padded_batch_are_filled():
     with SegmentStore("memory", quantization=codec_of(model)) as store:
         first_logits(model, joined(A, B, C), SegmentReuseCache(model, store, mode="auto"))
         prompts = [joined(A, B, D), joined(A, D)]
-        length = max(prompt.shape[1] for prompt in prompts)
-        ids = torch.cat([torch.nn.functional.pad(prompt, (length - prompt.shape[1], 0)) for prompt in prompts])
-        mask = torch.stack([torch.arange(length) >= length - prompt.shape[1] for prompt in prompts]).long()
+        ids, mask = left_padded(prompts)
         cache = SegmentReuseCache(model, store, mode="auto")
         together = first_logits(model, ids, cache, attention_mask=mask)
         assert cache.report().reused_tokens > 0

@@ -352,9 +352,6 @@ def test_given_spans_that_overlap_or_lie_outside_are_refused(given_spans: list[t
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"shortest": 0}, "shortest"),
-        ({"shortest": 2.0}, "shortest"),
-        ({"shortest": 20, "longest": 19}, "longest: expected a number of tokens, at least 20"),
         ({"separators": "##"}, "separators"),
         ({"separators": [""]}, "separators"),
         ({"separators": ["##"]}, "Pass the tokenizer"),

@@ -19,9 +19,11 @@ from tests.segments.store_helpers import (
     WHOLE,
     Other,
     ask,
+    ask_after_fork,
     prompt,
     real_bytes,
     right,
+    run_apart,
     said,
 )
 
@@ -59,6 +61,10 @@ def test_two_processes_that_ask_at_the_same_time_find_all_of_each_others_segment
     # And a third one, that comes when they are gone.
     store = SegmentStore(shared_location, quantization=None)
     assert [right(model, prompt(*seed), store).reused for seed in mine + theirs] == [WHOLE] * 10
+
+
+def test_a_process_forked_while_a_prompt_is_stored_finds_and_stores_prompts(tmp_path):
+    assert run_apart(ask_after_fork, f"disk:{tmp_path}") == [WHOLE, 0, WHOLE]
 
 
 # Threads

@@ -38,23 +38,10 @@ def size_of_a_prompt(model, ids=None) -> int:
 # Arguments
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ("4GiB", 4 * 2**30),
-        ("500 MB", 500 * 10**6),
-        (" 1.5kb ", 1500),
-        ("12 KiB", 12 * 1024),
-        ("77", 77),
-        ("3b", 3),
-        ("2tib", 2 * 2**40),
-        (1000, 1000),
-        (2.5e6, 2_500_000),
-        (None, None),
-    ],
-)
-def test_sizes_are_numbers_or_written_with_a_unit(given, expected):
-    assert SegmentStore(max_bytes=given).max_bytes == expected
+def test_sizes_are_numbers_or_written_with_a_unit():
+    sizes = {"4GiB": 4 * 2**30, "500 MB": 500 * 10**6, " 1.5kb ": 1500, "12 KiB": 12 * 1024, "77": 77, "3b": 3, "2tib": 2 * 2**40}
+    for given, expected in (sizes | {1000: 1000, 2.5e6: 2_500_000, None: None}).items():
+        assert SegmentStore(max_bytes=given).max_bytes == expected
 
 
 @pytest.mark.parametrize(
@@ -243,21 +230,7 @@ HEAD = {"scope": "s", "left": "l", "right": "r", "start": 0, "origin": "exact", 
 HEAD |= {"ids": "AAAAAA==", "context": "", "signature": None, "surroundings": None}
 
 
-@pytest.mark.parametrize(
-    "head",
-    [
-        {},
-        {"something": "else"},
-        HEAD,
-        HEAD | {"ids": None},
-        HEAD | {"ids": 5},
-        HEAD | {"ids": "%"},
-        HEAD | {"ids": "AAA="},
-        HEAD | {"scope": 5},
-        HEAD | {"left": None},
-        HEAD | {"origin": ["exact"]},
-    ],
-)
+@pytest.mark.parametrize("head", [{}, {"something": "else"}, HEAD, HEAD | {"ids": None}, HEAD | {"scope": 5}, HEAD | {"origin": ["exact"]}])
 def test_a_blob_that_is_no_segment_is_left_alone_and_said_once(model, tmp_path, head):
     blobs = open_blobs(f"disk:{tmp_path}")
     for key in ("ab", "ac"):
