@@ -102,7 +102,7 @@ class SavedCache:
             model: The model to go on with; another one than the cache was filled by is a `FingerprintMismatch`.
             codec: The one that it was saved with, if it was with one.
         """
-        return cls._read(read_file(path), model, codec, str(path))
+        return cls._from_content(read_file(path), model, codec, str(path))
 
     @classmethod
     def from_bytes(cls, data: Source, model: Any, codec: CacheCodec | None = None) -> Self:
@@ -113,7 +113,7 @@ class SavedCache:
                 connected socket's `recv`.
             model: As for `load`, and `codec`.
         """
-        return cls._read(read_message(data), model, codec, "this message")
+        return cls._from_content(read_message(data), model, codec, "this message")
 
     def content(self: Any, codec: CacheCodec | None, attention_mask: Tensor | None) -> Content:
         """What is saved or sent; the arguments are those of `save`."""
@@ -142,7 +142,7 @@ class SavedCache:
         return Content(header, tensors)
 
     @classmethod
-    def _read(cls, content: Content, model: Any, codec: CacheCodec | None, where: str) -> Any:
+    def _from_content(cls, content: Content, model: Any, codec: CacheCodec | None, where: str) -> Any:
         """Build a cache again; errors name `where` its content is from."""
         header = content.header
         require_header(header, _TYPE, _VERSION, _FIELDS, where)
