@@ -263,10 +263,14 @@ def cache_kwargs(model: object, cache: Any) -> dict[str, Any]:
     return {name: cache, "use_cache": cache is not None}
 
 
-@cache
 def parameter_names(kind: type[nn.Module]) -> tuple[str, ...]:
     """The names of the arguments of a module's forward."""
-    return tuple(inspect.signature(kind.forward).parameters)[1:]
+    return _names_of(kind.forward)
+
+
+@cache
+def _names_of(forward: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(forward).parameters)[1:]
 
 
 def attention_function(name: str, module: nn.Module) -> Callable[..., Any]:
