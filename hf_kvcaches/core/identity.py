@@ -38,14 +38,14 @@ class Identity:
 
     def __init__(self, reason: str = "", known: ModelFingerprint | None = None, state: _State | None = None) -> None:
         self.reason = reason  # what takes part in the pass and is in no fingerprint, as a sentence; "" where there is nothing
-        self._known, self._state = known, state
+        self._known, self.state = known, state
 
     @property
     def fingerprint(self) -> ModelFingerprint:
         """The fingerprint; `FingerprintMismatch` where it was not read in time, or where there is a reason."""
         with _lock:
-            if self._known is None and self._state is not None and self._state.holds(LOOKS):
-                self._known = ModelFingerprint.of(cast("PreTrainedModel", self._state.model()))
+            if self._known is None and self.state is not None and self.state.holds(LOOKS):
+                self._known = ModelFingerprint.of(cast("PreTrainedModel", self.state.model()))
         if self._known is None:
             raise FingerprintMismatch(self.reason or "The model has changed since, and its weights, settings and adapters were not read.")
         return self._known
@@ -68,9 +68,9 @@ class Identity:
 
     def is_current(self) -> bool:
         """Whether the model, if it is still there, computes the same; for a thread that stores what a pass computed."""
-        model = None if self._state is None else self._state.model()
+        model = None if self.state is None else self.state.model()
         # While its passes run, a tensor-parallel model has other weights in the place of its own.
-        return model is not None and (is_tensor_parallel(model) or self.matches(_state_of(model)[1]))
+        return model is not None and (is_tensor_parallel(model) or self.matches(_without_hooks(model)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Identity:
         return self
@@ -137,8 +137,8 @@ def identity_of(model: PreTrainedModel, looks: int = 1, *, evaluates: bool = Fal
         looks: How many 64ths of the tensors to search for silent writes; `LOOKS` compares all.
         evaluates: Whether it is run in evaluation mode, whatever mode it is in.
     """
-    state, identity = _state_of(model, looks)
-    reason = _unseen(model, [reference() for reference in state.modules], evaluates)
+    identity: Any = _without_hooks(model, looks)
+    reason = _unseen(model, [reference() for reference in identity.state.modules], evaluates)
     return Identity(reason) if reason else identity
 
 
@@ -152,21 +152,19 @@ def require_identity(model: PreTrainedModel, what: str) -> Identity:
 
 def fingerprint_of(model: nn.Module) -> ModelFingerprint:
     """Return the fingerprint of a model as it is now, hooks left out: `ModelFingerprint.of`, remembered as long as it holds."""
-    return _state_of(compat.base_model(model))[1].fingerprint
+    return _without_hooks(compat.base_model(model)).fingerprint
 
 
-_states: weakref.WeakKeyDictionary[PreTrainedModel, list[tuple[_State, Identity]]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[PreTrainedModel, list[Any]] = weakref.WeakKeyDictionary()  # identities, each with a state
 _lock = threading.RLock()
 
 
-def _state_of(model: PreTrainedModel, looks: int = 1) -> tuple[_State, Identity]:
-    """The state that a model is in, and its identity, hooks left out."""
+def _without_hooks(model: PreTrainedModel, looks: int = 1) -> Identity:
+    """The identity of a model in the state that it is in, hooks left out."""
     with _lock:
-        states = _states.get(model, [])
-        current = next((entry for entry in states if entry[0].holds(looks)), None)
-        if current is None:
-            current = (state := _State(model)), Identity(why_unreadable(model), state=state)
-        _states[model] = [current, *(entry for entry in states if entry is not current and not entry[0].lost)][:_STATES]
+        known = _known.get(model, [])
+        current = next((each for each in known if each.state.holds(looks)), None) or Identity(why_unreadable(model), state=_State(model))
+        _known[model] = [current, *(each for each in known if each is not current and not each.state.lost)][:_STATES]
         return current
 
 

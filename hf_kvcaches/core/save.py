@@ -104,7 +104,7 @@ class SavedCache:
             model: The model to go on with; another one than the cache was filled by is a `FingerprintMismatch`.
             codec: The one that it was saved with, if it was with one.
         """
-        return cls._read(read_file(path), model, codec, str(path))
+        return cls._from_content(read_file(path), model, codec, str(path))
 
     def save_pretrained(self, folder: str | Path, codec: CacheCodec | None = None, attention_mask: Tensor | None = None) -> None:
         """Write the cache into a folder, made if need be, as `save` does into a file. Other files in it stay."""
@@ -130,7 +130,7 @@ class SavedCache:
                 connected socket's `recv`.
             model: As for `load`, and `codec`.
         """
-        return cls._read(read_message(data), model, codec, "this message")
+        return cls._from_content(read_message(data), model, codec, "this message")
 
     def content(self: Any, codec: CacheCodec | None, attention_mask: Tensor | None) -> Content:
         """What is saved or sent; the arguments are those of `save`."""
@@ -159,7 +159,7 @@ class SavedCache:
         return Content(header, tensors)
 
     @classmethod
-    def _read(cls, content: Content, model: Any, codec: CacheCodec | None, where: str) -> Any:
+    def _from_content(cls, content: Content, model: Any, codec: CacheCodec | None, where: str) -> Any:
         """Build a cache again; errors name `where` its content is from."""
         header = content.header
         require_header(header, _TYPE, _VERSION, _FIELDS, where)
