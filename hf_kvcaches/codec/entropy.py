@@ -132,16 +132,11 @@ def levels_of(symbols: torch.Tensor) -> torch.Tensor:
     return (symbols.int() - 1).clamp_(0, TOKEN_LEVELS - 1)
 
 
-class LaneCodes(NamedTuple):
-    """Codes of some tiles: the states of their lanes, (tiles, 32), all words, and how many of these each tile has."""
+def encode(intervals: torch.Tensor, tiles: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Code symbols by their intervals, (symbols, 2, tiles, lanes), int32.
 
-    states: torch.Tensor
-    words: torch.Tensor
-    counts: torch.Tensor
-
-
-def encode(intervals: torch.Tensor, tiles: Sequence[int]) -> list[LaneCodes]:
-    """Code symbols by their intervals, (symbols, 2, tiles, lanes), int32; return the codes of the first tiles, of the next and so on."""
+    Return for the first tiles, the next and so on the states of the lanes, (tiles, 32), all words, and how many of these each tile has.
+    """
     steps = intervals.flatten(0, 1)
     state = torch.full_like(steps[0], LOWEST)
     taken, words = torch.empty_like(steps, dtype=torch.bool), torch.empty_like(steps, dtype=torch.int16)
@@ -157,7 +152,7 @@ def encode(intervals: torch.Tensor, tiles: Sequence[int]) -> list[LaneCodes]:
         mask, own = (part.transpose(0, 1).contiguous() for part in parts)
         # On a CPU, NumPy needs half of the time of PyTorch, which first makes the mask int64.
         selected = torch.from_numpy(own.numpy()[mask.numpy()]) if own.device.type == "cpu" else own.masked_select(mask)
-        coded.append(LaneCodes(states, selected, mask.sum((1, 2), dtype=torch.int32)))
+        coded.append((states, selected, mask.sum((1, 2), dtype=torch.int32)))
     return coded
 
 

@@ -56,10 +56,9 @@ def intervals(symbols: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 def coded(symbols: torch.Tensor, rows: torch.Tensor) -> CodedTiles:
-    [codes] = encode(intervals(symbols, rows), [symbols.shape[2]])
-    tiles, nothing = len(codes.states), torch.empty(0, dtype=torch.int16)
-    counts = torch.stack([codes.counts, torch.zeros_like(codes.counts)], 1)
-    return CodedTiles(torch.full((tiles, 2), LANES, dtype=torch.int32), codes.states, codes.words, nothing, counts)
+    [(states, words, counts)] = encode(intervals(symbols, rows), [symbols.shape[2]])
+    lanes, nothing = torch.full((len(states), 2), LANES, dtype=torch.int32), torch.empty(0, dtype=torch.int16)
+    return CodedTiles(lanes, states, words, nothing, torch.stack([counts, torch.zeros_like(counts)], 1))
 
 
 def decoded(tiles: CodedTiles, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -58,13 +58,9 @@ class Head(Protocol):
     """What the codes are, in small letters: in the head, and in errors."""
 
     @property
-    def names(self) -> Sequence[str]:
-        """Of the parts, for errors."""
-        ...
+    def names(self) -> Sequence[str]: ...  # of the parts, for errors
 
-    def content(self) -> dict[str, Any]:
-        """What is sent of it, for JSON."""
-        ...
+    def content(self) -> dict[str, Any]: ...  # what is sent of it, for JSON
 
     @classmethod
     def of_content(cls, content: dict[str, Any]) -> Self:
@@ -266,12 +262,7 @@ def codes_to_bytes(codec: str, codes: Codes) -> bytes:
 
 
 def codes_from_bytes(source: Source, codec: str, coded: Sequence[bool]) -> list[list[Tensor] | None]:
-    """The codes of a message.
-
-    Args:
-        codec: The digest of the codec that reads.
-        coded: Which layers it codes.
-    """
+    """The codes of a message, of the codec with a digest, which codes some of the layers."""
     message = MessageReader(source, CodecHead)
     if message.head.codec != codec:
         raise ArtifactError(f"These are codes of the codec {message.head.codec}, not of {codec}. Read them with that one.")
