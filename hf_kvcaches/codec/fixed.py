@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hf_kvcaches.codec.basis import Basis, Shape, States, in_shapes, made_once
+from hf_kvcaches.codec.basis import Basis, Shape, States, in_shapes
 from hf_kvcaches.codec.statistics import LayerStatistics
 from hf_kvcaches.core.files import part_of
 from hf_kvcaches.core.parallel import HeadShard
@@ -145,7 +145,16 @@ class FixedForm:
 
     def coder(self, layer_idx: int, dtype: torch.dtype, device: torch.device) -> LayerCoder:
         """The coder of keys and values of a dtype in one layer, made once for each device and shared by all caches."""
-        return made_once(self, (layer_idx, dtype, device), lambda: LayerCoder(self.layers[layer_idx], dtype, device))
+        coders: dict[Any, LayerCoder] = self.__dict__.setdefault("_coders", {})  # a step should not look further for it
+        key = (layer_idx, dtype, device)
+        if key not in coders:
+            # A later pass may need gradients, which tensors of the caller's inference mode refuse.
+            with torch.inference_mode(False), torch.no_grad():
+                coders[key] = LayerCoder(self.layers[layer_idx], dtype, device)
+        return coders[key]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"layers": self.layers}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FixedForm:
         return self  # never changed, and layers of copied caches hold it

@@ -202,7 +202,7 @@ class _MeterView(LayerView):
         if not torch.is_grad_enabled():
             return previous_attention(module, query, self.keys, self.values, mask, **kwargs)
         if not recent:
-            return previous_attention(module, query, *self.key_copies, *self.value_copies, mask, **kwargs)
+            return previous_attention(module, query, self.key_copies[0], self.value_copies[0], mask, **kwargs)
         call = Call(module, mask, kwargs)
         call.check("KVCodec.calibrate(recent=...)", sinks=True)
         # Of a short sequence the second half has queries that are far from something. Weights are computed again on the way back.
