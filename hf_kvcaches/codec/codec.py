@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 
-from hf_kvcaches.codec.basis import States, made_once
+from hf_kvcaches.codec.basis import Maker, States
 from hf_kvcaches.codec.calibrate import measure
 from hf_kvcaches.codec.fixed import FixedForm, FixedLayer
 from hf_kvcaches.codec.joint import JointBasis, PackedForm
@@ -38,7 +38,7 @@ _LARGEST_BASIS = 512
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class KVCodec(Artifact):
+class KVCodec(Artifact, Maker):
     """Codes of a model's keys and values: bases in which errors cost alike, and bits where they count.
 
     One codec serves memory (`SubspaceCache`, slots of `EquipCache`), stores and the wire, from one calibration:
@@ -141,12 +141,11 @@ class KVCodec(Artifact):
         """The codec of the heads that a process has under tensor parallelism; this one where it has all."""
         if shard is None:
             return self
-
-        def make() -> KVCodec:
+        if (key := (shard.rank, shard.size)) not in self._made:
             forms = self.in_place.of_heads(shard), self.slots.of_heads(shard), self.packed.of_heads(shard)
-            return KVCodec(*forms, self.settings, self.layer_count, self.fingerprint)
-
-        return made_once(self, (shard.rank, shard.size), make)
+            self._made[key] = KVCodec(*forms, self.settings, self.layer_count, self.fingerprint)
+        codec: KVCodec = self._made[key]
+        return codec
 
     @property
     def unrotated(self) -> bool:
