@@ -24,8 +24,6 @@ LARGEST = {1: 127, 2: 31, 4: 3}
 SIZES = tuple(LARGEST)
 ESCAPE = 0
 """The symbol of groups that have none of their own; their integers are stored beside the words."""
-NOTHING = 0
-"""The table of lanes that code nothing: one symbol has all of the probability."""
 TOKEN_LEVELS = 16
 """A token's level says how much larger its coefficients are than in the mean, from 1/4 to almost 4 times."""
 PRECISION = 12
@@ -195,7 +193,7 @@ def decode(coded: CodedTiles, rows: torch.Tensor, follows: torch.Tensor, tables:
         for half in range(2):
             slot = (levels[half] * follow).add_(row)
             if not whole:
-                slot *= present[half]
+                slot *= present[half]  # in table 0 one symbol has all of the probability, and codes nothing
             entry = tables.slots.index_select(0, slot.add_(state & _SLOT_MASK).flatten()).view_as(state)
             symbols[number, half] = entry
             if not number:
