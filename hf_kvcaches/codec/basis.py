@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self, TypeVar
-from weakref import WeakKeyDictionary
+from functools import cached_property
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -134,16 +134,12 @@ def in_shapes(tensors: Mapping[str, torch.Tensor], **shapes: tuple[int, ...]) ->
     return found
 
 
-Made = TypeVar("Made")
-_MADE: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
+class Maker:
+    """Keeps what was made of it once, such as coders for a device, which is not pickled with it."""
 
+    @cached_property
+    def _made(self) -> dict[Any, Any]:
+        return {}
 
-def made_once(owner: object, key: Any, make: Callable[[], Made]) -> Made:
-    """What `make` returned when it was first asked for an owner and a key; it is neither copied nor pickled with the owner."""
-    made = _MADE.setdefault(owner, {})
-    if key not in made:
-        # A later pass may need gradients, which tensors of the caller's inference mode refuse.
-        with torch.inference_mode(False), torch.no_grad():
-            made[key] = make()
-    found: Made = made[key]
-    return found
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_made"}

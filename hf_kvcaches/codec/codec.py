@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 
-from hf_kvcaches.codec.basis import States, made_once
+from hf_kvcaches.codec.basis import Maker, States
 from hf_kvcaches.codec.calibrate import measure
 from hf_kvcaches.codec.fixed import FixedForm, FixedLayer
 from hf_kvcaches.codec.joint import JointBasis, PackedForm
@@ -38,7 +38,7 @@ _LARGEST_BASIS = 512
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class KVCodec(Artifact):
+class KVCodec(Artifact, Maker):
     """Codes of a model's keys and values: bases in which errors cost alike, and bits where they count.
 
     One codec serves memory (`SubspaceCache`, slots of `EquipCache`), stores and the wire, from one calibration:
@@ -101,11 +101,9 @@ class KVCodec(Artifact):
             tokenizer: Its tokenizer; None if all texts are token ids.
             texts: Strings, or lists of token ids. A tokenizer's special tokens are added as usual.
             bytes_ratio: As for `at`.
-            rotation: "aware": keys before the rotation, which is done anew on reading. "post": keys as they are cached. The same in
-                models without rotary positions.
+            rotation: "aware": keys before the rotation, which is done anew on reading. "post": keys as they are cached.
             metric: "loss": errors count by what they do to the model's predictions, which takes a backward pass, through frozen and
-                quantised models too; where there is none it is "plain", with a warning. "plain": by the error of keys and values
-                themselves.
+                quantised models too; where there is none it is "plain", with a warning. "plain": by themselves.
             recent: With "loss", how many of the newest tokens are exact where codes are used: what tokens further away see of a key or
                 value counts most (in a short sequence, further than half of it). 0 where none are exact.
             block: Texts are read in sequences of so many tokens, or what the model can read if that is less.
@@ -143,9 +141,11 @@ class KVCodec(Artifact):
         """The codec of the heads that a process has under tensor parallelism; this one where it has all."""
         if shard is None:
             return self
-        forms = self.in_place, self.slots, self.packed
-        made = self.settings, self.layer_count, self.fingerprint
-        return made_once(self, (shard.rank, shard.size), lambda: KVCodec(*(form.of_heads(shard) for form in forms), *made))
+        if (key := (shard.rank, shard.size)) not in self._made:
+            forms = self.in_place.of_heads(shard), self.slots.of_heads(shard), self.packed.of_heads(shard)
+            self._made[key] = KVCodec(*forms, self.settings, self.layer_count, self.fingerprint)
+        codec: KVCodec = self._made[key]
+        return codec
 
     @property
     def unrotated(self) -> bool:
@@ -180,13 +180,16 @@ class KVCodec(Artifact):
             values: Like `keys`.
             left_out: First tokens that are kept elsewhere, and are coded as the mean.
         """
-        for layer, own in keys.items():
+        return self._pack({layer: (own, values[layer]) for layer, own in keys.items()}, left_out)
+
+    def _pack(self, states: Mapping[int, States], left_out: int = 0) -> dict[int, Tensor]:
+        for layer, (keys, values) in states.items():
             if layer not in self.packed.bases:
                 raise ConfigError.of("keys", f"layers of {sorted(self.packed.bases)}", f"layer {layer}")
-            shape, got = self.packed.bases[layer].basis.shape, [tuple(own.shape), tuple(values[layer].shape)]
-            if got != [(shape.heads, own.shape[1], dim) for dim in (shape.key_dim, shape.value_dim)]:
+            shape, got = self.packed.bases[layer].basis.shape, [tuple(keys.shape), tuple(values.shape)]
+            if got != [(shape.heads, keys.shape[1], dim) for dim in (shape.key_dim, shape.value_dim)]:
                 raise ConfigError.of(f"layer {layer}", f"keys and values of {shape}, of the same tokens", got)
-        return self.packed.pack({layer: (own, values[layer]) for layer, own in keys.items()}, left_out)
+        return self.packed.pack(states, left_out)
 
     def unpack(self, spans: Sequence[tuple[int, Tensor, int, int | None]], dtype: torch.dtype = torch.float32) -> list[States]:
         """Keys and values, (kv_heads, tokens, head_dim) each, of what `pack` returned; anything else is an `ArtifactError`.
@@ -225,7 +228,7 @@ class KVCodec(Artifact):
             states[layer] = one, other
         if len(batches := {len(side) for pair in states.values() for side in pair}) > 1:
             raise ConfigError.of("keys, values", "as many rows in all layers", sorted(batches))
-        rows = [self.pack(*({layer: own[side][row] for layer, own in states.items()} for side in (0, 1))) for row in range(*batches)]
+        rows = [self._pack({layer: (one[row], other[row]) for layer, (one, other) in states.items()}) for row in range(*batches)]
         return [[records[index] for records in rows] if coded else None for index, coded in enumerate(self._coded)]
 
     def decode(self, codes: Sequence[Sequence[Tensor] | None], dtype: torch.dtype = torch.float32) -> list[tuple[Tensor, Tensor] | None]:
@@ -259,9 +262,9 @@ class KVCodec(Artifact):
         """What a saved cache has of layers, see `CacheCodec`: a record for each row, and the first tokens of all."""
         stored: dict[int, dict[str, Tensor]] = {layer: {} for layer in layers}
         for row, start in enumerate(padding):
-            keys = {layer: self.unrotated_keys(config, layer, own[row : row + 1, :, start:])[0] for layer, (own, _) in layers.items()}
-            values = {layer: own[row, :, start:] for layer, (_, own) in layers.items()}
-            for layer, record in self.pack(keys, values, EXACT).items():
+            own = {layer: (keys[row : row + 1, :, start:], values[row, :, start:]) for layer, (keys, values) in layers.items()}
+            plain = {layer: (self.unrotated_keys(config, layer, keys)[0], values) for layer, (keys, values) in own.items()}
+            for layer, record in self._pack(plain, EXACT).items():
                 stored[layer][f"codes.{row}"] = record
         for layer, states in layers.items():
             for name, exact in zip(("first_keys", "first_values"), states, strict=True):
@@ -288,22 +291,13 @@ class KVCodec(Artifact):
         return found
 
     def require_all_layers(self, model: nn.Module, where: str) -> None:
-        """Refuses a codec of another model, or one that leaves layers out.
-
-        Args:
-            where: What needs all layers, for the error.
-        """
+        """Refuse a codec of another model, or one that leaves out layers, all of which are needed `where` the error says."""
         self.require_model(model)
         if missing := [index for index in range(self.layer_count) if not self.has_codes(index)]:
             raise UnsupportedError(f"{where}: the codec has no codes for the layers {missing}, which attend to a window. Use 'int8'.")
 
     def require_model(self, model: nn.Module, tokenizer: Any = None) -> None:
-        """Raises `FingerprintMismatch` if the codec was made for another model.
-
-        Args:
-            model: The model to use it with.
-            tokenizer: Its tokenizer, compared as well where the codec was made with one.
-        """
+        """Raise `FingerprintMismatch` if the codec was made for another model, or with another tokenizer than one that is passed."""
         if self.fingerprint is not None:
             self.fingerprint.require_model(fingerprint_of(model), "KVCodec", tokenizer)
 

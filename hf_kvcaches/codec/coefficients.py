@@ -8,24 +8,8 @@ from itertools import accumulate, groupby
 import torch
 from torch.nn.functional import pad
 
-from hf_kvcaches.codec.entropy import (
-    ESCAPE,
-    LANES,
-    LARGEST,
-    PRECISION,
-    SIZES,
-    SLOTS,
-    SYMBOLS,
-    TILE,
-    TOKEN_LEVELS,
-    CodedTiles,
-    Tables,
-    decode,
-    encode,
-    is_escape,
-    levels_of,
-    side_of,
-)
+from hf_kvcaches.codec import entropy
+from hf_kvcaches.codec.entropy import LANES, LARGEST, SIZES, TILE, CodedTiles, Tables, side_of
 from hf_kvcaches.codec.packing import DAMAGED, Span, SpanTiles, read, record, tiles_for, tiles_of
 from hf_kvcaches.codec.plan import TABLES, Plan, rounded, token_levels, token_weights
 from hf_kvcaches.errors import ArtifactError, ConfigError
@@ -55,7 +39,7 @@ class CoefficientPacker:
         table, follows, plain, count, first, stride = self.symbols.T
         self._centers = tables.boxes[1].index_select(0, table)[:, None]
         # Where the values of a symbol's table begin, and those of the next table, for all but the first symbol.
-        self._values = ((table + plain * TABLES) * SYMBOLS)[1:, None], (follows * SYMBOLS)[1:, None]
+        self._values = ((table + plain * TABLES) * entropy.SYMBOLS)[1:, None], (follows * entropy.SYMBOLS)[1:, None]
         digit = torch.arange(4, device=device)
         self._digits_of = torch.where(digit < count[:, None], first[:, None] + stride[:, None] * digit, -1)[1 + plan.split :]
 
@@ -81,7 +65,7 @@ class CoefficientPacker:
                 box = (box * side_of(size)).add_(other)
             index.append((levels * side_of(size) ** size + center).add_(box))
         intervals = boxes.index_select(0, torch.cat(index).flatten()).view(-1, len(levels))
-        tile, digit, token = self._escaped(is_escape(intervals[1 + plan.split :]))
+        tile, digit, token = self._escaped(entropy.is_escape(intervals[1 + plan.split :]))
         return intervals, integers[digit - plan.split, token], torch.bincount(tile, minlength=len(levels) // TILE)
 
     def digits(self, symbols: torch.Tensor, escaped: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -93,14 +77,14 @@ class CoefficientPacker:
             counts: How many of these each tile has, on the CPU.
         """
         plan, (tables, follows) = self.plan, self._values
-        index = torch.addcmul(tables, follows, levels_of(symbols[0])).add_(symbols[1:])
+        index = torch.addcmul(tables, follows, entropy.levels_of(symbols[0])).add_(symbols[1:])
         digits = torch.empty(plan.digits, index.shape[1], device=index.device)
         start, (ones, *others) = 0, plan.counts
         for size, own in zip(SIZES, index.split([plan.split + ones, *others]), strict=True):
             for values in self.tables.values[:size]:
                 torch.index_select(values, 0, own.flatten(), out=digits[start : start + len(own)].view(-1))
                 start += len(own)
-        tile, digit, token = self._escaped(symbols[1 + plan.split :] == ESCAPE)
+        tile, digit, token = self._escaped(symbols[1 + plan.split :] == entropy.ESCAPE)
         if not torch.equal(torch.bincount(tile, minlength=len(counts)).cpu(), counts.long()):
             raise ArtifactError(DAMAGED)
         digits[digit, token] = escaped.float()
@@ -133,7 +117,7 @@ def _pack(packers: Sequence[CoefficientPacker], tokens: Mapping[int, int], coeff
     tiles, device = [tiles_for(count) for count in tokens.values()], packers[0].symbols.device
     # Lanes without tokens code nothing, and neither do layers that have fewer symbols than others.
     most = max(len(packer.symbols) for packer in packers)
-    intervals = torch.full((most, 2, sum(tiles), LANES), SLOTS, dtype=torch.int32, device=device)
+    intervals = torch.full((most, 2, sum(tiles), LANES), entropy.SLOTS, dtype=torch.int32, device=device)
     sums, escaped, counts = torch.zeros(len(packers), device=device), list[torch.Tensor](), list[torch.Tensor]()
     for place, (layer, packer, own) in enumerate(zip(tokens, packers, intervals.split(tiles, 2), strict=True)):
         integers, found_counts = [own.new_empty(0, dtype=torch.int16)], [own.new_empty(0)]
@@ -146,7 +130,7 @@ def _pack(packers: Sequence[CoefficientPacker], tokens: Mapping[int, int], coeff
             own[: len(found), :, start // TILE : start // TILE + found.shape[2]] = found
             last = count % TILE
             if last:
-                own[:, 0, -1, (last + 1) // 2 :] = own[:, 1, -1, last // 2 :] = SLOTS
+                own[:, 0, -1, (last + 1) // 2 :] = own[:, 1, -1, last // 2 :] = entropy.SLOTS
             integers.append(escapes)
             found_counts.append(of_tiles)
         escaped.append(torch.cat(integers))
@@ -154,10 +138,10 @@ def _pack(packers: Sequence[CoefficientPacker], tokens: Mapping[int, int], coeff
     for layer, finite in zip(tokens, sums.isfinite().tolist(), strict=True):
         if not finite:
             raise ConfigError.of(f"layers[{layer}]", "finite numbers", "infinities or NaN")
-    parts = zip(tokens.items(), encode(intervals, tiles), escaped, counts, strict=True)
+    parts = zip(tokens.items(), entropy.encode(intervals, tiles), escaped, counts, strict=True)
     return {
-        layer: record(count, coded.states, coded.words, own, torch.stack([coded.counts, of_tiles.int()], 1))
-        for (layer, count), coded, own, of_tiles in parts
+        layer: record(count, states, words, own, torch.stack([of_words, of_tiles.int()], 1))
+        for (layer, count), (states, words, of_words), own, of_tiles in parts
     }
 
 
@@ -193,7 +177,7 @@ def _digits(
     # Layers that have fewer symbols than others code nothing in the last ones.
     layers = [pad(packer.symbols[:, :2], (0, 0, 0, most - len(packer.symbols))) for packer in packers]
     tables = torch.stack(layers, 2).repeat_interleave(torch.tensor(tiles, device=device), 2)
-    symbols, valid = decode(coded, tables[:, 0], tables[:, 1], packers[0].tables)
+    symbols, valid = entropy.decode(coded, tables[:, 0], tables[:, 1], packers[0].tables)
     escaped = coded.escaped.split([int(part.counts[:, 1].sum()) for part in parts])
     by_part = zip(packers, parts, symbols.split(tiles, 2), escaped, strict=True)
     digits = (
@@ -215,7 +199,7 @@ def _digits_by_triton(
         first, size = first + len(packer.symbols), size + digits * tokens
     at = torch.tensor(places, dtype=torch.int64).view(-1, 4).to(coded.states.device)
     symbols = torch.cat([packer.symbols for packer in packers])
-    flat, valid = decode_tiles(coded, at, symbols, tables.slots, tables.values, size, PRECISION, TOKEN_LEVELS)
+    flat, valid = decode_tiles(coded, at, symbols, tables.slots, tables.values, size, entropy.PRECISION, entropy.TOKEN_LEVELS)
     parts_of = flat.split([digits * tokens for digits, tokens in shapes])
     return (own.view(shape) for own, shape in zip(parts_of, shapes, strict=True)), valid
 

@@ -24,8 +24,6 @@ LARGEST = {1: 127, 2: 31, 4: 3}
 SIZES = tuple(LARGEST)
 ESCAPE = 0
 """The symbol of groups that have none of their own; their integers are stored beside the words."""
-NOTHING = 0
-"""The table of lanes that code nothing: one symbol has all of the probability."""
 TOKEN_LEVELS = 16
 """A token's level says how much larger its coefficients are than in the mean, from 1/4 to almost 4 times."""
 PRECISION = 12
@@ -132,16 +130,11 @@ def levels_of(symbols: torch.Tensor) -> torch.Tensor:
     return (symbols.int() - 1).clamp_(0, TOKEN_LEVELS - 1)
 
 
-class LaneCodes(NamedTuple):
-    """Codes of some tiles: the states of their lanes, (tiles, 32), all words, and how many of these each tile has."""
+def encode(intervals: torch.Tensor, tiles: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Code symbols by their intervals, (symbols, 2, tiles, lanes), int32.
 
-    states: torch.Tensor
-    words: torch.Tensor
-    counts: torch.Tensor
-
-
-def encode(intervals: torch.Tensor, tiles: Sequence[int]) -> list[LaneCodes]:
-    """Code symbols by their intervals, (symbols, 2, tiles, lanes), int32; return the codes of the first tiles, of the next and so on."""
+    Return for the first tiles, the next and so on the states of the lanes, (tiles, 32), all words, and how many of these each tile has.
+    """
     steps = intervals.flatten(0, 1)
     state = torch.full_like(steps[0], LOWEST)
     taken, words = torch.empty_like(steps, dtype=torch.bool), torch.empty_like(steps, dtype=torch.int16)
@@ -157,7 +150,7 @@ def encode(intervals: torch.Tensor, tiles: Sequence[int]) -> list[LaneCodes]:
         mask, own = (part.transpose(0, 1).contiguous() for part in parts)
         # On a CPU, NumPy needs half of the time of PyTorch, which first makes the mask int64.
         selected = torch.from_numpy(own.numpy()[mask.numpy()]) if own.device.type == "cpu" else own.masked_select(mask)
-        coded.append(LaneCodes(states, selected, mask.sum((1, 2), dtype=torch.int32)))
+        coded.append((states, selected, mask.sum((1, 2), dtype=torch.int32)))
     return coded
 
 
@@ -200,7 +193,7 @@ def decode(coded: CodedTiles, rows: torch.Tensor, follows: torch.Tensor, tables:
         for half in range(2):
             slot = (levels[half] * follow).add_(row)
             if not whole:
-                slot *= present[half]
+                slot *= present[half]  # in table 0 one symbol has all of the probability, and codes nothing
             entry = tables.slots.index_select(0, slot.add_(state & _SLOT_MASK).flatten()).view_as(state)
             symbols[number, half] = entry
             if not number:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hf_kvcaches.codec.basis import Basis, Shape, States, in_shapes, made_once
+from hf_kvcaches.codec.basis import Basis, Maker, Shape, States, in_shapes
 from hf_kvcaches.codec.statistics import LayerStatistics
 from hf_kvcaches.core.files import part_of
 from hf_kvcaches.core.parallel import HeadShard
@@ -110,7 +110,7 @@ class FixedLayer:
 
 
 @dataclass(frozen=True, eq=False)
-class FixedForm:
+class FixedForm(Maker):
     """How codes of all layers are made and read, by the index of the layers that are coded."""
 
     layers: Mapping[int, FixedLayer]
@@ -145,7 +145,13 @@ class FixedForm:
 
     def coder(self, layer_idx: int, dtype: torch.dtype, device: torch.device) -> LayerCoder:
         """The coder of keys and values of a dtype in one layer, made once for each device and shared by all caches."""
-        return made_once(self, (layer_idx, dtype, device), lambda: LayerCoder(self.layers[layer_idx], dtype, device))
+        key = layer_idx, dtype, device
+        if key not in self._made:
+            # A later pass may need gradients, which tensors of the caller's inference mode refuse.
+            with torch.inference_mode(False), torch.no_grad():
+                self._made[key] = LayerCoder(self.layers[layer_idx], dtype, device)
+        coder: LayerCoder = self._made[key]
+        return coder
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FixedForm:
         return self  # never changed, and layers of copied caches hold it

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hf_kvcaches.codec.basis import Basis, States, in_shapes, made_once
+from hf_kvcaches.codec.basis import Basis, Maker, States, in_shapes
 from hf_kvcaches.codec.coefficients import CoefficientPacker, pack, unpack
 from hf_kvcaches.codec.entropy import Tables
 from hf_kvcaches.codec.packing import Span
@@ -105,7 +105,7 @@ class LayerPacker(CoefficientPacker):
 
 
 @dataclass(frozen=True, eq=False)
-class PackedForm:
+class PackedForm(Maker):
     """How all layers are packed: their bases, and a quantizer whose plans are in the order of these."""
 
     bases: Mapping[int, JointBasis]
@@ -167,12 +167,13 @@ class PackedForm:
         return found
 
     def _packers(self, device: torch.device) -> dict[int, LayerPacker]:
-        def make() -> dict[int, LayerPacker]:
-            own = self.quantizer
-            layers, tables = zip(self.bases.items(), own.plans, strict=True), own.tables.to(device)
-            return {layer: LayerPacker(joint, plan, own.step, tables) for (layer, joint), plan in layers}
-
-        return made_once(self, device, make)
+        if device not in self._made:
+            with torch.inference_mode(False), torch.no_grad():
+                own = self.quantizer
+                layers, tables = zip(self.bases.items(), own.plans, strict=True), own.tables.to(device)
+                self._made[device] = {layer: LayerPacker(joint, plan, own.step, tables) for (layer, joint), plan in layers}
+        packers: dict[int, LayerPacker] = self._made[device]
+        return packers
 
     def tensors(self) -> dict[str, torch.Tensor]:
         found = {f"tables.{name}": tensor for name, tensor in self.quantizer.tables.tensors().items()}

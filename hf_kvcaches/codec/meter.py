@@ -57,8 +57,7 @@ class LayerSums:
     """Sums over the tokens of one layer, but for the first of each sequence; and some of the tokens as they are.
 
     Attributes:
-        states: Of a group's keys and values, (groups, size, size).
-        total: Theirs, (groups, size), float64.
+        states: Of a group's keys and values, (groups, size, size); `total` is their sum, (groups, size), float64.
         keys: Of the loss's gradients at keys, (heads, key_dim, key_dim); and `values`.
         sample: (tokens, groups, size), those with the smallest of the random numbers in `draws`, (tokens,), in their order.
     """
@@ -125,17 +124,16 @@ class MeterCache(KVCache):
             raise UnsupportedError(f"calibrate: {type(model).__name__} has no layers with full attention, and only those are coded.")
 
     def make_layer(self, layer_idx: int) -> KVLayer:
-        aware = self.reading.rotation == "aware"
-        self.geometries[layer_idx] = (
-            undoable_rotation(self.config, layer_idx, "rotation='aware'", "rotation='post' works.") if aware else None
-        )
+        self.geometries[layer_idx] = None
+        if self.reading.rotation == "aware":
+            self.geometries[layer_idx] = undoable_rotation(self.config, layer_idx, "rotation='aware'", "rotation='post' works.")
         return _MeterLayer(self, layer_idx)
 
     @torch.no_grad()
     def observe(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Measure a batch of whole sequences; keys as the model rotated them, from position 0 on."""
+        heads, shards = keys.shape[1], self.reading.shards
         if layer_idx not in self.sums:
-            heads, shards = keys.shape[1], self.reading.shards
             if heads % shards:
                 raise ConfigError.of("shards", f"a number of processes that {heads} heads can be shared among", shards)
             shape = Shape(heads, keys.shape[3], values.shape[3], heads // shards).in_groups(_LARGEST)
@@ -204,7 +202,7 @@ class _MeterView(LayerView):
         if not torch.is_grad_enabled():
             return previous_attention(module, query, self.keys, self.values, mask, **kwargs)
         if not recent:
-            return previous_attention(module, query, *self.key_copies, *self.value_copies, mask, **kwargs)
+            return previous_attention(module, query, self.key_copies[0], self.value_copies[0], mask, **kwargs)
         call = Call(module, mask, kwargs)
         call.check("KVCodec.calibrate(recent=...)", sinks=True)
         # Of a short sequence the second half has queries that are far from something. Weights are computed again on the way back.

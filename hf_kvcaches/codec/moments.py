@@ -17,11 +17,7 @@ _PIECE = 1024
 
 
 class Moments:
-    """Sums of outer products, one for each leading index, of vectors that are never held.
-
-    Args:
-        lead: The leading dimensions, such as (heads,).
-    """
+    """Sums of outer products, one for each leading index, such as a head, of vectors that are never held."""
 
     def __init__(self, lead: Sequence[int], dim: int, device: torch.device | str | None = None) -> None:
         self.total = torch.zeros((*lead, dim, dim), dtype=torch.float64, device=device)
@@ -33,11 +29,7 @@ class Moments:
         return self.total / self.count.clamp_min(1)
 
     def add(self, rows: torch.Tensor) -> None:
-        """Adds vectors.
-
-        Args:
-            rows: (..., *lead, n, d); what comes before `lead`, such as a batch, is summed.
-        """
+        """Add vectors, (..., *lead, n, d); what comes before `lead`, such as a batch, is summed."""
         shape = self.total.shape
         if rows.ndim < len(shape) or rows.shape[-1] != shape[-1] or rows.shape[-len(shape) : -2] != shape[:-2]:
             raise ConfigError.of("rows", f"shape (..., {', '.join(map(str, (*shape[:-2], 'n', shape[-1])))})", tuple(rows.shape))
@@ -48,28 +40,19 @@ class Moments:
 
 
 def second_moment(rows: torch.Tensor) -> torch.Tensor:
-    """The sum of the rows' outer products, (..., d, d) in float64.
-
-    Args:
-        rows: (..., n, d).
-    """
-    wide = rows[..., :_PIECE, :].double()
-    total = wide.mT @ wide
-    for start in range(_PIECE, rows.shape[-2], _PIECE):
-        wide = rows[..., start : start + _PIECE, :].double()
+    """The sum of the outer products of rows (..., n, d), (..., d, d) in float64."""
+    total = rows.new_zeros(*rows.shape[:-2], rows.shape[-1], rows.shape[-1], dtype=torch.float64)
+    for piece in rows.split(_PIECE, -2):
+        wide = piece.double()
         total += wide.mT @ wide
     return total
 
 
 def root_of(metric: torch.Tensor, damping: float) -> torch.Tensor:
-    """M^(1/2) of a damped metric M, (..., d, d), in float64.
+    """M^(1/2) of a damped metric M, symmetric and not negative, (..., d, d), in float64.
 
     A metric that is 0 in some direction says nothing about it, and could not be taken back. So `damping` times the mean of its diagonal is
     added to that diagonal: such directions are kept last, not lost. A metric of zeros counts as the identity.
-
-    Args:
-        metric: Symmetric and not negative, (..., d, d).
-        damping: Relative to the mean of the metric's diagonal; above 0.
     """
     weights, axes = descending(metric)
     weights = weights.clamp_min(0.0)

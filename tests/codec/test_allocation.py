@@ -1,4 +1,4 @@
-"""Bits lie where they save most: against all allocations of tiny layers, and all swaps of a measured codec."""
+"""Bits lie where they save most, against all allocations of tiny layers, and keep to a budget."""
 
 from itertools import product
 
@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_kvcaches.codec.fixed import allot
-from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.kernels.code_format import WIDTHS, packed_bytes
 from tests import testbed, tiny
 from tests.codec.measured import calibrate
@@ -40,22 +39,6 @@ def test_no_other_allocation_of_as_many_bits_loses_less(seed: int, share: float,
     assert float(losses[used <= bits].min()) >= lost - 1e-6
 
 
-@pytest.mark.parametrize("metric", ["loss", "plain"])
-@pytest.mark.parametrize("ratio", [0.08, 0.25, 0.6])
-def test_no_swap_of_bits_in_a_measured_codec_loses_less(ratio: float, metric: str) -> None:
-    for form in (calibrate(metric=metric).at(ratio).in_place, calibrate(metric=metric).at(ratio).slots):
-        allowed, layers = torch.tensor([0, *ALLOTTED]), form.layers.values()
-        losses = torch.cat([layer.distortions.double().sum(0) for layer in layers])[:, columns(allowed)]
-        widths = torch.cat([layer.widths for layer in layers]).long()
-        place = (allowed == widths[:, None]).long().argmax(1, keepdim=True)
-        change, bits = losses - losses.gather(1, place), allowed - widths[:, None]
-        for size in range(1, int(allowed.max()) + 1):
-            freed = change.masked_fill(bits > -size, torch.inf).amin(1)
-            gained = change.masked_fill((bits > size) | (bits <= 0), torch.inf).amin(1)
-            pairs = freed[:, None] + gained[None]
-            assert float(pairs.fill_diagonal_(torch.inf).min()) >= -1e-6 * float(change.abs().max())
-
-
 @pytest.mark.parametrize("ratio", [0.05, 0.125, 0.5, 1.0])
 def test_a_budget_of_bytes_is_respected_and_nearly_used(ratio: float) -> None:
     for model, slack in ((tiny.llama(), 0.04), (testbed.load()[0], 0.004)):
@@ -63,11 +46,6 @@ def test_a_budget_of_bytes_is_respected_and_nearly_used(ratio: float) -> None:
         assert ratio - slack <= codec.bytes_ratio <= ratio
         assert ratio - 2 * slack <= codec.slots.nbytes / (2 * codec.slots.elements) <= ratio
         assert codec.settings.bytes_ratio == ratio
-
-
-def test_a_budget_for_less_than_one_direction_is_refused() -> None:
-    with pytest.raises(ConfigError, match="bytes_ratio: expected enough for at least one direction"):
-        calibrate(metric="plain").at(1e-4)
 
 
 def test_directions_that_lose_nothing_get_no_bits() -> None:

@@ -1,7 +1,6 @@
 """The packed form against plain arithmetic, over tokens, spans, layers, damage and shapes."""
 
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -168,20 +167,6 @@ def test_records_of_other_layers_or_codecs_do_not_pass_unnoticed() -> None:
         made(0.2).unpack([(0, data, 0, None)])
 
 
-@pytest.mark.parametrize(
-    ("keys", "values", "match"),
-    [
-        ({7: torch.zeros(2, 3, 8)}, {7: torch.zeros(2, 3, 8)}, "expected layers of .*layer 7"),
-        ({0: torch.zeros(1, 3, 8)}, {0: torch.zeros(1, 3, 8)}, "layer 0: expected keys and values"),
-        ({0: torch.zeros(2, 3, 8)}, {0: torch.zeros(2, 4, 8)}, "of the same tokens"),
-        ({0: torch.zeros(1, 2, 3, 8)}, {0: torch.zeros(1, 2, 3, 8)}, "layer 0"),
-    ],
-)
-def test_layers_and_shapes_that_do_not_fit_are_refused_by_name(keys: Any, values: Any, match: str) -> None:
-    with pytest.raises(ConfigError, match=match):
-        made().pack(keys, values)
-
-
 @pytest.mark.parametrize("shape", [(1, 4, 4), (6, 256, 256), (8, 128, 64), (3, 400, 200), (2, 2000, 2000)])
 def test_heads_are_joined_in_groups_of_a_size_and_come_apart_again(shape: tuple[int, int, int]) -> None:
     own = Shape(*shape, shape[0]).in_groups(1024)
@@ -193,14 +178,6 @@ def test_heads_are_joined_in_groups_of_a_size_and_come_apart_again(shape: tuple[
     assert together.shape == (2, own.heads // own.group, 5, own.size)
     assert torch.equal(together[0], reference.joined(keys[0], values[0], own.group).float())
     assert all(torch.equal(*pair) for pair in zip(own.split(together), (keys, values), strict=True))
-
-
-def test_a_model_of_several_groups_and_windows_is_packed_where_attention_is_full() -> None:
-    model = tiny.gemma2()
-    codec = calibrate(model)
-    assert sorted(codec.packed.bases) == [1, 3]
-    keys = {layer: torch.randn(2, 9, 8) for layer in (1, 3)}
-    assert [each[0].shape for each in unpacked(codec, codec.pack(keys, keys))] == [(2, 9, 8)] * 2
 
 
 @given(data=st.data())

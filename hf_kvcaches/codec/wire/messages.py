@@ -58,13 +58,9 @@ class Head(Protocol):
     """What the codes are, in small letters: in the head, and in errors."""
 
     @property
-    def names(self) -> Sequence[str]:
-        """Of the parts, for errors."""
-        ...
+    def names(self) -> Sequence[str]: ...  # of the parts, for errors
 
-    def content(self) -> dict[str, Any]:
-        """What is sent of it, for JSON."""
-        ...
+    def content(self) -> dict[str, Any]: ...  # what is sent of it, for JSON
 
     @classmethod
     def of_content(cls, content: dict[str, Any]) -> Self:
@@ -238,47 +234,43 @@ class CodecHead:
     kind: ClassVar[str] = "codes of a KVCodec"
 
     codec: str
-    layers: tuple[tuple[int, ...] | None, ...]
+    layers: list[list[int] | None]
 
     @cached_property
-    def names(self) -> tuple[str, ...]:
-        """Of the layers that are coded."""
-        return tuple(f"layer.{index}" for index, lengths in enumerate(self.layers) if lengths is not None)
+    def names(self) -> list[str]:
+        return [f"layer.{index}" for index, lengths in enumerate(self.layers) if lengths is not None]
 
     def content(self) -> dict[str, Any]:
-        return {"codec": self.codec, "layers": [None if lengths is None else list(lengths) for lengths in self.layers]}
+        return {"codec": self.codec, "layers": self.layers}
 
     @classmethod
     def of_content(cls, content: dict[str, Any]) -> Self:
-        layers = tuple(None if lengths is None else tuple(lengths) for lengths in content["layers"])
-        counts = [count for lengths in layers if lengths is not None for count in lengths]
-        if not all(type(count) is int and 0 <= count <= _LONGEST_RECORD for count in counts) or len(layers) > MOST_LAYERS:
-            raise ValueError(f"{len(layers)} layers, and the counts {counts[:8]}")
-        return cls(**content | {"layers": layers})
+        head = cls(**content)
+        rows = [lengths for lengths in head.layers if lengths is not None]
+        counts = [count for lengths in rows for count in lengths]
+        fits = isinstance(head.layers, list) and len(head.layers) <= MOST_LAYERS and all(isinstance(lengths, list) for lengths in rows)
+        if not fits or not all(type(count) is int and 0 <= count <= _LONGEST_RECORD for count in counts):
+            raise ValueError(f"{len(head.layers)} layers, and the counts {counts[:8]}")
+        return head
 
 
 def codes_to_bytes(codec: str, codes: Codes) -> bytes:
     """Codes as a message, of the codec with a digest."""
-    head = CodecHead(codec, tuple(None if records is None else tuple(map(len, records)) for records in codes))
+    head = CodecHead(codec, [None if records is None else list(map(len, records)) for records in codes])
     empty = torch.empty(0, dtype=torch.uint8)
     joined = (torch.cat([empty, *(record.cpu() for record in records)]) for records in codes if records is not None)
     return b"".join(message_chunks(head, joined))
 
 
-def codes_from_bytes(source: Source, codec: str, coded: Sequence[bool]) -> list[list[Tensor] | None]:
-    """The codes of a message.
-
-    Args:
-        codec: The digest of the codec that reads.
-        coded: Which layers it codes.
-    """
+def codes_from_bytes(source: Source, codec: str, coded: list[bool]) -> list[list[Tensor] | None]:
+    """The codes of a message, of the codec with a digest, which codes some of the layers."""
     message = MessageReader(source, CodecHead)
     if message.head.codec != codec:
         raise ArtifactError(f"These are codes of the codec {message.head.codec}, not of {codec}. Read them with that one.")
-    if [lengths is not None for lengths in message.head.layers] != list(coded):
+    if [lengths is not None for lengths in message.head.layers] != coded:
         raise ArtifactError("Codes are of other layers than those of the codec. Encode them anew.")
     layers = iter(list(message))
     try:
-        return [None if lengths is None else list(next(layers).split(list(lengths))) for lengths in message.head.layers]
+        return [None if lengths is None else list(next(layers).split(lengths)) for lengths in message.head.layers]
     except RuntimeError as error:
         raise ArtifactError(f"The records of codes have other lengths than their head says: {error}. Encode them anew.") from error

@@ -76,31 +76,36 @@ def send_distributed(
         device: Where the messages lie. None: on the current GPU for nccl, else on the CPU.
     """
     place, sent = _device(group, device), 0
+    what = f"Sending a message to rank {dst}"
     for piece in _pieces_of(message):
         for start in range(0, len(piece), _LARGEST):
             content = bytearray(memoryview(piece)[start : start + _LARGEST])
-            _send_tensor(torch.tensor([len(content)], device=place), dst, group)
-            _send_tensor(torch.frombuffer(content, dtype=torch.uint8).to(place), dst, group)
+            _transfer(what, dist.send, torch.tensor([len(content)], device=place), dst, group)
+            _transfer(what, dist.send, torch.frombuffer(content, dtype=torch.uint8).to(place), dst, group)
             sent += len(content)
-    _send_tensor(torch.tensor([0], device=place), dst, group)
+    _transfer(what, dist.send, torch.tensor([0], device=place), dst, group)
     return sent
 
 
 def received(src: int, group: dist.ProcessGroup | None, device: torch.device | str | None) -> Iterator[memoryview]:
-    """Return the pieces of a message from a process of the group. Iterate to the end, which takes the message that says so."""
-    return _pieces(src, group, _device(group, device))
+    """Yield the pieces of a message from a process of the group. Iterate to the end, which takes the message that says so."""
+    what, place = f"Receiving a message from rank {src}", _device(group, device)
+    while length := int(_transfer(what, dist.recv, torch.empty(1, dtype=torch.int64, device=place), src, group)):
+        if not 0 < length <= _LARGEST:
+            raise ArtifactError(f"Rank {src} sent no piece of a message: {length} bytes at once. Begin anew on both sides.")
+        yield _transfer(what, dist.recv, torch.empty(length, dtype=torch.uint8, device=place), src, group).cpu().numpy().data
+
+
+def _transfer(what: str, call: Callable[..., object], tensor: torch.Tensor, rank: int, group: dist.ProcessGroup | None) -> torch.Tensor:
+    try:
+        call(tensor, rank, group=group)
+    except RuntimeError as error:
+        raise ArtifactError(f"{what} broke off: {error}. Begin anew on both sides.") from error
+    return tensor
 
 
 def _pieces_of(message: Message | Iterable[bytes]) -> Iterable[bytes]:
     return message.chunks() if isinstance(message, Message) else message
-
-
-def _pieces(src: int, group: dist.ProcessGroup | None, place: torch.device) -> Iterator[memoryview]:
-    while length := int(_receive_tensor(torch.empty(1, dtype=torch.int64, device=place), src, group)):
-        if not 0 < length <= _LARGEST:
-            raise ArtifactError(f"Rank {src} sent no piece of a message: {length} bytes at once. Begin anew on both sides.")
-        content = _receive_tensor(torch.empty(length, dtype=torch.uint8, device=place), src, group)
-        yield content.cpu().numpy().data
 
 
 def _check_blocking(sock: socket.socket) -> None:
@@ -111,9 +116,7 @@ def _check_blocking(sock: socket.socket) -> None:
 def _reason(sock: socket.socket, error: OSError) -> str:
     if isinstance(error, TimeoutError) and sock.gettimeout() is not None:
         return f"the other side did nothing for {sock.gettimeout():g} seconds, the socket's timeout"
-    if isinstance(error, ConnectionError):
-        return f"the other side closed the connection ({error})"
-    return f"the socket failed ({error})"
+    return f"the other side closed the connection ({error})" if isinstance(error, ConnectionError) else f"the socket failed ({error})"
 
 
 def _device(group: dist.ProcessGroup | None, device: torch.device | str | None) -> torch.device:
@@ -122,18 +125,3 @@ def _device(group: dist.ProcessGroup | None, device: torch.device | str | None) 
     if device is not None:
         return torch.device(device)
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
-
-
-def _send_tensor(tensor: torch.Tensor, dst: int, group: dist.ProcessGroup | None) -> None:
-    try:
-        dist.send(tensor, dst, group=group)
-    except RuntimeError as error:
-        raise ArtifactError(f"Sending a message to rank {dst} broke off: {error}. Begin anew on both sides.") from error
-
-
-def _receive_tensor(tensor: torch.Tensor, src: int, group: dist.ProcessGroup | None) -> torch.Tensor:
-    try:
-        dist.recv(tensor, src, group=group)
-    except RuntimeError as error:
-        raise ArtifactError(f"Receiving a message from rank {src} broke off: {error}. Begin anew on both sides.") from error
-    return tensor
