@@ -138,7 +138,7 @@ BLOCKS = {"default": kernels._BLOCK} if IN_TRITON else {"one token": 1, "two til
 @pytest.mark.parametrize("mask", ["", "rows"])
 def test_several_blocks_of_rows_and_tokens_equal_the_reference(block: int, tokens: int, pairs: int, mask: str, monkeypatch) -> None:
     monkeypatch.setattr(kernels, "_BLOCK", block)
-    monkeypatch.setattr(kernels, "_LONG", 2 * TILE)
+    monkeypatch.setattr(kernels, "_LEAST", 2 * TILE)
     assert_equals_the_reference(Case(batch=3, groups=1, tokens=tokens, widths=(4, 2, 3, 8, 1, 16), pairs=pairs, mask=mask))
 
 
