@@ -7,7 +7,7 @@ import torch
 
 from hf_kvcaches.kernels import blocks
 from hf_kvcaches.kernels.blocks import Visibility, block_attention
-from tests.kernels import reference_codes as reference
+from tests.kernels import codes_cases as reference
 
 BATCH, HEADS, KV_HEADS, KEPT, TOKENS, DIM = 2, 6, 2, 5, 7, 4
 

@@ -13,7 +13,7 @@ from hf_kvcaches.kernels.code_format import TILE
 from hf_kvcaches.kernels.code_format import WIDTHS as ALL_WIDTHS
 from hf_kvcaches.kernels.codes import CodeMap, TileRotation, code_part, decode
 from hf_kvcaches.kernels.parts import AttentionPart, merged
-from tests.kernels import reference_codes as reference
+from tests.kernels import codes_cases as reference
 from tests.kernels.cases import TOLERANCE, within
 from tests.kernels.codes_cases import WIDTHS, Case, assert_part
 from tests.kernels.triton_process import DTYPES, IN_TRITON, moved, of_triton
