@@ -19,8 +19,8 @@ from hf_kvcaches.kernels.rotation import Layout, rotated_back
 
 # Levels of a block: 1 MB in float32, so that they are still in cache when values are summed up.
 _BLOCK = 2**18
-# Tokens a block should have at least, if need be by taking fewer rows: matrix products of few columns are slow.
-_LONG = 256
+# Tokens that a block has at least, however many rows there are: matrix products of few columns are slow.
+_LEAST = 128
 
 
 class CodeMap(NamedTuple):
@@ -74,35 +74,31 @@ def code_part(
         from hf_kvcaches.kernels import codes_triton
 
         return codes_triton.code_part(query, codes, code_map, scaling, rotation, visible, softcap)
-    query = query.to(torch.float64 if query.dtype == torch.float64 else torch.float32) * scaling
-    code_map = code_map._replace(keys=code_map.keys.to(query.dtype), values=code_map.values.to(query.dtype))
-    width, found = code_map.keys.shape[0] * code_map.keys.shape[3], []
-    step = max(1, _BLOCK // (width * min(codes.shape[3], _LONG)))
-    for start in range(0, len(query), step):
-        rows = slice(start, start + step)
-        cos, sin, seen = (
-            table if table is None or len(table) == 1 else table[rows] for table in (*(rotation or (None, None))[:2], visible)
-        )
-        turn = None if rotation is None or cos is None or sin is None else TileRotation(cos, sin, rotation.layout)
-        found.append(_part_of_rows(query[rows], codes[rows], code_map, turn, seen, softcap))
-    return found[0] if len(found) == 1 else AttentionPart(*map(torch.cat, zip(*found, strict=True)))
+    return _part_torch(query, codes, code_map, scaling, rotation, visible, softcap)
 
 
-def _part_of_rows(
-    query: Tensor, codes: Tensor, code_map: CodeMap, rotation: TileRotation | None, visible: Tensor | None, softcap: float | None
+def _part_torch(
+    query: Tensor,
+    codes: Tensor,
+    code_map: CodeMap,
+    scaling: float,
+    rotation: TileRotation | None,
+    visible: Tensor | None,
+    softcap: float | None,
 ) -> AttentionPart:
-    """`code_part` of some rows, with a scaled query; a block of tokens at a time."""
-    (batch, heads, queries, dim), (groups, kv_heads, _, width), tokens = query.shape, code_map.keys.shape, codes.shape[-1]
+    query = query.to(torch.float64 if query.dtype == torch.float64 else torch.float32) * scaling
+    keys, values = code_map.keys.to(query.dtype), code_map.values.to(query.dtype)
+    (batch, heads, queries, dim), (groups, kv_heads, _, width), tokens = query.shape, keys.shape, codes.shape[-1]
     # What is multiplied with one basis lies together.
     asking = query.view(batch, groups, kv_heads, 1, -1, dim).permute(1, 2, 0, 3, 4, 5)  # [G, KV, B, 1, Q, D]
-    most, parts = max(TILE, _BLOCK // (groups * width * batch) // TILE * TILE), []
+    most, parts = max(_LEAST, _BLOCK // (groups * width * batch) // TILE * TILE), []
     for start in range(0, tokens, most):
         block, turned = slice(start, min(start + most, tokens)), asking
         levels = _levels(codes[..., block], code_map.counts, query.dtype)  # [B, G, levels + 1, T]
         if rotation is not None:
             cos, sin = (table[:, block.start // TILE : block.stop // TILE, None] for table in rotation[:2])
             turned = rotated_back(asking.expand(-1, -1, -1, cos.shape[1], -1, -1), cos, sin, rotation.layout)
-        projected = torch.einsum("gkbtqd,gkdw->bgtkqw", turned, code_map.keys).flatten(3, 4)  # [B, G, tiles or 1, KV * Q, levels + 1]
+        projected = torch.einsum("gkbtqd,gkdw->bgtkqw", turned, keys).flatten(3, 4)  # [B, G, tiles or 1, KV * Q, levels + 1]
         scores = projected @ levels.unflatten(-1, (turned.shape[3], -1)).transpose(2, 3)
         scores = scores.transpose(2, 3).reshape(batch, heads, queries, -1)
         weights, highest = exponentials(scores, None if visible is None else visible[..., block], softcap)
@@ -110,7 +106,7 @@ def _part_of_rows(
         parts.append(AttentionPart(sums, sums[..., -1:], highest))  # the last sum is that of the exponentials
         del levels  # The next block gets their memory, which is still in cache.
     sums, total, highest = joined(parts)
-    decoded = torch.einsum("bgkqw,gkdw->bgkqd", sums.view(batch, groups, kv_heads, -1, width), code_map.values)
+    decoded = torch.einsum("bgkqw,gkdw->bgkqd", sums.view(batch, groups, kv_heads, -1, width), values)
     return AttentionPart(decoded.reshape(batch, heads, queries, -1), total, highest)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from hf_kvcaches.codec.fixed import FixedForm, LayerCoder
 from hf_kvcaches.core.call import AnsweringLayer, Call
@@ -44,11 +45,11 @@ class CodedLayer(TensorLayer, AnsweringLayer):
     cache_name: ClassVar[str] = "SubspaceCache"
     row_tensors: ClassVar[tuple[str, ...]] = ("exact_keys", "exact_values", "codes", "positions", "starts")
     counters: ClassVar[tuple[str, ...]] = ("seen", "counts", "padded")
-    exact_keys: torch.Tensor | None = None
-    exact_values: torch.Tensor | None = None
-    codes: torch.Tensor | None = None
-    positions: torch.Tensor | None = None
-    starts: torch.Tensor | None = None
+    exact_keys: Tensor | None = None
+    exact_values: Tensor | None = None
+    codes: Tensor | None = None
+    positions: Tensor | None = None
+    starts: Tensor | None = None
     counts: tuple[int, ...] = (0,)
     coded = padded = 0
 
@@ -68,7 +69,7 @@ class CodedLayer(TensorLayer, AnsweringLayer):
         assert self.form is not None
         return self.form.coder(self.layer_idx, self.dtype, self.device)
 
-    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call) -> torch.Tensor:
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, call: Call) -> Tensor:
         call.check("SubspaceCache")
         if call.bias is not None:
             raise UnsupportedError("SubspaceCache does not support attention with a position bias. Use another cache with this model.")
@@ -90,7 +91,7 @@ class CodedLayer(TensorLayer, AnsweringLayer):
             start = stop
         return torch.cat(outputs, 1)
 
-    def _step(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: Pass) -> torch.Tensor:
+    def _step(self, query: Tensor, keys: Tensor, values: Tensor, call: Call, running: Pass) -> Tensor:
         """One token, which is coded first if its row says so, and then attends."""
         exact_keys, exact_values, (seen_exact, seen_codes) = self._take(keys, values, running)
         parts = self._code_parts(query, seen_codes, call, running) if self.coded else []
@@ -98,7 +99,7 @@ class CodedLayer(TensorLayer, AnsweringLayer):
             parts.append(exact_part(query, exact_keys, exact_values, call.scaling, seen_exact, call.softcap))
         return merged(parts).to(query.dtype)
 
-    def _chunk(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: Pass) -> torch.Tensor:
+    def _chunk(self, query: Tensor, keys: Tensor, values: Tensor, call: Call, running: Pass) -> Tensor:
         """Several tokens, which are exact to each other, and are coded when they have attended."""
         if not self.seen and running.whole:
             output, _ = previous_attention(call.module, query, keys, values, call.mask, **call.options)
@@ -107,7 +108,7 @@ class CodedLayer(TensorLayer, AnsweringLayer):
         self._take(keys, values, running)
         return output
 
-    def _attend_chunk(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: Pass) -> torch.Tensor:
+    def _attend_chunk(self, query: Tensor, keys: Tensor, values: Tensor, call: Call, running: Pass) -> Tensor:
         tokens, seen_codes = query.shape[2], None
         if running.allowed is not None:
             seen_exact = running.allowed[:, 0, :, self.seen :]
@@ -132,12 +133,10 @@ class CodedLayer(TensorLayer, AnsweringLayer):
                 own.append(exact_part(query[:, :, piece], *decoded, call.scaling, seen, call.softcap))
         return torch.cat([merged(own) for own in parts], 1).to(query.dtype)
 
-    def adopt(
-        self, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor, padding: torch.Tensor | None, queries: Any = None
-    ) -> None:
+    def adopt(self, keys: Tensor, values: Tensor, positions: Tensor, padding: Tensor | None, queries: Any = None) -> None:
         self._take(keys, values, self.passes.of_prompt(positions, padding, keys.shape[2], keys.device))
 
-    def _take(self, keys: torch.Tensor, values: torch.Tensor, running: Pass) -> tuple[torch.Tensor, torch.Tensor, Seen]:
+    def _take(self, keys: Tensor, values: Tensor, running: Pass) -> tuple[Tensor, Tensor, Seen]:
         """Put new tokens where they belong and code those that are no longer exact.
 
         Returns:
@@ -177,7 +176,7 @@ class CodedLayer(TensorLayer, AnsweringLayer):
             starts = to.encoded.written(starts, new_starts, 1)
         return to._replace(positions=to.keep(positions), starts=starts, new_starts=new_starts)
 
-    def _encode(self, keys: torch.Tensor, values: torch.Tensor, starts: torch.Tensor | None, encoded: Encoded) -> None:
+    def _encode(self, keys: Tensor, values: Tensor, starts: Tensor | None, encoded: Encoded) -> None:
         """Write the codes of whole tiles.
 
         Args:
@@ -188,7 +187,7 @@ class CodedLayer(TensorLayer, AnsweringLayer):
             keys = self.geometry.unrotate(keys if keys.dtype == torch.float64 else keys.float(), starts.repeat_interleave(TILE, 1))
         self.codes = encoded.written(self.codes, self.coder.encode(keys, values), TILE)
 
-    def _code_parts(self, query: torch.Tensor, seen: torch.Tensor | None, call: Call, running: Pass) -> list[AttentionPart]:
+    def _code_parts(self, query: Tensor, seen: Tensor | None, call: Call, running: Pass) -> list[AttentionPart]:
         """Attention of one token over all codes."""
         assert self.codes is not None
         rotation: TileRotation | None = None
@@ -206,12 +205,12 @@ class CodedLayer(TensorLayer, AnsweringLayer):
         cos, sin = tables if scale == 1 else (tables[0] * scale, tables[1] * scale)
         return TileRotation(cos, sin, self.geometry.layout)
 
-    def _starts_of(self, block: slice) -> torch.Tensor:
+    def _starts_of(self, block: slice) -> Tensor:
         """The positions of the first tokens of some tiles with codes, (batch, tiles)."""
         assert self.starts is not None
         return self.starts[:, block.start // TILE : block.stop // TILE]
 
-    def _decoded(self, block: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    def _decoded(self, block: slice) -> tuple[Tensor, Tensor]:
         """Keys, rotated, and values of some tokens with codes, whole tiles, (batch, kv_heads, tokens, head_dim)."""
         assert self.codes is not None
         keys, values = self.coder.decode(self.codes[..., block], torch.promote_types(self.dtype, torch.float32))
@@ -257,7 +256,7 @@ class CodedLayer(TensorLayer, AnsweringLayer):
         self.record_past = False
         self._count((0,))
 
-    def import_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
+    def import_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         counts = values.get("counts")
         if not isinstance(counts, list) or not counts or not all(type(count) is int and 0 <= count <= values["seen"] for count in counts):
             raise ArtifactError(f"The stored state of a {type(self).__name__} has the counts {str(counts)[:200]}. Save the cache again.")
@@ -266,7 +265,7 @@ class CodedLayer(TensorLayer, AnsweringLayer):
         if self.exact_keys is not None:
             self.lazy_initialization(self.exact_keys, self.exact_keys)
 
-    def export_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    def export_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors, values = super().export_state()
         if "codes" in tensors:
             tensors["codes"] = tensors["codes"][..., : self.coded]

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from hf_kvcaches.core.layers import capacity_for
 from hf_kvcaches.core.step import Pass
@@ -20,7 +21,7 @@ from hf_kvcaches.kernels.code_format import TILE
 
 # Buffers of codes have room for one token more for each so many.
 _RESERVE = 128
-Seen = tuple[torch.Tensor | None, torch.Tensor | None]
+Seen = tuple[Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -56,15 +57,15 @@ class Encoded(NamedTuple):
         stop: How many tiles there are afterwards, in the row with most.
     """
 
-    slots: slice | torch.Tensor
+    slots: slice | Tensor
     spans: list[tuple[slice, int, int]]
     stop: int
 
-    def of(self, states: torch.Tensor) -> torch.Tensor:
+    def of(self, states: Tensor) -> Tensor:
         """These tokens, of (batch, kv_heads, exact + new, dim)."""
         return states[:, :, self.slots] if isinstance(self.slots, slice) else taken(states, self.slots)
 
-    def written(self, buffer: torch.Tensor | None, new: torch.Tensor, size: int) -> torch.Tensor:
+    def written(self, buffer: Tensor | None, new: Tensor, size: int) -> Tensor:
         """A buffer, (batch, ..., capacity), with what belongs to these tiles, (batch, ..., tiles * size); a larger one where it is full."""
         stop = self.stop * size
         if buffer is None or stop > buffer.shape[-1]:
@@ -98,14 +99,14 @@ class Move(NamedTuple):
     encoded: Encoded | None
     sinks: int
     newest: int
-    slots: torch.Tensor | None = None
+    slots: Tensor | None = None
     padding: int | None = None
-    positions: torch.Tensor | None = None
-    starts: torch.Tensor | None = None
-    new_starts: torch.Tensor | None = None
+    positions: Tensor | None = None
+    starts: Tensor | None = None
+    new_starts: Tensor | None = None
     seen: Seen = (None, None)
 
-    def keep(self, states: torch.Tensor) -> torch.Tensor:
+    def keep(self, states: Tensor) -> Tensor:
         """The tokens that stay exact, of (batch, kv_heads, exact + new, dim)."""
         if self.slots is not None:
             return taken(states, self.slots)
@@ -119,7 +120,7 @@ def room_for(count: int) -> int:
     return -(-capacity_for(count, _RESERVE) // TILE) * TILE
 
 
-def taken(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def taken(states: Tensor, index: Tensor) -> Tensor:
     """states[b, h, index[b, n]], (batch, kv_heads, n, dim)."""
     return states.gather(2, index[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3]))
 
@@ -154,7 +155,7 @@ def _move_apart(ends: Ends, before: Any, held: int, running: Pass, spare: int) -
     after, real_first = before + valid.sum(1), np.argsort(~valid, axis=1, kind="stable")
     first, sinks = min(ends.sinks, before.max()), min(ends.sinks, int(after.max()))
 
-    def slots_of(numbers: Any) -> torch.Tensor:
+    def slots_of(numbers: Any) -> Tensor:
         """Where tokens lie among the exact and the new ones, (batch, n); any token in place of one that is not there."""
         numbers = np.clip(numbers, 0, np.maximum(after - 1, 0)[:, None])
         new = held + np.take_along_axis(real_first, np.maximum(numbers - before[:, None], 0), 1)
@@ -176,7 +177,7 @@ def _move_apart(ends: Ends, before: Any, held: int, running: Pass, spare: int) -
     return Move(tuple(after.tolist()), coded, encoded, sinks, newest, slots_of(np.concatenate(ends_of_rows, 1)), padding)
 
 
-def visible(ends: Ends, counts: tuple[int, ...], held: int, allowed: torch.Tensor | None, device: torch.device) -> Seen:
+def visible(ends: Ends, counts: tuple[int, ...], held: int, allowed: Tensor | None, device: torch.device) -> Seen:
     """Which exact tokens and which codes queries see, (batch or 1, queries or 1, tokens) each; None for all.
 
     Args:

@@ -1,34 +1,19 @@
 """Attention of new tokens over slots and themselves gives what a plain loop over queries gives."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
 
 from hf_kvcaches.kernels import blocks
 from hf_kvcaches.kernels.blocks import Visibility, block_attention
+from tests.kernels import codes_cases as reference
 
 BATCH, HEADS, KV_HEADS, KEPT, TOKENS, DIM = 2, 6, 2, 5, 7, 4
 
 
-def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64)
-
-
-def slow(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, seen: Any, softcap: float | None) -> torch.Tensor:
-    """The output, (batch, tokens, heads, head_dim); `seen` says of a row, a query and a key whether the key is seen."""
-    output = torch.zeros(BATCH, query.shape[2], HEADS, DIM, dtype=query.dtype)
-    for row in range(BATCH):
-        for head in range(HEADS):
-            own_keys, own_values = keys[row, head // (HEADS // KV_HEADS)], values[row, head // (HEADS // KV_HEADS)]
-            for token in range(query.shape[2]):
-                columns = [column for column in range(len(own_keys)) if seen(row, token, column)]
-                if columns:
-                    scores = torch.stack([scaling * query[row, head, token] @ own_keys[column] for column in columns])
-                    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-                    output[row, token, head] = scores.softmax(0) @ own_values[columns]
-    return output
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
 
 
 @pytest.mark.parametrize("piece", [1, 1 << 20], ids=["one query at a time", "all at once"])
@@ -43,15 +28,12 @@ def test_a_query_sees_the_slots_that_are_held_and_new_tokens_up_to_its_own(
     held = torch.ones(BATCH, 1, KEPT, dtype=torch.bool)
     if padded:
         real[1, :2], held[1, 0, 3] = False, False
-
-    def seen(row: int, token: int, column: int) -> bool:
-        new = column - KEPT
-        return bool(held[row, 0, column]) if new < 0 else new <= token and bool(real[row, new])
-
+    new = real[:, None] & torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+    seen = torch.cat([held.expand(-1, TOKENS, -1), new], 2)
     visible = Visibility(held, KEPT, real) if padded else Visibility(None, KEPT, None)
     output, observed = block_attention(query, keys, values, DIM**-0.5, visible, softcap=softcap)
     assert observed is None
-    torch.testing.assert_close(output, slow(query, keys, values, DIM**-0.5, seen, softcap), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(output, reference.attention(query, keys, values, DIM**-0.5, seen, softcap)[0])
 
 
 def test_observers_count_what_keys_receive_as_a_mean_over_the_heads_of_a_group() -> None:

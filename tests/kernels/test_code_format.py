@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from hf_kvcaches.kernels import code_format
 from hf_kvcaches.kernels.code_format import WIDTHS, CodeLayout, pack, packed_bytes, unpack
-from tests.kernels.reference_codes import levels_of
+from tests.kernels.codes_cases import levels_of
 
 COUNTS = st.tuples(*(st.integers(0, 3).map(lambda rows, bits=bits: rows * 8 // bits) for bits in code_format.PLANES))
 

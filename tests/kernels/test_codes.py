@@ -13,7 +13,7 @@ from hf_kvcaches.kernels.code_format import TILE
 from hf_kvcaches.kernels.code_format import WIDTHS as ALL_WIDTHS
 from hf_kvcaches.kernels.codes import CodeMap, TileRotation, code_part, decode
 from hf_kvcaches.kernels.parts import AttentionPart, merged
-from tests.kernels import reference_codes as reference
+from tests.kernels import codes_cases as reference
 from tests.kernels.cases import TOLERANCE, within
 from tests.kernels.codes_cases import WIDTHS, Case, assert_part
 from tests.kernels.triton_process import DTYPES, IN_TRITON, moved, of_triton
@@ -138,7 +138,7 @@ BLOCKS = {"default": kernels._BLOCK} if IN_TRITON else {"one token": 1, "two til
 @pytest.mark.parametrize("mask", ["", "rows"])
 def test_several_blocks_of_rows_and_tokens_equal_the_reference(block: int, tokens: int, pairs: int, mask: str, monkeypatch) -> None:
     monkeypatch.setattr(kernels, "_BLOCK", block)
-    monkeypatch.setattr(kernels, "_LONG", 2 * TILE)
+    monkeypatch.setattr(kernels, "_LEAST", 2 * TILE)
     assert_equals_the_reference(Case(batch=3, groups=1, tokens=tokens, widths=(4, 2, 3, 8, 1, 16), pairs=pairs, mask=mask))
 
 

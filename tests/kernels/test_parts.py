@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_kvcaches.kernels.parts import exact_part, merged
-from tests.kernels import reference_codes as reference
+from tests.kernels import codes_cases as reference
 from tests.kernels.cases import NAN, Draws
 from tests.kernels.codes_cases import assert_part
 

@@ -155,13 +155,6 @@ def test_weights_that_learn_leave_no_gradient() -> None:
     assert not any(out.requires_grad for out in case.outs)
 
 
-def test_float32_keeps_its_precision() -> None:
-    case = Case(heads=1, tokens=17, width=64, rank=64, places="one")
-    rebuild(case.side, case.codes, case.decoder, *case.outs, case.spans)
-    for got, expected in zip(case.outs, case.expected(), strict=True):
-        torch.testing.assert_close(got.double(), expected, equal_nan=True, rtol=1e-6, atol=5e-6)
-
-
 def test_numbers_beyond_float16_become_its_largest() -> None:
     """One of them is infinite beside others that are not."""
     decoder = Decoder(torch.tensor([[1e6, -1e6, 3.0, 0.0, 1e6, 2.0]]), bias=torch.tensor([0, 0, 0, float("inf"), 0, 0]))

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ HALF_TYPES = [torch.bfloat16, torch.float16]
 DTYPES = [torch.float32, *HALF_TYPES] if IN_TRITON else [torch.float32, *HALF_TYPES, torch.float64]
 of_triton = pytest.mark.skipif(not IN_TRITON, reason="of the Triton back-end alone")
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-STRIDES = ("i64", "i64", "i64")
 
 
 def run(*arguments: str, interpret: bool, **variables: str) -> str:
@@ -51,24 +49,3 @@ def moved(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: moved(part) for name, part in value.items()}
     return value
-
-
-def compile_all(capability: int, wanted: Iterable[tuple[Any, dict[str, Any], dict[str, int]]]) -> None:
-    """Compiles kernels for a GPU that needs not be there, and says so when all of them fit its shared memory."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    for kernel, chosen, options in wanted:
-        types = {name: chosen[name] if isinstance(chosen[name], str | tuple) else "constexpr" for name in kernel.arg_names}
-        known = {(i,): chosen[name] for i, name in enumerate(kernel.arg_names) if types[name] == "constexpr"}
-        target = GPUTarget("cuda", capability, 32)
-        done = triton.compile(ASTSource(kernel, types, known), target=target, options={"num_stages": 2} | options)
-        assert done.asm["cubin"]
-        assert done.metadata.shared <= SHARED_MEMORY[capability], (kernel, chosen, done.metadata.shared)
-    print("compiled")
-
-
-def assert_compiles(script: str, name: str, capability: int) -> None:
-    """A script in this folder compiles a kernel, which needs a process where none is interpreted."""
-    assert run(str(HERE / script), name, str(capability), interpret=False).split()[-1] == "compiled"

@@ -38,36 +38,37 @@ def text_of(model: PreTrainedModel, ids: torch.Tensor, cache: KVCache) -> torch.
     return model.generate(ids, past_key_values=cache, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, pad_token_id=0)[:, -NEW:]
 
 
-def segments(holder: Callable[[PreTrainedModel, dict[str, Any]], KVCache] | None = None, disk: bool = False, **options: Any) -> Scenario:
+Holder = Callable[[PreTrainedModel, dict[str, Any]], KVCache]
+
+
+def read_in_turn(model: PreTrainedModel, texts: Sequence[torch.Tensor], store: SegmentStore | None, cache: Callable[[], KVCache]) -> Told:
+    """Each text by a new cache, and how many of its tokens were reused."""
+    found, reused = [], []
+    for ids in texts:
+        found.append(text_of(model, ids, own := cache()))
+        reused.append(own.report().reused_tokens)
+        if store is not None:
+            store.flush()
+    return torch.cat(found), reused
+
+
+def segments(holder: Holder | None = None, disk: bool = False, **options: Any) -> Scenario:
     stored = {name: options.pop(name) for name in ("quantization", "cuts") if name in options}
 
     def scenario(model: PreTrainedModel, folder: Path, made: dict[str, Any]) -> Told:
         store = SegmentStore(f"disk:{folder}/segments" if disk else "memory", **stored)
-        texts, reused = [], []
-        for ids in prompts():
-            decode_with = None if holder is None else holder(model, made)
-            cache = SegmentReuseCache(model, store, decode_with=decode_with, **options)
-            texts.append(text_of(model, ids, cache))
-            reused.append(cache.report().reused_tokens)
-            store.flush()
-        return torch.cat(texts), reused
+        decode_with = (lambda: None) if holder is None else lambda: holder(model, made)
+        return read_in_turn(model, prompts(), store, lambda: SegmentReuseCache(model, store, decode_with=decode_with(), **options))
 
     return scenario
 
 
-def warm_start(holder: Callable[[PreTrainedModel, dict[str, Any]], KVCache] | None = None, **options: Any) -> Scenario:
+def warm_start(holder: Holder | None = None, **options: Any) -> Scenario:
     def scenario(model: PreTrainedModel, folder: Path, made: dict[str, Any]) -> Told:
-        tokenizer = AutoTokenizer.from_pretrained(testbed.FOLDER / "base")
-        library = WarmStartLibrary(model, tokenizer, encoder=lengths)
-        first, *others = prompts()
-        library.add(first[0].tolist())
-        texts, reused = [], []
-        for ids in (first, *others):
-            decode_with = None if holder is None else holder(model, made)
-            cache = WarmStartCache(model, library, decode_with=decode_with, **options)
-            texts.append(text_of(model, ids, cache))
-            reused.append(cache.report().reused_tokens)
-        return torch.cat(texts), reused
+        library = WarmStartLibrary(model, AutoTokenizer.from_pretrained(testbed.FOLDER / "base"), encoder=lengths)
+        library.add(prompts()[0][0].tolist())
+        decode_with = (lambda: None) if holder is None else lambda: holder(model, made)
+        return read_in_turn(model, prompts(), None, lambda: WarmStartCache(model, library, decode_with=decode_with(), **options))
 
     return scenario
 
@@ -77,7 +78,7 @@ def lengths(texts: list[str]) -> list[list[float]]:
     return [[1.0, len(text) / 1000] for text in texts]
 
 
-def saved(holder: Callable[[PreTrainedModel, dict[str, Any]], KVCache]) -> Scenario:
+def saved(holder: Holder) -> Scenario:
     """Each process saves its heads, loads them and goes on; the file of another process is refused."""
 
     def scenario(model: PreTrainedModel, folder: Path, made: dict[str, Any]) -> Told:
@@ -129,18 +130,12 @@ def evicted(model: PreTrainedModel, folder: Path, made: dict[str, Any]) -> Told:
 
 def lost(model: PreTrainedModel, folder: Path, made: dict[str, Any]) -> Told:
     """One process has lost what it stored: nobody reuses it, and nobody waits."""
-    store = SegmentStore("memory")
     first, second, _ = prompts()
-    texts, reused = [text_of(model, first, SegmentReuseCache(model, store))], []
-    store.flush()
-    if (model.tp_size or 1) > 1 and torch.distributed.get_rank() == 1:
-        store = SegmentStore("memory")
-    for ids in (second, second):
-        cache = SegmentReuseCache(model, store)
-        texts.append(text_of(model, ids, cache))
-        reused.append(cache.report().reused_tokens)
-        store.flush()
-    return torch.cat(texts), reused
+    store = SegmentStore("memory")
+    text, _ = read_in_turn(model, [first], store, lambda: SegmentReuseCache(model, store))
+    after = SegmentStore("memory") if (model.tp_size or 1) > 1 and torch.distributed.get_rank() == 1 else store
+    texts, reused = read_in_turn(model, [second, second], after, lambda: SegmentReuseCache(model, after))
+    return torch.cat([text, texts]), reused
 
 
 SCENARIOS: dict[str, Scenario] = {

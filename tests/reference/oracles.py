@@ -21,7 +21,7 @@ from hf_kvcaches.core.layers import KVLayer
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.core.step import TokenMask
 from hf_kvcaches.core.view import LayerView
-from hf_kvcaches.errors import ConfigError, UnsupportedError
+from hf_kvcaches.errors import UnsupportedError
 
 UNLIMITED = 1 << 40
 """A budget for what is never pruned."""
@@ -229,10 +229,7 @@ class ReferenceCache(KVCache):
         self.sinks = self.default_sinks if sinks is None else sinks
         self.budget, self.positions = budget, positions
         self.recent = self.default_recent() if recent is None else recent
-        if positions not in ("compact", "original"):
-            raise ConfigError.of("positions", "'compact' or 'original'", positions)
-        if self.sinks + max(self.recent, 1) > budget:
-            raise ConfigError.of("budget", f"at least sinks + recent = {self.sinks + max(self.recent, 1)}", budget)
+        assert self.sinks + max(self.recent, 1) <= budget
         super().__init__(model)
 
     def default_recent(self) -> int:

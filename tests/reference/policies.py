@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from hf_kvcaches.core.rope import RotaryGeometry
 from tests.reference.oracles import Head, ReferenceCache, ReferenceLayer, Row
 
 
@@ -105,29 +104,36 @@ class SnapKVReference(ReferenceCache):
         return self.window
 
 
-class PeriodicLayer(ReferenceLayer):
+class KeyDiffLayer(ReferenceLayer):
     """Scores all tokens after a block, and again after each so many steps; new ones stay until then."""
 
     first_score = torch.inf
 
-    def __init__(self, cache: PeriodicReference, *args: Any) -> None:
+    def __init__(self, cache: KeyDiffReference, *args: Any) -> None:
         super().__init__(cache, *args)
-        self.cache = cache
+        self.interval = cache.interval
 
     def rescore(self, row: Row, attention: list[torch.Tensor], block: bool) -> None:
-        row.observed = 0 if block else (row.observed + 1) % self.cache.interval
+        row.observed = 0 if block else (row.observed + 1) % self.interval
         if row.observed == 0:
             for head in row.heads:
-                head.scores = self.cache.worth(head, self.geometry)
+                head.scores = self._worth(head)
 
     def idle(self, row: Row) -> None:
         self.rescore(row, [], block=False)
 
+    def _worth(self, head: Head) -> torch.Tensor:
+        keys = head.given.float()
+        if self.compact:
+            keys = self.geometry.rotate(head.keys[None, None], torch.arange(len(head)))[0, 0].float()
+        keys = functional.normalize(keys, dim=-1)
+        return -functional.cosine_similarity(keys, keys.mean(0), dim=-1)
 
-class PeriodicReference(ReferenceCache):
-    """The base of what is scored by keys and values alone, after a prompt and each `interval` steps."""
 
-    layer_class = PeriodicLayer
+class KeyDiffReference(ReferenceCache):
+    """Keys that point elsewhere than their mean, as attention sees them, stay: scored after a prompt and each `interval` steps."""
+
+    layer_class = KeyDiffLayer
 
     def __init__(self, model: Any, *, interval: int = 1, **settings: Any) -> None:
         self.interval = interval
@@ -135,17 +141,3 @@ class PeriodicReference(ReferenceCache):
 
     def default_recent(self) -> int:
         return max(1, min(64, (self.budget - self.sinks) // 4))
-
-    def worth(self, head: Head, geometry: RotaryGeometry) -> torch.Tensor:
-        raise NotImplementedError
-
-
-class KeyDiffReference(PeriodicReference):
-    """Keys that point elsewhere than their mean, as attention sees them, stay."""
-
-    def worth(self, head: Head, geometry: RotaryGeometry) -> torch.Tensor:
-        keys = head.given.float()
-        if self.positions == "compact":
-            keys = geometry.rotate(head.keys[None, None], torch.arange(len(head)))[0, 0].float()
-        keys = functional.normalize(keys, dim=-1)
-        return -functional.cosine_similarity(keys, keys.mean(0), dim=-1)

@@ -1,11 +1,9 @@
 """The oracles themselves: what they keep attends as a fresh forward pass over these tokens does."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from tests import tiny
 from tests.reference.oracles import ReferenceCache
@@ -21,50 +19,17 @@ EXTRAS: dict[type[ReferenceCache], dict[str, Any]] = {
 }
 BUDGET, SINKS, PROMPT, LENGTH = 16, 2, 22, 56
 
-every_reference = pytest.mark.parametrize("kind", EXTRAS, ids=lambda kind: kind.__name__)
-both_positions = pytest.mark.parametrize("positions", ["compact", "original"])
 
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterable[None]:
-    with torch.no_grad():
-        yield
-
-
-def feed(model: PreTrainedModel, cache: Any, ids: torch.Tensor, spans: Iterable[int], mask: torch.Tensor | None = None) -> torch.Tensor:
-    """The logits of all tokens of `ids`, fed in pieces of these lengths and with positions counted as `generate` does."""
-    mask = torch.ones_like(ids) if mask is None else mask
-    places = (mask.cumsum(-1) - 1).clamp(min=0)
-    logits, start = [], 0
-    for span in spans:
-        stop = start + span
-        call = {"attention_mask": mask[:, :stop], "position_ids": places[:, start:stop], "past_key_values": cache}
-        logits.append(model(ids[:, start:stop], **call).logits)
-        start = stop
-    return torch.cat(logits, dim=1)
-
-
-def texts(rows: int, length: int, seed: int = 0) -> torch.Tensor:
-    """Random token ids, none twice in a text: equal tokens have keys of equal norm, and rounding would choose between them."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.stack([3 + torch.randperm(tiny.VOCABULARY - 3, generator=generator)[:length] for _ in range(rows)])
-
-
-def build(kind: type[ReferenceCache], model: PreTrainedModel, budget: int = BUDGET, **settings: Any) -> ReferenceCache:
-    return kind(model, **{"budget": budget, "sinks": SINKS, **EXTRAS[kind], **settings})
-
-
-def one_layer(**changes: Any) -> PreTrainedModel:
-    """A model whose keys depend on the token alone, so that a pruned text is a text like any other."""
-    return tiny.llama(num_hidden_layers=1, **changes)
-
-
-@every_reference
-@both_positions
+@pytest.mark.parametrize("kind", EXTRAS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("positions", ["compact", "original"])
+@torch.no_grad()
 def test_logits_are_a_fresh_forward_over_the_tokens_kept(kind: type[ReferenceCache], positions: str) -> None:
-    model, ids = one_layer(num_key_value_heads=1), texts(1, LENGTH)
-    cache = build(kind, model, positions=positions)
-    feed(model, cache, ids[:, :PROMPT], [PROMPT])
+    # Keys of one layer depend on the token alone, so that a pruned text is a text like any other. No token comes twice: equal ones have
+    # keys of equal norm, and rounding would choose between them.
+    model = tiny.llama(num_hidden_layers=1, num_key_value_heads=1)
+    ids = 3 + torch.randperm(tiny.VOCABULARY - 3, generator=torch.Generator().manual_seed(0))[None, :LENGTH]
+    cache = kind(model, budget=BUDGET, sinks=SINKS, positions=positions, **EXTRAS[kind])
+    model(ids[:, :PROMPT], past_key_values=cache)
     for t in range(PROMPT, LENGTH):
         logits = model(ids[:, t : t + 1], past_key_values=cache).logits
         kept = cache.kept_positions(0)[0, 0]

@@ -23,9 +23,9 @@ def pair(rotation: str = "aware", bits: str = "few") -> tuple[Any, KVCodec]:
     return tiny.llama(), calibrated(rotation).at(BITS[bits])
 
 
-def run(model: Any, given: Any, text: torch.Tensor, chunks: list[int], mask: torch.Tensor | None = None) -> torch.Tensor:
-    """Logits of every token, fed in so many at a time."""
-    logits, start = [], 0
+def run(model: Any, given: Any, text: torch.Tensor, chunks: list[int], mask: torch.Tensor | None = None, start: int = 0) -> torch.Tensor:
+    """Logits of the tokens from `start` on, fed in so many at a time."""
+    logits = []
     with torch.no_grad():
         for tokens in chunks:
             stop, options = start + tokens, {}

@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,6 @@ TOLERANCE = {"rtol": 0, "atol": 1e-4}
 WINDOW: dict[str, Any] = {"sinks": 2, "recent": 7}
 # A basis of 16 tokens, and a new one after 32.
 ADAPTIVE: dict[str, Any] = {"rank": (3, 4), "warmup": 16, "chunk": 32}
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterable[None]:
-    with torch.no_grad():
-        yield
 
 
 def settings_of(mode: str) -> tuple[Any, dict[str, Any]]:
@@ -63,11 +56,8 @@ def both(
 
 def go_on(model: Any, caches: list[SubspaceCache], mask: torch.Tensor) -> None:
     """Asserts that the same tokens, one by one, give the same logits; `mask` says which are real."""
-    more, positions = tiny.ids(len(mask), STEPS, seed=5), mask.cumsum(1) - 1
-    for step, index in enumerate(range(caches[0].seen, caches[0].seen + STEPS)):
-        options = {"attention_mask": mask[:, : index + 1], "position_ids": positions[:, index : index + 1]}
-        logits = [model(more[:, step : step + 1], past_key_values=cache, **options).logits for cache in caches]
-        torch.testing.assert_close(*logits, **TOLERANCE)
+    text = tiny.ids(len(mask), PROMPT + STEPS, seed=5)
+    torch.testing.assert_close(*(run(model, cache, text, [1] * STEPS, mask, start=PROMPT) for cache in caches), **TOLERANCE)
 
 
 @pytest.mark.parametrize("mode", MODES)

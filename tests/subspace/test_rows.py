@@ -120,13 +120,3 @@ def test_a_mask_hides_the_slots_of_the_tokens_that_it_hides(text: Text, ends: En
     for row in range(rows):
         for query in range(2):
             assert sorted(held[row, shown[row, query]].tolist()) == allowed[row, 0, query].nonzero()[:, 0].tolist()
-
-
-@given(text=texts(), ends=ends_of, data=st.data())
-def test_chunks_change_nothing(text: Text, ends: Ends, data: st.DataObject) -> None:
-    tokens = sum(text.chunks)
-    cuts = sorted(data.draw(st.sets(st.integers(1, max(1, tokens - 1)), max_size=5)) - {tokens})
-    others = [stop - start for start, stop in zip([0, *cuts], [*cuts, tokens], strict=True)]
-    one, other = fed(text, ends), fed(text._replace(chunks=others), ends)
-    for row in range(len(text.real)):
-        assert tokens_of(one, row, ends) == tokens_of(other, row, ends)

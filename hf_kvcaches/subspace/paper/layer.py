@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any, ClassVar, NoReturn
 
 import torch
+from torch import Tensor
 
 from hf_kvcaches.core.call import Call
 from hf_kvcaches.core.parallel import HeadShard
@@ -63,7 +64,7 @@ class PaperLayer(CodedLayer):
         self.key_coefficients, self.key_bases, self.key_limit, self.key_sketch = keys
         self.value_coefficients, self.value_bases, self.value_limit, self.value_sketch = values
 
-    def _encode(self, keys: torch.Tensor, values: torch.Tensor, starts: torch.Tensor | None, encoded: Encoded) -> None:
+    def _encode(self, keys: Tensor, values: Tensor, starts: Tensor | None, encoded: Encoded) -> None:
         wide = torch.promote_types(keys.dtype, torch.float32)
         states = [keys.to(wide), values.to(wide)]
         if self.geometry is not None and starts is not None:
@@ -79,7 +80,7 @@ class PaperLayer(CodedLayer):
             for tile in range(tiles):
                 self._advance(rules, rows, first + tile, [side[rows, :, TILE * tile : TILE * (tile + 1)] for side in states])
 
-    def _calibrated(self, keys: torch.Tensor) -> list[torch.Tensor] | None:
+    def _calibrated(self, keys: Tensor) -> list[Tensor] | None:
         """Return calibrated bases as if they were a chunk of tokens of some rows, (rows, heads, d, d) of keys and of values; or None."""
         if self.adaptive.bases is None:
             return None
@@ -87,7 +88,7 @@ class PaperLayer(CodedLayer):
         sides, weight = self.adaptive.bases[self.layer_idx], self.adaptive.chunk or 1
         return [weight**0.5 * side[heads].to(keys.device).expand(len(keys), -1, -1, -1) for side in sides]
 
-    def _advance(self, rules: list[Rule], rows: slice, tile: int, tokens: list[torch.Tensor]) -> None:
+    def _advance(self, rules: list[Rule], rows: slice, tile: int, tokens: list[Tensor]) -> None:
         """Code a tile of some rows, in a new basis where it loses too much in the old one or a chunk is over."""
         start, chunk, block = TILE * tile, self.adaptive.chunk, bisect(self.blocks, tile) - 1
         if chunk is not None and start >= self.adaptive.warmup:
@@ -120,7 +121,7 @@ class PaperLayer(CodedLayer):
         spans = [slice(max(start, tokens.start), min(stop, tokens.stop)) for start, stop in ends]
         return [(block, span) for block, span in enumerate(spans) if span.start < span.stop]
 
-    def _code_parts(self, query: torch.Tensor, seen: torch.Tensor | None, call: Call, running: Pass) -> list[AttentionPart]:
+    def _code_parts(self, query: Tensor, seen: Tensor | None, call: Call, running: Pass) -> list[AttentionPart]:
         """Attend to each block by itself: the paper's blockwise softmax, before it is merged."""
         keys, values = self.sides
         parts = []
@@ -135,18 +136,18 @@ class PaperLayer(CodedLayer):
             parts.append(part._replace(sums=_by_head(part.sums, values.bases[:, :, block])))
         return parts
 
-    def _gamma(self, block: int) -> torch.Tensor | float:
+    def _gamma(self, block: int) -> Tensor | float:
         """Return what logits of coefficients are multiplied with: 1, or the paper's sqrt(trace(P) / d), (batch, kv_heads, 1, 1)."""
         if self.adaptive.gamma == "one":
             return 1.0
         return (self.key_bases[:, :, block].square().sum((-2, -1), keepdim=True) / self.key_bases.shape[-1]).sqrt()
 
-    def _decoded_keys(self, block: int, tokens: slice) -> torch.Tensor:
+    def _decoded_keys(self, block: int, tokens: slice) -> Tensor:
         """Return keys of a block, rotated, (batch, kv_heads, tokens, head_dim)."""
         keys = self.sides[0].decoded(block, tokens) * self._gamma(block)
         return keys if self.geometry is None else self.geometry.rotate(keys, _positions_of(self._starts_of(tokens)))
 
-    def _decoded(self, block: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    def _decoded(self, block: slice) -> tuple[Tensor, Tensor]:
         parts = [(self._decoded_keys(*part), self.sides[1].decoded(*part)) for part in self._blocks_of(block)]
         keys, values = (torch.cat(side, 2) for side in zip(*parts, strict=True))
         return keys, values
@@ -158,13 +159,13 @@ class PaperLayer(CodedLayer):
         super().reset()
         self.blocks = (0,)
 
-    def import_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
+    def import_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         blocks = values.get("blocks")
         if not isinstance(blocks, list) or not all(type(tile) is int for tile in blocks) or blocks != sorted({0, *blocks}):
             raise ArtifactError(f"The stored state of a {type(self).__name__} has the blocks {str(blocks)[:200]}. Save the cache again.")
         super().import_state(tensors, values | {"blocks": tuple(blocks)})
 
-    def export_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    def export_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         if self.adaptive.bases is not None:
             self._refuse("save", "A file does not bring calibrated bases.")
         tensors, values = super().export_state()
@@ -172,12 +173,12 @@ class PaperLayer(CodedLayer):
         return tensors | coefficients, values | {"blocks": list(self.blocks)}
 
 
-def _positions_of(starts: torch.Tensor) -> torch.Tensor:
+def _positions_of(starts: Tensor) -> Tensor:
     """Return the positions of all tokens of tiles, (batch or 1, tokens), from those of their first ones, (batch or 1, tiles)."""
     return (starts[:, :, None] + torch.arange(TILE, device=starts.device)).flatten(1)
 
 
-def _by_head(states: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+def _by_head(states: Tensor, matrices: Tensor) -> Tensor:
     """Multiply rows, (batch, heads, rows, n), with a matrix for each key head, (batch, kv_heads, n, m), in the dtype of the matrices."""
     grouped = states.to(matrices.dtype).reshape(len(states), matrices.shape[1], -1, states.shape[3])
     return (grouped @ matrices).view(*states.shape[:3], -1)

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import torch
+from torch import Tensor
 
 from hf_kvcaches.errors import ConfigError, is_number, require_choice, whole_number
 from hf_kvcaches.kernels.code_format import TILE
 from hf_kvcaches.subspace.paper.side import Rule, Sketch
 
-Bases = Mapping[int, tuple[torch.Tensor, torch.Tensor]]
+Bases = Mapping[int, tuple[Tensor, Tensor]]
 """By layer of keys and of values the right singular vectors of each head as rows, multiplied by their singular values, (heads, d, d)."""
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
 from hf_kvcaches.codec.moments import descending, second_moment
@@ -29,11 +30,11 @@ class Sketch:
 
     size: int | None = None
 
-    def start(self, lead: tuple[int, ...], dim: int, device: torch.device | None = None) -> torch.Tensor:
+    def start(self, lead: tuple[int, ...], dim: int, device: torch.device | None = None) -> Tensor:
         """Return the state before the first row, with leading dimensions such as (batch, heads)."""
         return torch.zeros(*lead, min(self.size or dim, dim), dim, device=device)
 
-    def update(self, state: torch.Tensor, rows: torch.Tensor, decay: float = 1.0) -> torch.Tensor:
+    def update(self, state: Tensor, rows: Tensor, decay: float = 1.0) -> Tensor:
         """Return the state after more rows, (..., n, d); the energy of those before is multiplied with `decay`."""
         if self.size is None:
             return state * decay + second_moment(rows).float()
@@ -44,7 +45,7 @@ class Sketch:
         shrunk = kept[..., : directions.shape[-2], None] * directions[..., :size, :]
         return pad(shrunk, (0, 0, 0, size - shrunk.shape[-2])).float()
 
-    def gram(self, state: torch.Tensor) -> torch.Tensor:
+    def gram(self, state: Tensor) -> Tensor:
         """Return the sum of the rows' outer products, as far as the state knows it, (..., d, d), float64."""
         return state.double() if self.size is None else second_moment(state)
 
@@ -57,14 +58,14 @@ class Rule(NamedTuple):
     tau: float | None
     sketch: Sketch | None
 
-    def kept(self, energies: torch.Tensor) -> torch.Tensor:
+    def kept(self, energies: Tensor) -> Tensor:
         """Return which directions of the first basis heads keep, (..., rank), of the energies of all, (..., d), largest first."""
         if self.rank is not None:
             return torch.ones_like(energies[..., : self.rank], dtype=torch.bool)
         kept = energies.cumsum(-1) - energies < self.energy * energies.sum(-1, keepdim=True)
         return kept[..., : max(1, int(kept.sum(-1).max()))]
 
-    def limit(self, lost: torch.Tensor) -> torch.Tensor:
+    def limit(self, lost: Tensor) -> Tensor:
         """Return the largest relative residual of a tile in bases that lost a share of the energy when they were new."""
         return (_SLACK * lost.sqrt()).clamp_min(_LEAST_RESIDUAL) if self.tau is None else torch.full_like(lost, self.tau)
 
@@ -79,13 +80,13 @@ class Side(NamedTuple):
         sketch: (batch, heads, n, d), or None where the first basis is the only one.
     """
 
-    coefficients: torch.Tensor
-    bases: torch.Tensor
-    limit: torch.Tensor
-    sketch: torch.Tensor | None
+    coefficients: Tensor
+    bases: Tensor
+    limit: Tensor
+    sketch: Tensor | None
 
     @classmethod
-    def empty(cls, states: torch.Tensor, dtype: torch.dtype, sketch: Sketch | None) -> Self:
+    def empty(cls, states: Tensor, dtype: torch.dtype, sketch: Sketch | None) -> Self:
         """Return the side before the first token, for states (batch, heads, tokens, d) as they are projected."""
         lead, dim = states.shape[:2], states.shape[3]
         state = None if sketch is None else sketch.start(lead, dim, states.device)
@@ -99,7 +100,7 @@ class Side(NamedTuple):
             return self
         return self._replace(coefficients=pad(self.coefficients, (0, wider, 0, longer)), bases=pad(self.bases, (0, 0, 0, wider)))
 
-    def begun(self, rule: Rule, rows: slice, tokens: torch.Tensor) -> Self:
+    def begun(self, rule: Rule, rows: slice, tokens: Tensor) -> Self:
         """Return the side with the first bases of some rows, made of tokens (rows, heads, tokens, d)."""
         energies, directions = descending(second_moment(tokens))
         kept = rule.kept(energies.clamp_min(0.0))
@@ -109,18 +110,18 @@ class Side(NamedTuple):
         side.learn(rule, rows, tokens)
         return side
 
-    def learn(self, rule: Rule, rows: slice, tokens: torch.Tensor, decay: float = 1.0) -> None:
+    def learn(self, rule: Rule, rows: slice, tokens: Tensor, decay: float = 1.0) -> None:
         """Add tokens to the sketches of some rows, if there are any, and multiply the energy of older ones."""
         if self.sketch is not None and rule.sketch is not None:
             self.sketch[rows] = rule.sketch.update(self.sketch[rows], tokens, decay)
 
-    def residual(self, rows: slice, block: int, tokens: torch.Tensor) -> torch.Tensor:
+    def residual(self, rows: slice, block: int, tokens: Tensor) -> Tensor:
         """Return the relative residual of a tile, (rows, heads), which follows from the lengths of tokens and of their coefficients."""
         energy = tokens.square().sum((-2, -1))
         kept = (tokens @ self.bases[rows, :, block].mT).square().sum((-2, -1))
         return ((energy - kept).clamp_min(0.0) / energy.clamp_min(_TINY)).sqrt()
 
-    def renew(self, rule: Rule, rows: slice, block: int, due: torch.Tensor, tokens: torch.Tensor) -> None:
+    def renew(self, rule: Rule, rows: slice, block: int, due: Tensor, tokens: Tensor) -> None:
         """Give heads that are due, (rows, heads), the top directions of their sketches, from a block on that begins with some tokens."""
         assert self.sketch is not None
         assert rule.sketch is not None
@@ -131,12 +132,12 @@ class Side(NamedTuple):
         limit = rule.limit(lost.maximum(self.residual(rows, block, tokens).double().square())).to(self.limit)
         self.limit[rows] = torch.where(due, limit, self.limit[rows])
 
-    def decoded(self, block: int, tokens: slice) -> torch.Tensor:
+    def decoded(self, block: int, tokens: slice) -> Tensor:
         """Return tokens of a block as they were before projection, but for what was lost, (batch, heads, tokens, d)."""
         return self.coefficients[:, :, tokens].to(self.bases.dtype) @ self.bases[:, :, block]
 
 
-def _leading(energies: torch.Tensor, directions: torch.Tensor, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _leading(energies: Tensor, directions: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
     """Return the first directions, zeros where they are not kept, (..., 1, rank, d), and the share of the energy that they lose, (...)."""
     rank, energies = kept.shape[-1], energies.clamp_min(0.0)
     basis = directions[..., :rank, :] * kept[..., None]

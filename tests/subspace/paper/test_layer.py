@@ -160,16 +160,6 @@ def test_padding_that_is_not_a_number_is_in_no_basis() -> None:
         assert torch.equal(*(tensors[name] for tensors in found))
 
 
-def go_on(given: SubspaceCache, text: torch.Tensor, mask: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """Logits of tokens of rows with padding, one after the other."""
-    positions, found = (mask.cumsum(1) - 1).clamp(min=0), []
-    with torch.no_grad():
-        for index in range(start, stop):
-            options = {"attention_mask": mask[:, : index + 1], "position_ids": positions[:, index : index + 1]}
-            found.append(exact_model()(text[:, index : index + 1], past_key_values=given, **options).logits)
-    return torch.cat(found, 1)
-
-
 # What a cache goes through
 
 
@@ -184,10 +174,10 @@ def test_copies_and_files_go_on_alike(before: int, mode: str, tmp_path: Path) ->
     others = [copy.deepcopy(given), SubspaceCache.load(tmp_path / "cache.safetensors", exact_model())]
     others.append(SubspaceCache.from_bytes(given.to_bytes(), exact_model()))
     assert others[1].settings() == given.settings()
-    expected = go_on(given, text, mask, before, 100)
+    expected = run(exact_model(), given, text, [1] * (100 - before), mask, start=before)
     assert len(given.layers[0].blocks) > 1
     for other in others:
-        assert torch.equal(go_on(other, text, mask, before, 100), expected)
+        assert torch.equal(run(exact_model(), other, text, [1] * (100 - before), mask, start=before), expected)
 
 
 def test_exact_tokens_are_taken_back_and_coded_ones_are_not() -> None:
