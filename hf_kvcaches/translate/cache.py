@@ -194,12 +194,7 @@ class TranslatedCache(SplicingCache):
 
 
 def fill(cache: SplicingCache, translator: CacheTranslator, codes: Codes, prompt: CodedPrompt, tokens: PromptTokens) -> None:
-    """Write the keys and values of all layers; no token counts as seen in layers that are rebuilt.
-
-    Args:
-        prompt: Which codes are used.
-        tokens: Those in the cache afterwards, also those in it before.
-    """
+    """Write the keys and values of all layers up to the last of the tokens; none counts as seen in layers that are rebuilt."""
     maps, lowest, dtype, seen = translator.maps, translator.settings.recompute_layers, cache.model.dtype, cache.seen
     side = _run_lowest(cache, lowest, prompt, tokens)
     modules, like = decoder_layers(cache.model)[2], cache.layers[0].key_buffer

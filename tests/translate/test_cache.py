@@ -277,11 +277,6 @@ def test_a_turn_whose_codes_leave_a_gap_or_are_of_another_text_is_refused() -> N
         translator.encode(producer, PROMPT, first=44)
 
 
-def test_a_cache_that_is_still_to_be_filled_is_not_pickled() -> None:
-    with pytest.raises(UnsupportedError, match="still to be filled"):
-        pickle.dumps(cache_of(PROMPT))
-
-
 # Prompts that are longer or shorter than the one that was coded
 
 
@@ -298,15 +293,8 @@ def test_the_last_token_is_always_run(length: int) -> None:
     consumer, cache, ids = models()[1], cache_of(PROMPT), PROMPT[:, :length]
     close(logits_of(consumer, ids, cache, 3), logits_of(consumer, ids, beginning(length - 1), 3))
     assert cache.report().translated == length - 1
-
-
-@pytest.mark.parametrize("length", [43, 9, 5])
-def test_a_prompt_that_is_shorter_than_the_coded_one_is_refused(length: int) -> None:
-    consumer, cache = models()[1], cache_of(PROMPT)
-    with pytest.raises(ConfigError, match=f"of 44 tokens.*of {length}.*Encode this prompt"):
-        answer(consumer, PROMPT[:, :length], cache)
-    assert cache.seen == 0
-    close(logits_of(consumer, PROMPT, cache, 3), expected_logits(PROMPT, new=3))
+    other = torch.cat([PROMPT[:, :-1], (PROMPT[:, -1:] + 1) % 90 + 3], 1)
+    close(logits_of(consumer, other, cache_of(PROMPT), 4), expected_logits(other, PROMPT))
 
 
 def test_in_chunks_the_first_comes_of_codes_and_the_others_are_run() -> None:
@@ -323,16 +311,11 @@ def test_in_chunks_the_first_comes_of_codes_and_the_others_are_run() -> None:
 def test_by_hand_it_is_filled_up_to_the_last_token() -> None:
     consumer, cache = models()[1], cache_of(PROMPT)
     assert cache.prefill(PROMPT) == cache.seen == 44
+    close(logits_of(consumer, PROMPT, copy.deepcopy(cache), 4), expected_logits(PROMPT))  # generate goes on with the same prompt
     close(forced(consumer, PROMPT[:, -1:], cache), expected_logits(PROMPT, new=1))
     with pytest.raises(UnsupportedError, match="has used its codes"):
         cache.prefill(PROMPT)
     assert cache.seen == 45
-
-
-def test_filled_by_hand_generate_goes_on_with_the_same_prompt() -> None:
-    cache = cache_of(PROMPT)
-    cache.prefill(PROMPT)
-    close(logits_of(models()[1], PROMPT, cache, 4), expected_logits(PROMPT))
 
 
 # What can be done with a cache that is filled
@@ -340,6 +323,8 @@ def test_filled_by_hand_generate_goes_on_with_the_same_prompt() -> None:
 
 def test_what_was_saved_or_pickled_goes_on_without_a_translator(tmp_path: Any) -> None:
     consumer, cache = models()[1], cache_of(PROMPT)
+    with pytest.raises(UnsupportedError, match="still to be filled"):
+        pickle.dumps(cache)
     answer(consumer, PROMPT, cache, 3)
     cache.save(tmp_path / "cache")
     loaded, sent = TranslatedCache.load(tmp_path / "cache", consumer), pickle.loads(pickle.dumps(cache))
@@ -357,7 +342,7 @@ def test_what_was_emptied_is_filled_again(arriving: bool) -> None:
     consumer, cache = models()[1], cache_of(PROMPT)
     assert isinstance(cache.codes, SemanticCodes)
     if arriving:
-        cache = TranslatedCache(consumer, fitted(), ArrivingCodes(cache.codes.chunks()))
+        cache.reset(ArrivingCodes(cache.codes.chunks()))
     for _ in range(3):
         with last_layer(consumer) as seen:
             close(logits_of(consumer, PROMPT, cache, 3), expected_logits(PROMPT, new=3))
@@ -365,6 +350,9 @@ def test_what_was_emptied_is_filled_again(arriving: bool) -> None:
         assert cache.report().translated == 44
         cache.reset()
         assert (cache.seen, cache.report().translated) == (0, 0)
+    cache.reset(fitted().encode(models()[0], OTHER))
+    close(logits_of(consumer, OTHER, cache, 3), expected_logits(OTHER, new=3))
+    assert cache.report().translated == 30
 
 
 def test_copies_of_a_cache_whose_codes_are_arriving_all_get_them() -> None:
@@ -410,15 +398,6 @@ def test_without_codes_the_model_runs_the_prompt_and_the_next_turn_may_come_as_c
     assert (cache.seen, cache.report().translated) == (56, 10)
 
 
-def test_a_cache_takes_the_codes_of_another_prompt_when_it_is_reset() -> None:
-    (producer, consumer), translator = models(), fitted()
-    cache = cache_of(PROMPT)
-    answer(consumer, PROMPT, cache, 2)
-    cache.reset(translator.encode(producer, OTHER))
-    close(logits_of(consumer, OTHER, cache, 3), expected_logits(OTHER, new=3))
-    assert cache.report().translated == 30
-
-
 # What codes can't serve
 
 
@@ -455,7 +434,20 @@ def test_logits_of_the_last_few_tokens_leave_the_others_to_the_codes() -> None:
     assert cache.report().translated == 40
 
 
-def test_a_padded_prompt_that_the_model_would_number_itself_is_refused() -> None:
+def test_codes_without_parts_take_the_place_of_others() -> None:
+    translator, producer, consumer = fitted(payload=0.0), *models()
+    cache = TranslatedCache(consumer, translator, translator.encode(producer, PROMPT))
+    cache.reset(translator.encode(producer, OTHER))
+    close(logits_of(consumer, OTHER, cache, 3), expected_logits(OTHER, new=3, payload=0.0))
+
+
+def test_padding_that_is_not_on_the_left_or_that_the_model_would_number_itself_is_refused() -> None:
+    for place in (-1, 20):
+        cache, mask = cache_of(PROMPT), torch.ones_like(PROMPT)
+        mask[0, place] = 0
+        with pytest.raises(UnsupportedError, match="more than padding on the left"):
+            cache.prefill(PROMPT, mask)
+        assert cache.seen == 0
     consumer, cache = models()[1], cache_of(PROMPT, OTHER)
     ids, mask = left_padded(PROMPT, OTHER)
     inputs = {"input_ids": ids, "attention_mask": mask, "logits_to_keep": 1, "past_key_values": cache}
@@ -478,9 +470,11 @@ def test_a_padded_prompt_that_the_model_would_number_itself_is_refused() -> None
         PROMPT[:, 1:],
         OTHER,
         OTHER[:, :9],
+        PROMPT[:, :43],
+        PROMPT[:, :5],
         torch.cat([PROMPT, PROMPT.flip(1)]),
     ],
-    ids=["one token at the start", "the last coded token", "without the first", "another", "another, short", "another row"],
+    ids=range(8),
 )
 def test_another_prompt_is_refused_and_the_right_one_taken_then(wrong: torch.Tensor) -> None:
     consumer, cache = models()[1], cache_of(PROMPT)
@@ -504,11 +498,6 @@ def test_a_batch_with_one_row_that_was_not_coded_is_refused() -> None:
     ids, mask = left_padded(OTHER, PROMPT)
     logits_of(models()[1], ids, cache, attention_mask=mask)
     assert cache.report().translated == 74
-
-
-def test_the_last_token_is_the_consumers_own_to_run() -> None:
-    cache, other = cache_of(PROMPT), torch.cat([PROMPT[:, :-1], (PROMPT[:, -1:] + 1) % 90 + 3], 1)
-    close(logits_of(models()[1], other, cache, 4), expected_logits(other, PROMPT))
 
 
 @pytest.mark.parametrize("cut", [0.4, 0.99])
@@ -559,13 +548,3 @@ def test_what_is_no_translator_and_no_codes_is_refused_with_a_hint() -> None:
     ):
         with pytest.raises(ConfigError, match=hint):
             TranslatedCache(consumer, *given)  # type: ignore[arg-type]
-
-
-def test_padding_that_does_not_stand_on_the_left_is_refused() -> None:
-    cache, mask = cache_of(PROMPT), torch.ones_like(PROMPT)
-    for place in (-1, 20):
-        other = mask.clone()
-        other[0, place] = 0
-        with pytest.raises(UnsupportedError, match="more than padding on the left"):
-            cache.prefill(PROMPT, other)
-        assert cache.seen == 0
