@@ -350,13 +350,7 @@ def test_each_process_needs_a_text_that_is_not_kept_apart(monkeypatch: pytest.Mo
 # Stored
 
 
-STORED = [
-    {},
-    {"layers_per_code": 4, "layer_map": (0, 1, 2, 3)},
-    {"payload": 2.0},
-    {"payload": 0.0},
-    {"recompute_layers": 2, "payload": 0.2},
-]
+OF_LAYERS: list[dict[str, Any]] = [{"layers_per_code": 4, "layer_map": (0, 1, 2, 3)}, {"recompute_layers": 2, "payload": 0.2}]
 
 
 @pytest.mark.parametrize("options", [{}, {"payload": 2.0}, {"payload": 0.0}, *OF_LAYERS], ids=str)
