@@ -156,7 +156,7 @@ class TranslatedCache(SplicingCache):
         seen, text = self.seen, self._whole_text(call)
         prompt = match_prompts(codes.head, text.rows(), text.padding, seen + call.most, seen, translator.exact_tokens)
         translator.check_consumer(self.model, self.provenance.identity)
-        fill(self, translator, codes, prompt, text._replace(ids=text.ids[:, : prompt.slots]).to(compat.input_device(self.model)))
+        fill(self, translator, codes, prompt, text._replace(ids=text.ids[:, : prompt.slots].to(compat.input_device(self.model))))
         numbers = sum(tensor.shape[1] * tensor.shape[3] for layer in self.layers for tensor in layer.owned_tensors().values())
         covered = sum(coded.tokens - (coded.first if seen else 0) for coded in codes.head.prompts)
         new = sum(prompt.slots - max(seen, before) for before in text.padding)

@@ -62,7 +62,7 @@ class Pair:
         found: list[States] = []
         for model, hidden in ((self.producer, {self.sources[layer] for layer in inputs}), (self.consumer, {*inputs})):
             states: dict[int, LayerState] = {}
-            read(model, PromptTokens.of(ids).to(compat.input_device(model)), states.__setitem__, hidden=hidden)
+            read(model, PromptTokens.of(ids), states.__setitem__, hidden=hidden)
             found.append(states)
         return found[0], found[1]
 

@@ -131,7 +131,7 @@ class CacheEncoder:
         last = max(maps.side_layer, *(layer for layers in sources for layer in layers))
         offloaded = any(compat.offloaded_weights(module) is not None for module in compat.modules_of(model))
         with _OFFLOADED if offloaded else nullcontext():
-            read(in_evaluation(model), tokens.to(compat.input_device(model)), on_state, hidden=[maps.side_layer], last=last)
+            read(in_evaluation(model), tokens, on_state, hidden=[maps.side_layer], last=last)
 
     def _parts_in_thread(self, head: CodesHead, model: Any, tokens: PromptTokens) -> Iterator[Part]:
         """Yield each part while the producer runs in another thread; what is packed here does not keep it waiting."""

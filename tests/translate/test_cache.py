@@ -175,6 +175,25 @@ def test_rows_come_in_any_order_some_of_them_and_some_twice(payload: float) -> N
         assert cache.report().translated == sum(rows[number].shape[1] - 1 for number in order)
 
 
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_tokens_that_come_again_are_filled_as_all_others(family: str) -> None:
+    model, consumer = FAMILIES[family](), pairs.changed(FAMILIES[family]())
+    translator = pairs.fit(model, consumer, payload=2.0, layers_per_code=1)
+    # Rows of several lengths, one of them twice, few different tokens.
+    rows = [tiny.ids(1, length, seed=length) % 7 for length in (20, 31)]
+    codes = translator.encode(model, *left_padded(*rows))
+    ids, mask = left_padded(rows[1], rows[0], rows[1])
+    cache = TranslatedCache(consumer, translator, codes)
+    assert cache.prefill(ids, mask) == 30
+    for number, row in enumerate((rows[1], rows[0], rows[1])):
+        alone = TranslatedCache(consumer, translator, translator.encode(model, row))
+        alone.prefill(row)
+        for layer, other in zip(cache.layers, alone.layers, strict=True):
+            for made, expected in ((layer.keys, other.keys), (layer.values, other.values)):
+                torch.testing.assert_close(made[number, :, -expected.shape[2] :], expected[0], rtol=1e-4, atol=1e-4)
+            assert layer.keys.isfinite().all()
+
+
 def test_several_questions_behind_one_document() -> None:
     rows = [joined(PROMPT, MORE), joined(PROMPT, OTHER), joined(PROMPT, MORE[:, ::3])]
     ids, mask = left_padded(*rows)

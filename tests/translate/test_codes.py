@@ -1,4 +1,4 @@
-"""Semantic codes come back bit by bit from any pieces of their bytes, part by part, and know their prompts."""
+"""Semantic codes come back bit by bit from any pieces of their bytes, part by part, and find their prompts in a batch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load
 
-from hf_kvcaches.errors import ArtifactError
-from hf_kvcaches.translate.codes import ArrivingCodes, Prompt, SemanticCodes, message_of
+from hf_kvcaches.errors import ArtifactError, ConfigError
+from hf_kvcaches.translate.codes import ArrivingCodes, CodedPrompt, CodesHead, Prompt, SemanticCodes, match_prompts, message_of
 from tests.translate.code_helpers import codes_of, head_of, message_by_hand, refused, same
 
 # Round trips
@@ -181,3 +181,47 @@ def test_a_text_begins_with_a_prompt_where_a_comparison_of_both_says_so(data):
         text[data.draw(st.integers(0, len(text) - 1))] = data.draw(token)
     for kind in (np.int64, np.uint32):
         assert Prompt.of(row).begins(np.array(text, kind)) == (text[: len(row)] == row)
+
+
+# Where the codes of some prompts go in a batch of others
+
+
+def coded_head(rows: list[list[int]]) -> CodesHead:
+    return CodesHead("t", tuple(Prompt.of(row) for row in rows), ())
+
+
+def match(head: CodesHead, wanted: list[list[int]], most: int, run: int = 0) -> CodedPrompt:
+    padding = [max(map(len, wanted)) - len(text) for text in wanted]
+    return match_prompts(head, [torch.tensor(text) for text in wanted], padding, most, run=run)
+
+
+# Few beginnings, so that texts begin alike, and are each other's beginnings.
+BEGINNINGS = [[5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6], [5, 6, 7, 8, 9, 5, 6, 7, 8, 9], [4] * 9, [4] * 17]
+ends = st.lists(st.integers(1, 3), max_size=4)
+texts = st.lists(st.builds(lambda beginning, end: beginning + end, st.sampled_from(BEGINNINGS), ends), min_size=1, max_size=4)
+
+
+@given(coded=texts, wanted=texts)
+def test_each_slot_that_is_filled_gets_the_codes_of_its_own_token(coded: list[list[int]], wanted: list[list[int]]):
+    head, longest = coded_head(coded), max(map(len, wanted))
+    padding = [longest - len(text) for text in wanted]
+    counts = [max((len(row) for row in coded if text[: len(row)] == row), default=-99) for text in wanted]
+    slots = min(longest - 1, *(pad + count for pad, count in zip(padding, counts, strict=True)))
+    if slots <= max(padding):
+        with pytest.raises(ConfigError, match="another prompt" if min(counts) < 0 else "one row start at or after"):
+            match(head, wanted, longest - 1)
+        return
+    prompt = match(head, wanted, longest - 1)
+    assert prompt.slots == slots
+    assert sorted([*(span.row for span in prompt.spans), *prompt.copies]) == list(range(len(wanted)))
+    ids = [token for row in coded for token in row]
+    for start, (row, first, count) in zip(prompt.starts, prompt.spans, strict=True):
+        assert first == padding[row]
+        assert ids[start : start + count] == wanted[row][: slots - padding[row]]
+    for row, twin in prompt.copies.items():
+        assert (wanted[row][: slots - padding[row]], padding[row]) == (wanted[twin][: slots - padding[twin]], padding[twin])
+
+
+def test_rows_that_say_the_same_are_rebuilt_once():
+    prompt = match(coded_head([[5, 6, 7, 8]]), [[5, 6, 7, 8, 9]] * 4, 4)
+    assert ([span.row for span in prompt.spans], prompt.copies) == ([0], {1: 0, 2: 0, 3: 0})
