@@ -59,32 +59,14 @@ def key_errors(translator: CacheTranslator, ids: torch.Tensor = PROMPT, pair: An
     return found
 
 
-def decoded(translator: CacheTranslator, codes: SemanticCodes) -> list[torch.Tensor]:
-    """The coefficients of each part in steps, (tokens, rank)."""
-    return [*translator.maps.decode(dict(enumerate(part.codes for part in codes)), codes.head.tokens).values()]
-
-
 # What is sent
 
 
 def test_padding_is_not_sent() -> None:
     (producer, _), translator = models(), fitted(payload=0.25)
-    plain = translator.encode(producer, PROMPT)
     ids, mask = torch.nn.functional.pad(PROMPT, (13, 0)), torch.nn.functional.pad(torch.ones_like(PROMPT), (13, 0))
-    assert translator.encode(producer, ids, mask).head == plain.head
-    for one, other in zip(decoded(translator, translator.encode(producer, ids, mask)), decoded(translator, plain), strict=True):
-        assert float(((one - other).abs() > 0.5).float().mean()) < 0.01  # between two integers, rounding decides
-    rows = [PROMPT, OTHER, OTHER[:, :2]]
-    together = translator.encode(producer, *left_padded(*rows))
-    assert together.head.tokens == 40 + 26 + 0
-    start = 0
-    for row in rows:
-        alone = translator.encode(producer, row)
-        stop = start
-        for one, other in zip(decoded(translator, together), decoded(translator, alone), strict=False):
-            stop = start + max(0, row.shape[1] - 1 - 4)
-            assert float(((one[start:stop] - other).abs() > 0.5).float().sum()) <= 0.01 * other.numel()
-        start = stop
+    assert translator.encode(producer, ids, mask).head == translator.encode(producer, PROMPT).head
+    assert translator.encode(producer, *left_padded(PROMPT, OTHER, OTHER[:, :2])).head.tokens == 40 + 26 + 0
 
 
 def test_prompts_are_given_as_tensors_or_lists() -> None:
