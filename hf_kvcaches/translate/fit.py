@@ -27,7 +27,7 @@ from hf_kvcaches.kernels.arguments import Decoder
 from hf_kvcaches.translate.config import TranslatorConfig, TranslatorSettings
 from hf_kvcaches.translate.maps import CodeEncoder, CodeWeights, LayerDecoder, Maps
 from hf_kvcaches.translate.pair import SHORTEST, ErrorCosts, Pair, States, split_of
-from hf_kvcaches.translate.regression import LEAST_RIDGE, Group, Key, Products, Regression, pairs_of, passes_of, regress, sample_of
+from hf_kvcaches.translate.regression import LEAST_RIDGE, Group, Key, Products, Regression, pairs_of, passes_of, regress
 
 # Of expected and of actual logits, (positions, vocabulary) each; greater is better.
 Score = Callable[[torch.Tensor, torch.Tensor], float]
@@ -36,6 +36,8 @@ Code = tuple[Group, Regression]
 _LARGEST_CODED, EXACT = 0.5, 2.0
 # Directions that take fewer bits are worth less than these bits, and each costs time in every token.
 _LEAST_BITS, _TINY = 0.2, 1e-30
+# Numbers of the sample that codes are chosen on, and its tokens at the least and at the most.
+_SAMPLED, _LEAST_SAMPLE, _MOST_SAMPLE = 1 << 22, 256, 4096
 # Every eighth text of so many tokens is held out to choose layers on, up to eight texts.
 _HELD_OUT, _LEAST_HELD_OUT = 8, 16
 
@@ -63,9 +65,7 @@ def fit(
 class Fitting:
     """One fit: the texts that are read, those that are held out, and, once it has read them, regressions for any payload.
 
-    Args:
-        lowest: The numbers of layers that the consumer may run.
-        exact: Whether products are taken in float64.
+    `lowest` are the numbers of layers that the consumer may run; products are taken in float64 where it is to be exact.
     """
 
     def __init__(
@@ -100,13 +100,14 @@ class Fitting:
         sent = range(min(self.lowest) + 1, pair.layers)
         groups = [Group.of(sent[start : start + self.shared], pair.sources) for start in range(0, len(sent), self.shared)]
         self.costs = None if config.metric == "plain" else ErrorCosts()
-        plain, device, size = self.costs is None, compat.input_device(pair.consumer), -(-sample_of(self.widths) // len(self.fitted))
-        # Of tokens that codes are chosen on: as many of each text, in rows of its own, so that those of processes can be added up.
+        plain, device, texts = self.costs is None, compat.input_device(pair.consumer), len(self.fitted)
+        sample = max(_LEAST_SAMPLE, min(_MOST_SAMPLE, _SAMPLED // sum(state.states.shape[1] for state in producer.values())))
+        # Tokens that codes are chosen on: as many of each text, in rows of its own, so that those of processes can be added up.
         sampled = [("producer input", layer) for layer in self.lowest] + [key for group in groups for key in group.keys[0]]
-        self.samples = {key: torch.zeros(len(self.fitted), size, self.widths[key], device=device) for key in sampled}
+        self.samples = {key: torch.zeros(texts, -(-sample // texts), self.widths[key], device=device) for key in sampled}
         self.codes: dict[int, list[Code]] = {lowest: [] for lowest in self.lowest}
         weights: dict[int, torch.Tensor] = {}
-        for number, some in enumerate(passes_of(groups, self.widths, self.lowest, plain, int(config.memory))):
+        for number, some in enumerate(passes_of(groups, self.widths, self.lowest, plain, sample, int(config.memory))):
             products = Products(pairs_of(some, self.lowest, plain), self.dtype, device)
             self._read_texts(products, weights, first=number == 0)
             for lowest in self.lowest:

@@ -121,12 +121,7 @@ class ErrorCosts:
         self.sides: dict[int, list[torch.Tensor]] = {}
 
     def add(self, pair: Pair, ids: torch.Tensor, states: States, exact_tokens: int, seed: int) -> torch.Tensor:
-        """Add the gradients of a text, and return its tokens' weights, (tokens,), 1 on average.
-
-        Args:
-            states: The consumer's, of all tokens.
-            exact_tokens: How many of the first tokens have no errors.
-        """
+        """Add the gradients of a text, whose first tokens have no errors, and return its tokens' weights, (tokens,), 1 on average."""
         exact, weights = min(exact_tokens, split_of(len(ids)) - 1), torch.ones(len(ids))
         by_layer = pair.gradients(ids, states, seed)
         for layer, rows in by_layer.items():

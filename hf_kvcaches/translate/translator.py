@@ -77,12 +77,7 @@ class CacheEncoder:
         return self._require_fitted(model, "producer")
 
     def _require_fitted(self, model: Any, role: str, identity: Identity | None = None) -> Any:
-        """Return a model without its PEFT wrapper; refuse one that this was not fitted for.
-
-        Args:
-            role: "producer", which is run in evaluation mode whatever its mode, or "consumer".
-            identity: Of the model, where it is known.
-        """
+        """Return a model without its PEFT wrapper; refuse one that this was not fitted for in that role."""
         base, what = compat.base_model(model), f"The translator's {role}"
         if compat.has_learned_prompt(model):
             raise UnsupportedError(f"{role}: a learned prompt is in no fingerprint. Pass the model without that adapter.")
