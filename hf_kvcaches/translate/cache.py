@@ -251,12 +251,13 @@ def _run_first(cache: SplicingCache, buffers: Mapping[int, Any], seen: int, prom
 def _coefficients(maps: Maps, codes: Codes, prompt: CodedPrompt, device: torch.device) -> Iterator[tuple[int | None, torch.Tensor | None]]:
     """Yield the coefficients of each code as it arrives, decoded together where all are there; first None, for layers without codes."""
     yield None, None
-    indices = torch.cat([torch.arange(start, start + span.tokens) for start, span in zip(prompt.starts, prompt.spans, strict=True)])
+    ranges = [torch.arange(start, start + span.tokens) for start, span in zip(prompt.starts, prompt.spans, strict=True)]
+    indices = torch.cat(ranges).to(device)
     numbered = enumerate(part.codes.to(device) for part in codes)
     groups = [dict(numbered)] if isinstance(codes, SemanticCodes) else ({code: record} for code, record in numbered)
     for records in groups:
         for code, coefficients in maps.decode(records, codes.head.tokens).items():
-            yield code, coefficients[indices.to(device)]
+            yield code, coefficients[indices]
 
 
 def _distinct(side: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -159,7 +159,7 @@ class CacheTranslator(CacheEncoder, Artifact):
         parts = sorted(maps.tensors().items()), repr(maps.metadata()), settings.recompute_layers, settings.exact_tokens
         digest = digest_of([*parts, producer.digest, consumer.digest])
         super().__init__(digest, {"producer": producer, "consumer": consumer}, maps, settings.exact_tokens)
-        self.settings, self.fingerprint = settings, consumer
+        self.settings, self.producer, self.consumer, self.fingerprint = settings, producer, consumer, consumer
 
     @classmethod
     def fit(
@@ -261,8 +261,8 @@ class CacheTranslator(CacheEncoder, Artifact):
         settings, maps = self.settings, self.maps
         expected = "" if maps.bits is None else f", {maps.bits / 8:.1f} bytes of a token expected"
         rows = {
-            "Producer": self.models["producer"].describe(),
-            "Consumer": self.models["consumer"].describe(),
+            "Producer": self.producer.describe(),
+            "Consumer": self.consumer.describe(),
             "Metric": settings.metric,
             "Texts": f"{settings.texts}, {settings.tokens:,} tokens",
             "Payload": f"{settings.payload:g} of bfloat16 keys and values{expected}",
