@@ -156,7 +156,7 @@ class TranslatedCache(SplicingCache):
         seen, text = self.seen, self._whole_text(call)
         prompt = match_prompts(codes.head, text.rows(), text.padding, seen + call.most, seen, translator.exact_tokens)
         translator.check_consumer(self.model, self.provenance.identity)
-        fill(self, translator, codes, prompt, text._replace(ids=text.ids[:, : prompt.slots]).to(compat.input_device(self.model)))
+        fill(self, translator, codes, prompt, text._replace(ids=text.ids[:, : prompt.slots].to(compat.input_device(self.model))))
         numbers = sum(tensor.shape[1] * tensor.shape[3] for layer in self.layers for tensor in layer.owned_tensors().values())
         covered = sum(coded.tokens - (coded.first if seen else 0) for coded in codes.head.prompts)
         new = sum(prompt.slots - max(seen, before) for before in text.padding)
@@ -194,12 +194,7 @@ class TranslatedCache(SplicingCache):
 
 
 def fill(cache: SplicingCache, translator: CacheTranslator, codes: Codes, prompt: CodedPrompt, tokens: PromptTokens) -> None:
-    """Write the keys and values of all layers; no token counts as seen in layers that are rebuilt.
-
-    Args:
-        prompt: Which codes are used.
-        tokens: Those in the cache afterwards, also those in it before.
-    """
+    """Write the keys and values of all layers up to the last of the tokens; none counts as seen in layers that are rebuilt."""
     maps, lowest, dtype, seen = translator.maps, translator.settings.recompute_layers, cache.model.dtype, cache.seen
     side = _run_lowest(cache, lowest, prompt, tokens)
     modules, like = decoder_layers(cache.model)[2], cache.layers[0].key_buffer
@@ -256,12 +251,13 @@ def _run_first(cache: SplicingCache, buffers: Mapping[int, Any], seen: int, prom
 def _coefficients(maps: Maps, codes: Codes, prompt: CodedPrompt, device: torch.device) -> Iterator[tuple[int | None, torch.Tensor | None]]:
     """Yield the coefficients of each code as it arrives, decoded together where all are there; first None, for layers without codes."""
     yield None, None
-    indices = torch.cat([torch.arange(start, start + span.tokens) for start, span in zip(prompt.starts, prompt.spans, strict=True)])
+    ranges = [torch.arange(start, start + span.tokens) for start, span in zip(prompt.starts, prompt.spans, strict=True)]
+    indices = torch.cat(ranges).to(device)
     numbered = enumerate(part.codes.to(device) for part in codes)
     groups = [dict(numbered)] if isinstance(codes, SemanticCodes) else ({code: record} for code, record in numbered)
     for records in groups:
         for code, coefficients in maps.decode(records, codes.head.tokens).items():
-            yield code, coefficients[indices.to(device)]
+            yield code, coefficients[indices]
 
 
 def _distinct(side: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -221,13 +221,10 @@ class CodedPrompt(NamedTuple):
 
 
 def match_prompts(head: CodesHead, texts: Sequence[Tensor], padding: Sequence[int], most: int, seen: int = 0, run: int = 0) -> CodedPrompt:
-    """Find each row of a batch among the coded prompts.
+    """Find each row of a batch, of which `seen` slots are filled and `most` may be, among the coded prompts.
 
     Args:
         texts: All tokens of each row, also those in the cache.
-        padding: Slots without a token at the start of each row.
-        most: Slots that may be filled.
-        seen: Slots that are filled already.
         run: How many first tokens of a new prompt are run.
     """
     rows: dict[tuple[int, int], list[int]] = {}  # by their prompt's number and their padding

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 from statistics import fmean
@@ -28,7 +27,7 @@ from hf_kvcaches.kernels.arguments import Decoder
 from hf_kvcaches.translate.config import TranslatorConfig, TranslatorSettings
 from hf_kvcaches.translate.maps import CodeEncoder, CodeWeights, LayerDecoder, Maps
 from hf_kvcaches.translate.pair import SHORTEST, ErrorCosts, Pair, States, split_of
-from hf_kvcaches.translate.regression import LEAST_RIDGE, Group, Key, Products, Regression, pairs_of, passes_of, regress, sample_of
+from hf_kvcaches.translate.regression import LEAST_RIDGE, Group, Key, Products, Regression, pairs_of, passes_of, regress
 
 # Of expected and of actual logits, (positions, vocabulary) each; greater is better.
 Score = Callable[[torch.Tensor, torch.Tensor], float]
@@ -37,6 +36,8 @@ Code = tuple[Group, Regression]
 _LARGEST_CODED, EXACT = 0.5, 2.0
 # Directions that take fewer bits are worth less than these bits, and each costs time in every token.
 _LEAST_BITS, _TINY = 0.2, 1e-30
+# Numbers of the sample that codes are chosen on, and its tokens at the least and at the most.
+_SAMPLED, _LEAST_SAMPLE, _MOST_SAMPLE = 1 << 22, 256, 4096
 # Every eighth text of so many tokens is held out to choose layers on, up to eight texts.
 _HELD_OUT, _LEAST_HELD_OUT = 8, 16
 
@@ -64,16 +65,14 @@ def fit(
 class Fitting:
     """One fit: the texts that are read, those that are held out, and, once it has read them, regressions for any payload.
 
-    Args:
-        lowest: The numbers of layers that the consumer may run.
-        exact: Whether products are taken in float64.
+    `lowest` are the numbers of layers that the consumer may run; products are taken in float64 where it is to be exact.
     """
 
     def __init__(
         self, pair: Pair, texts: Sequence[torch.Tensor], config: TranslatorConfig, lowest: Sequence[int], exact: bool, progress: bool
     ) -> None:
         self.pair, self.config, self.lowest, self.progress = pair, config, list(lowest), progress
-        self.dtype = torch.float64 if exact else torch.float32
+        self.dtype, self._began = torch.float64 if exact else torch.float32, perf_counter()
         self.texts, self.seconds, self.measured = [ids for ids in texts if len(ids) >= 2], dict[str, float](), dict[str, float]()
         long = [number for number, ids in enumerate(self.texts) if len(self.lowest) > 1 and len(ids) >= _LEAST_HELD_OUT]
         held_out = long[_HELD_OUT - 1 :: _HELD_OUT][:_HELD_OUT]
@@ -92,8 +91,8 @@ class Fitting:
         """Read the texts, and solve for all regressions."""
         pair, config = self.pair, self.config
         if config.layer_map == "fit":
-            with timed(self.seconds, "layers"):
-                pair.fit_sources(self.fitted)
+            pair.fit_sources(self.fitted)
+            self._lap("layers")
         producer, consumer = pair.states(torch.zeros(2, dtype=torch.long), self.lowest)
         self.shapes = {layer: state.shape for layer, state in consumer.items()}
         self.widths = {key: block.shape[1] for key, block in self._blocks(producer, consumer).items()}
@@ -101,21 +100,24 @@ class Fitting:
         sent = range(min(self.lowest) + 1, pair.layers)
         groups = [Group.of(sent[start : start + self.shared], pair.sources) for start in range(0, len(sent), self.shared)]
         self.costs = None if config.metric == "plain" else ErrorCosts()
-        plain, size, device = self.costs is None, self._sampled * len(self.fitted), compat.input_device(pair.consumer)
-        self.samples = {key: torch.zeros(size, width, device=device) for key, width in self.widths.items() if key[0].startswith("producer")}
+        plain, device, texts = self.costs is None, compat.input_device(pair.consumer), len(self.fitted)
+        sample = max(_LEAST_SAMPLE, min(_MOST_SAMPLE, _SAMPLED // sum(state.states.shape[1] for state in producer.values())))
+        # Tokens that codes are chosen on: as many of each text, in rows of its own, so that those of processes can be added up.
+        sampled = [("producer input", layer) for layer in self.lowest] + [key for group in groups for key in group.keys[0]]
+        self.samples = {key: torch.zeros(texts, -(-sample // texts), self.widths[key], device=device) for key in sampled}
         self.codes: dict[int, list[Code]] = {lowest: [] for lowest in self.lowest}
         weights: dict[int, torch.Tensor] = {}
-        for number, some in enumerate(passes_of(groups, self.widths, self.lowest, plain, int(config.memory))):
+        for number, some in enumerate(passes_of(groups, self.widths, self.lowest, plain, sample, int(config.memory))):
             products = Products(pairs_of(some, self.lowest, plain), self.dtype, device)
             self._read_texts(products, weights, first=number == 0)
-            with timed(self.seconds, "solving"):
-                for lowest in self.lowest:
-                    self._solve(products, some, lowest)
+            for lowest in self.lowest:
+                self._solve(products, some, lowest)
+            self._lap("solving")
 
-    @property
-    def _sampled(self) -> int:
-        """How many tokens of each text codes are chosen on."""
-        return -(-sample_of(self.widths) // len(self.fitted))
+    def _lap(self, stage: str) -> None:
+        """Add the time since the stage before to the seconds of a stage."""
+        before, self._began = self._began, perf_counter()
+        self.seconds[stage] = round(self.seconds.get(stage, 0.0) + self._began - before, 3)
 
     def _blocks(self, producer: States, consumer: States) -> dict[Key, torch.Tensor]:
         """Return what products are taken of, (tokens, width) each."""
@@ -125,30 +127,26 @@ class Fitting:
         return blocks | {("producer input", layer): producer[self.pair.sources[layer]].hidden for layer in self.lowest}
 
     def _read_texts(self, products: Products, weights: dict[int, torch.Tensor], first: bool) -> None:
-        """Add all texts to products; each process reads its share, and gets the sums of all.
-
-        Args:
-            weights: Of the tokens of each text, added to where it is read first.
-        """
+        """Add all texts to products, and what is read of them first to weights; each process reads its share, and gets the sums of all."""
         (process, processes), exact_tokens = compat.process(), self.config.exact_tokens
         hidden, costs = not self.progress or process > 0, self.costs if first else None
         for number, ids in enumerate(tqdm(self.fitted, unit=" texts", desc="Reading texts", disable=hidden)):
             mine = number % processes == process
             if number and not mine:  # all begin with the first text, whose means are what products are taken of
                 continue
-            with timed(self.seconds, "reading"):
-                producer, consumer = self.pair.states(ids, self.lowest)
+            producer, consumer = self.pair.states(ids, self.lowest)
+            self._lap("reading")
             if costs is not None and mine and len(ids) >= SHORTEST:
-                with timed(self.seconds, "gradients"):
-                    weights[number] = costs.add(self.pair, ids, consumer, exact_tokens, number)
-            with timed(self.seconds, "products"):
-                exact = min(exact_tokens, len(ids) - 2)
-                blocks = {key: block[exact:] for key, block in self._blocks(producer, consumer).items()}
-                products.add(blocks, weights.get(number, torch.ones(len(ids)))[exact:] * mine)
-                if first and mine:
-                    for key, sample in self.samples.items():  # in rows of this text's own, so that those of processes can be added up
-                        chosen = torch.linspace(0, len(ids) - exact - 1, self._sampled).long().to(blocks[key].device)
-                        sample[number * self._sampled :][: self._sampled] = blocks[key][chosen].to(sample)
+                weights[number] = costs.add(self.pair, ids, consumer, exact_tokens, number)
+                self._lap("gradients")
+            exact = min(exact_tokens, len(ids) - 2)
+            blocks = {key: block[exact:] for key, block in self._blocks(producer, consumer).items()}
+            products.add(blocks, weights.get(number, torch.ones(len(ids)))[exact:] * mine)
+            if first and mine:
+                for key, sample in self.samples.items():
+                    chosen = torch.linspace(0, len(ids) - exact - 1, sample.shape[1]).long().to(blocks[key].device)
+                    sample[number] = blocks[key][chosen].to(sample)
+            self._lap("products")
         products.finish(processes)
         if first and processes > 1:
             add_up([*self.samples.values(), *chain.from_iterable([] if costs is None else costs.sides.values())])
@@ -176,15 +174,15 @@ class Fitting:
         if len(self.lowest) == 1:
             return self.lowest[0]
         pair, scores, maps = self.pair, dict[int, float](), {lowest: self.maps(lowest, payload) for lowest in self.lowest}
-        with timed(self.seconds, "choice"):
-            read = [(ids, *pair.states(ids[: split_of(len(ids))], maps)) for ids in self.held_out]
-            expected = [pair.predictions(ids, own) for ids, _, own in read]
-            for lowest, own in maps.items():
-                found = [pair.predictions(ids, self._translated(own, lowest, *states)) for ids, *states in read]
-                kl = fmean(float(divergence(one, other).mean()) for one, other in zip(expected, found, strict=True))
-                self.measured[f"{lowest} layers run"] = scores[lowest] = kl
-                if score is not None:
-                    scores[lowest] = -fmean(float(score(one, other)) for one, other in zip(expected, found, strict=True))
+        read = [(ids, *pair.states(ids[: split_of(len(ids))], maps)) for ids in self.held_out]
+        expected = [pair.predictions(ids, own) for ids, _, own in read]
+        for lowest, own in maps.items():
+            found = [pair.predictions(ids, self._translated(own, lowest, *states)) for ids, *states in read]
+            kl = fmean(float(divergence(one, other).mean()) for one, other in zip(expected, found, strict=True))
+            self.measured[f"{lowest} layers run"] = scores[lowest] = kl
+            if score is not None:
+                scores[lowest] = -fmean(float(score(one, other)) for one, other in zip(expected, found, strict=True))
+        self._lap("choice")
         if not all(map(math.isfinite, scores.values())):
             raise ConfigError.of("score", "a finite number for each text", scores)
         return min(scores, key=lambda lowest: scores[lowest])
@@ -218,11 +216,11 @@ class Fitting:
         # Of each code: the directions that are sent, and how.
         chosen: list[tuple[Any, ...]] = [(torch.arange(len(own.strengths) if payload == EXACT else 0), None, None) for _, own in codes]
         if codes and 0 < payload < EXACT:
-            with timed(self.seconds, "coding"):
-                quantizer, sizes = self._quantizer(codes, lowest, payload)
+            quantizer, sizes = self._quantizer(codes, lowest, payload)
             tables, bits, step = quantizer.tables, quantizer.bits, quantizer.step
             orders = [replace(plan, order=torch.arange(len(plan.order))) for plan in quantizer.plans]
             deviations = [size[plan.order] / step for size, plan in zip(sizes, quantizer.plans, strict=True)]
+            self._lap("coding")
             chosen = [*zip([plan.integers for plan in quantizer.plans], orders, deviations, strict=True)]
         encoders, decoders = list[CodeEncoder](), list[LayerDecoder]()
         for (group, regression), (directions, *coding) in zip(codes, chosen, strict=True):
@@ -244,18 +242,10 @@ class Fitting:
         """Return the quantizer with which codes have the payload, and the deviations of each code's coefficients."""
         samples, sizes, width = [], [], sum(width for (kind, _), width in self.widths.items() if kind == "consumer")
         for group, regression in codes:
-            states = torch.cat([self.samples[key] for key in group.keys[0]], dim=1)
-            numbers = regression.coefficients(states, self.samples["producer input", lowest]).cpu()
+            states = torch.cat([self.samples[key] for key in group.keys[0]], dim=2)
+            numbers = regression.coefficients(states, self.samples["producer input", lowest]).flatten(0, 1).cpu()
             size = numbers.square().mean(0).sqrt().clamp_min(_TINY)
             order = size.argsort(descending=True, stable=True)
             samples.append(Sample(order, size[order], (numbers / size)[:, order].T.contiguous()))
             sizes.append(size)
         return fit_step(samples, 16.0 * payload * width, _LEAST_BITS), sizes
-
-
-@contextmanager
-def timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
-    """Add the time inside to the seconds of a stage."""
-    start = perf_counter()
-    yield
-    seconds[stage] = round(seconds.get(stage, 0.0) + perf_counter() - start, 3)

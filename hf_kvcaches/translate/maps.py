@@ -73,12 +73,7 @@ class Maps:
         return self._placed[key]
 
     def coefficients(self, code: int, states: Mapping[int, torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
-        """Return the coefficients of a code, (tokens, directions), float32, where the last of its sources is.
-
-        Args:
-            states: Of the producer's layers, (tokens, width) each.
-            hidden: The input of the attention, (tokens, hidden).
-        """
+        """Return the coefficients of a code, (tokens, directions), float32, of the producer's states and of the attention's input."""
         sources = self.encoders[code].sources
         device, start = states[sources[-1]].device, 0
         weights = self.placed(self.encoders[code].weights, device)

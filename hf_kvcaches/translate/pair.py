@@ -62,7 +62,7 @@ class Pair:
         found: list[States] = []
         for model, hidden in ((self.producer, {self.sources[layer] for layer in inputs}), (self.consumer, {*inputs})):
             states: dict[int, LayerState] = {}
-            read(model, PromptTokens.of(ids).to(compat.input_device(model)), states.__setitem__, hidden=hidden)
+            read(model, PromptTokens.of(ids), states.__setitem__, hidden=hidden)
             found.append(states)
         return found[0], found[1]
 
@@ -121,12 +121,7 @@ class ErrorCosts:
         self.sides: dict[int, list[torch.Tensor]] = {}
 
     def add(self, pair: Pair, ids: torch.Tensor, states: States, exact_tokens: int, seed: int) -> torch.Tensor:
-        """Add the gradients of a text, and return its tokens' weights, (tokens,), 1 on average.
-
-        Args:
-            states: The consumer's, of all tokens.
-            exact_tokens: How many of the first tokens have no errors.
-        """
+        """Add the gradients of a text, whose first tokens have no errors, and return its tokens' weights, (tokens,), 1 on average."""
         exact, weights = min(exact_tokens, split_of(len(ids)) - 1), torch.ones(len(ids))
         by_layer = pair.gradients(ids, states, seed)
         for layer, rows in by_layer.items():

@@ -21,8 +21,6 @@ Key = tuple[str, int]
 _ROUNDING = 1e-7
 LEAST_RIDGE = {torch.float32: 1e-6, torch.float64: 1e-10}
 """The least regularisation, as a share of the mean variance, by the precision of the products."""
-# Numbers of the sample that codes are chosen on, and its tokens at the least and at the most.
-_SAMPLED, _LEAST_SAMPLE, _MOST_SAMPLE = 1 << 22, 256, 4096
 
 
 class Group(NamedTuple):
@@ -47,19 +45,8 @@ class Group(NamedTuple):
         return [("producer", layer) for layer in self.sources], [("consumer", layer) for layer in self.layers]
 
 
-def sample_of(widths: Mapping[Key, int]) -> int:
-    """Return how many tokens codes are chosen on."""
-    width = sum(width for (kind, _), width in widths.items() if kind == "producer")
-    return max(_LEAST_SAMPLE, min(_MOST_SAMPLE, _SAMPLED // max(1, width)))
-
-
 def pairs_of(groups: Sequence[Group], lowest: Sequence[int], plain: bool) -> Iterator[tuple[Key, Key]]:
-    """Yield the pairs of blocks whose products are needed.
-
-    Args:
-        lowest: The numbers of layers that the consumer may run. The next layer's attention input is what is known of a token.
-        plain: Whether all errors of a layer cost the same, which takes their variance.
-    """
+    """Yield the pairs of blocks whose products are needed; where all errors of a layer cost the same, also for their variance."""
     for layer in lowest:
         inputs: tuple[Key, Key] = ("consumer input", layer), ("producer input", layer)
         yield from combinations_with_replacement(inputs, 2)
@@ -70,9 +57,11 @@ def pairs_of(groups: Sequence[Group], lowest: Sequence[int], plain: bool) -> Ite
         yield from chain(combinations_with_replacement(xs, 2), product(xs, ys), zip(ys, ys, strict=True) if plain else ())
 
 
-def passes_of(groups: Sequence[Group], widths: Mapping[Key, int], lowest: Sequence[int], plain: bool, memory: int) -> list[list[Group]]:
-    """Return the groups of layers whose sums are kept together in so many bytes; both models read the texts once for each pass."""
-    kept, sample = 0, sample_of(widths)
+def passes_of(
+    groups: Sequence[Group], widths: Mapping[Key, int], lowest: Sequence[int], plain: bool, sample: int, memory: int
+) -> list[list[Group]]:
+    """Return the groups of layers whose sums fit the memory, beside all regressions and a sample of tokens, in each pass over the texts."""
+    kept = 0
     for layer in lowest:
         theirs, own = widths["producer input", layer], widths["consumer input", layer]
         kept += 4 * sample * theirs
@@ -95,13 +84,7 @@ def passes_of(groups: Sequence[Group], widths: Mapping[Key, int], lowest: Sequen
 
 
 class Products:
-    """Means over tokens, and covariances of some pairs of blocks, in float64.
-
-    Args:
-        pairs: The pairs whose products are wanted.
-        dtype: In which products are taken.
-        device: Where sums are kept.
-    """
+    """Means over tokens, and covariances of some pairs of blocks, in float64; the products of a text are taken in a dtype."""
 
     def __init__(self, pairs: Iterable[tuple[Key, Key]], dtype: torch.dtype, device: torch.device) -> None:
         self.pairs, self.dtype, self.device = list(dict.fromkeys(pairs)), dtype, device
@@ -175,7 +158,6 @@ def regress(products: Products, lowest: int, group: Group, roots: Sequence[torch
     What follows from the producer's own attention input is taken out of its states, and what follows from the consumer's out of both.
 
     Args:
-        lowest: The layer whose attention input each model knows without the other.
         roots: Square roots of the cost of errors, of consecutive blocks of the consumer's columns: (blocks, size, size) each.
         ridges: As shares of the mean variances of attention inputs, and of the producer's states.
     """
@@ -205,11 +187,7 @@ def regress(products: Products, lowest: int, group: Group, roots: Sequence[torch
 
 
 def factor(covariance: torch.Tensor, ridge: float, scale: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the lower Cholesky factor of a covariance with a ridge, which is made larger where rounding asks for it.
-
-    Args:
-        ridge: As a share of the mean variance of `scale`, or else of the covariance.
-    """
+    """Return the lower Cholesky factor with a ridge, a share of the mean variance (of `scale`), which grows where rounding asks for it."""
     covariance = (covariance + covariance.T) / 2
     size = (covariance if scale is None else scale).diagonal().mean().clamp_min(1e-250)
     while True:

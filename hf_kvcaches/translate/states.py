@@ -65,9 +65,6 @@ class PromptTokens(NamedTuple):
         mask = (positions >= 0).long() if any(self.padding) else None
         return self.ids[:, seen:], positions.clamp_min(0)[:, seen:], mask
 
-    def to(self, device: torch.device) -> PromptTokens:
-        return self._replace(ids=self.ids.to(device))
-
     def rows(self) -> list[torch.Tensor]:
         """The real ids of each row, on the CPU."""
         return [ids[before:] for ids, before in zip(self.ids.cpu(), self.padding, strict=True)]
@@ -121,13 +118,9 @@ def read(
     hidden: Collection[int] = (),
     last: int | None = None,
 ) -> None:
-    """Run a model over prompts and pass on each layer's state as soon as it is computed.
-
-    Args:
-        hidden: Layers whose attention's input is part of their state.
-        last: The last layer to read; the pass ends before its attention. None to run the whole pass.
-    """
+    """Run a model up to the attention of the last layer, and pass on each state, some with the attention's input, as it is computed."""
     rotation, layers = rotation_of_model(model), list(decoder_layers(model)[2])
+    tokens = tokens._replace(ids=tokens.ids.to(compat.input_device(model)))
     (ids, positions, mask), inputs = tokens.inputs(), dict[int, torch.Tensor]()
 
     def on_layer(layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:

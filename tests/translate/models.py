@@ -12,10 +12,10 @@ from transformers import Cache, DynamicCache, GPTNeoXConfig, LlamaConfig, Phi3Co
 from hf_kvcaches.core.decoder import attention_module
 from hf_kvcaches.core.rope import rotation_of
 from hf_kvcaches.translate.cache import TranslatedCache
+from hf_kvcaches.translate.config import TranslatorConfig
 from hf_kvcaches.translate.states import LayerState, PromptTokens, read
 from hf_kvcaches.translate.translator import CacheTranslator
 from tests import tiny
-from tests.translate.pairs import split
 
 PARTIAL = {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.5}
 YARN = {"rope_theta": 10000.0, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -115,6 +115,15 @@ def traces_of(model: Any) -> dict[str, Any]:
 def texts_of(count: int = 24, length: int = 24, seed: int = 0) -> list[list[int]]:
     """Random texts, some shorter."""
     return [tiny.ids(length - number % 5, seed=1000 * seed + number).tolist() for number in range(count)]
+
+
+OPTIONS = ("payload", "recompute_layers", "score", "max_length", "progress")
+
+
+def split(options: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `CacheTranslator.fit`, of some with those of `TranslatorConfig` among them."""
+    config = {name: value for name, value in options.items() if name not in OPTIONS}
+    return {"progress": False, "config": TranslatorConfig(**config)} | {name: options[name] for name in OPTIONS if name in options}
 
 
 def fitted(producer: Any, consumer: Any, texts: list[list[int]] | None = None, **options: Any) -> CacheTranslator:

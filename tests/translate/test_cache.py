@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError
 from hf_kvcaches.translate import cache as cache_file
 from hf_kvcaches.translate.cache import TranslatedCache
-from hf_kvcaches.translate.codes import ArrivingCodes, SemanticCodes
+from hf_kvcaches.translate.codes import ArrivingCodes
 from hf_kvcaches.translate.translator import CacheTranslator
 from tests import tiny
 from tests.translate import pairs
@@ -76,7 +76,6 @@ def beginning(tokens: int) -> DynamicCache:
 def test_generate_runs_the_last_token_and_the_report_says_what_the_others_cost() -> None:
     cache, consumer = cache_of(PROMPT), models()[1]
     codes = cache.codes
-    assert isinstance(codes, SemanticCodes)
     assert cache.report().translated == 0
     with last_layer(consumer) as seen:
         logits_of(consumer, PROMPT, cache, 4)
@@ -89,22 +88,13 @@ def test_generate_runs_the_last_token_and_the_report_says_what_the_others_cost()
     assert "payload share" in str(report)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"payload": 0.25},
-        {"payload": 0.0},
-        {"payload": 2.0},
-        {"payload": 0.1},
-        {"payload": 0.25, "metric": "plain"},
-        {"payload": 0.1, "layers_per_code": 4},
-        {"payload": 0.25, "layers_per_code": 2},
-        {"payload": 0.25, "recompute_layers": 1},
-        {"payload": 0.2, "recompute_layers": 2},
-        {"payload": 0.25, "exact_tokens": 0},
-    ],
-    ids=str,
-)
+ROUNDED: list[dict[str, Any]] = [
+    *({"payload": 0.25} | options for options in ({}, {"metric": "plain"}, {"layers_per_code": 2}, {"exact_tokens": 0})),
+    *({"payload": 0.1} | options for options in ({}, {"layers_per_code": 4}, {"recompute_layers": 1}, {"recompute_layers": 2})),
+]
+
+
+@pytest.mark.parametrize("options", [*ROUNDED, {"payload": 0.0}, {"payload": 2.0}], ids=str)
 def test_keys_and_values_are_those_of_the_maps(options: dict[str, Any]) -> None:
     cache, expected = cache_of(PROMPT, **options), reference(fitted(**options), PROMPT)
     assert cache.prefill(PROMPT) == 44
@@ -173,6 +163,25 @@ def test_rows_come_in_any_order_some_of_them_and_some_twice(payload: float) -> N
         assert seen == [FIRST, 1, 1, 1]
         close(got, whole[order])
         assert cache.report().translated == sum(rows[number].shape[1] - 1 for number in order)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_tokens_that_come_again_are_filled_as_all_others(family: str) -> None:
+    model, consumer = FAMILIES[family](), pairs.changed(FAMILIES[family]())
+    translator = pairs.fit(model, consumer, payload=2.0, layers_per_code=1)
+    # Rows of several lengths, one of them twice, few different tokens.
+    rows = [tiny.ids(1, length, seed=length) % 7 for length in (20, 31)]
+    codes = translator.encode(model, *left_padded(*rows))
+    ids, mask = left_padded(rows[1], rows[0], rows[1])
+    cache = TranslatedCache(consumer, translator, codes)
+    assert cache.prefill(ids, mask) == 30
+    for number, row in enumerate((rows[1], rows[0], rows[1])):
+        alone = TranslatedCache(consumer, translator, translator.encode(model, row))
+        alone.prefill(row)
+        for layer, other in zip(cache.layers, alone.layers, strict=True):
+            for made, expected in ((layer.keys, other.keys), (layer.values, other.values)):
+                torch.testing.assert_close(made[number, :, -expected.shape[2] :], expected[0], rtol=1e-4, atol=1e-4)
+            assert layer.keys.isfinite().all()
 
 
 def test_several_questions_behind_one_document() -> None:
@@ -277,11 +286,6 @@ def test_a_turn_whose_codes_leave_a_gap_or_are_of_another_text_is_refused() -> N
         translator.encode(producer, PROMPT, first=44)
 
 
-def test_a_cache_that_is_still_to_be_filled_is_not_pickled() -> None:
-    with pytest.raises(UnsupportedError, match="still to be filled"):
-        pickle.dumps(cache_of(PROMPT))
-
-
 # Prompts that are longer or shorter than the one that was coded
 
 
@@ -298,15 +302,8 @@ def test_the_last_token_is_always_run(length: int) -> None:
     consumer, cache, ids = models()[1], cache_of(PROMPT), PROMPT[:, :length]
     close(logits_of(consumer, ids, cache, 3), logits_of(consumer, ids, beginning(length - 1), 3))
     assert cache.report().translated == length - 1
-
-
-@pytest.mark.parametrize("length", [43, 9, 5])
-def test_a_prompt_that_is_shorter_than_the_coded_one_is_refused(length: int) -> None:
-    consumer, cache = models()[1], cache_of(PROMPT)
-    with pytest.raises(ConfigError, match=f"of 44 tokens.*of {length}.*Encode this prompt"):
-        answer(consumer, PROMPT[:, :length], cache)
-    assert cache.seen == 0
-    close(logits_of(consumer, PROMPT, cache, 3), expected_logits(PROMPT, new=3))
+    other = torch.cat([PROMPT[:, :-1], (PROMPT[:, -1:] + 1) % 90 + 3], 1)
+    close(logits_of(consumer, other, cache_of(PROMPT), 4), expected_logits(other, PROMPT))
 
 
 def test_in_chunks_the_first_comes_of_codes_and_the_others_are_run() -> None:
@@ -323,16 +320,11 @@ def test_in_chunks_the_first_comes_of_codes_and_the_others_are_run() -> None:
 def test_by_hand_it_is_filled_up_to_the_last_token() -> None:
     consumer, cache = models()[1], cache_of(PROMPT)
     assert cache.prefill(PROMPT) == cache.seen == 44
+    close(logits_of(consumer, PROMPT, copy.deepcopy(cache), 4), expected_logits(PROMPT))  # generate goes on with the same prompt
     close(forced(consumer, PROMPT[:, -1:], cache), expected_logits(PROMPT, new=1))
     with pytest.raises(UnsupportedError, match="has used its codes"):
         cache.prefill(PROMPT)
     assert cache.seen == 45
-
-
-def test_filled_by_hand_generate_goes_on_with_the_same_prompt() -> None:
-    cache = cache_of(PROMPT)
-    cache.prefill(PROMPT)
-    close(logits_of(models()[1], PROMPT, cache, 4), expected_logits(PROMPT))
 
 
 # What can be done with a cache that is filled
@@ -340,6 +332,8 @@ def test_filled_by_hand_generate_goes_on_with_the_same_prompt() -> None:
 
 def test_what_was_saved_or_pickled_goes_on_without_a_translator(tmp_path: Any) -> None:
     consumer, cache = models()[1], cache_of(PROMPT)
+    with pytest.raises(UnsupportedError, match="still to be filled"):
+        pickle.dumps(cache)
     answer(consumer, PROMPT, cache, 3)
     cache.save(tmp_path / "cache")
     loaded, sent = TranslatedCache.load(tmp_path / "cache", consumer), pickle.loads(pickle.dumps(cache))
@@ -355,9 +349,8 @@ def test_what_was_saved_or_pickled_goes_on_without_a_translator(tmp_path: Any) -
 @pytest.mark.parametrize("arriving", [False, True])
 def test_what_was_emptied_is_filled_again(arriving: bool) -> None:
     consumer, cache = models()[1], cache_of(PROMPT)
-    assert isinstance(cache.codes, SemanticCodes)
     if arriving:
-        cache = TranslatedCache(consumer, fitted(), ArrivingCodes(cache.codes.chunks()))
+        cache.reset(ArrivingCodes(cache.codes.chunks()))
     for _ in range(3):
         with last_layer(consumer) as seen:
             close(logits_of(consumer, PROMPT, cache, 3), expected_logits(PROMPT, new=3))
@@ -365,11 +358,13 @@ def test_what_was_emptied_is_filled_again(arriving: bool) -> None:
         assert cache.report().translated == 44
         cache.reset()
         assert (cache.seen, cache.report().translated) == (0, 0)
+    cache.reset(fitted().encode(models()[0], OTHER))
+    close(logits_of(consumer, OTHER, cache, 3), expected_logits(OTHER, new=3))
+    assert cache.report().translated == 30
 
 
 def test_copies_of_a_cache_whose_codes_are_arriving_all_get_them() -> None:
     consumer, codes = models()[1], cache_of(PROMPT).codes
-    assert isinstance(codes, SemanticCodes)
     first = TranslatedCache(consumer, fitted(), ArrivingCodes(codes.chunks()))
     second, third = copy.deepcopy(first), copy.deepcopy(first)
     for cache in (second, first, third):
@@ -379,7 +374,6 @@ def test_copies_of_a_cache_whose_codes_are_arriving_all_get_them() -> None:
 
 def test_a_layer_is_rebuilt_while_the_next_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
     consumer, codes, rebuilt = models()[1], cache_of(PROMPT).codes, list[int]()
-    assert isinstance(codes, SemanticCodes)
     held, rebuild = list[int](), cache_file.rebuild
 
     def counting(*args: Any, **kwargs: Any) -> None:
@@ -408,15 +402,6 @@ def test_without_codes_the_model_runs_the_prompt_and_the_next_turn_may_come_as_c
         answer(consumer, text, cache, 1)
     assert seen == [1]
     assert (cache.seen, cache.report().translated) == (56, 10)
-
-
-def test_a_cache_takes_the_codes_of_another_prompt_when_it_is_reset() -> None:
-    (producer, consumer), translator = models(), fitted()
-    cache = cache_of(PROMPT)
-    answer(consumer, PROMPT, cache, 2)
-    cache.reset(translator.encode(producer, OTHER))
-    close(logits_of(consumer, OTHER, cache, 3), expected_logits(OTHER, new=3))
-    assert cache.report().translated == 30
 
 
 # What codes can't serve
@@ -455,7 +440,20 @@ def test_logits_of_the_last_few_tokens_leave_the_others_to_the_codes() -> None:
     assert cache.report().translated == 40
 
 
-def test_a_padded_prompt_that_the_model_would_number_itself_is_refused() -> None:
+def test_codes_without_parts_take_the_place_of_others() -> None:
+    translator, producer, consumer = fitted(payload=0.0), *models()
+    cache = TranslatedCache(consumer, translator, translator.encode(producer, PROMPT))
+    cache.reset(translator.encode(producer, OTHER))
+    close(logits_of(consumer, OTHER, cache, 3), expected_logits(OTHER, new=3, payload=0.0))
+
+
+def test_padding_that_is_not_on_the_left_or_that_the_model_would_number_itself_is_refused() -> None:
+    for place in (-1, 20):
+        cache, mask = cache_of(PROMPT), torch.ones_like(PROMPT)
+        mask[0, place] = 0
+        with pytest.raises(UnsupportedError, match="more than padding on the left"):
+            cache.prefill(PROMPT, mask)
+        assert cache.seen == 0
     consumer, cache = models()[1], cache_of(PROMPT, OTHER)
     ids, mask = left_padded(PROMPT, OTHER)
     inputs = {"input_ids": ids, "attention_mask": mask, "logits_to_keep": 1, "past_key_values": cache}
@@ -478,9 +476,11 @@ def test_a_padded_prompt_that_the_model_would_number_itself_is_refused() -> None
         PROMPT[:, 1:],
         OTHER,
         OTHER[:, :9],
+        PROMPT[:, :43],
+        PROMPT[:, :5],
         torch.cat([PROMPT, PROMPT.flip(1)]),
     ],
-    ids=["one token at the start", "the last coded token", "without the first", "another", "another, short", "another row"],
+    ids=range(8),
 )
 def test_another_prompt_is_refused_and_the_right_one_taken_then(wrong: torch.Tensor) -> None:
     consumer, cache = models()[1], cache_of(PROMPT)
@@ -506,15 +506,9 @@ def test_a_batch_with_one_row_that_was_not_coded_is_refused() -> None:
     assert cache.report().translated == 74
 
 
-def test_the_last_token_is_the_consumers_own_to_run() -> None:
-    cache, other = cache_of(PROMPT), torch.cat([PROMPT[:, :-1], (PROMPT[:, -1:] + 1) % 90 + 3], 1)
-    close(logits_of(models()[1], other, cache, 4), expected_logits(other, PROMPT))
-
-
 @pytest.mark.parametrize("cut", [0.4, 0.99])
 def test_codes_that_break_off_leave_an_empty_cache(cut: float) -> None:
     consumer, codes = models()[1], cache_of(PROMPT).codes
-    assert isinstance(codes, SemanticCodes)
     content = codes.to_bytes()
     cache = TranslatedCache(consumer, fitted(), ArrivingCodes([content[: int(cut * len(content))]]))
     for _ in range(2):
@@ -528,7 +522,6 @@ def test_codes_that_break_off_leave_an_empty_cache(cut: float) -> None:
 
 def test_a_filling_that_was_broken_off_is_made_up_for_with_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     consumer, codes = models()[1], cache_of(PROMPT).codes
-    assert isinstance(codes, SemanticCodes)
     cache = TranslatedCache(consumer, fitted(), ArrivingCodes(codes.chunks()))
     rebuild, calls = cache_file.rebuild, list[None]()
 
@@ -549,7 +542,6 @@ def test_a_filling_that_was_broken_off_is_made_up_for_with_all_parts(monkeypatch
 
 def test_what_is_no_translator_and_no_codes_is_refused_with_a_hint() -> None:
     (_, consumer), translator, codes = models(), fitted(), cache_of(PROMPT).codes
-    assert isinstance(codes, SemanticCodes)
     for given, hint in (
         (("pair", codes), r"translator: expected a CacheTranslator, got 'pair'.*from_pretrained"),
         ((translator, codes.to_bytes()), r"codes: expected SemanticCodes.*got 'bytes'.*from_bytes"),
@@ -559,13 +551,3 @@ def test_what_is_no_translator_and_no_codes_is_refused_with_a_hint() -> None:
     ):
         with pytest.raises(ConfigError, match=hint):
             TranslatedCache(consumer, *given)  # type: ignore[arg-type]
-
-
-def test_padding_that_does_not_stand_on_the_left_is_refused() -> None:
-    cache, mask = cache_of(PROMPT), torch.ones_like(PROMPT)
-    for place in (-1, 20):
-        other = mask.clone()
-        other[0, place] = 0
-        with pytest.raises(UnsupportedError, match="more than padding on the left"):
-            cache.prefill(PROMPT, other)
-        assert cache.seen == 0

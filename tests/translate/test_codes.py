@@ -1,36 +1,28 @@
-"""Semantic codes come back bit by bit from any pieces of their bytes, and nothing else is ever taken for codes."""
+"""Semantic codes come back bit by bit from any pieces of their bytes, part by part, and find their prompts in a batch."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
 import pickle
+import struct
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load
 
-from hf_kvcaches.errors import ArtifactError
-from hf_kvcaches.translate.codes import ArrivingCodes, Part, SemanticCodes, message_of
+from hf_kvcaches.errors import ArtifactError, ConfigError
+from hf_kvcaches.translate.codes import ArrivingCodes, CodedPrompt, CodesHead, Prompt, SemanticCodes, match_prompts, message_of
 from tests.translate.code_helpers import codes_of, head_of, message_by_hand, refused, same
 
 # Round trips
 
 
-@pytest.mark.parametrize("lengths", [(5,), (4, 3), (1, 0, 7), (0,), (1,)])
-def test_codes_come_back_bit_by_bit(lengths):
-    codes = codes_of(head_of(lengths))
-    data = codes.to_bytes()
-    back = SemanticCodes.from_bytes(data)
-    assert same(back, codes)
-    assert back.to_bytes() == data
-    assert len(data) == codes.nbytes == back.nbytes
-
-
 @given(data=st.data())
-def test_codes_of_any_head_come_back(data):
+def test_codes_of_any_head_come_back_from_the_bytes_of_the_description(data):
     names = data.draw(st.lists(st.text(min_size=1, max_size=9), max_size=3, unique=True))
     sizes = [data.draw(st.integers(0, 9)) for _ in names]
     lengths = data.draw(st.lists(st.integers(2, 9), min_size=1, max_size=4))
@@ -39,15 +31,11 @@ def test_codes_of_any_head_come_back(data):
     sent = codes.to_bytes()
     assert sent == message_by_hand(codes)
     assert len(sent) == codes.nbytes
-    assert same(SemanticCodes.from_bytes(sent), codes)
-
-
-def test_the_bytes_are_those_of_the_description_and_bodies_are_safetensors_files():
-    codes = codes_of()
-    chunks = list(codes.chunks())
-    assert b"".join(chunks) == codes.to_bytes() == message_by_hand(codes)
-    for part, chunk in zip(codes, chunks[1:], strict=True):
+    for part, chunk in zip(codes, list(codes.chunks())[1:], strict=True):
         assert torch.equal(load(chunk[28:])["codes"], part.codes)
+    back = SemanticCodes.from_bytes(sent)
+    assert same(back, codes)
+    assert back.to_bytes() == sent
 
 
 @pytest.mark.parametrize("size", [0, 1, 9, 10, 99, 100, 9_990, 9_999, 10_000, 99_999, 100_000, 999_999, 1_000_000])
@@ -60,9 +48,8 @@ def test_a_part_may_have_any_length(size):
 
 def test_codes_without_parts_are_their_head():
     codes = codes_of(head_of(names=()))
-    back = SemanticCodes.from_bytes(codes.to_bytes())
-    assert back.head == codes.head
-    assert list(back) == []
+    assert same(SemanticCodes.from_bytes(codes.to_bytes()), codes)
+    assert same(ArrivingCodes([codes.to_bytes()]).collect(), codes)
     refused(codes.to_bytes() + b"\0", "Bytes follow")
 
 
@@ -77,24 +64,21 @@ def test_a_file_comes_back_and_a_damaged_or_missing_one_is_refused_with_its_name
     codes.save(path)
     assert path.read_bytes() == codes.to_bytes()
     assert same(SemanticCodes.load(path), codes)
-    path.write_bytes(codes.to_bytes()[:-1])
-    with pytest.raises(ArtifactError, match=r"prompt\.codes.* too early"):
-        SemanticCodes.load(path)
+    for content, why in ((codes.to_bytes()[:-1], "too early"), (codes.to_bytes() + b"\n", "Bytes follow")):
+        path.write_bytes(content)
+        with pytest.raises(ArtifactError, match=rf"prompt\.codes.* {why}"):
+            SemanticCodes.load(path)
     with pytest.raises(ArtifactError, match=r"none\.codes: expected a file"):
         SemanticCodes.load(tmp_path / "none.codes")
-    with pytest.raises(ArtifactError, match="expected a file"):
-        SemanticCodes.load(tmp_path)
 
 
 def test_a_save_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
-    codes, path = codes_of(), tmp_path / "prompt.codes"
+    codes, other, path = codes_of(), codes_of(seed=1), tmp_path / "prompt.codes"
     codes.save(path)
-    before = path.read_bytes()
-    other = codes_of(seed=1)
     monkeypatch.setattr(other, "chunks", lambda: (1 / number for number in range(1)))
     with pytest.raises(ZeroDivisionError):
         other.save(path)
-    assert path.read_bytes() == before
+    assert path.read_bytes() == codes.to_bytes()
     assert [file.name for file in tmp_path.iterdir()] == ["prompt.codes"]
 
 
@@ -102,14 +86,13 @@ def test_codes_can_be_copied_and_pickled():
     codes = codes_of()
     assert same(copy.deepcopy(codes), codes)
     assert same(pickle.loads(pickle.dumps(codes)), codes)
-    assert pickle.loads(pickle.dumps(codes.head)) == codes.head
     assert repr(codes) == f"SemanticCodes(2 prompts of 7 tokens in all, 3 parts, {codes.nbytes:,} bytes)"
 
 
-# Writing part by part
+# Part by part
 
 
-def test_parts_are_written_while_others_are_still_computed():
+def test_a_part_is_written_and_handed_out_before_the_next_is_computed():
     codes, computed = codes_of(), []
 
     def parts():
@@ -118,30 +101,11 @@ def test_parts_are_written_while_others_are_still_computed():
             yield part
 
     arriving = ArrivingCodes(message_of(codes.head, parts()))
-    assert arriving.head == codes.head
+    assert (arriving.head, computed) == (codes.head, [])
     for number, part in enumerate(arriving, 1):
         assert same([part], [codes.parts[number - 1]])
         assert len(computed) == number
-
-
-def test_a_part_that_does_not_fit_the_head_is_a_fault_of_ours():
-    codes = codes_of()
-    first, second, third = codes.parts
-    for other in (second, Part("layer.7", first.codes)):
-        with pytest.raises(AssertionError):
-            SemanticCodes(codes.head, [other, second, third])
-        with pytest.raises(AssertionError):
-            list(message_of(codes.head, [other, second, third]))
-    with pytest.raises(AssertionError):
-        list(message_of(codes.head, [Part("layer.1", first.codes.float()), second, third]))
-    for parts in ([first, second], [first, second, third, third]):
-        with pytest.raises(AssertionError):
-            SemanticCodes(codes.head, parts)
-        with pytest.raises(ValueError, match="argument"):
-            list(message_of(codes.head, parts))
-
-
-# Arriving
+    assert same(arriving.collect(), codes)  # parts that arrived are kept
 
 
 @given(cuts=st.lists(st.integers(0, 2000), max_size=40), kind=st.sampled_from([bytes, bytearray, memoryview]))
@@ -150,34 +114,9 @@ def test_pieces_of_any_sizes_give_the_same_codes(cuts, kind):
     data = codes.to_bytes()
     ends = sorted({min(cut, len(data)) for cut in cuts} | {0, len(data)})
     pieces = [kind(data[start:stop]) for start, stop in zip(ends, [*ends[1:], len(data)], strict=True)]
-    assert b"".join(pieces) == data
     assert same(ArrivingCodes(pieces).collect(), codes)
-    assert same(list(ArrivingCodes(pieces)), codes.parts)
-
-
-def test_single_bytes_and_one_piece_give_the_same_codes():
-    codes = codes_of()
-    data = codes.to_bytes()
-    assert same(ArrivingCodes(data[place : place + 1] for place in range(len(data))).collect(), codes)
-    assert same(ArrivingCodes(data).collect(), codes)
     strided = memoryview(bytes(byte for pair in zip(data, data, strict=True) for byte in pair))[::2]
     assert same(SemanticCodes.from_bytes(strided), codes)
-
-
-def test_a_part_is_handed_out_before_a_byte_of_the_next_is_asked_for():
-    codes, asked = codes_of(), []
-    chunks = list(codes.chunks())
-
-    def pieces():
-        for number, chunk in enumerate(chunks):
-            asked.append(number)
-            yield chunk
-
-    arriving = ArrivingCodes(pieces())
-    assert asked == [0]
-    for number, part in enumerate(arriving, start=1):
-        assert asked == list(range(number + 1))
-        assert part.name == codes.parts[number - 1].name
 
 
 def test_a_reading_function_is_never_asked_for_more_than_the_message():
@@ -200,17 +139,7 @@ def test_a_reading_function_is_never_asked_for_more_than_the_message():
         ArrivingCodes(read)
 
 
-def test_parts_that_arrived_are_kept():
-    codes = codes_of()
-    arriving = ArrivingCodes([codes.to_bytes()])
-    assert next(iter(arriving)).name == "layer.1"
-    assert same(list(arriving), codes.parts)
-    assert same(arriving.collect(), codes)
-    empty = codes_of(head_of(names=()))
-    assert same(ArrivingCodes([empty.to_bytes()]).collect(), empty)
-
-
-def test_after_an_error_no_further_part_is_handed_out():
+def test_after_an_error_or_an_interruption_no_further_part_is_handed_out():
     start, one, two, three = codes_of().chunks()
     for pieces in ([start, one, three, two], [start, one, two[:-1]], [start, two[:5] + one, one, two]):
         arriving, names, messages = ArrivingCodes(pieces), [], []
@@ -221,16 +150,78 @@ def test_after_an_error_no_further_part_is_handed_out():
         assert set(names) <= {"layer.1"}
         assert len(set(messages)) == 1
 
-
-def test_an_interruption_while_reading_ends_the_codes():
-    start, one, two, _ = codes_of().chunks()
-
-    def pieces():
+    def interrupted():
         yield from (start, one, two[:9])
         raise KeyboardInterrupt
 
-    arriving = ArrivingCodes(pieces())
+    arriving = ArrivingCodes(interrupted())
     with pytest.raises(KeyboardInterrupt):
         list(arriving)
     with pytest.raises(ArtifactError, match="broken off"):
         list(arriving)
+
+
+# Prompts
+
+
+def test_a_prompt_is_known_by_its_tokens_whatever_holds_them():
+    ids = [5, 0, 4_000_000_000, 17]
+    digest = hashlib.blake2b(struct.pack("<4I", *ids), digest_size=16).hexdigest()
+    containers = [ids, tuple(ids), np.array(ids), np.array(ids, np.uint32), torch.tensor(ids), np.array(ids, ">i8")]
+    assert {Prompt.of(row) for row in containers} == {Prompt(4, digest)}
+    assert Prompt.of([]) == Prompt.of(torch.zeros(0, dtype=torch.int64)) == Prompt(0, hashlib.blake2b(digest_size=16).hexdigest())
+
+
+@given(data=st.data())
+def test_a_text_begins_with_a_prompt_where_a_comparison_of_both_says_so(data):
+    token = st.integers(0, 2) | st.integers(0, (1 << 32) - 1)
+    row = data.draw(st.lists(token, max_size=30))
+    text = row[: data.draw(st.integers(0, 30))] + data.draw(st.lists(token, max_size=20))
+    if text and data.draw(st.booleans()):
+        text[data.draw(st.integers(0, len(text) - 1))] = data.draw(token)
+    for kind in (np.int64, np.uint32):
+        assert Prompt.of(row).begins(np.array(text, kind)) == (text[: len(row)] == row)
+
+
+# Where the codes of some prompts go in a batch of others
+
+
+def coded_head(rows: list[list[int]]) -> CodesHead:
+    return CodesHead("t", tuple(Prompt.of(row) for row in rows), ())
+
+
+def match(head: CodesHead, wanted: list[list[int]], most: int, run: int = 0) -> CodedPrompt:
+    padding = [max(map(len, wanted)) - len(text) for text in wanted]
+    return match_prompts(head, [torch.tensor(text) for text in wanted], padding, most, run=run)
+
+
+# Few beginnings, so that texts begin alike, and are each other's beginnings.
+BEGINNINGS = [[5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6], [5, 6, 7, 8, 9, 5, 6, 7, 8, 9], [4] * 9, [4] * 17]
+ends = st.lists(st.integers(1, 3), max_size=4)
+texts = st.lists(st.builds(lambda beginning, end: beginning + end, st.sampled_from(BEGINNINGS), ends), min_size=1, max_size=4)
+
+
+@given(coded=texts, wanted=texts)
+def test_each_slot_that_is_filled_gets_the_codes_of_its_own_token(coded: list[list[int]], wanted: list[list[int]]):
+    head, longest = coded_head(coded), max(map(len, wanted))
+    padding = [longest - len(text) for text in wanted]
+    counts = [max((len(row) for row in coded if text[: len(row)] == row), default=-99) for text in wanted]
+    slots = min(longest - 1, *(pad + count for pad, count in zip(padding, counts, strict=True)))
+    if slots <= max(padding):
+        with pytest.raises(ConfigError, match="another prompt" if min(counts) < 0 else "one row start at or after"):
+            match(head, wanted, longest - 1)
+        return
+    prompt = match(head, wanted, longest - 1)
+    assert prompt.slots == slots
+    assert sorted([*(span.row for span in prompt.spans), *prompt.copies]) == list(range(len(wanted)))
+    ids = [token for row in coded for token in row]
+    for start, (row, first, count) in zip(prompt.starts, prompt.spans, strict=True):
+        assert first == padding[row]
+        assert ids[start : start + count] == wanted[row][: slots - padding[row]]
+    for row, twin in prompt.copies.items():
+        assert (wanted[row][: slots - padding[row]], padding[row]) == (wanted[twin][: slots - padding[twin]], padding[twin])
+
+
+def test_rows_that_say_the_same_are_rebuilt_once():
+    prompt = match(coded_head([[5, 6, 7, 8]]), [[5, 6, 7, 8, 9]] * 4, 4)
+    assert ([span.row for span in prompt.spans], prompt.copies) == ([0], {1: 0, 2: 0, 3: 0})

@@ -10,6 +10,7 @@ from transformers import DynamicCache
 from hf_kvcaches.errors import ConfigError, KVCacheError
 from hf_kvcaches.evaluate.measures import divergence
 from hf_kvcaches.translate import fit
+from hf_kvcaches.translate.cache import TranslatedCache
 from hf_kvcaches.translate.config import TranslatorConfig
 from tests import tiny
 from tests.translate.models import MODELS, error, filled, fitted, made_by, states_by_row, texts_of, traces_of
@@ -19,15 +20,22 @@ PROMPT = tiny.ids(1, 30, seed=77)
 LOSSLESS = 2e-3
 
 
-@pytest.mark.parametrize("family", sorted(MODELS))
-@pytest.mark.parametrize("options", [{}, {"layers_per_code": 4}, {"recompute_layers": 1}, {"metric": "loss"}], ids=str)
-def test_a_model_gets_its_own_keys_and_values_back(family, options):
-    model = MODELS[family]()
-    translator = fitted(model, model, **FULL, **options)
+CASES = [
+    *((family, options, torch.float32, LOSSLESS) for family in sorted(MODELS) for options in ({}, {"layers_per_code": 4})),
+    *((family, options, torch.float32, LOSSLESS) for family in sorted(MODELS) for options in ({"recompute_layers": 1}, {"metric": "loss"})),
+    ("llama", {"recompute_layers": 3}, torch.float32, LOSSLESS),
+    ("qwen2", {"ridge": 1e-6, "metric": "loss"}, torch.bfloat16, 2e-2),
+]
+
+
+@pytest.mark.parametrize(("family", "options", "dtype", "tolerance"), CASES, ids=str)
+def test_a_model_gets_its_own_keys_and_values_back(family, options, dtype, tolerance):
+    model = MODELS[family]().to(dtype)
+    translator = fitted(model, model, **{**FULL, **options})
     own = made_by(model, PROMPT[:, :-1])
     for layer, (keys, values) in filled(translator, model, model, PROMPT).items():
-        assert error(keys, own[layer].keys[0]) < LOSSLESS
-        assert error(values, own[layer].values[0]) < LOSSLESS
+        assert error(keys.float(), own[layer].keys[0].float()) < tolerance
+        assert error(values.float(), own[layer].values[0].float()) < tolerance
 
 
 def least_squares(inputs: Tensor, targets: Tensor) -> Tensor:
@@ -109,23 +117,13 @@ def test_more_payload_costs_less_in_the_metric_of_the_texts():
     producer, consumer, texts = MODELS["llama"](seed=1), MODELS["llama"](seed=2), texts_of()
     ours, errors = states_by_row(consumer, texts), []
     for payload in (0, 0.05, 0.1, 2.0):
-        translator = fitted(producer, consumer, texts, payload=payload)
-        total = 0.0
+        translator, total = fitted(producer, consumer, texts, payload=payload), 0.0
         for text, own in zip(texts, ours, strict=True):
             for layer, pair in filled(translator, producer, consumer, torch.tensor([[*text, 5]])).items():
                 total += float((torch.cat(pair, dim=1) - own[layer].states).square().sum() / own[layer].states.var(0).sum())
         errors.append(total)
     assert errors == sorted(errors, reverse=True)
     assert errors[-1] < 0.95 * errors[0]
-
-
-def test_where_the_consumer_runs_all_layers_nothing_is_solved():
-    model = MODELS["llama"]()
-    translator = fitted(model, model, recompute_layers=3)
-    assert translator.maps.decoders == ()
-    own = made_by(model, PROMPT[:, :-1])
-    for layer, (keys, _) in filled(translator, model, model, PROMPT).items():
-        assert error(keys, own[layer].keys[0]) < LOSSLESS
 
 
 @pytest.mark.parametrize(("layers", "others"), [(3, 6), (6, 3), (4, 5)])
@@ -167,9 +165,6 @@ def test_a_map_of_layers_is_taken_as_it_is():
         ("layer.2", (2,)),
         ("layer.1", (3,)),
     ]
-    own = made_by(model, PROMPT[:, :-1])
-    for layer, (keys, _) in filled(fitted(model, model, layer_map=(0, 1, 2, 3), **FULL), model, model, PROMPT).items():
-        assert error(keys, own[layer].keys[0]) < LOSSLESS
     assert len(filled(translator, model, model, PROMPT)) == 4
 
 
@@ -200,9 +195,7 @@ def test_what_is_measured_on_held_out_texts_is_what_a_filled_cache_says():
         total = 0.0
         for ids in held_out:
             split = len(ids) - max(2, len(ids) // 4)
-            own, cache = DynamicCache(config=consumer.config), DynamicCache()
-            from hf_kvcaches.translate.cache import TranslatedCache
-
+            own = DynamicCache(config=consumer.config)
             cache = TranslatedCache(consumer, translator, translator.encode(producer, ids[None, : split + 1]))
             cache.prefill(ids[None, : split + 1])
             with torch.no_grad():
@@ -226,13 +219,8 @@ def test_the_callers_own_score_decides_and_divergences_are_told_all_the_same():
     assert scored.measured[f"{scored.recompute_layers} layers run"] == max(scored.measured.values())
     assert asked
     assert all(one == other for one, other in asked)
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_score_that_is_no_number_is_refused(bad):
-    producer, consumer = MODELS["llama"](seed=1), MODELS["llama"](seed=2)
     with pytest.raises(ConfigError, match="score: expected a finite number"):
-        fitted(producer, consumer, recompute_layers="auto", prefill_share=0.5, score=lambda expected, logits: bad)
+        fitted(producer, consumer, score=lambda alone, found: float("nan"), **options)
 
 
 def test_short_texts_are_fitted_to_and_none_is_held_out_and_that_is_said():
@@ -261,12 +249,3 @@ def test_both_models_are_left_as_they_were_found(fails, monkeypatch):
     else:
         fitted(producer, consumer, metric="loss", recompute_layers="auto")
     assert (traces_of(producer), traces_of(consumer)) == before
-
-
-def test_a_model_in_bfloat16_gets_its_own_keys_and_values_back_to_its_precision():
-    model = MODELS["qwen2"]().bfloat16()
-    translator = fitted(model, model, payload=2.0, ridge=1e-6, metric="loss")
-    own = made_by(model, PROMPT[:, :-1])
-    for layer, (keys, values) in filled(translator, model, model, PROMPT).items():
-        assert error(keys.float(), own[layer].keys[0].float()) < 2e-2
-        assert error(values.float(), own[layer].values[0].float()) < 2e-2

@@ -194,7 +194,7 @@ GIB = 1 << 30
 
 def passes(memory: int, lowest: tuple[int, ...] = (0,)) -> list[list[Group]]:
     groups = [Group.of([layer], range(32)) for layer in range(1, 32)]
-    return passes_of(groups, LARGE, lowest, False, memory)
+    return passes_of(groups, LARGE, lowest, False, 256, memory)
 
 
 @pytest.mark.parametrize("memory", [12 * GIB, 8 * GIB, 16 * GIB])

@@ -59,41 +59,14 @@ def key_errors(translator: CacheTranslator, ids: torch.Tensor = PROMPT, pair: An
     return found
 
 
-def decoded(translator: CacheTranslator, codes: SemanticCodes) -> list[torch.Tensor]:
-    """The coefficients of each part in steps, (tokens, rank)."""
-    return [*translator.maps.decode(dict(enumerate(part.codes for part in codes)), codes.head.tokens).values()]
-
-
 # What is sent
 
 
 def test_padding_is_not_sent() -> None:
     (producer, _), translator = models(), fitted(payload=0.25)
-    plain = translator.encode(producer, PROMPT)
     ids, mask = torch.nn.functional.pad(PROMPT, (13, 0)), torch.nn.functional.pad(torch.ones_like(PROMPT), (13, 0))
-    assert translator.encode(producer, ids, mask).head == plain.head
-    for one, other in zip(decoded(translator, translator.encode(producer, ids, mask)), decoded(translator, plain), strict=True):
-        assert float(((one - other).abs() > 0.5).float().mean()) < 0.01  # between two integers, rounding decides
-    rows = [PROMPT, OTHER, OTHER[:, :2]]
-    together = translator.encode(producer, *left_padded(*rows))
-    assert together.head.tokens == 40 + 26 + 0
-    start = 0
-    for row in rows:
-        alone = translator.encode(producer, row)
-        stop = start
-        for one, other in zip(decoded(translator, together), decoded(translator, alone), strict=False):
-            stop = start + max(0, row.shape[1] - 1 - 4)
-            assert float(((one[start:stop] - other).abs() > 0.5).float().sum()) <= 0.01 * other.numel()
-        start = stop
-
-
-def test_a_producer_in_training_is_read_without_dropout() -> None:
-    model = tiny.build(LlamaConfig(**{**tiny._SHAPE, "attention_dropout": 0.5}))
-    translator = lossless(model)
-    expected = translator.encode(model, PROMPT).to_bytes()
-    model.train()
-    assert translator.encode(model, PROMPT).to_bytes() == b"".join(translator.stream(model, PROMPT)) == expected
-    assert all(module.training for module in model.modules())
+    assert translator.encode(producer, ids, mask).head == translator.encode(producer, PROMPT).head
+    assert translator.encode(producer, *left_padded(PROMPT, OTHER, OTHER[:, :2])).head.tokens == 40 + 26 + 0
 
 
 def test_prompts_are_given_as_tensors_or_lists() -> None:
@@ -175,14 +148,16 @@ def test_a_process_that_only_encodes_needs_neither_the_consumer_nor_the_decoders
         encoder.encode(consumer, PROMPT)
 
 
-def test_threads_encode_with_one_model_in_training_mode_at_a_time() -> None:
+def test_threads_encode_with_a_model_in_training_mode_at_a_time_without_dropout() -> None:
     model = tiny.build(LlamaConfig(**{**tiny._SHAPE, "attention_dropout": 0.5}))
     translator, prompts = lossless(model), [tiny.ids(1, 20 + length, seed=length) for length in range(8)]
     expected = [translator.encode(model, ids).to_bytes() for ids in prompts]
     model.train()
     with ThreadPoolExecutor(4) as executor:
         found = list(executor.map(lambda ids: translator.encode(model, ids).to_bytes(), prompts * 3))
+        streamed = list(executor.map(lambda ids: b"".join(translator.stream(model, ids)), prompts))
     assert found == expected * 3
+    assert streamed == expected
     assert all(module.training for module in model.modules())
 
 
@@ -283,44 +258,16 @@ def test_codes_of_another_translator_are_refused() -> None:
             TranslatedCache(consumer, translator, other.encode(producer, PROMPT))
 
 
-def test_weights_that_changed_since_are_refused() -> None:
-    producer, consumer = tiny.llama(), changed(tiny.llama())
-    translator = fit(producer, consumer, **HALF)
-    codes = translator.encode(producer, PROMPT)
-    cache = TranslatedCache(consumer, translator, codes)
-    for model in (producer, consumer):
-        with torch.no_grad():
-            model.model.layers[2].mlp.down_proj.weight[3, 4] += 0.5
-    with pytest.raises(FingerprintMismatch, match="translator's producer"):
-        translator.encode(producer, PROMPT)
-    with pytest.raises(FingerprintMismatch, match="translator's consumer"):
-        TranslatedCache(consumer, translator, codes)
-    with pytest.raises(FingerprintMismatch, match="translator's consumer"):
-        answer(consumer, PROMPT, cache)
-    assert cache.seen == 0
-
-
-def adapted(seed: int = 0) -> Any:
-    model, config = tiny.llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
-    torch.manual_seed(seed)
-    return get_peft_model(model, config).eval()
-
-
 def test_adapters_belong_to_a_model() -> None:
-    producer, consumer = tiny.llama(), adapted()
+    producer, (consumer, other) = tiny.llama(), (tiny.llama(), tiny.llama())
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    consumer, other = (get_peft_model(model, config).eval() for model in (consumer, other))
     translator = fit(producer, consumer, **HALF)
     codes = translator.encode(producer, PROMPT)
-    cache = TranslatedCache(consumer, translator, codes)
-    with consumer.disable_adapter():
-        with pytest.raises(FingerprintMismatch, match="translator's consumer"):
-            answer(consumer, PROMPT, cache)
-        assert cache.seen == 0
+    for wrong in (producer, other):
         with pytest.raises(FingerprintMismatch):
-            TranslatedCache(consumer, translator, codes)
-    with pytest.raises(FingerprintMismatch):
-        TranslatedCache(producer, translator, codes)
-    with pytest.raises(FingerprintMismatch):
-        TranslatedCache(adapted(1), translator, codes)
+            TranslatedCache(wrong, translator, codes)
+    cache = TranslatedCache(consumer, translator, codes)
     with last_layer(compat.base_model(consumer)) as seen:
         answer(consumer, PROMPT, cache, 2)
     assert seen == [4, 1, 1]
@@ -350,30 +297,23 @@ def test_pairs_that_can_not_be_translated_are_refused() -> None:
             fit(*pair)
 
 
-@pytest.mark.parametrize(
-    ("name", "wrong"),
-    [
-        ("payload", 0.8),
-        ("payload", 2.5),
-        ("payload", True),
-        ("payload", "1/8"),
-        ("layers_per_code", 0),
-        ("prefill_share", 1.5),
-        ("exact_tokens", -1),
-        ("memory", "a lot"),
-        ("memory", None),
-        ("memory", 1000),
-        ("recompute_layers", 4),
-        ("recompute_layers", -1),
-        ("recompute_layers", "all"),
-        ("metric", "kl"),
-        ("ridge", 0.0),
-        ("max_length", 2),
-    ],
-)
+WRONG: dict[str, tuple[Any, ...]] = {
+    "payload": (0.8, 2.5, True, "1/8"),
+    "memory": ("a lot", None, 1000),
+    "recompute_layers": (4, -1, "all"),
+    "layers_per_code": (0,),
+    "prefill_share": (1.5,),
+    "exact_tokens": (-1,),
+    "metric": ("kl",),
+    "ridge": (0.0,),
+    "max_length": (2,),
+}
+
+
+@pytest.mark.parametrize(("name", "wrong"), [(name, wrong) for name, values in WRONG.items() for wrong in values])
 def test_options_that_can_not_be_are_named(name: str, wrong: Any) -> None:
     with pytest.raises(ConfigError, match=name):
-        fit(*models(), TEXTS[:2], **(wrong if isinstance(wrong, dict) else {name: wrong}))
+        fit(*models(), TEXTS[:2], **{name: wrong})
 
 
 @pytest.mark.parametrize("texts", [[], [[5]], "a text", [5, 6], None])
@@ -392,17 +332,10 @@ def test_each_process_needs_a_text_that_is_not_kept_apart(monkeypatch: pytest.Mo
 # Stored
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"layers_per_code": 4, "layer_map": (0, 1, 2, 3)},
-        {"payload": 2.0},
-        {"payload": 0.0},
-        {"recompute_layers": 2, "payload": 0.2},
-    ],
-    ids=str,
-)
+OF_LAYERS: list[dict[str, Any]] = [{"layers_per_code": 4, "layer_map": (0, 1, 2, 3)}, {"recompute_layers": 2, "payload": 0.2}]
+
+
+@pytest.mark.parametrize("options", [{}, {"payload": 2.0}, {"payload": 0.0}, *OF_LAYERS], ids=str)
 def test_what_was_saved_makes_the_same_codes_and_keys(tmp_path: Path, options: dict[str, Any]) -> None:
     (producer, consumer), translator = models(), fitted(**options)
     translator.save_pretrained(tmp_path)
@@ -419,7 +352,7 @@ def test_what_was_saved_makes_the_same_codes_and_keys(tmp_path: Path, options: d
 def test_what_is_loaded_is_compared_with_both_models(tmp_path: Path) -> None:
     (producer, consumer), translator = models(), fitted()
     translator.save_pretrained(tmp_path)
-    for wrong in ({"producer": consumer}, {"consumer": producer}, {"consumer": tiny.llama(seed=4)}, {"producer": adapted()}):
+    for wrong in ({"producer": consumer}, {"consumer": producer}, {"consumer": tiny.llama(seed=4)}):
         with pytest.raises(FingerprintMismatch):
             CacheTranslator.from_pretrained(tmp_path, **wrong)
 

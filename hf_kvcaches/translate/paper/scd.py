@@ -150,7 +150,7 @@ def _traces(model: Any, texts: Sequence[Sequence[int]]) -> list[LayerState]:
     layers = range(len(decoder_layers(base)[2]))
     for ids in texts:
         found.append({})
-        read(base, PromptTokens.of([list(ids)]).to(compat.input_device(base)), found[-1].__setitem__, hidden=layers)
+        read(base, PromptTokens.of([list(ids)]), found[-1].__setitem__, hidden=layers)
     whole = lambda layer, part: torch.cat([getattr(states[layer], part) for states in found])  # noqa: E731
     return [LayerState(whole(layer, "states"), found[0][layer].shape, whole(layer, "hidden")) for layer in layers]
 
@@ -170,5 +170,5 @@ def _state_of_input(model: Any, layer: int, hidden: torch.Tensor) -> LayerState:
 
     twin: Any = twin_of(model, {name_of(model, attention): ToldModule(attention, exchange)})
     tokens, found = PromptTokens.of(torch.zeros(1, len(hidden), dtype=torch.long)), dict[int, LayerState]()
-    read(twin, tokens.to(compat.input_device(model)), found.__setitem__, last=layer)
+    read(twin, tokens, found.__setitem__, last=layer)
     return found[layer]
