@@ -158,8 +158,8 @@ class EquipCache(AnsweringCache):
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         layer: Any = self.layers[layer_idx] if layer_idx < len(self.layers) else None
-        single = key_states.shape[2] == 1 and isinstance(layer, EquipLayer) and layer.table.clock is not None
-        if torch.compiler.is_compiling() and (self._latents or (self.is_compileable and not single)):
+        block = key_states.shape[2] > 1
+        if torch.compiler.is_compiling() and (self._latents or (self.is_compileable and (block or layer.table.clock is None))):
             return _update_uncompiled(self, key_states, value_states, layer_idx, *args, **kwargs)
         if not self._latents or not isinstance(layer, EquipLayer):
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)

@@ -10,7 +10,8 @@ from hf_kvcaches.codec.codec import KVCodec
 from hf_kvcaches.codec.fixed import LayerCoder
 from hf_kvcaches.equip.pages import Paged, PagePool
 from hf_kvcaches.equip.ragged import Ragged
-from hf_kvcaches.equip.storage import Flat, Raw, Slots, extended, pick, put
+from hf_kvcaches.equip.storage import Flat, Raw, Slots, extended, pick
+from hf_kvcaches.kernels import slots as kernels
 from hf_kvcaches.kernels.launch import Backend
 
 
@@ -49,7 +50,8 @@ class Coded(Flat):
 
     def write(self, slots: Slots, raw: Raw) -> None:
         super().write(slots, raw[:1])
-        put([self.keys, self.values], slots.clamp(max=self.sinks), raw[1:], self.backend)  # others share the slot behind the sinks
+        exact = slots.clamp(max=self.sinks)  # others share the slot behind the sinks
+        kernels.write_slots(self.keys, self.values, exact, raw[1], raw[2], backend=self.backend)
 
     def rebuild(self, index: Slots | None, new: Raw | None, used: int, most: int) -> None:
         # What a slot behind the sinks held exists as codes alone, new tokens exactly.

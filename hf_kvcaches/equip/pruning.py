@@ -113,7 +113,7 @@ class PruningLayer(SlotLayer):
         """Set what the table says of slots in use: for as many heads, and with +inf for sinks, -inf where there is no token."""
         table, shape = self.table, (-1, max(scores.shape[1], positions.shape[1]), -1)
         scores = torch.where(positions < 0, -math.inf, torch.where(positions < self.settings.sinks, math.inf, scores))
-        table.text = None if text is None else torch.where(positions < 0, -1, text[..., : positions.shape[-1]]).expand(*shape)
+        table.text = None if text is None else text[..., : positions.shape[-1]].expand(*shape)
         table.positions, table.scores = positions.expand(*shape), scores.expand(*shape)
 
     def _allocate(self, limit: Limit) -> None:
@@ -219,7 +219,8 @@ class PruningLayer(SlotLayer):
         heads = max(gone.shape[1], table.positions.shape[1])
         positions, scores = (tensor[..., :used].expand(-1, heads, -1) for tensor in (table.positions, table.scores))
         positions = torch.where(gone, -1, positions)
-        self._set(positions, torch.where(scores.isinf(), unscored(positions), scores), table.text)  # an edit may have moved the sinks
+        text = None if table.text is None else torch.where(positions < 0, -1, table.text[..., :used])
+        self._set(positions, torch.where(scores.isinf(), unscored(positions), scores), text)  # an edit may have moved the sinks
         table.filled = None
         index = by_position(positions, positions >= 0)[..., : int((positions >= 0).sum(-1).max())]
         self._install(index, None, table.rooms, refits=False)

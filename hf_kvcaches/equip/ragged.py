@@ -38,8 +38,11 @@ class Ragged(Flat):
 
     def lay_out(self, rooms: torch.Tensor) -> None:
         """Find where heads with so many slots lie, (batch, kv_heads, 1)."""
-        capacity, self.total = torch.stack([rooms.max(), rooms.sum()]).tolist() if rooms.numel() else (0, 0)
-        self.rooms, self.starts, self.full = rooms, rooms.flatten().cumsum(0).view(rooms.shape) - rooms, False
+        self.rooms, self.starts, self.index, self.total, self.full = rooms, rooms, rooms[..., :0], 0, False
+        if not rooms.numel():
+            return
+        capacity, self.total = torch.stack([rooms.max(), rooms.sum()]).tolist()
+        self.starts = rooms.flatten().cumsum(0).view(rooms.shape) - rooms
         self.index = (self.starts + torch.arange(capacity, device=rooms.device).minimum(rooms - 1)).clamp(min=0).int()
 
     def find_full(self, kept: torch.Tensor) -> None:

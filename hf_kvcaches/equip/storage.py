@@ -7,7 +7,7 @@ in where the result lies (`held`, `gather`, `hold`, `write`: `ragged.py`, `paged
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, ClassVar, Self
@@ -106,7 +106,16 @@ class Flat:
 
     def write(self, slots: Slots, raw: Raw) -> None:
         """Overwrite slots, in one indexed write."""
-        put([getattr(self, name) for name in self.names], slots, raw, self.backend)
+        buffers, graph = [getattr(self, name) for name in self.names], torch.compiler.is_compiling()
+        if buffers[0].is_cuda and len(raw) == 2 and not graph:
+            kernels.write_slots(buffers[0], buffers[1], slots, raw[0], raw[1], backend=self.backend)
+        elif slots.shape[:2] == (1, 1):
+            for buffer, new in zip(buffers, raw, strict=True):
+                buffer.index_copy_(2, slots.view(-1), new)
+        else:
+            index = ((_starts.__wrapped__ if graph else _starts)(*buffers[0].shape[:3], slots.device) + slots).flatten()
+            for buffer, new in zip(buffers, raw, strict=True):
+                buffer.view(-1, buffer.shape[-1]).index_copy_(0, index, new.reshape(-1, new.shape[-1]))
 
     # What is made of these.
 
@@ -175,20 +184,6 @@ class Flat:
 def read_decoded(storage: Flat, used: int) -> tuple[torch.Tensor, torch.Tensor]:
     """`read` of a storage that encodes, or whose slots lie elsewhere."""
     return storage.decode(storage.held(used))
-
-
-def put(buffers: Sequence[torch.Tensor], slots: Slots, raw: Raw, backend: Backend) -> None:
-    """Write tokens to slots of buffers, (batch, kv_heads, slots, width) each."""
-    graph, first = torch.compiler.is_compiling(), buffers[0]
-    if first.is_cuda and len(raw) == 2 and not graph:
-        kernels.write_slots(first, buffers[1], slots, raw[0], raw[1], backend=backend)
-    elif slots.shape[:2] == (1, 1):
-        for buffer, new in zip(buffers, raw, strict=True):
-            buffer.index_copy_(2, slots.view(-1), new)
-    else:
-        index = ((_starts.__wrapped__ if graph else _starts)(*first.shape[:3], slots.device) + slots).flatten()
-        for buffer, new in zip(buffers, raw, strict=True):
-            buffer.view(-1, buffer.shape[-1]).index_copy_(0, index, new.reshape(-1, new.shape[-1]))
 
 
 @lru_cache(maxsize=16)
