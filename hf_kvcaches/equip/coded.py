@@ -10,8 +10,7 @@ from hf_kvcaches.codec.codec import KVCodec
 from hf_kvcaches.codec.fixed import LayerCoder
 from hf_kvcaches.equip.pages import Paged, PagePool
 from hf_kvcaches.equip.ragged import Ragged
-from hf_kvcaches.equip.storage import Flat, Raw, Slots, extended, pick
-from hf_kvcaches.kernels import slots as kernels
+from hf_kvcaches.equip.storage import Flat, Raw, Slots, extended, pick, starts
 from hf_kvcaches.kernels.launch import Backend
 
 
@@ -51,7 +50,9 @@ class Coded(Flat):
     def write(self, slots: Slots, raw: Raw) -> None:
         super().write(slots, raw[:1])
         exact = slots.clamp(max=self.sinks)  # others share the slot behind the sinks
-        kernels.write_slots(self.keys, self.values, exact, raw[1], raw[2], backend=self.backend)
+        index = (starts(*self.keys.shape[:3], slots.device) + exact).flatten()
+        for buffer, new in zip((self.keys, self.values), raw[1:], strict=True):
+            buffer.view(-1, buffer.shape[-1]).index_copy_(0, index, new.reshape(-1, new.shape[-1]))
 
     def rebuild(self, index: Slots | None, new: Raw | None, used: int, most: int) -> None:
         # What a slot behind the sinks held exists as codes alone, new tokens exactly.

@@ -64,13 +64,14 @@ class PruningLayer(SlotLayer):
             scores = table.scores[..., :used]
             scores = torch.where(scores >= UNSCORED, -math.inf, scores)
         assert states is not None
+        indices = [index.expand(*positions.shape[:2], -1) for index in indices]
         return Tokens(
             states[0],
             states[1],
             positions=torch.where(positions >= count, -1, positions) if behind else positions,
             count=count,
             sinks=self.settings.sinks,
-            index=torch.cat([index.expand(*positions.shape[:2], -1) for index in indices], -1),
+            index=indices[0] if len(indices) == 1 else torch.cat(indices, -1),
             scaling=self.scaling,
             geometry=self.rotation.geometry or self.geometry,
             scores=scores,

@@ -104,8 +104,10 @@ class SlotTable:
 
     def append(self, positions: torch.Tensor, text: torch.Tensor | None) -> None:
         """Put new tokens, (batch, 1, tokens), behind the slots in use. They have no score yet."""
-        used, scores = self.used, torch.full_like(positions, math.inf, dtype=torch.float32)
-        for name, tensor in {"positions": positions, "scores": scores, "text": text}.items():
+        used = self.used
+        if used:
+            self.scores = torch.nn.functional.pad(self.scores[..., :used], (0, positions.shape[-1]), value=math.inf)
+        for name, tensor in {"positions": positions, "text": text}.items():
             if tensor is not None and used:
                 old = getattr(self, name)[..., :used]
                 tensor = torch.cat([old, tensor.expand(old.shape[0], old.shape[1], -1)], -1)

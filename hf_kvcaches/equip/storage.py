@@ -1,7 +1,7 @@
 """Where the keys and values of slots lie: one buffer a row.
 
 Other forms are subclasses. They differ in how keys and values are encoded (`encode`, `decode`: `quantized.py`, `coded.py`, `latent.py`), or
-in where the result lies (`held`, `gather`, `hold`, `write`: `ragged.py`, `paged.py`).
+in where the result lies (`held`, `gather`, `hold`, `write`: `ragged.py`, `pages.py`).
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Flat:
             for buffer, new in zip(buffers, raw, strict=True):
                 buffer.index_copy_(2, slots.view(-1), new)
         else:
-            index = ((_starts.__wrapped__ if graph else _starts)(*buffers[0].shape[:3], slots.device) + slots).flatten()
+            index = ((starts.__wrapped__ if graph else starts)(*buffers[0].shape[:3], slots.device) + slots).flatten()
             for buffer, new in zip(buffers, raw, strict=True):
                 buffer.view(-1, buffer.shape[-1]).index_copy_(0, index, new.reshape(-1, new.shape[-1]))
 
@@ -187,7 +187,7 @@ def read_decoded(storage: Flat, used: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @lru_cache(maxsize=16)
-def _starts(batch: int, heads: int, slots: int, device: torch.device) -> torch.Tensor:
+def starts(batch: int, heads: int, slots: int, device: torch.device) -> torch.Tensor:
     """The number of each head's first slot among those of all rows and heads, (batch, heads, 1)."""
     with torch.inference_mode(False):
         return torch.arange(0, batch * heads * slots, slots, device=device).view(batch, heads, 1)
