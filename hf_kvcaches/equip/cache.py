@@ -18,13 +18,12 @@ from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.equip import detours
 from hf_kvcaches.equip.budgets import Assembly, Limit, resolve_budgets
 from hf_kvcaches.equip.calibrated import HeadBudgets, KeepProbe
-from hf_kvcaches.equip.coded import Coded, PagedCodes
+from hf_kvcaches.equip.coded import Coded, PagedCodes, QuantizedSlots
 from hf_kvcaches.equip.hooks import TELLING
 from hf_kvcaches.equip.latent import Latent, LatentView, keeps_latents, latent_modules
 from hf_kvcaches.equip.layer import EquipLayer
 from hf_kvcaches.equip.pages import BlockTable, Paged, PagePool
 from hf_kvcaches.equip.policies import Policy, PressPolicy, resolve_policy
-from hf_kvcaches.equip.quantized import QuantizedSlots
 from hf_kvcaches.equip.rotation import LONGEST, KeyRotation
 from hf_kvcaches.equip.settings import EquipSettings, resolve_head_budgets, resolve_pool
 from hf_kvcaches.equip.storage import Flat

@@ -12,11 +12,10 @@ from hf_kvcaches.equip import graphs
 from hf_kvcaches.equip.budgets import Candidates, Limit, best, by_position, compared, protected, slots_for, with_rooms
 from hf_kvcaches.equip.coded import ragged_like
 from hf_kvcaches.equip.policies.tokens import UNSCORED, Tokens, unscored
-from hf_kvcaches.equip.ragged import Ragged
 from hf_kvcaches.equip.refit import context_queries, refitted
 from hf_kvcaches.equip.settings import scores_alike
 from hf_kvcaches.equip.slot_layer import SlotLayer
-from hf_kvcaches.equip.storage import Slots, pick
+from hf_kvcaches.equip.storage import Ragged, Slots, pick
 from hf_kvcaches.errors import ConfigError
 
 KeysAndValues = tuple[torch.Tensor, torch.Tensor]
