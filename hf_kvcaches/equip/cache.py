@@ -18,13 +18,12 @@ from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.equip import detours
 from hf_kvcaches.equip.budgets import Assembly, Limit, resolve_budgets
 from hf_kvcaches.equip.calibrated import HeadBudgets, KeepProbe
-from hf_kvcaches.equip.coded import Coded, PagedCodes
+from hf_kvcaches.equip.coded import Coded, PagedCodes, QuantizedSlots
 from hf_kvcaches.equip.hooks import TELLING
 from hf_kvcaches.equip.latent import Latent, LatentView, keeps_latents, latent_modules
 from hf_kvcaches.equip.layer import EquipLayer
 from hf_kvcaches.equip.pages import BlockTable, Paged, PagePool
 from hf_kvcaches.equip.policies import Policy, PressPolicy, resolve_policy
-from hf_kvcaches.equip.quantized import QuantizedSlots
 from hf_kvcaches.equip.rotation import LONGEST, KeyRotation
 from hf_kvcaches.equip.settings import EquipSettings, resolve_head_budgets, resolve_pool
 from hf_kvcaches.equip.storage import Flat
@@ -158,8 +157,8 @@ class EquipCache(AnsweringCache):
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         layer: Any = self.layers[layer_idx] if layer_idx < len(self.layers) else None
-        single = key_states.shape[2] == 1 and isinstance(layer, EquipLayer) and layer.table.clock is not None
-        if torch.compiler.is_compiling() and (self._latents or (self.is_compileable and not single)):
+        block = key_states.shape[2] > 1
+        if torch.compiler.is_compiling() and (self._latents or (self.is_compileable and (block or layer.table.clock is None))):
             return _update_uncompiled(self, key_states, value_states, layer_idx, *args, **kwargs)
         if not self._latents or not isinstance(layer, EquipLayer):
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)

@@ -196,10 +196,6 @@ class ProbePolicy(Policy):
 
     The probe knows the token and not its context; future attention knows the context, and costs a few products. Together they lose less
     than either. While decoding the probe alone scores each new token.
-
-    Args:
-        probe: Of the model.
-        future: Whether future attention has a part.
     """
 
     name = "keep-probe"
@@ -210,11 +206,9 @@ class ProbePolicy(Policy):
     head_budgets = "global"
     asks_all_heads = True
     probe: KeepProbe
-    future: bool = True
 
     def __post_init__(self) -> None:
         require_instance("probe", self.probe, KeepProbe, {}, "Use KeepProbe.calibrate or from_pretrained.")
-        object.__setattr__(self, "reads_queries", self.future)
 
     def score(self, tokens: Tokens) -> torch.Tensor:
         scores = torch.full(tokens.keys.shape[:3], -torch.inf, device=tokens.keys.device)
@@ -224,7 +218,7 @@ class ProbePolicy(Policy):
             scores[..., -hidden.shape[1] :] = tokens.of_these_heads(new)
         elif tokens.scores is None:
             raise UnsupportedError("policy: a probe reads the inputs of the model's attention, and no model runs now. Use 'keydiff'.")
-        earlier = future_attention(tokens) if self.future and tokens.queries is not None else tokens.scores
+        earlier = tokens.scores if tokens.queries is None else future_attention(tokens)
         if earlier is not None:
             scores = torch.maximum(scores, torch.where(earlier < UNSCORED, earlier, -torch.inf))
         return scores.masked_fill(scores == -torch.inf, torch.inf)

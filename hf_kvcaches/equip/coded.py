@@ -1,17 +1,92 @@
-"""Where the keys and values of slots lie as the codes of a `KVCodec`."""
+"""Where the keys and values of slots lie in few bits: as integers, or as the codes of a `KVCodec`.
+
+Channels of unrotated keys lie far from zero and differ in size, so for integers each is centered and scaled first. Slots are overwritten
+one by one, which rules out a scale that tokens share: the centers and sizes of channels are those of a row's first tokens, and stay while
+it keeps any token. What is left is quantized token by token, as values are.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from hf_kvcaches.codec.codec import KVCodec
 from hf_kvcaches.codec.fixed import LayerCoder
+from hf_kvcaches.core.layers import other_rows
 from hf_kvcaches.equip.pages import Paged, PagePool
-from hf_kvcaches.equip.ragged import Ragged
-from hf_kvcaches.equip.storage import Flat, Raw, Slots, extended, pick, put
+from hf_kvcaches.equip.storage import Flat, Ragged, Raw, Slots, extended, pick, read_decoded, starts
+from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.kernels.launch import Backend
+from hf_kvcaches.kernels.quantization import dequantize, quantize
+
+Storage = Literal["int8", "int4"]
+BITS: dict[str, int] = {"int8": 8, "int4": 4}
+# Consecutive dimensions of a value that share a scale in 4 bits.
+_GROUP = 32
+# As many imagined tokens, at zero and of the head's mean size, keep the channels of a short prompt from extremes.
+_PRIOR = 16
+
+
+class QuantizedSlots(Flat):
+    """Keys and values of slots as integers, two in a byte with "int4". All slots in use are dequantized in each step and layer.
+
+    **Bytes per token and KV head**, for a model in half precision: `2 * head_dim * bits / 8` for the numbers, 4 for the key's scale and
+    zero, and 4 for the value's, with "int4" 4 for each 32 dimensions of it. Once per row and head, two numbers for each channel of keys.
+    """
+
+    names = ("keys", "key_scale", "key_zero", "values", "value_scale", "value_zero")
+    beside = ("center", "spread")
+    in_graphs = False  # the first tokens choose the channels' scales
+    no_gradients = "storage: integers have no gradients. Run the model under torch.no_grad(), or leave storage out."
+
+    read = read_decoded
+    key_scale = key_zero = value_scale = value_zero = None
+    center: torch.Tensor = None  # type: ignore[assignment]  # (batch, kv_heads, 1, head_dim), in the model's dtype
+    spread: torch.Tensor = None  # type: ignore[assignment]
+
+    def __init__(self, backend: Backend, storage: Storage) -> None:
+        super().__init__(backend)
+        self.bits = BITS[storage]
+
+    def check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        if self.center is not None and (self.center.shape[0] != keys.shape[0] or self.center.dtype != keys.dtype):
+            raise other_rows(self.center.shape[0], self.center.dtype, keys)
+        if self.bits == 4 and (keys.shape[3] | values.shape[3]) % 2:
+            raise UnsupportedError("storage: 'int4' holds two numbers in a byte, and this model's heads are of an odd size. Use 'int8'.")
+
+    def prepare(self, keys: torch.Tensor, real: torch.Tensor, kept: torch.Tensor | None) -> None:
+        """Choose what channels of keys are centered and scaled by, for rows that keep no token from before."""
+        mask, count = real[..., None], real.sum(-1)[..., None, None]
+        states = torch.where(mask, keys, 0).float()
+        center = (states.sum(2, keepdim=True) / (count + _PRIOR)).to(keys.dtype)
+        size = states.square().sum((2, 3), keepdim=True) / (count.clamp(min=1) * keys.shape[3])
+        squares = torch.where(mask, states - center, 0).square().sum(2, keepdim=True)
+        spread = ((squares + _PRIOR * size) / (count + _PRIOR)).sqrt().to(keys.dtype)
+        spread = torch.where(count > 0, spread.clamp(min=torch.finfo(keys.dtype).tiny), 1)
+        if self.center is not None and kept is not None:
+            empty = (kept == 0).all(1, keepdim=True)[..., None]
+            center, spread = torch.where(empty, center, self.center), torch.where(empty, spread, self.spread)
+        self.center, self.spread = center, spread
+
+    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> Raw:
+        if self.center is None:
+            self.prepare(keys, torch.ones(keys.shape[0], 1, keys.shape[2], dtype=torch.bool, device=keys.device), None)
+        # Of about the size 1, which float16 holds well; its scale and zero take four bytes for any dtype of the model.
+        limit = torch.finfo(torch.float16).max
+        normal = ((keys.float() - self.center) / self.spread).clamp(-limit, limit).to(torch.float16)
+        key = quantize(normal, self.bits, check_finite=False)
+        value = quantize(values, self.bits, _GROUP if self.bits == 4 else None, check_finite=False)
+        return key.data, key.scale, key.zero, value.data, value.scale, value.zero
+
+    def decode(self, raw: Raw) -> tuple[torch.Tensor, torch.Tensor]:
+        key, key_scale, key_zero, value, value_scale, value_zero = raw
+        dtype, per_byte = self.center.dtype, 8 // self.bits
+        compute = torch.promote_types(dtype, torch.float32)
+        keys = dequantize(key, key_scale, key_zero, key.shape[3] * per_byte, None, compute)
+        keys = keys.mul_(self.spread).add_(self.center).to(dtype)
+        group = _GROUP if self.bits == 4 else None
+        return keys, dequantize(value, value_scale, value_zero, value.shape[3] * per_byte, group, compute).to(dtype)
 
 
 class Coded(Flat):
@@ -49,7 +124,10 @@ class Coded(Flat):
 
     def write(self, slots: Slots, raw: Raw) -> None:
         super().write(slots, raw[:1])
-        put([self.keys, self.values], slots.clamp(max=self.sinks), raw[1:], self.backend)  # others share the slot behind the sinks
+        exact = slots.clamp(max=self.sinks)  # others share the slot behind the sinks
+        index = (starts(*self.keys.shape[:3], slots.device) + exact).flatten()
+        for buffer, new in zip((self.keys, self.values), raw[1:], strict=True):
+            buffer.view(-1, buffer.shape[-1]).index_copy_(0, index, new.reshape(-1, new.shape[-1]))
 
     def rebuild(self, index: Slots | None, new: Raw | None, used: int, most: int) -> None:
         # What a slot behind the sinks held exists as codes alone, new tokens exactly.

@@ -171,8 +171,9 @@ class EquipLayer(PromptLayer):
     def _answer(self, query: torch.Tensor, call: Call, allowed: torch.Tensor | None) -> Attended:
         """Attention of one query a row over the slots, and its weights where the policy observes them."""
         table, storage, rotation, valid, bias = self.table, self.storage, self.rotation, None, call.bias
-        used, watched = table.used, self.policy.observes != 0
-        if allowed is not None or (not storage.full and (torch.compiler.is_compiling() or table.filled is None)):
+        watched, graph = self.policy.observes != 0, torch.compiler.is_compiling()
+        used = table.positions.shape[-1] if graph or table.filled is None else table.filled
+        if allowed is not None or (not storage.full and (graph or table.filled is None)):
             valid = table.positions[..., :used] >= 0
             if allowed is not None:
                 valid = valid & mask_of_slots(allowed[:, None, None], table.text_index())[:, :, 0]

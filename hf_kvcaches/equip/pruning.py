@@ -12,11 +12,10 @@ from hf_kvcaches.equip import graphs
 from hf_kvcaches.equip.budgets import Candidates, Limit, best, by_position, compared, protected, slots_for, with_rooms
 from hf_kvcaches.equip.coded import ragged_like
 from hf_kvcaches.equip.policies.tokens import UNSCORED, Tokens, unscored
-from hf_kvcaches.equip.ragged import Ragged
 from hf_kvcaches.equip.refit import context_queries, refitted
 from hf_kvcaches.equip.settings import scores_alike
 from hf_kvcaches.equip.slot_layer import SlotLayer
-from hf_kvcaches.equip.storage import Slots, pick
+from hf_kvcaches.equip.storage import Ragged, Slots, pick
 from hf_kvcaches.errors import ConfigError
 
 KeysAndValues = tuple[torch.Tensor, torch.Tensor]
@@ -64,13 +63,14 @@ class PruningLayer(SlotLayer):
             scores = table.scores[..., :used]
             scores = torch.where(scores >= UNSCORED, -math.inf, scores)
         assert states is not None
+        indices = [index.expand(*positions.shape[:2], -1) for index in indices]
         return Tokens(
             states[0],
             states[1],
             positions=torch.where(positions >= count, -1, positions) if behind else positions,
             count=count,
             sinks=self.settings.sinks,
-            index=torch.cat([index.expand(*positions.shape[:2], -1) for index in indices], -1),
+            index=indices[0] if len(indices) == 1 else torch.cat(indices, -1),
             scaling=self.scaling,
             geometry=self.rotation.geometry or self.geometry,
             scores=scores,
@@ -113,7 +113,7 @@ class PruningLayer(SlotLayer):
         """Set what the table says of slots in use: for as many heads, and with +inf for sinks, -inf where there is no token."""
         table, shape = self.table, (-1, max(scores.shape[1], positions.shape[1]), -1)
         scores = torch.where(positions < 0, -math.inf, torch.where(positions < self.settings.sinks, math.inf, scores))
-        table.text = None if text is None else torch.where(positions < 0, -1, text[..., : positions.shape[-1]]).expand(*shape)
+        table.text = None if text is None else text[..., : positions.shape[-1]].expand(*shape)
         table.positions, table.scores = positions.expand(*shape), scores.expand(*shape)
 
     def _allocate(self, limit: Limit) -> None:
@@ -219,7 +219,8 @@ class PruningLayer(SlotLayer):
         heads = max(gone.shape[1], table.positions.shape[1])
         positions, scores = (tensor[..., :used].expand(-1, heads, -1) for tensor in (table.positions, table.scores))
         positions = torch.where(gone, -1, positions)
-        self._set(positions, torch.where(scores.isinf(), unscored(positions), scores), table.text)  # an edit may have moved the sinks
+        text = None if table.text is None else torch.where(positions < 0, -1, table.text[..., :used])
+        self._set(positions, torch.where(scores.isinf(), unscored(positions), scores), text)  # an edit may have moved the sinks
         table.filled = None
         index = by_position(positions, positions >= 0)[..., : int((positions >= 0).sum(-1).max())]
         self._install(index, None, table.rooms, refits=False)

@@ -303,8 +303,10 @@ class SlotLayer(AnsweringLayer):
         if "rooms" in stored:
             self.storage = ragged_like(self.storage)
         if stored:
-            if missing := {*self.storage.names, *self.storage.beside} - set(stored):
-                raise ArtifactError(f"A layer's slots are stored without {sorted(missing)}. Save the cache again.")
+            if wrong := {*self.storage.names, *self.storage.beside} ^ set(stored):
+                raise ArtifactError(
+                    f"A layer's slots are stored without these tensors, or with others: {sorted(wrong)}. Save the cache again."
+                )
             self.storage.restore(stored, self.table.kept(), self.slots)
             self.lazy_initialization(*self.storage.read(1))
         self.choose_angles(lambda: self.table.seen - 1, False)

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import torch
 
-from hf_kvcaches.equip.policies.tokens import unscored
+from hf_kvcaches.equip.policies.tokens import UNSCORED
 from hf_kvcaches.equip.storage import Slots
 from hf_kvcaches.errors import ArtifactError
 
@@ -76,7 +76,8 @@ class SlotTable:
         """
         graph = torch.compiler.is_compiling() and self.clock is not None
         seen: Any = self.clock if graph else self.seen
-        score: Any = unscored(seen) if first is None else first  # by the text's count: only the order within a row matters
+        # By the text's count: only the order within a row matters.
+        score: Any = (seen if isinstance(seen, int) else seen.float()) * 2.0**77 + UNSCORED if first is None else first
         count = seen if self.counts is None else self.counts
         if isinstance(count, int):
             score = math.inf if count < sinks else score
@@ -103,8 +104,10 @@ class SlotTable:
 
     def append(self, positions: torch.Tensor, text: torch.Tensor | None) -> None:
         """Put new tokens, (batch, 1, tokens), behind the slots in use. They have no score yet."""
-        used, new = self.used, {"positions": positions, "scores": unscored(positions), "text": text}
-        for name, tensor in new.items():
+        used = self.used
+        if used:
+            self.scores = torch.nn.functional.pad(self.scores[..., :used], (0, positions.shape[-1]), value=math.inf)
+        for name, tensor in {"positions": positions, "text": text}.items():
             if tensor is not None and used:
                 old = getattr(self, name)[..., :used]
                 tensor = torch.cat([old, tensor.expand(old.shape[0], old.shape[1], -1)], -1)
@@ -120,14 +123,16 @@ class SlotTable:
             rooms: How many slots each head has from now on, or None.
             compact: Whether keys are rotated by their distances.
         """
-        used = self.used
+        used, empty = self.used, None
+        if lengths is not None and index is not None:
+            empty = torch.arange(index.shape[-1], device=index.device) >= lengths
         for name in ("positions", "scores", "text"):
             if (tensor := getattr(self, name)) is not None:
                 tensor = tensor[..., :used]
                 if index is not None:
                     tensor = tensor.expand(-1, max(index.shape[1], tensor.shape[1]), -1).take_along_dim(index, -1)
-                if lengths is not None:
-                    tensor = tensor.masked_fill(torch.arange(tensor.shape[-1], device=tensor.device) >= lengths, _EMPTY[name])
+                if empty is not None:
+                    tensor = tensor.masked_fill(empty, _EMPTY[name])
                 setattr(self, name, tensor.contiguous())
         self.rooms, self.since = rooms, 0
         if rooms is None and self.filled is not None:

@@ -40,56 +40,28 @@ _ORDER = 1 + torch.randperm(models.VOCABULARY - 1, generator=torch.Generator().m
 
 
 def text(length: int, offset: int = 0) -> torch.Tensor:
-    """Token ids, (1, length), none of them twice: equal tokens have keys of equal norm, and rounding would choose between them.
-
-    Args:
-        length: At most 95.
-        offset: Another one is another text.
-    """
+    """Token ids, (1, length), none of them twice: equal tokens have keys of equal norm, and rounding would choose between them."""
     return _ORDER.roll(-offset)[:length][None].to(models.DEVICE)
 
 
 def steps(prompt: int, total: int) -> list[int]:
-    """A prompt, and one token at a time after it.
-
-    Args:
-        prompt: Its tokens.
-        total: All tokens.
-    """
+    """A prompt, and one token at a time after it."""
     return [prompt] + [1] * (total - prompt)
 
 
 def build(model: Any, policy: str, budget: Any = BUDGET, **options: Any) -> EquipCache:
-    """An `EquipCache` with the policy of that name in `POLICIES`.
-
-    Args:
-        model: A model or a config.
-        policy: The name.
-        budget: As in `EquipCache`.
-        **options: As in `EquipCache`.
-    """
+    """An `EquipCache` with the policy of that name in `POLICIES`."""
     return EquipCache(model, POLICIES[policy][0], budget, **{"sinks": SINKS, "head_budgets": None, **options})
 
 
 def build_reference(model: PreTrainedModel, policy: str, budget: int = BUDGET, **options: Any) -> ReferenceCache:
-    """The reference of that policy.
-
-    Args:
-        model: A model.
-        policy: Its name in `POLICIES`.
-        budget: Tokens to keep.
-        **options: As in `ReferenceCache`.
-    """
+    """The reference of that policy."""
     _, reference, settings = POLICIES[policy]
     return reference(model, **{"budget": budget, "sinks": SINKS, **settings, **options})
 
 
 def held(cache: EquipCache | ReferenceCache) -> list[torch.Tensor]:
-    """What each layer keeps, in order of position, empty slots first.
-
-    Args:
-        cache: Either kind.
-    """
+    """What each layer keeps, in order of position, empty slots first."""
     return [cache.kept_positions(layer).sort(-1).values for layer in range(len(cache.layers))]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_kvcaches.equip.ragged import Ragged
+from hf_kvcaches.equip.storage import Ragged
 from hf_kvcaches.kernels.arguments import RotationTables
 from hf_kvcaches.kernels.slots import slot_attention
 

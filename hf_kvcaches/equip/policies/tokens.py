@@ -19,9 +19,9 @@ UNSCORED = 2.0**100
 NOTHING = -1e30
 
 
-def unscored(positions: torch.Tensor | int) -> Any:
+def unscored(positions: torch.Tensor) -> torch.Tensor:
     """The scores of tokens that no policy has scored yet: above all others, and the newer the higher."""
-    return (positions if isinstance(positions, int) else positions.float()) * 2.0**77 + UNSCORED  # float32 counts in steps of 2**77 there
+    return positions.float() * 2.0**77 + UNSCORED  # float32 counts in steps of 2**77 there
 
 
 @dataclass(frozen=True)
