@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,20 +11,26 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers import DynamicCache
 
+from hf_kvcaches import compat
 from hf_kvcaches.codec.moments import Moments
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.hub import Artifact
 from hf_kvcaches.core.rope import rotation_of
 from hf_kvcaches.equip.budgets import Candidates, compared, protected, slots_for
-from hf_kvcaches.equip.corpus import SINKS, Corpus, LayerArtifact, attention_inputs, reconstruction_scores
+from hf_kvcaches.equip.corpus import SINKS, Corpus, LayerArtifact, asked_before, attention_inputs, attention_modules, reconstruction_scores
 from hf_kvcaches.equip.policies.base import Policy
 from hf_kvcaches.equip.policies.future import KVZipPolicy, future_attention
 from hf_kvcaches.equip.policies.tokens import UNSCORED, Tokens
-from hf_kvcaches.errors import ConfigError, UnsupportedError, is_number, require_instance, whole_number
+from hf_kvcaches.errors import ConfigError, UnsupportedError, is_number, require_choice, require_instance, whole_number
+from hf_kvcaches.evaluate.measures import divergence
 from hf_kvcaches.evaluate.observer import Attended, WatchingCache
 from hf_kvcaches.evaluate.runner import evaluating
 from hf_kvcaches.reuse.partial import run_module
+
+# By ablation: the tokens that a head keeps beside sinks, those that are predicted, and what a quarter of the heads and the others get.
+_RECENT, _ANSWER, _MOST, _LEAST = 64, 32, 2.5, 0.5
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -53,27 +60,39 @@ class HeadBudgets(Artifact):
         tokenizer: Any,
         texts: Iterable[str | Sequence[int]],
         *,
+        by: str = "kvzip",
         ratio: float = 0.25,
         progress: bool = True,
     ) -> HeadBudgets:
-        """Measure the mean share that each head gets where KVzip's scores of all heads and layers share one budget.
+        """Measure the heads of a model on texts.
 
         Args:
             model: A transformers model that `EquipCache` supports, also inside a PEFT wrapper. It is left unchanged.
             tokenizer: Its tokenizer; None if all texts are token ids.
             texts: Strings, or lists of token ids, like those that the model will read; six of some 600 tokens are enough.
-            ratio: The share of the tokens that stays.
+            by: "kvzip": the mean share that a head gets where KVzip's scores of all heads and layers share one budget. "ablation", as in
+                DuoAttention (arXiv 2410.10819), but without training: one head at a time forgets all but 4 sinks and 64 recent tokens;
+                the quarter of the heads whose loss changes the predictions of a text's last 32 tokens most gets five times as much as
+                the others. Texts should end in what depends on tokens far before.
+            ratio: For "kvzip", the share of the tokens that stays.
             progress: Whether to show a bar.
         """
+        require_choice("by", by, ("kvzip", "ablation"))
         if not is_number(ratio) or not 0 < ratio < 1:
             raise ConfigError.of("ratio", "a number between 0 and 1", ratio)
-        corpus, sums = Corpus(model, tokenizer, texts, math.ceil(2 * (SINKS + 1) / ratio), progress), dict[int, torch.Tensor]()
+        least = math.ceil(2 * (SINKS + 1) / ratio) if by == "kvzip" else SINKS + _RECENT + _ANSWER + 1
+        corpus, sums = Corpus(model, tokenizer, texts, least, progress), dict[int, torch.Tensor]()
         with evaluating(corpus.base), torch.no_grad():
             for ids in corpus:
-                for index, shares in _shares(corpus.base, ids, ratio).items():
-                    sums[index] = sums.get(index, 0) + shares * len(ids)
-        mean = torch.cat([*sums.values()]).mean()
-        return cls({index: sums[index] / mean for index in sorted(sums)}, corpus.tokens, corpus.fingerprint())
+                measured = _shares(corpus.base, ids, ratio) if by == "kvzip" else _costs(corpus.base, ids)
+                for index, numbers in measured.items():
+                    sums[index] = sums.get(index, 0) + numbers * len(ids)
+        means = torch.cat([*sums.values()])
+        if by == "ablation":
+            best = means.topk(math.ceil(len(means) / 4)).indices
+            means = torch.full_like(means, _LEAST).index_fill(0, best, _MOST)
+        shares = dict(zip(sums, (means / means.mean()).split([len(own) for own in sums.values()]), strict=True))
+        return cls({index: shares[index] for index in sorted(shares)}, corpus.tokens, corpus.fingerprint())
 
     def as_settings(self) -> dict[str, list[float]]:
         """The shares as plain values for JSON."""
@@ -106,6 +125,31 @@ def _shares(model: Any, ids: torch.Tensor, ratio: float) -> dict[int, torch.Tens
     kept = compared([Candidates(worth, budget, budget) for worth in worths])
     free = [(stays.sum(-1)[0] - SINKS - recent) / (budget - SINKS - recent) for stays, _ in kept]
     return dict(zip(scores, free, strict=True))
+
+
+def _costs(model: Any, ids: torch.Tensor) -> dict[int, torch.Tensor]:
+    """The divergence of the last tokens' predictions when one head has forgotten the middle, by layer index, (kv_heads,)."""
+    context, heads = DynamicCache(config=model.config), compat.decoder_config(model.config).num_attention_heads
+    _predictions(model, context, ids[:-_ANSWER])
+    expected = _predictions(model, copy.deepcopy(context), ids[-_ANSWER:])
+    column, least = torch.arange(len(ids), device=ids.device), torch.finfo(model.dtype).min
+    causal = torch.zeros(heads, _ANSWER, len(ids), dtype=model.dtype, device=ids.device)
+    causal.masked_fill_(column > column[-_ANSWER:, None], least)
+    middle, costs = (column >= SINKS) & (column < len(ids) - _ANSWER - _RECENT), {}
+    for index, module in attention_modules(model).items():
+        costs[index] = torch.zeros(context.layers[index].keys.shape[1])
+        for head, queries in enumerate(torch.arange(heads).chunk(len(costs[index]))):
+            mask = causal.clone()
+            mask[queries] = mask[queries].masked_fill(middle, least)
+            hook = lambda _, args, kwargs, mask=mask: (args, {**kwargs, "attention_mask": mask[None]})  # noqa: E731
+            with asked_before([module], hook):
+                costs[index][head] = divergence(expected, _predictions(model, copy.deepcopy(context), ids[-_ANSWER:])).mean()
+    return costs
+
+
+def _predictions(model: Any, cache: DynamicCache, ids: torch.Tensor) -> torch.Tensor:
+    logits: torch.Tensor = model(input_ids=ids[None], **compat.cache_kwargs(model, cache)).logits
+    return logits
 
 
 class LayerProbe(NamedTuple):

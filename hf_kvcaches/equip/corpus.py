@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
+from torch import nn
 from tqdm import tqdm
 
 from hf_kvcaches import compat
@@ -85,22 +87,33 @@ class Corpus:
         return ModelFingerprint.of(self.model, self.tokenizer if self.encoder.used else None)
 
 
-def attention_inputs(model: Any, ids: torch.Tensor) -> dict[int, torch.Tensor]:
-    """What full attention is called with for a text, by layer index, (tokens, hidden)."""
+def attention_modules(model: Any) -> dict[int, nn.Module]:
+    """The modules of full attention by layer index."""
     full = {index for index, (kind, _) in enumerate(compat.layer_plan(model.config)) if kind == "full_attention"}
-    states: dict[int, torch.Tensor] = {}
+    modules: list[Any] = [module for module in compat.modules_of(model.get_decoder()) if hasattr(module, "is_causal")]
+    return {module.layer_idx: module for module in modules if getattr(module, "layer_idx", None) in full}
 
-    def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if module.layer_idx in full:
-            states[module.layer_idx] = (args[0] if args else kwargs["hidden_states"])[0].detach()
 
-    modules = [module for module in compat.modules_of(model.get_decoder()) if hasattr(module, "is_causal") and hasattr(module, "layer_idx")]
-    handles = [module.register_forward_pre_hook(before, with_kwargs=True) for module in modules]
+@contextmanager
+def asked_before(modules: Iterable[nn.Module], hook: Callable[..., Any]) -> Iterator[None]:
+    """Call a hook with a module's arguments before it computes; what the hook returns takes their place."""
+    handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in modules]
     try:
-        run_module(model.base_model, None, ids[None])
+        yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def attention_inputs(model: Any, ids: torch.Tensor) -> dict[int, torch.Tensor]:
+    """What full attention is called with for a text, by layer index, (tokens, hidden)."""
+    states: dict[int, torch.Tensor] = {}
+
+    def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        states[module.layer_idx] = (args[0] if args else kwargs["hidden_states"])[0].detach()
+
+    with asked_before(attention_modules(model).values(), before):
+        run_module(model.base_model, None, ids[None])
     return states
 
 

@@ -155,6 +155,11 @@ class BlobStore(ABC):
             return Loaded(blobs, error)
         return Loaded(blobs)
 
+    def put_many(self, blobs: Sequence[NewBlob]) -> None:
+        """Store several blobs in their order; an `OSError` leaves those behind it unstored."""
+        for blob in blobs:
+            self.put(*blob)
+
     def begin(self) -> None:  # noqa: B027 - most answer at once
         """Begin a request in this thread: its calls may wait for a server for `timeout` seconds in all."""
 
@@ -191,6 +196,7 @@ class MemoryBlobs(BlobStore):
         super().__init__("memory")
         # Each blob, its tensors, and an object of its own as version.
         self._blobs: dict[str, tuple[BlobHead, dict[str, Tensor], object]] = {}
+        self._state = object()  # replaced after each change
 
     def put(self, key: str, head: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
         blob = self._blobs.get(checked_key(key))
@@ -198,6 +204,7 @@ class MemoryBlobs(BlobStore):
             text, kept = head_as_json(head), resident(dense(tensors))
             entry = BlobHead(key, json.loads(text), len(text) + bytes_of(kept))
             blob = self._blobs.setdefault(key, (entry, kept, object()))
+            self._state = object()
         return blob[0].bytes
 
     def read(self, key: str) -> dict[str, Tensor] | None:
@@ -205,7 +212,12 @@ class MemoryBlobs(BlobStore):
         return None if blob is None else aliases(blob[1])
 
     def delete(self, key: str) -> bool:
-        return self._blobs.pop(checked_key(key), None) is not None
+        blob = self._blobs.pop(checked_key(key), None)
+        self._state = object()
+        return blob is not None
+
+    def state(self) -> Hashable:
+        return self._state
 
     def versions(self) -> dict[str, Hashable]:
         return {key: version for key, (_, _, version) in self._blobs.copy().items()}

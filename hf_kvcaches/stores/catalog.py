@@ -149,8 +149,8 @@ class Catalog:
             self.counts["hot_hits"] += len(blobs)
         missing = [key for key in living if key not in blobs]
         loaded, error = self.blobs.get_many(missing) if missing else Loaded({})
-        with self._count_failures():
-            if error is not None:
+        if error is not None:
+            with self._count_failures():
                 raise error
         for key, tensors in loaded.items():
             entry = entries[key]

@@ -71,11 +71,11 @@ def test_files_that_miss_a_tensor_are_refused(artifacts: dict[str, Any], tmp_pat
         type(artifact).from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("kind", [QueryStatistics, KeepProbe, HeadBudgets])
+@pytest.mark.parametrize("kind", [QueryStatistics, KeepProbe, HeadBudgets, partial(HeadBudgets.calibrate, by="ablation")])
 def test_the_model_is_left_as_it_was(kind: Any) -> None:
     model = tiny.llama(num_hidden_layers=2).train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    kind.calibrate(model, None, TEXTS[:1], progress=False)
+    getattr(kind, "calibrate", kind)(model, None, TEXTS[:1], progress=False)
     assert model.training
     assert model.config._attn_implementation == "sdpa"
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -94,6 +94,7 @@ def test_texts_that_can_not_be_measured_are_refused(model: PreTrainedModel, kind
     [
         (QueryStatistics, {"block": 4}),
         (KeepProbe, {"ridge": 0}),
+        (HeadBudgets, {"by": "size"}),
         (HeadBudgets, {"ratio": 1.0}),
     ],
 )
@@ -107,7 +108,8 @@ def test_layers_without_full_attention_have_no_entry() -> None:
     full = [index for index, kind in enumerate(model.config.layer_types) if kind == "full_attention"]
     assert list(QueryStatistics.calibrate(model, None, TEXTS[:1], progress=False).layers) == full
     assert list(KeepProbe.calibrate(model, None, TEXTS[:1], progress=False).layers) == full
-    assert list(HeadBudgets.calibrate(model, None, TEXTS[:1], progress=False).shares) == full
+    for by in ("kvzip", "ablation"):
+        assert list(HeadBudgets.calibrate(model, None, TEXTS[:1], by=by, progress=False).shares) == full
 
 
 # The second reading.
@@ -302,6 +304,28 @@ def test_shares_are_those_that_one_budget_for_all_heads_gives(model: PreTrainedM
     assert settings == {str(index): shares.tolist() for index, shares in budgets.shares.items()}
 
 
+def test_by_ablation_the_quarter_that_costs_most_gets_most() -> None:
+    model = tiny.llama()
+    budgets = HeadBudgets.calibrate(model, None, TEXTS, by="ablation", progress=False)
+    ids, costs = [torch.tensor([text]) for text in (TEXTS[0], TEXTS[2])], torch.zeros(4, 2)
+    model.set_attn_implementation("eager")
+    for row in ids:
+        tokens, expected = row.shape[1], model(row).logits[:, -32:].log_softmax(-1)
+        causal = torch.full((tokens, tokens), -torch.inf).triu(1)
+        for layer, head in torch.cartesian_prod(torch.arange(4), torch.arange(2)).tolist():
+            mask = causal.repeat(1, 4, 1, 1)
+            mask.unflatten(1, (2, -1))[:, head, :, -32:, 4 : tokens - 32 - 64] = -torch.inf
+            handle = model.model.layers[layer].self_attn.register_forward_pre_hook(
+                lambda module, args, kwargs, mask=mask: (args, {**kwargs, "attention_mask": mask}), with_kwargs=True
+            )
+            other = model(row).logits[:, -32:].log_softmax(-1)
+            handle.remove()
+            costs[layer, head] += (expected.exp() * (expected - other)).sum(-1).mean() * tokens
+    shares = torch.stack([budgets.shares[layer] for layer in range(4)])
+    best = costs.flatten().topk(2).indices
+    assert torch.equal(shares.flatten(), torch.full((8,), 0.5).index_fill(0, best, 2.5))
+
+
 # In a cache.
 
 
@@ -332,9 +356,9 @@ def recalled(model: Any, cache: EquipCache, context: list[int], questions: list[
 def test_a_probe_and_budgets_by_head_bring_facts_back_that_a_window_has_lost() -> None:
     model, _, context, questions, texts = documents()
     probe = KeepProbe.calibrate(model, None, texts, progress=False)
-    budgets = HeadBudgets.calibrate(model, None, texts, progress=False)
+    budgets = {by: HeadBudgets.calibrate(model, None, texts, by=by, progress=False) for by in ("kvzip", "ablation")}
     assert recalled(model, EquipCache(model, "streaming", 0.25), context, questions) < len(questions)
-    for policy, heads in ((probe, "auto"), ("compactor", budgets)):
+    for policy, heads in ((probe, "auto"), ("compactor", budgets["kvzip"]), ("keydiff", budgets["ablation"])):
         assert recalled(model, EquipCache(model, policy, 0.25, head_budgets=heads), context, questions) == len(questions)
 
 
