@@ -16,8 +16,8 @@ from hf_kvcaches.errors import ArtifactError, ConfigError
 from hf_kvcaches.kernels.launch import Backend, choose
 from hf_kvcaches.kernels.rans import decode_tiles
 
-# Tokens whose intervals are found at a time, so that a long prompt needs no more memory.
-_PIECE = 64 * TILE
+# Tokens whose intervals are found at a time: their numbers stay in the cache, and a long prompt needs no more memory.
+_PIECE = 16 * TILE
 # Tiles whose lanes take their steps together: enough that operations take longer than calling them, few enough for the cache.
 _TOGETHER = 512
 
