@@ -117,10 +117,12 @@ class SplicedLayer(GrowingLayer):
         self.arrived = None
 
     def import_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
-        super().import_state(tensors, {"dropped": 0, "offset": 0} | values)
-        counts = self.offset, self.dropped, self.seen
-        if not all(type(count) is int for count in counts) or sorted(counts) != [*counts] or self.offset not in (0, self.dropped):
-            raise ArtifactError(f"The stored state of a {type(self).__name__} has dropped {self.dropped} tokens. Save the cache again.")
+        values = {"dropped": 0, "offset": 0} | values
+        counts: list[Any] = [values.get(name) for name in ("offset", "dropped", "seen")]
+        offset, dropped, _ = counts
+        if not all(type(count) is int for count in counts) or sorted(counts) != counts or offset not in (0, dropped) or offset < 0:
+            raise ArtifactError(f"The stored state of a {type(self).__name__} has dropped {dropped} tokens. Save the cache again.")
+        super().import_state(tensors, values)
 
     def open(self, rows: int, total: int, keys: torch.Tensor, values: torch.Tensor, padding: int) -> None:
         """Make room for a prompt's tokens, the filler slot behind them, and some new tokens.

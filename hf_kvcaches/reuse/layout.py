@@ -141,10 +141,17 @@ def check_form(form: Mapping[str, Any]) -> None:
             check_quantization(form["quantization"])
         DTYPES[form["dtype"]]
         indices = sorted(index for members in form["piles"] for index in members)
+        ascending = all(sorted(members) == members for members in form["piles"])
         dims = [dim for _, sizes in zip(form["piles"], form["dims"], strict=True) for dim in sizes]
         # `True` and 1.0 are equal to integers, but can't be indices.
         plain = all(type(number) is int for number in (*indices, *dims))
-        if not plain or len(indices) > MOST_LAYERS or indices != list(range(len(indices))) or len(dims) != 3 * len(form["dims"]):
+        if (
+            not plain
+            or not ascending
+            or len(indices) > MOST_LAYERS
+            or indices != list(range(len(indices)))
+            or len(dims) != 3 * len(form["dims"])
+        ):
             raise ArtifactError(f"its layers are {str(indices)[:100]}, its dimensions {str(dims)[:100]}")
     except (LookupError, TypeError, ValueError) as error:
         raise ArtifactError(f"it is stored in a way that makes no sense: {error!r}") from error

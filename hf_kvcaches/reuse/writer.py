@@ -65,8 +65,8 @@ def write_rows(
     for row in rows:
         pieces = list(row.sources)
         # A GPU gets all pieces of a row in one copy, and a codec decodes them together.
-        for together in [[piece] for piece in pieces] if on_cpu and codec is None else [pieces][: len(pieces)]:
-            groups.append(_Group(row, together, blobs, geometries, codec))
+        together = [[piece] for piece in pieces] if on_cpu and codec is None else [pieces]
+        groups += [_Group(row, some, blobs, geometries, codec) for some in together if some]
     streams = {device: _stream(device) for device in devices if device.type == "cuda"}
     for device, stream in streams.items():
         stream.wait_stream(torch.cuda.current_stream(device))
@@ -134,9 +134,8 @@ class _Group:
         members = self.form["piles"][number][chosen]
         asked = [(index, tensors[f"codes.{index}"], tokens.start, tokens.stop) for tensors, tokens in self._spans for index in members]
         states = self.codec.unpack(asked, DTYPES[self.form["dtype"]])
-        for tensors, tokens in self._spans:
-            layers, states = states[: len(members)], states[len(members) :]
-            keys, values = map(torch.stack, zip(*layers, strict=True))
+        for place, (tensors, tokens) in enumerate(self._spans):
+            keys, values = map(torch.stack, zip(*states[place * len(members) : (place + 1) * len(members)], strict=True))
             for stacked, name in ((keys, f"keys.{number}"), (values, f"values.{number}")):
                 exact = tensors[name][chosen, :, tokens]
                 stacked[:, :, : exact.shape[2]] = exact

@@ -117,7 +117,7 @@ class SegmentStore(SpanStore):
         if tokenizer is None:
             yield "This cache has no tokenizer, and segments stored with one are not its own: pass the tokenizer to all caches, or to none."
         elif _scope_of(identity, model, None, self.stored_as) in self.contents.indices:
-            yield ("It has segments of this model that were stored without a tokenizer: pass the tokenizer to all caches, or to none.")
+            yield "It has segments of this model that were stored without a tokenizer: pass the tokenizer to all caches, or to none."
         for other in (None, "int8", "int4"):
             if _scope_of(identity, model, tokenizer, other) in self.contents.indices:
                 yield f"It has segments of this model that were stored with quantization={other!r}."

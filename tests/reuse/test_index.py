@@ -260,9 +260,6 @@ def test_only_the_newest_of_many_alike_are_remembered() -> None:
     assert run.pieces[0].record.context.tolist() != [0]
 
 
-# Going
-
-
 @given(family=families(), mosaic=mosaics(), data=st.data())
 def test_removal_leaves_no_trace(family, mosaic, data: st.DataObject) -> None:
     index = TokenIndex()

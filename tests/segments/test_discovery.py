@@ -331,9 +331,6 @@ def test_blank_lines_are_found_where_line_ends_are_bytes() -> None:
     assert [text.strip() for text in found] == ["one of the things", "Title of it all", "is here and there"]
 
 
-# --- refusals, and time --------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("given_spans", "words"),
     [
