@@ -33,8 +33,7 @@ def exact_part(
 
     Args:
         query: (batch, heads, queries, dim); consecutive heads share a key head.
-        keys: (batch, kv_heads, tokens, dim).
-        values: (batch, kv_heads, tokens, value_dim), finite also where they are not visible.
+        keys: (batch, kv_heads, tokens, dim); and `values`, finite also where they are not visible.
         visible: Which tokens a query sees, (batch or 1, queries or 1, tokens), or None for all.
         softcap: If given, scores are softcap * tanh(scores * scaling / softcap).
     """

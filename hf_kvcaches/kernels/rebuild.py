@@ -48,7 +48,7 @@ def rebuild(
     """Writes `side @ decoder.side + codes @ decoder.codes + decoder.bias`, keys rotated, to the slots of `spans`. Nothing else is written.
 
     It is summed up in float32, or in float64 for float64 buffers, and cast once. Numbers beyond the range of float16 buffers become the
-    largest that these hold. There are no gradients, and arguments are not checked. Weights of another type than `product` are converted.
+    largest that these hold. There are no gradients, and arguments are not checked.
 
     Args:
         side: What is known of each of the N tokens beside its codes, (N, d), floating point; or None.

@@ -2,7 +2,6 @@
 
 A program attends for one row and KV head, with all the query heads that share it, so that keys and values are read once. It walks over
 its slots in blocks with a running maximum. Where there are too few rows and heads to fill a GPU, several programs share the slots of one.
-
 Options come to the kernels as tuples of a tensor and its strides, or as None, which leaves their code out.
 """
 
