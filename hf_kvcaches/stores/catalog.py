@@ -102,11 +102,14 @@ class Catalog:
 
     def follow(self) -> None:
         """Apply all changes, also those of this process: the entries are the blobs that the store reports, and no others."""
-        with self._count_failures(), self._changes_lock:
-            added, removed = self.blobs.changes()
-            self.read_once = True
-            if added or removed:
-                self._apply(added, removed)
+        try:
+            with self._changes_lock:
+                added, removed = self.blobs.changes()
+                self.read_once = True
+                if added or removed:
+                    self._apply(added, removed)
+        except OSError as error:
+            self._failed(error)
         if self.blobs.complaints:
             self.warn_once("damaged", f"A damaged {self.noun} is made anew. {self.blobs.complaints[0]}")
         if self.blobs.unreadable:
@@ -150,8 +153,7 @@ class Catalog:
         missing = [key for key in living if key not in blobs]
         loaded, error = self.blobs.get_many(missing) if missing else Loaded({})
         if error is not None:
-            with self._count_failures():
-                raise error
+            self._failed(error)
         for key, tensors in loaded.items():
             entry = entries[key]
             try:
@@ -277,9 +279,12 @@ class Catalog:
         try:
             yield
         except OSError as error:
-            with self.lock:
-                self.counts["failures"] += 1
-            self.warn_once("unavailable", f"{self.blobs.place}: {str(error).rstrip('.')}. Prompts are computed instead, until it works.")
+            self._failed(error)
+
+    def _failed(self, error: OSError) -> None:
+        with self.lock:
+            self.counts["failures"] += 1
+        self.warn_once("unavailable", f"{self.blobs.place}: {str(error).rstrip('.')}. Prompts are computed instead, until it works.")
 
 
 def bytes_of_size(argument: str, value: int | str | None) -> int | None:

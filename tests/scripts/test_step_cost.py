@@ -45,7 +45,7 @@ PROMPTS = {
     "WarmStartCache, no hit": (19, 11),  # no sync
 }
 # Of a prompt with a hit, before the first stored token is written: calls and files, of which 12 are the target.
-LOOK_UPS = {"SegmentReuseCache, hit": (128, 22), "WarmStartCache, hit": (123, 23)}
+LOOK_UPS = {"SegmentReuseCache, hit": (130, 22), "WarmStartCache, hit": (125, 23)}
 
 
 @pytest.fixture(scope="module")
