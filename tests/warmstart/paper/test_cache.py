@@ -87,6 +87,22 @@ def test_a_summary_of_all_tokens_is_the_prompt(model) -> None:
     torch.testing.assert_close(logits_of(model, PROMPT, cache, 4), logits_of(model, PROMPT, None, 4), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("swap", ["sync", "background"])
+def test_behind_the_swap_on_a_gpu_logits_are_those_of_a_cold_run(swap: str) -> None:
+    model = tiny.llama().cuda()
+    cache = SummaryCache(model, library_of(model), gate=OPEN, swap=swap)
+    logits_of(model, PROMPT.cuda(), cache)
+    asked = tiny.ids(1, 6, seed=7).cuda()
+    forced(model, asked[:, :1], cache)
+    cache.wait()
+    found = forced(model, asked[:, 1:], cache)
+    with torch.no_grad():
+        expected = model(torch.cat([PROMPT.cuda(), asked], 1)).logits[:, -5:]
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert cache.swapped
+
+
 @pytest.mark.parametrize("swap", ["sync", "background"])
 def test_behind_the_swap_logits_are_those_of_a_cold_run(model, swap: str) -> None:
     cache = SummaryCache(model, library_of(model), gate=OPEN, swap=swap)
