@@ -25,11 +25,11 @@ from hf_kvcaches.core.layers import KVLayer, row_picker
 from hf_kvcaches.core.report import CacheReport, foreign_kept, foreign_kind, foreign_tensors, measured_bytes, summarise
 from hf_kvcaches.core.save import SavedCache
 from hf_kvcaches.core.token_log import TokenLog
-from hf_kvcaches.errors import ConfigError, UnsupportedError, with_article
+from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.version import warn_of_untested_version
 
 
-class KVCache(compat.MarkedCache, SavedCache, Cache, ABC):
+class KVCache(continuation.CacheArgument, SavedCache, Cache, ABC):
     """The base of every cache here: one layer object per model layer, and what all caches can do.
 
     A subclass writes `make_layer`, and names in `settings` what its constructor needs to be called again.
@@ -48,16 +48,6 @@ class KVCache(compat.MarkedCache, SavedCache, Cache, ABC):
     """Whether they also do for models that expand keys and values from what the cache returns (multi-head latent attention)."""
     hooks_forward: ClassVar[bool] = False
     """Whether a hook on the model's forward tells the cache of each pass, and logs its tokens."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        if "logits_processor" in kwargs and "generation_config" in kwargs:
-            raise continuation.not_custom_generate(cls, f"the class {cls.__name__}")
-        return super().__new__(cls)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse to be `custom_generate`, which `generate` leaves out where it can't be called."""
-        kind = with_article(type(self).__name__)
-        raise continuation.not_custom_generate(type(self), kind, f", or {kind} as past_key_values")
 
     def __init__(self, model: Any, *, offloading: bool = False) -> None:
         warn_of_untested_version()

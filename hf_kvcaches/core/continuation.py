@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from threading import get_ident
-from typing import Any
+from typing import Any, Self
 
 import torch
 from transformers import PreTrainedModel
@@ -23,7 +23,24 @@ METHOD = "prepare_inputs_for_generation"
 _SEVERAL = -1  # in place of the thread of a cache that two threads use at once
 
 
-def not_custom_generate(kind: type, got: str, other: str = "") -> ConfigError:
+class CacheArgument(compat.MarkedCache):
+    """What `generate` takes as its cache, and neither as a class nor as `custom_generate`.
+
+    A class of its own: next to a constructor, `__new__` would be the signature of the cache.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        if "logits_processor" in kwargs and "generation_config" in kwargs:
+            raise _not_custom_generate(cls, f"the class {cls.__name__}")
+        return super().__new__(cls)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse to be `custom_generate`, which `generate` leaves out where it can't be called."""
+        kind = with_article(type(self).__name__)
+        raise _not_custom_generate(type(self), kind, f", or {kind} as past_key_values")
+
+
+def _not_custom_generate(kind: type, got: str, other: str = "") -> ConfigError:
     """The error for a class, or a cache, passed as `custom_generate`."""
     recipe = f"per_call({kind.__name__}, ...)"
     return ConfigError(f"custom_generate: expected {recipe}, got {got}. Pass {recipe}{other}.")
