@@ -206,7 +206,7 @@ def needle_tests(model: Any, tokenizer: Any, prose: str, contexts: int) -> list[
     tests = []
     for prompt in needle_prompts(tokenizer, contexts, "digits", 4, tokens=1000, seed=1, prose=prose):
         states, cache = states_of(model, torch.tensor([prompt.context]))
-        asked = [(prompt.question, prompt.answer), *prompt.others]
+        asked = prompt.asked[:-1]  # the last one is the continuation
         known = [answer.matches for answer in answers(model, cache, asked)]
         tests.append((states, list(itertools.compress(asked, known))))
     return tests

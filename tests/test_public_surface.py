@@ -1,6 +1,7 @@
 """What `import hf_kvcaches` gives: the promised names, documented, and nothing imported before it is asked for."""
 
 import ast
+import inspect
 import json
 import subprocess
 import sys
@@ -106,3 +107,9 @@ def test_a_missing_extra_names_itself_and_the_command() -> None:
 def test_extras_named_in_errors_exist() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert extras_asked_for(ROOT / "hf_kvcaches") <= set(extras)
+
+
+@pytest.mark.parametrize("name", [name for name in hf_kvcaches.__all__ if name.endswith("Cache")])
+def test_the_signature_of_a_cache_is_that_of_its_constructor(name: str) -> None:
+    parameters = inspect.signature(getattr(hf_kvcaches, name)).parameters
+    assert next(iter(parameters)) in ("model", "consumer")
