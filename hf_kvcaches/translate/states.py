@@ -124,6 +124,8 @@ def read(
     (ids, positions, mask), inputs = tokens.inputs(), dict[int, torch.Tensor]()
 
     def on_layer(layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        if layer >= len(rotation.layers):
+            raise UnsupportedError("model: it runs layers in loops, with keys of each loop, which can't be translated. Use another cache.")
         geometry = rotation.layers[layer]
         if geometry.kind == "rope":  # learned positions stay in the keys
             keys = geometry.unrotate(keys, positions.to(keys.device))
