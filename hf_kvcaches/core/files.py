@@ -39,10 +39,12 @@ def container(content: Content) -> list[Bytes]:
     try:
         text = json.dumps(content.header, allow_nan=False)
         header = header_of(tensors, {"hf_kvcaches": _VERSION, "header": text, "sha256": _checksum(text, tensors)})
+        if not _has_string_keys(content.header):  # `json` makes strings of numbers, booleans and None
+            raise ValueError("keys that are not strings")
         for part in (text, header[8:]):
             parse_json(part)
     except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"header: expected JSON values, got {error}. Convert it, or store less in one.") from error
+        raise ConfigError(f"header: expected JSON values under string keys, got {error}. Convert it, or store less in one.") from error
     return [header, *map(as_bytes, tensors.values())]
 
 
@@ -82,6 +84,12 @@ def _checksum(text: str, tensors: Mapping[str, Tensor]) -> str:
         hasher.update(json.dumps([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]).encode())
         hasher.update(as_bytes(tensor))
     return hasher.hexdigest()
+
+
+def _has_string_keys(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _has_string_keys(item) for key, item in value.items())
+    return not isinstance(value, list | tuple) or all(map(_has_string_keys, value))
 
 
 def require_header(header: Mapping[str, Any], kind: str, version: int, fields: Mapping[str, Any], where: str) -> None:

@@ -126,9 +126,12 @@ class Artifact(ABC):
         return artifact
 
     def _write(self, folder: Path, load_from: str) -> None:
-        tensors, fingerprint = self.tensors(), None if self.fingerprint is None else self.fingerprint.to_dict()
+        tensors, metadata = self.tensors(), self.metadata()
+        if not isinstance(metadata, dict):
+            raise ConfigError.of("metadata", "a dict", metadata)
+        fingerprint = None if self.fingerprint is None else self.fingerprint.to_dict()
         header = {"type": self.artifact_type, "format_version": self.format_version, "package_version": __version__}
-        pieces = container(Content(header | {"fingerprint": fingerprint, "metadata": self.metadata()}, tensors))
+        pieces = container(Content(header | {"fingerprint": fingerprint, "metadata": metadata}, tensors))
         if name := not_finite(tensors):
             raise ConfigError.of(f"tensors[{name!r}]", "finite values", "infinities or NaN", "Look for them where it was calibrated.")
         write_atomically(make_folder(folder) / FILE_NAME, pieces)

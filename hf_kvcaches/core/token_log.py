@@ -74,9 +74,10 @@ class TokenLog:
         elif position_ids.ndim == 3:  # with an axis for each of an image's positions, which are unknown where these differ
             position_ids = torch.where((position_ids == position_ids[:1]).all(0), position_ids[0], -1)
         parts = (part.to(ids.device, torch.long).expand(rows, tokens) for part in (ids, real, position_ids))
-        self._passes.append(torch.stack([*parts]))
+        joined = torch.stack([*parts])
         self._mask, self._had_no_mask = attention_mask, self._had_no_mask or attention_mask is None
-        self._length = stop
+        self._length = stop  # before the tokens: after an interrupt in between, the next pass forgets what is behind those seen
+        self._passes.append(joined)
         if len(self._passes) > _MOST_PASSES:
             self._joined()
 

@@ -35,7 +35,7 @@ class PassingLayer(KVLayer):
 
 
 class Attended(NamedTuple):
-    """What one call of attention was given; queries, keys and values are rotated, (batch, heads or KV heads, tokens, head_dim)."""
+    """What one call of attention was given; states are (batch, heads or KV heads, tokens, head_dim), queries and keys rotated."""
 
     layer_idx: int
     module: nn.Module  # the model's attention

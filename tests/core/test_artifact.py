@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from hf_kvcaches.core import hub
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.hub import FILE_NAME
-from hf_kvcaches.errors import FingerprintMismatch
+from hf_kvcaches.errors import ConfigError, FingerprintMismatch
 from hf_kvcaches.stores.files import write_atomically
 from tests.core.artifact_helpers import Basis, basis, files, same
 from tests.core.fingerprint_helpers import llama
@@ -47,6 +47,13 @@ def test_every_dtype_and_shape_comes_back(tmp_path):
     assert after.fingerprint is not None
     assert not after.fingerprint.differs_from(before.fingerprint)
     assert files(tmp_path / "deep" / "er") == {FILE_NAME, "README.md"}
+
+
+@pytest.mark.parametrize("notes", [["a list"], {"layers": {0: 1}}], ids=str)
+def test_metadata_that_would_not_come_back_is_refused_and_nothing_written(tmp_path, notes):
+    with pytest.raises(ConfigError, match=r"metadata: expected a dict|under string keys"):
+        Basis({"basis": torch.ones(2)}, notes).save_pretrained(tmp_path / "folder")
+    assert not (tmp_path / "folder").exists()
 
 
 def test_its_tensors_are_read_by_safetensors(tmp_path):

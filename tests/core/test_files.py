@@ -101,7 +101,7 @@ def test_the_format_is_what_its_description_says(tmp_path):
     check(read_file(tmp_path / "file"))
 
 
-@pytest.mark.parametrize("header", [{"x": float("nan")}, {"x": object()}, {"x": [0] * (1 << 21)}, {"x": 10**400}])
+@pytest.mark.parametrize("header", [{1: 2}, {"x": [{2: 3}]}, {"x": float("nan")}, {"x": object()}, {"x": [0] * (1 << 21)}, {"x": 10**400}])
 def test_a_header_that_would_not_come_back_is_refused(header):
     with pytest.raises(ConfigError, match="header"):
         container(Content(header, {}))

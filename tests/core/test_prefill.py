@@ -9,8 +9,9 @@ import pytest
 import torch
 from transformers import CLIPVisionConfig, DynamicCache, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration, ZambaConfig
 
-from hf_kvcaches import GrowingCache
+from hf_kvcaches import GrowingCache, SegmentReuseCache, SegmentStore
 from hf_kvcaches.core.decoder import decoder_layers
+from hf_kvcaches.core.identity import identity_of
 from hf_kvcaches.core.layers import GrowingLayer
 from hf_kvcaches.core.source import SourceCache
 from hf_kvcaches.errors import ConfigError, UnsupportedError
@@ -213,6 +214,27 @@ def test_a_model_that_feeds_its_embeddings_to_later_layers_gets_those_of_its_tok
     hidden = hidden_states(model, input_ids=text)
     left = passes.run_layers(model, 2, 4, text, GrowingCache(model), torch.arange(6), hidden=hidden[2])
     torch.testing.assert_close(left, hidden[4], atol=1e-5, rtol=1e-5)
+
+
+def test_two_threads_take_over_prompts_of_one_model_at_a_time():
+    model = tiny.llama()
+    store = SegmentStore("memory", quantization=None)
+    prompts = [torch.cat([tiny.ids(1, 40, seed=number % 3), tiny.ids(1, 30, seed=9)], 1) for number in range(6)]
+    expected = [model.generate(ids, max_new_tokens=4, do_sample=False) for ids in prompts]
+    digest = identity_of(model).digest
+    faults = []
+
+    def ask(offset):
+        for number in range(12):
+            index = (number + offset) % len(prompts)
+            cache = SegmentReuseCache(model, store, mode="exact")
+            written = model.generate(prompts[index], past_key_values=cache, max_new_tokens=4, do_sample=False)
+            if not torch.equal(written, expected[index]) or identity_of(model).digest != digest:
+                faults.append(index)
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(ask, (0, 5)))
+    assert not faults
 
 
 @torch.no_grad()

@@ -182,3 +182,22 @@ def test_the_six_thousandth_token_costs_as_much_as_the_hundredth() -> None:
     seconds(range(600, 6000))
     assert seconds(range(6000, 6500)) < 5 * early
     assert log.rows()[0].tolist() == [0] * 6500
+
+
+class Interrupted(list):
+    """A list of passes in which an interrupt comes right behind what is appended."""
+
+    def append(self, item: torch.Tensor) -> None:
+        super().append(item)
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_while_tokens_are_added_leaves_no_tokens_twice() -> None:
+    log = TokenLog()
+    log.append(torch.tensor([[1, 2, 3]]), 0)
+    log._passes = Interrupted(log._passes)
+    with pytest.raises(KeyboardInterrupt):
+        log.append(torch.tensor([[4]]), 3)
+    log._passes = [*log._passes]
+    log.append(torch.tensor([[5]]), 3)
+    assert (log.ids.tolist(), len(log), log.padding(4)) == ([[1, 2, 3, 5]], 4, [0])
