@@ -400,6 +400,7 @@ FITS: list[dict[str, Any]] = [
     {"payload": 0.25, "metric": "loss"},
     {"payload": 0.25, "metric": "plain", "layers_per_code": 1},
     {"payload": 2.0, "metric": "plain", "layers_per_code": 1},
+    {"payload": 0.25, "metric": "loss", "texts": [text[: 6 + 94 * (number % 2 == 0)] for number, text in enumerate(TEXTS[:5])]},
 ]
 _WORKER = """
 import json, sys
@@ -407,7 +408,7 @@ from accelerate import PartialState
 from tests.translate.pairs import TEXTS, fit, models
 PartialState(cpu=True)
 for number, options in enumerate(json.loads(sys.argv[2])):
-    fit(*models(), TEXTS[:5], **options).save_pretrained(f"{sys.argv[1]}/{number}")
+    fit(*models(), **{"texts": TEXTS[:5]} | options).save_pretrained(f"{sys.argv[1]}/{number}")
 PartialState().destroy_process_group()
 """
 
@@ -434,7 +435,7 @@ def test_two_processes_get_the_translators_of_one(tmp_path: Path) -> None:
         assert worker.returncode == 0, errors
     for number, options in enumerate(FITS):
         first, second = (CacheTranslator.from_pretrained(tmp_path / str(rank) / str(number)) for rank in range(2))
-        alone = fit(*models(), TEXTS[:5], **options)
+        alone = fit(*models(), **{"texts": TEXTS[:5]} | options)
         assert first.digest == second.digest
         assert first.maps.names == alone.maps.names
         assert first.settings.tokens == alone.settings.tokens
