@@ -118,13 +118,16 @@ class SparsePass:
         return [list(_blocks(slots, int((slots == self.total).sum()))) for slots in self.host_slots]
 
     def visible(self, row: int, block: Block, low: int, window: int | None, device: torch.device) -> torch.Tensor:
-        """Return which slots from `low` on each query of a block sees, (queries, slots); made once for all layers."""
+        """Return which slots from `low` on each query of a block sees, (queries, slots); among its own, made once for all layers."""
         key = row, block, low, window, device
-        if key not in self._masks:
-            queries = self.slots[row, block.first : block.last, None].to(device)
-            slots = torch.arange(low, block.stop, device=device)
-            self._masks[key] = slots <= queries if window is None else (slots <= queries) & (slots > queries - window)
-        return self._masks[key]
+        if key in self._masks:
+            return self._masks[key]
+        queries = self.slots[row, block.first : block.last, None].to(device)
+        slots = torch.arange(low, block.stop, device=device)
+        mask = slots <= queries if window is None else (slots <= queries) & (slots > queries - window)
+        if low >= block.start:  # those of all slots before, of all blocks, would be of the square of the prompt's length
+            self._masks[key] = mask
+        return mask
 
     def bias(self, row: int, block: Block, dtype: torch.dtype) -> torch.Tensor:
         """Return what is added to the scores of a block with its own slots, (queries, slots), on the CPU; made once for all layers."""

@@ -70,6 +70,8 @@ def write_rows(
     streams = {device: _stream(device) for device in devices if device.type == "cuda"}
     for device, stream in streams.items():
         stream.wait_stream(torch.cuda.current_stream(device))
+        for tensor in (tensor for tensors in blobs.values() for tensor in tensors.values() if tensor.device == device):
+            tensor.record_stream(stream)  # the hot tier may evict it before it is read
     step = len(layers) if on_cpu else 1
     if on_cpu and codec is not None and groups:
         largest = max(keys[0, :, 0].nbytes + values[0, :, 0].nbytes for keys, values in buffers)

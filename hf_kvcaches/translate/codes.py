@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -159,7 +159,7 @@ class SemanticCodes:
         """Read a file that `save` wrote."""
         try:
             with opened(path) as file:
-                return ArrivingCodes(file).collect()
+                return ArrivingCodes(iter(partial(file.read, 1 << 20), b"")).collect()  # a file by itself gives lines
         except OSError as error:
             raise ArtifactError(f"{path}: expected a file of semantic codes, got {error}. Write one with SemanticCodes.save.") from error
         except ArtifactError as error:

@@ -99,7 +99,7 @@ class Fitting:
         self.shared = config.layers_of_width(max(state.states.shape[1] for state in consumer.values()))
         sent = range(min(self.lowest) + 1, pair.layers)
         groups = [Group.of(sent[start : start + self.shared], pair.sources) for start in range(0, len(sent), self.shared)]
-        self.costs = None if config.metric == "plain" else ErrorCosts()
+        self.costs = None if config.metric == "plain" else ErrorCosts(self.shapes)
         plain, device, texts = self.costs is None, compat.input_device(pair.consumer), len(self.fitted)
         sample = max(_LEAST_SAMPLE, min(_MOST_SAMPLE, _SAMPLED // sum(state.states.shape[1] for state in producer.values())))
         # Tokens that codes are chosen on: as many of each text, in rows of its own, so that those of processes can be added up.

@@ -115,10 +115,16 @@ class Pair:
 
 
 class ErrorCosts:
-    """Second moments of gradients at the keys and at the values of the consumer's layers, (heads, size, size)."""
+    """Second moments of gradients at the keys and at the values of the consumer's layers, (heads, size, size).
 
-    def __init__(self) -> None:
-        self.sides: dict[int, list[torch.Tensor]] = {}
+    Args:
+        shapes: By layer, as in `LayerState`.
+    """
+
+    def __init__(self, shapes: Mapping[int, tuple[int, int, int]]) -> None:
+        # Also in a process whose texts are all too short for gradients: those of all processes are added up.
+        sizes = {layer: [(heads, dim, dim) for dim in dims] for layer, (heads, *dims) in shapes.items()}
+        self.sides = {layer: [torch.zeros(size, dtype=torch.float64) for size in sides] for layer, sides in sizes.items()}
 
     def add(self, pair: Pair, ids: torch.Tensor, states: States, exact_tokens: int, seed: int) -> torch.Tensor:
         """Add the gradients of a text, whose first tokens have no errors, and return its tokens' weights, (tokens,), 1 on average."""
@@ -129,8 +135,7 @@ class ErrorCosts:
             if layer:  # the lowest one is never translated
                 weights[exact : len(rows)] += 0.5 / (len(by_layer) - 1) * (energies / energies.mean().clamp_min(_TINY) - 1).cpu()
             moments = [side.mT @ side for side in states[layer]._replace(states=rows[exact:].double()).sides()]
-            before = self.sides.get(layer, [torch.zeros_like(moment) for moment in moments])
-            self.sides[layer] = [total + moment for total, moment in zip(before, moments, strict=True)]
+            self.sides[layer] = [total.to(moment) + moment for total, moment in zip(self.sides[layer], moments, strict=True)]
         return weights
 
     def roots(self, layer: int) -> list[torch.Tensor]:

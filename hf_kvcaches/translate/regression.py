@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.evaluate.texts import add_up
 
 Key = tuple[str, int]
@@ -117,6 +117,9 @@ class Products:
             moment -= torch.outer(self.means[first], self.means[second])
         for name, mean in self.means.items():
             mean += self._shifts[name].double()
+            if not bool(mean.isfinite().all()):
+                model, hint = name[0].split()[0], "Load it in bfloat16 or float32, or leave out texts of which it computes them."
+                raise UnsupportedError(f"{model}: its layer {name[1]} has infinities or NaN. {hint}")
 
     def mean(self, keys: Sequence[Key]) -> torch.Tensor:
         """Of some blocks side by side, (width,)."""

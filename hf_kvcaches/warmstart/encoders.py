@@ -39,10 +39,12 @@ class Encoder(ABC):
     Attributes:
         name: Identifies the vectors, also in fingerprints; vectors of other names can't be compared with them.
         dim: Elements of a vector.
+        reads_text: Whether it reads the text; otherwise that may be empty.
     """
 
     name: str
     dim: int
+    reads_text: bool = True
 
     def encode(self, text: str, ids: Sequence[int]) -> Embedding:
         """Return a vector of length 1, `(dim,)`, for a prompt's text and token ids."""
@@ -68,6 +70,8 @@ class EmbeddingsEncoder(Encoder):
     A token's weight is the square root of its count in the prompt, and lower for common tokens. Its share of all text is estimated from its
     id: tokenizers number tokens by frequency, and by Zipf's law the n-th token has a share of about 1 / n.
     """
+
+    reads_text = False
 
     def __init__(self, model: PreTrainedModel) -> None:
         embed: Any = model.get_input_embeddings()

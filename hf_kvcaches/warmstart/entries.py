@@ -72,7 +72,7 @@ class EntryContents:
         self.entries: dict[str, Entry] = {}
         # Tokens and id of each entry, sorted.
         self._order: list[tuple[bytes, str]] = []
-        # The embeddings of all entries, (entries, dim); None where it has to be built.
+        # The embeddings of all entries in their order, and room for more, (capacity, dim); None where it has to be built.
         self._embeddings: Embedding | None = None
 
     def add(self, blobs: Sequence[BlobHead]) -> dict[str, int]:
@@ -87,17 +87,25 @@ class EntryContents:
                     embedding = array_of_text(head["embedding"], "<f4")
                     if embedding.shape != (self._dim,) or not abs(float(np.linalg.norm(embedding)) - 1) <= 1e-3:
                         continue
-                    self.entries[key] = Entry(record, str(head["text"]), embedding, dict(head["provenance"]))
+                    entry = Entry(record, str(head["text"]), embedding, dict(head["provenance"]))
+                    self._append(embedding)
+                    self.entries[key] = entry
                     insort(self._order, (_sortable(record.ids), key))
                 tokens[key] = len(record)
-        self._embeddings = None
         return tokens
+
+    def _append(self, embedding: Embedding) -> None:
+        """Write the embedding of the next entry, so that a library that grows with each prompt is not copied for each look-up."""
+        if (rows := self._embeddings) is not None:
+            if len(self.entries) == len(rows):
+                self._embeddings = rows = np.concatenate((rows, np.empty_like(rows)))
+            rows[len(self.entries)] = embedding
 
     def remove(self, keys: Sequence[str]) -> None:
         for key in keys:
             if (entry := self.entries.pop(key, None)) is not None:
                 del self._order[bisect_left(self._order, (_sortable(entry.record.ids), key))]
-        self._embeddings = None
+                self._embeddings = None
 
     def beginning(self, ids: Ids) -> tuple[Record | None, int]:
         """Return the record that shares the longest prefix with a prompt, and how many tokens that is."""
@@ -116,7 +124,7 @@ class EntryContents:
             return []
         if self._embeddings is None:
             self._embeddings = np.stack([entry.embedding for entry in self.entries.values()])
-        cosines, count = self._embeddings @ embedding, min(count, len(self.entries))
+        cosines, count = self._embeddings[: len(self.entries)] @ embedding, min(count, len(self.entries))
         keys = list(self.entries)
         return [(self.entries[keys[best]].record, float(cosines[best])) for best in np.argpartition(-cosines, range(count))[:count]]
 

@@ -168,7 +168,7 @@ class WarmStartLibrary(SpanStore):
 
     def near(self, ids: Ids, least: float = -1.0) -> list[tuple[Record, float]]:
         """Return the most similar prompts with a cosine of at least `least`, the most similar first."""
-        embedding = self.encoder.encode(self._text(ids), ids.tolist())
+        embedding = self.encoder.encode(self._text(ids) if self.encoder.reads_text else "", ids.tolist())
         with self.catalog.lock:
             return [(record, cosine) for record, cosine in self.contents.nearest(embedding, COMPARED) if cosine >= least]
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_kvcaches import SegmentReuseCache, SegmentStore
 from hf_kvcaches.reuse import store as stores
-from hf_kvcaches.reuse.record import Recorder, mark, own_stream, wait_for
+from hf_kvcaches.reuse.record import Recorder
 from hf_kvcaches.reuse.store import Queue
 from tests import tiny
 
@@ -132,43 +132,3 @@ def test_decode_steps_behind_a_prompt_that_is_stored_wait_for_nothing() -> None:
                 asked(model, used, PROMPT[:, step : step + 1])
         counts.append(waits)
     assert counts[0] == counts[1]
-
-
-# On a GPU
-
-CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-
-
-@CUDA
-def test_a_thread_on_a_stream_of_its_own_reads_what_was_queued_before_it_and_is_waited_for() -> None:
-    first = torch.zeros(1 << 20, device="cuda")
-    torch.cuda._sleep(50_000_000)
-    first += 1
-    begun, made, done = mark([first]), [], []
-
-    def work() -> None:
-        with own_stream(begun):
-            torch.cuda._sleep(50_000_000)
-            made.append(first * 2)
-            done.extend(mark(made))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    wait_for(done, made)
-    assert bool((made[0] == 2).all())
-
-
-@CUDA
-def test_a_prompt_that_another_stream_computed_is_stored_as_it_was_computed() -> None:
-    model, store = tiny.llama().cuda(), SegmentStore("memory")
-    ids = tiny.ids(1, 160).cuda()
-    with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
-        torch.cuda._sleep(100_000_000)
-        model(ids, past_key_values=SegmentReuseCache(model, store), logits_to_keep=1)
-    store.flush()
-    cache = SegmentReuseCache(model, store)
-    with torch.no_grad():
-        logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
-        assert torch.allclose(logits, model(ids, logits_to_keep=1).logits, atol=1e-4)
-    assert cache.report().reused_tokens == 159

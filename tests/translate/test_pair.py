@@ -76,7 +76,8 @@ def test_tokens_are_drawn_as_often_as_the_model_says():
 
 def test_costs_are_second_moments_head_by_head_without_the_first_tokens():
     model = MODELS["llama"]()
-    pair, costs, expected = Pair(model, model, None), ErrorCosts(), 0.0
+    pair, expected = Pair(model, model, None), 0.0
+    costs = ErrorCosts({layer: state.shape for layer, state in pair.states(tiny.ids(16))[1].items()})
     for number in range(2):
         ids = tiny.ids(16, seed=number)
         states = pair.states(ids)[1]
@@ -95,7 +96,7 @@ def test_half_of_a_tokens_weight_is_by_its_gradients_in_layers_that_are_translat
     model = MODELS["llama"]()
     pair, ids = Pair(model, model, None), tiny.ids(24, seed=3)
     states = pair.states(ids)[1]
-    weights = ErrorCosts().add(pair, ids, states, 4, 0)
+    weights = ErrorCosts({layer: state.shape for layer, state in states.items()}).add(pair, ids, states, 4, 0)
     energies = torch.stack([rows[4:].square().sum(1) for layer, rows in pair.gradients(ids, states, 0).items() if layer])
     expected = 0.5 + 0.5 * (energies / energies.mean(1, keepdim=True)).mean(0)
     split = split_of(24)

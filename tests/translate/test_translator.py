@@ -233,6 +233,31 @@ def test_other_widths_are_translated_too() -> None:
 # What is refused
 
 
+@pytest.mark.parametrize("role", ["producer", "consumer"])
+def test_a_model_that_computes_no_numbers_is_refused(role: str) -> None:
+    pair = {"producer": tiny.llama(), "consumer": tiny.llama(seed=1)}
+    pair[role].model.layers[2].self_attn.k_proj.weight.data[3, 4] = torch.inf
+    with pytest.raises(UnsupportedError, match=f"{role}: its layer 2 has infinities or NaN"):
+        fit(*pair.values(), **HALF, metric="plain")
+
+
+def test_weights_that_changed_since_are_refused() -> None:
+    producer, consumer = tiny.llama(), changed(tiny.llama())
+    translator = fit(producer, consumer, **HALF)
+    codes = translator.encode(producer, PROMPT)
+    cache = TranslatedCache(consumer, translator, codes)
+    for model in (producer, consumer):
+        with torch.no_grad():
+            model.model.layers[2].mlp.down_proj.weight[3, 4] += 0.5
+    with pytest.raises(FingerprintMismatch, match="translator's producer"):
+        translator.encode(producer, PROMPT)
+    with pytest.raises(FingerprintMismatch, match="translator's consumer"):
+        TranslatedCache(consumer, translator, codes)
+    with pytest.raises(FingerprintMismatch, match="translator's consumer"):
+        answer(consumer, PROMPT, cache)
+    assert cache.seen == 0
+
+
 def test_another_model_is_refused_and_models_in_each_others_place() -> None:
     (producer, consumer), translator = models(), fitted()
     codes, third = translator.encode(producer, PROMPT), tiny.llama(seed=5)
@@ -375,6 +400,7 @@ FITS: list[dict[str, Any]] = [
     {"payload": 0.25, "metric": "loss"},
     {"payload": 0.25, "metric": "plain", "layers_per_code": 1},
     {"payload": 2.0, "metric": "plain", "layers_per_code": 1},
+    {"payload": 0.25, "metric": "loss", "texts": [text[: 6 + 94 * (number % 2 == 0)] for number, text in enumerate(TEXTS[:5])]},
 ]
 _WORKER = """
 import json, sys
@@ -382,7 +408,7 @@ from accelerate import PartialState
 from tests.translate.pairs import TEXTS, fit, models
 PartialState(cpu=True)
 for number, options in enumerate(json.loads(sys.argv[2])):
-    fit(*models(), TEXTS[:5], **options).save_pretrained(f"{sys.argv[1]}/{number}")
+    fit(*models(), **{"texts": TEXTS[:5]} | options).save_pretrained(f"{sys.argv[1]}/{number}")
 PartialState().destroy_process_group()
 """
 
@@ -409,7 +435,7 @@ def test_two_processes_get_the_translators_of_one(tmp_path: Path) -> None:
         assert worker.returncode == 0, errors
     for number, options in enumerate(FITS):
         first, second = (CacheTranslator.from_pretrained(tmp_path / str(rank) / str(number)) for rank in range(2))
-        alone = fit(*models(), TEXTS[:5], **options)
+        alone = fit(*models(), **{"texts": TEXTS[:5]} | options)
         assert first.digest == second.digest
         assert first.maps.names == alone.maps.names
         assert first.settings.tokens == alone.settings.tokens

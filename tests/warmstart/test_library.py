@@ -188,13 +188,24 @@ def test_the_nearest_prompts_are_those_of_the_highest_cosines_also_behind_remova
     entries = [Entry(record_of("scope", as_ids([1, number]), form), "", vector, {}) for number, vector in enumerate(vectors)]
     contents = EntryContents("scope", 8)
     assert contents.nearest(query, 3) == []
-    for known in (entries[:1], entries[:20], entries, entries[5:]):
-        contents.remove(list(contents.entries))
+    # Some replace what was known, and some are added to what has been looked up.
+    for number, known in enumerate((entries[:1], entries[:20], entries, entries[5:], entries[5:9], entries[5:10], entries[5:])):
+        contents.remove([key for key in contents.entries if number < 5])
+        known = [entry for entry in known if entry.record.key not in contents.entries]
         contents.add([BlobHead(entry.record.key, {**entry.record.to_dict(), **entry.head()}, 1) for entry in known])
-        expected = sorted(((float(entry.embedding @ query), entry.record.key) for entry in known), reverse=True)[:3]
+        held = contents.entries.values()
+        expected = sorted(((float(entry.embedding @ query), entry.record.key) for entry in held), reverse=True)[:3]
         found = contents.nearest(query, 3)
         assert [record.key for record, _ in found] == [key for _, key in expected]
         assert [cosine for _, cosine in found] == pytest.approx([cosine for cosine, _ in expected], abs=1e-6)
+
+
+def test_a_prompt_is_only_decoded_for_an_encoder_that_reads_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small()
+    library = opened(model, "memory")
+    library.add(A)
+    monkeypatch.setattr(library, "_text", lambda ids: pytest.fail("decoded"))
+    assert [record.key for record, _ in library.near(as_ids(A[0]))] == library.ids()
 
 
 # Files
