@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
@@ -101,8 +102,13 @@ class PromptLayer(PruningLayer):
             slots = None if table.filled is not None or not used else table.positions >= 0
             kept, visible = self.kept_states(used) if used else None, Visibility(slots, used, running.valid, allowed)
             output, observed = self.attend_with(query, kept, (new.frame, values), call, visible, bias, output)
-        self._count(new, running)
-        self.arrive(new, limit, attention=observed, queries=query, query_index=new.index[:, 0], module=call.module, inputs=inputs)
+        before = copy.copy(table)
+        try:
+            self._count(new, running)
+            self.arrive(new, limit, attention=observed, queries=query, query_index=new.index[:, 0], module=call.module, inputs=inputs)
+        except BaseException:  # slots of new tokens were not written: the layer stays behind the others, and the next pass is refused
+            self.table, self.arrival = before, None
+            raise
         return output
 
     def attend_with(

@@ -90,7 +90,7 @@ def _part_torch(
     keys, values = code_map.keys.to(query.dtype), code_map.values.to(query.dtype)
     (batch, heads, queries, dim), (groups, kv_heads, _, width), tokens = query.shape, keys.shape, codes.shape[-1]
     # What is multiplied with one basis lies together.
-    asking = query.view(batch, groups, kv_heads, 1, -1, dim).permute(1, 2, 0, 3, 4, 5)  # [G, KV, B, 1, Q, D]
+    asking = query.reshape(batch, groups, kv_heads, 1, -1, dim).permute(1, 2, 0, 3, 4, 5)  # [G, KV, B, 1, Q, D]
     most, parts = max(_LEAST, _BLOCK // (groups * width * batch) // TILE * TILE), []
     for start in range(0, tokens, most):
         block, turned = slice(start, min(start + most, tokens)), asking

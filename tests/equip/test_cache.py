@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,35 @@ def test_a_policy_of_ones_own_needs_one_method(positions: Any) -> None:
             if (new - 29) % 10 == 0:
                 scored.update(kept)
         assert held(cache)[0][0, head].tolist() == sorted(kept)
+
+
+@dataclass(frozen=True)
+class Failing(SmallValues):
+    """Fails at the last of two layers' second blocks."""
+
+    asked: list[None] = field(default_factory=list)
+
+    def score(self, tokens: Tokens) -> torch.Tensor:
+        self.asked.append(None)
+        if len(self.asked) == 4:
+            raise RuntimeError("no score")
+        return super().score(tokens)
+
+
+@pytest.mark.parametrize("head_budgets", [None, "layer"])
+def test_a_block_that_can_not_be_scored_leaves_the_last_layer_behind_and_the_next_pass_is_refused(head_budgets: Any) -> None:
+    model, ids = models.build("llama", num_hidden_layers=2), text(40)
+    cache = EquipCache(model, Failing(), BUDGET, head_budgets=head_budgets)
+    feed(model, cache, ids[:, :20], [20])
+    used = cache.layers[1].table.used
+    with pytest.raises(RuntimeError, match="no score"):
+        model(input_ids=ids[:, 20:30], cache=cache)
+    assert (cache.layers[1].seen, cache.layers[1].table.used) == (20, used)
+    with pytest.raises(UnsupportedError, match="a forward pass or a crop failed"):
+        model(input_ids=ids[:, 30:31], cache=cache)
+    cache.reset()
+    feed(model, cache, ids, [20, 20])
+    assert cache.seen == 40
 
 
 # A config in place of the model.
