@@ -37,6 +37,13 @@ def test_offloaded_weights_are_found_where_accelerate_keeps_them(offload, tmp_pa
     assert ModelFingerprint.of(model) == expected
 
 
+def test_weights_that_are_not_there_are_refused():
+    with torch.device("meta"):
+        model = llama()
+    with pytest.raises(UnsupportedError, match="meta device"):
+        ModelFingerprint.of(model)
+
+
 def test_a_compiled_model_is_the_model_that_it_compiles():
     model = llama()
     assert ModelFingerprint.of(torch.compile(model)) == ModelFingerprint.of(model)

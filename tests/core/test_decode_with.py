@@ -217,6 +217,15 @@ def test_a_model_that_lets_no_cache_answer_is_refused_when_the_cache_is_made() -
         SegmentReuseCache(of, SegmentStore("memory"), mode="exact", decode_with=GrowingCache(of))
 
 
+def test_a_prompt_of_embeddings_is_read_by_the_holder_itself() -> None:
+    of, prompt = model(), PROMPT
+    embeddings = of.get_input_embeddings()(prompt).detach()
+    results = []
+    for cache in (segments(of, prompt, decode_with=new_holder("equip", of)), new_holder("equip", of)):
+        results.append(of.generate(inputs_embeds=embeddings, past_key_values=cache, max_new_tokens=NEW, do_sample=False, pad_token_id=0))
+    assert torch.equal(*results)
+
+
 def test_what_cannot_work_is_refused_when_the_cache_is_made() -> None:
     of, prompt = model(), PROMPT
     make = segments

@@ -26,11 +26,12 @@ MEASURED: dict[str, dict[str, dict[str, float]]] = {
         # Of the context that is kept by the default policy, before the question is known. 4 of 4 needles were recalled of both.
         "half": {"recalled": 4, "answer_loss": 0.015, "continuation_loss": -0.0075},
         "quarter": {"recalled": 4, "answer_loss": 0.030, "continuation_loss": 0.036},
-        # Shares of the bytes of bfloat16; every token is read as codes but for four, or for four and the newest 64.
-        "0.125": {"kl": 0.0372, "change": 0.0214},
-        "0.1875": {"kl": 0.0126, "change": -0.0021},
-        "0.25": {"kl": 0.0039, "change": 0.0034},
-        "0.125, 64 recent": {"kl": 0.0083, "change": 0.0085},
+        # Shares of the bytes of bfloat16; every token is read as codes but for four, or for four and the newest 64. Of single rows the
+        # change of the perplexity varies by .014 with the noise of codes of the same KL.
+        "0.125": {"kl": 0.0313, "change": 0.0265},
+        "0.1875": {"kl": 0.0084, "change": 0.0036},
+        "0.25": {"kl": 0.0027, "change": 0.0013},
+        "0.125, 64 recent": {"kl": 0.0046, "change": 0.0069},
         "segments": {"kl": 0.0058, "worst": 0.0073, "saved": 0.669},
         "words": {"kl": 0.0001, "worst": 0.0001, "saved": 0.702},
         "paragraph": {"kl": 0.0003, "worst": 0.0004, "saved": 0.785},
@@ -73,7 +74,7 @@ def test_needles_and_continuation_behind_a_context_that_was_pruned_before_the_qu
 
 
 def test_divergence_and_perplexity_behind_coded_past(real):
-    ids = torch.tensor(real.tokenizer(PROSE[:20000])["input_ids"][:ROW_TOKENS])[None].to(real.model.device)
+    ids = torch.tensor(real.tokenizer(PROSE[20000:60000])["input_ids"][: 4 * ROW_TOKENS]).view(4, -1).to(real.model.device)
     codings = {str(share): past.CodecCoding(real.codec.at(share), real.model) for share in (0.125, 0.1875, 0.25)}
     codings["0.125, 64 recent"] = past.CodecCoding(real.codec.at(0.125), real.model, recent=64)
     full = past.read_rows(real.model, ids)
