@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -140,12 +139,12 @@ class ChunkWriter:
                     for side in (keys, values):
                         side.record_stream(torch.cuda.current_stream())
                 self._store.begin()
-                missing = [not any(True for _ in self._store.heads([name])) for name in names]
-                if any(missing):
-                    blobs = zip(names, self._coder.encode((keys, values), first), strict=True)
-                    for name, blob in itertools.compress(blobs, missing):
-                        self._make_room(sum(tensor.nbytes for tensor in blob.values()))
-                        self._store.put(name, {}, blob)
+                stored = {blob.key for blob in self._store.heads(names)}
+                if not stored.issuperset(names):
+                    for name, blob in zip(names, self._coder.encode((keys, values), first), strict=True):
+                        if name not in stored:
+                            self._make_room(sum(tensor.nbytes for tensor in blob.values()))
+                            self._store.put(name, {}, blob)
             except (OSError, KVCacheError, RuntimeError) as error:
                 self._complain(f"Chunks are not stored: {error}")
             with self._lock:
