@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from shared.cli import arguments, begin, check_counts, load, run_script
 from shared.results import tabulated
 from tqdm import tqdm
 from transformers import BatchEncoding, Cache, DynamicCache
-from transformers.generation import BaseStreamer
 
 import hf_kvcaches as kv
 from hf_kvcaches import MissingDependencyError, UnsupportedError
@@ -52,23 +52,6 @@ CACHES: dict[str, Callable[[Any, Any], Cache]] = {
 }
 
 
-class FirstToken(BaseStreamer):
-    """Notes when the prompt and each new token come."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None:
-        pass
-
-    @property
-    def seconds(self) -> float:
-        return self.times[1] - self.times[0]
-
-
 @dataclass(frozen=True)
 class Writer:
     """A model that writes on from prompts."""
@@ -86,10 +69,11 @@ class Writer:
 
     def write(self, inputs: BatchEncoding, past: Cache) -> tuple[list[str], float]:
         """The new texts, and seconds to the first token."""
-        clock, settings = FirstToken(), {"max_new_tokens": self.new_tokens, "do_sample": False, "pad_token_id": self.tokenizer.pad_token_id}
-        ids = self.model.generate(**inputs, **{GENERATE_CACHE: past}, streamer=clock if len(inputs["input_ids"]) == 1 else None, **settings)
-        texts = self.tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        return texts, clock.seconds if clock.times else 0.0
+        times = [time.perf_counter()]
+        clock = lambda ids, logits: times.append(time.perf_counter()) or logits  # noqa: E731
+        options = {"max_new_tokens": self.new_tokens, "do_sample": False, "pad_token_id": self.tokenizer.pad_token_id}
+        ids = self.model.generate(**inputs, **{GENERATE_CACHE: past}, logits_processor=[clock], **options)
+        return self.tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True), times[1] - times[0]
 
     def write_again(self, inputs: BatchEncoding, make: Callable[[], Any]) -> tuple[Any, list[str], float]:
         """The cache, texts and seconds of a second run: the first one is for what is loaded at the first use."""
@@ -109,22 +93,20 @@ def show_caches(writer: Writer, inputs: BatchEncoding, questions: Sequence[testb
             reports[name] = kv.verify(writer.model, make, inputs, max_new_tokens=writer.new_tokens)
         except UnsupportedError as error:
             refused.append(f"{name} refuses this model: {error}")
-    rows = []
+    any_report = next(iter(reports.values()))
+    rows = [{"cache": FULL_CACHE, "same_text": "yes", "kl": "-", "bytes": any_report.reference_bytes, **vars(any_report.reference_seconds)}]
     for name, report in reports.items():
-        if not rows:
-            seconds = report.reference_seconds
-            rows.append({"cache": FULL_CACHE, "same_text": "yes", "kl": "-", "bytes": report.reference_bytes, **vars(seconds)})
         same = {"same_text": NO_YES[texts[name] == full], "kl": f"{report.mean_kl:.2e}"}
         rows.append({"cache": name, **same, "bytes": report.bytes, **vars(report.seconds)})
     print(tabulated(rows, "cache same_text kl bytes prefill decode"), *refused, sep="\n")
     for name, written in texts.items():
         print(f"\n{name}")
-        for number, text in enumerate(written):
-            if number < len(questions):
-                said, answer = text.split(".")[0].strip(), questions[number].answer.strip()
-                print(f"  {questions[number].question} ... {said!r}, {'right' if said == answer else f'the notes say {answer!r}'}")
-            else:
+        for text, page in zip_longest(written, questions):
+            if page is None:
                 print(f"  {text!r}")
+                continue
+            said, answer = text.split(".")[0].strip(), page.answer.strip()
+            print(f"  {page.question} ... {said!r}, {'right' if said == answer else f'the notes say {answer!r}'}")
 
 
 def pages_in_two_orders(document: testbed.Document, seed: int) -> list[str]:

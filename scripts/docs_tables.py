@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from shared import BENCHMARKS, ROOT
@@ -37,34 +37,22 @@ from shared.measured import (
 )
 
 BUDGETS = {"0.5": "half", "0.25": "a quarter", "0.125": "an eighth"}
+# Caches that one would choose, and a peer.
+CHOSEN = ("future", "future, refit", "probe, refit", "kvzip, refit", "compactor, HeadBudgets", "streaming", "kvpress kvzip")
 _MARKED = re.compile(r"(<!-- table ([\w-]+): begin -->\n).*?(<!-- table \2: end -->)", flags=re.DOTALL)
 
 
-def pruning(name: str = PRUNED) -> str:
-    """Needles, facts and continuation by cache and budget, and facts recalled in chats."""
+def pruning(name: str = PRUNED, caches: Sequence[str] = (), budgets: Sequence[str] = tuple(BUDGETS)) -> str:
+    """Needles, facts and continuation by cache and budget, and facts recalled in chats; with `caches` of those, without chats."""
     chats = {row["cache"]: f"{row['facts']} of {row['of_facts']}" for row in matching(name, task="chat")}
-    header = ("Cache", *(f"{what} at {word}" for what in ("needles", "facts", "loss") for word in BUDGETS.values()), "chats")
-    caches = dict.fromkeys(row["cache"] for row in sorted(where(name, task="prompt"), key=lambda row: row["peer"] == "True"))
+    header = ("Cache", *(f"{what} at {BUDGETS[ratio]}" for what in ("needles", "facts", "loss") for ratio in budgets))
+    everything = dict.fromkeys(row["cache"] for row in sorted(where(name, task="prompt"), key=lambda row: row["peer"] == "True"))
 
     def line(cache_name: str) -> tuple[str, ...]:
-        kept = (kept_share(name, cache_name, ratio, what) for what in ("needles", "facts") for ratio in BUDGETS)
-        return cache_name, *kept, *(lost(name, cache_name, ratio) for ratio in BUDGETS), chats.get(cache_name, "")
+        kept = (kept_share(name, cache_name, ratio, what) for what in ("needles", "facts") for ratio in budgets)
+        return cache_name, *kept, *(lost(name, cache_name, ratio) for ratio in budgets), *(() if caches else (chats.get(cache_name, ""),))
 
-    return table(header, map(line, caches))
-
-
-def pruning_in_short(name: str = PRUNED) -> str:
-    """The caches that one would choose, at a quarter and an eighth of the tokens."""
-    caches = ("future", "future, refit", "probe, refit", "kvzip, refit", "compactor, HeadBudgets", "streaming", "kvpress kvzip")
-    budgets = {ratio: word for ratio, word in BUDGETS.items() if ratio != "0.5"}
-    header = ("Policy", *(f"{what} at {word}" for word in budgets.values() for what in ("needles", "facts", "loss")))
-
-    def line(cache_name: str) -> Iterator[str]:
-        yield cache_name
-        for ratio in budgets:
-            yield from (*(kept_share(name, cache_name, ratio, what) for what in ("needles", "facts")), lost(name, cache_name, ratio))
-
-    return table(header, [tuple(line(cache_name)) for cache_name in caches])
+    return table(header if caches else (*header, "chats"), map(line, caches or everything))
 
 
 def codes(*names: str) -> str:
@@ -94,12 +82,13 @@ def quantized(name: str) -> str:
     return table(("Cache", "bytes of 16 bits", "exact newest tokens", "KL"), lines)
 
 
+def saved_and_lost(row: Row, digits: int = 0) -> tuple[str, ...]:
+    return percent(row["saved"], digits), nats(row["kl"]), nats(row["worst"]), percent(row["agreement"])
+
+
 def reuse(name: str) -> str:
     """What moved segments and warm starts save and lose."""
-    lines = [
-        (row["cache"], row["task"], percent(row["saved"]), nats(row["kl"]), nats(row["worst"]), percent(row["agreement"]))
-        for row in where(name, section="reuse")
-    ]
+    lines = [(row["cache"], row["task"], *saved_and_lost(row)) for row in where(name, section="reuse")]
     return table(("Cache", "prompts", "saved", "mean KL", "worst prompt", "same token"), lines)
 
 
@@ -119,21 +108,15 @@ def shared_context() -> str:
     modes = {"segments exact": '`"exact"` (default)', "segments auto": '`"auto"`', "segments approximate": '`"approximate"`'}
     speed = {"segments exact": first_token("prefix", "memory"), "segments approximate": first_token("moved", "memory")}
 
-    def line(name: str) -> tuple[str, ...]:
-        row = reused(name)
-        shown = percent(row["saved"], 1), nats(row["kl"]), nats(row["worst"]), percent(row["agreement"])
-        return modes[name], *shown, speed.get(name, "not measured")
-
     header = ("`mode=`", "FLOPs of the prefill saved", "mean KL (nats)", "worst request", "same next token", "first token at 2,048 tokens")
-    return table(header, map(line, modes))
+    lines = [(modes[name], *saved_and_lost(reused(name), 1), speed.get(name, "not measured")) for name in modes]
+    return table(header, lines)
 
 
 def warm_starts() -> str:
     """What warm starts save and cost, by what changed."""
-    lines = []
-    for kind, name in {"words": "four words", "paragraph": "one page of six", "pages": "three pages of six"}.items():
-        row = reused("warm start auto", task=kind)
-        lines.append((name, percent(row["saved"]), nats(row["kl"]), nats(row["worst"]), percent(row["agreement"])))
+    kinds = {"words": "four words", "paragraph": "one page of six", "pages": "three pages of six"}
+    lines = [(name, *saved_and_lost(reused("warm start auto", task=kind))) for kind, name in kinds.items()]
     return table(("What changed", "tokens not computed", "mean KL (nats)", "worst prompt", "same next token"), lines)
 
 
@@ -199,7 +182,7 @@ def speed_cell(row: Row) -> str:
 TABLES: Mapping[str, Callable[[], str]] = {
     "cases": cases,
     "long-chats": pruning,
-    "equip": pruning_in_short,
+    "equip": lambda: pruning(PRUNED, CHOSEN, ("0.25", "0.125")),
     "long-documents": lambda: codes(FIRST),
     "warm-starts": warm_starts,
     "real-pruning": pruning_of_all,

@@ -25,7 +25,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where what the scripts share lies
 
 from papers import _bounds as bounds
-from papers._bases import calibrate_bases
 from papers._bounds import residual_norm, residual_rows
 from shared import TESTBED
 from shared.cli import arguments, begin, check_counts, load, run_script
@@ -33,8 +32,13 @@ from shared.cli import arguments, begin, check_counts, load, run_script
 from hf_kvcaches import AdaptiveSubspace, SubspaceCache
 from hf_kvcaches.cli.prompts import encode
 from hf_kvcaches.cli.tables import Row, environment, show, write_csv
+from hf_kvcaches.codec.calibrate import measure
+from hf_kvcaches.codec.meter import Reading
+from hf_kvcaches.codec.moments import descending
+from hf_kvcaches.codec.statistics import LayerStatistics
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.subspace.paper.settings import Bases
 from hf_kvcaches.subspace.paper.side import Sketch
 
 # Rounding may lift a measured number above a bound that it reaches.
@@ -220,9 +224,20 @@ def losses(model: Any, cache: Any, ids: torch.Tensor, first: int) -> tuple[torch
     return torch.stack(divergences, 1), torch.stack(changes, 1)
 
 
+def calibrated_bases(model: Any, texts: list[list[int]], rotation: str) -> Bases:
+    """The main directions of each head: right singular vectors as rows, multiplied by their singular values."""
+    bases, reading = {}, Reading(rotation=rotation, metric="plain", progress=False)
+    for layer, sums in measure(model, None, texts, reading).sums.items():
+        moment, dim = LayerStatistics.of(sums, "plain").in_shape(sums.shape._replace(group=1)).moment, sums.shape.key_dim
+        main = [descending(side) for side in (moment[:, :dim, :dim], moment[:, dim:, dim:])]
+        keys, values = (energies.clamp_min(0.0).sqrt()[..., None] * directions for energies, directions in main)
+        bases[layer] = keys, values
+    return bases
+
+
 def cache_claims(model: Any, calibration: list[list[int]], ids: torch.Tensor, dim: int) -> Iterator[Row]:
     """The falsifiers that take a cache."""
-    bases = {rotation: calibrate_bases(model, None, calibration, rotation=rotation, progress=False) for rotation in ("aware", "post")}
+    bases = {rotation: calibrated_bases(model, calibration, rotation) for rotation in ("aware", "post")}
     make = lambda **options: SubspaceCache(model, adaptive=AdaptiveSubspace(**options), sinks=SINKS, recent=0)  # noqa: E731
     static: dict[str, Any] = {rotation: {"rotation": rotation, "bases": own, "chunk": None} for rotation, own in bases.items()}
     for name, options in (

@@ -12,12 +12,8 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, Cache
 from transformers.cache_utils import DynamicLayer
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-from hf_kvcaches.kernels.slots import slot_attention
 
 GATHER_ATTENTION = "bench_gather"
-FROZEN_ATTENTION = {"dense": "bench_frozen_dense", "slots": "bench_frozen_slots"}
 QUERY_BLOCK = 128  # queries of a prompt whose probabilities are computed at a time
 States = tuple[torch.Tensor, torch.Tensor]
 
@@ -187,17 +183,4 @@ def _gather_attention(module: Any, query: torch.Tensor, keys: torch.Tensor, valu
     return torch.cat(outputs, 2).transpose(1, 2), None
 
 
-def _frozen_attention(**backend: Any) -> Callable[..., Any]:
-    """Attention of single tokens by the kernel that `EquipCache` uses."""
-
-    def attend(module: Any, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: Any, **options: Any) -> Any:
-        if query.shape[2] > 1:
-            return sdpa_attention_forward(module, query, keys, values, mask, **options)
-        return slot_attention(query, keys, values, options["scaling"], **backend)[0], None
-
-    return attend
-
-
 AttentionInterface.register(GATHER_ATTENTION, _gather_attention)
-AttentionInterface.register(FROZEN_ATTENTION["dense"], _frozen_attention(backend="torch"))
-AttentionInterface.register(FROZEN_ATTENTION["slots"], _frozen_attention())

@@ -88,9 +88,7 @@ def competitors(cell: Cell, models: Models, positions: int) -> dict[str, tuple[P
     if cell.policy != "future":  # whose heads keep different numbers of tokens
         sides[PAGES] = models.switched, cell.cache(models.switched, page_size=16)
     sides[OURS] = models.switched, cell.cache(models.switched)
-    floors = {"sdpa": plain} | {kind: models.with_attention(name) for kind, name in baselines.FROZEN_ATTENTION.items()}
-    frozen = {f"floor, {kind}": (model, of(model, lambda: baselines.FrozenLayer(cell.budget, 0))) for kind, model in floors.items()}
-    return sides | frozen
+    return sides | {"floor": (plain, of(plain, lambda: baselines.FrozenLayer(cell.budget, 0)))}
 
 
 class Side:

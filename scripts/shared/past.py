@@ -9,28 +9,23 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import eager_mask
 
 from hf_kvcaches import KVCodec, compat
-from hf_kvcaches.core.cache import KVCache
-from hf_kvcaches.core.call import Call
-from hf_kvcaches.core.layers import KVLayer
-from hf_kvcaches.core.view import LayerView
-from hf_kvcaches.errors import ConfigError, UnsupportedError, require_instance, whole_number
+from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.evaluate.measures import divergence, losses
-from hf_kvcaches.evaluate.observer import PassingLayer
 from hf_kvcaches.evaluate.runner import evaluating
 from hf_kvcaches.kernels.code_format import TILE
+from shared.models import share_weights
 
-# Logits of so many positions are compared at a time: a vocabulary may have 262k entries.
-_POSITIONS = 64
-# Scores of so many queries are held at a time.
-_QUERIES = 256
+ATTENTION = "coded_past"
+POSITIONS = 64  # whose logits are compared at a time: a vocabulary may have 262k entries
+QUERIES = 256  # whose scores are held at a time
 
 
 class PastCoding(ABC):
@@ -47,8 +42,7 @@ class PastCoding(ABC):
     tile = 1
 
     def __init__(self, sinks: int = 4, recent: int = 0) -> None:
-        self.sinks = whole_number("sinks", sinks, 0, "a number of tokens, 0 or more")
-        self.recent = whole_number("recent", recent, 0, "a number of tokens, 0 or more")
+        self.sinks, self.recent = sinks, recent
 
     @abstractmethod
     def read(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,31 +52,14 @@ class PastCoding(ABC):
             keys: (batch, kv_heads, tokens, head_dim), as the model rotated them, from position 0 on.
         """
 
-    def read_open_group(self, keys: torch.Tensor) -> torch.Tensor | None:
-        """Return, for codes of groups of tokens, the keys that are read of each token's group while that token is the newest.
-
-        Args:
-            keys: As in `read`.
-
-        Returns:
-            (batch, kv_heads, tokens, group, head_dim), groups counted from behind the sinks; None where tokens are coded by themselves.
-        """
-        return None
-
 
 class CodecCoding(PastCoding):
-    """The codes of a `KVCodec` in memory, as a `SubspaceCache` with the same codec, sinks and recent tokens reads them.
-
-    Args:
-        codec: Calibrated for the model.
-        model: The model.
-    """
+    """The codes of a `KVCodec` in memory, as a `SubspaceCache` with the same codec, sinks and recent tokens reads them."""
 
     tile = TILE
 
     def __init__(self, codec: KVCodec, model: Any, *, sinks: int = 4, recent: int = 0) -> None:
         super().__init__(sinks, recent)
-        require_instance("codec", codec, KVCodec, {"model": model}, "KVCodec.calibrate makes one for a model.")
         codec.require_model(model)
         self.codec, self.config = codec, compat.decoder_config(compat.base_model(model).config)
 
@@ -119,99 +96,46 @@ class PackedCoding(CodecCoding):
         return read_keys if geometry is None else geometry.rotate(read_keys, positions), read_values
 
 
-class CodedPast(KVCache):
-    """A cache for one pass over whole rows: every token reads the past as token-by-token decoding behind a prompt would.
+@dataclass(frozen=True)
+class Attention:
+    """Attention to a coded past in layers without a window; `prompt` are first tokens that attend exactly to themselves."""
 
-    **Refuses**: padding, a second pass, learned sinks and position biases.
+    coding: PastCoding
+    prompt: int
 
-    **Memory per token**: nothing; it is for measurements and holds no tokens.
+    def __call__(
+        self,
+        module: Any,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        mask: torch.Tensor,
+        *,
+        scaling: float,
+        **options: Any,
+    ) -> tuple[torch.Tensor, None]:
+        if options.get("s_aux") is not None or options.get("position_bias") is not None:
+            raise UnsupportedError("Learned sinks and position biases are not measured in one pass. Measure this model token by token.")
+        is_coded, wide = not options.get("sliding_window"), torch.promote_types(query.dtype, torch.float32)
+        read = self.coding.read(module.layer_idx, keys, values) if is_coded else (keys, values)
+        keys, values, read_keys, read_values = (part.to(wide)[:, :, None] for part in (keys, values, *read))  # [B, KV, 1, K, D]
+        grouped, outputs = query.to(wide).unflatten(1, (keys.shape[1], -1)), []  # [B, KV, G, Q, D]
+        for start in range(0, query.shape[2], QUERIES):
+            block, is_exact = grouped[..., start : start + QUERIES, :], self._is_exact(start, keys)
+            scores = torch.where(is_exact, block @ keys.mT, block @ read_keys.mT) * scaling
+            if softcap := options.get("softcap"):
+                scores = torch.tanh(scores / softcap) * softcap
+            weights = (scores + mask[:, :, None, start : start + QUERIES]).softmax(-1)
+            output = torch.where(is_exact, weights, 0) @ values + torch.where(is_exact, 0, weights) @ read_values
+            outputs.append(output.flatten(1, 2).transpose(1, 2))
+        return torch.cat(outputs, 1).to(query.dtype), None
 
-    Args:
-        model: A transformers model that asks its attention by name.
-        coding: How the past is coded in full-attention layers; other layers are the model's own.
-        prompt: First tokens that are read as a prompt, which attends exactly to itself.
-    """
-
-    needs_attention = True
-
-    def __init__(self, model: Any, coding: PastCoding, prompt: int = 1) -> None:
-        require_instance("coding", coding, PastCoding, {"model": model}, "CodecCoding(codec, model) reads a codec's codes.")
-        self.coding, self.prompt = coding, whole_number("prompt", prompt, 0, "a number of tokens, 0 or more")
-        super().__init__(model)
-
-    def make_layer(self, layer_idx: int) -> KVLayer:
-        return _CodedPastLayer(self, layer_idx)
-
-
-class _CodedPastLayer(PassingLayer):
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        if self.seen:
-            raise UnsupportedError("CodedPast: it is for one pass over whole rows. Make a new one for other rows.")
-        self.seen = key_states.shape[2]
-        view = _CodedPastView(self.cache, self.layer_idx, key_states, value_states)
-        return view, view
-
-
-class _CodedPastView(LayerView):
-    """Keys and values of whole rows, on their way to their queries."""
-
-    def __init__(self, cache: CodedPast, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self.coding, self.prompt = cache.coding, cache.prompt
-        self.layer_idx, self.keys, self.values = layer_idx, keys, values
-
-    def attend(
-        self, module: nn.Module, query: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        call = Call(module, mask, kwargs)
-        call.check("CodedPast")
-        if call.bias is not None:
-            raise UnsupportedError("CodedPast does not support attention with a position bias. Measure this model token by token.")
-        wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-        read = [states.to(wide) for states in self.coding.read(self.layer_idx, self.keys, self.values)]
-        exact, open_keys = [self.keys.to(wide), self.values.to(wide)], self.coding.read_open_group(self.keys)
-        blocks = []
-        for start in range(0, query.shape[2], _QUERIES):
-            block, stop = query[:, :, start : start + _QUERIES].to(wide), min(start + _QUERIES, query.shape[2])
-            opened = None if open_keys is None else open_keys[:, :, start:stop].to(wide)
-            blocks.append(self._attend(block, start, [states[:, :, :stop] for states in (*exact, *read)], opened, call))
-        return torch.cat(blocks, 1).to(query.dtype), None
-
-    def _attend(
-        self, query: torch.Tensor, start: int, states: Sequence[torch.Tensor], open_keys: torch.Tensor | None, call: Call
-    ) -> torch.Tensor:
-        """Return the output of some queries, (batch, queries, heads, head_dim).
-
-        Args:
-            states: Keys and values, then those that are read of their codes, up to the last query.
-            open_keys: What is read of each query's open group.
-        """
-        (_, heads, _, _), kv_heads, stop = query.shape, states[0].shape[1], start + query.shape[2]
-        keys, values, read_keys, read_values = (part[:, :, None] for part in states)
-        grouped = query.unflatten(1, (kv_heads, heads // kv_heads))  # [B, KV, G, Q, D]
-        rows, columns = torch.arange(start, stop, device=query.device)[:, None], torch.arange(stop, device=query.device)
-        coding = self.coding
-        # Behind each token whole tiles are coded.
+    def _is_exact(self, start: int, keys: torch.Tensor) -> torch.Tensor:
+        """Which tokens are exact for the queries from `start` on, (queries, tokens): behind each token whole tiles are coded."""
+        columns, coding = torch.arange(keys.shape[-2], device=keys.device), self.coding
+        rows = columns[start : start + QUERIES, None]
         coded = coding.sinks + (rows + 1 - coding.recent - coding.sinks).clamp_min(0) // coding.tile * coding.tile
-        exact = (columns < coding.sinks) | (columns >= coded) | (rows < self.prompt)
-        scores = grouped @ read_keys.mT  # [B, KV, G, Q, K]
-        if open_keys is not None:
-            scores = self._with_open_group(scores, grouped, start, open_keys)
-        scores = torch.where(exact, grouped @ keys.mT, scores) * call.scaling
-        if call.softcap is not None:
-            scores = torch.tanh(scores / call.softcap) * call.softcap
-        weights = scores.masked_fill(columns > rows, -torch.inf).softmax(-1)
-        output = torch.where(exact, weights, 0) @ values + torch.where(exact, 0, weights) @ read_values
-        return output.flatten(1, 2).transpose(1, 2)
-
-    def _with_open_group(self, scores: torch.Tensor, grouped: torch.Tensor, start: int, open_keys: torch.Tensor) -> torch.Tensor:
-        """Return the scores with those of each query's open group in their columns."""
-        count, stop = scores.shape[-2:]
-        size, sinks = open_keys.shape[3], self.coding.sinks
-        rows = torch.arange(start, start + count, device=scores.device)[:, None]
-        columns = sinks + (rows - sinks).clamp(min=0) // size * size + torch.arange(size, device=scores.device)  # [Q, group]
-        open_scores = torch.einsum("bkgqd,bkqnd->bkgqn", grouped, open_keys)
-        padded = torch.nn.functional.pad(scores, (0, max(0, int(columns.max()) + 1 - stop)))
-        return padded.scatter(-1, columns.expand(open_scores.shape), open_scores)[..., :stop]
+        return (columns < coding.sinks) | (columns >= coded) | (rows < self.prompt)
 
 
 @torch.no_grad()
@@ -223,26 +147,22 @@ def read_rows(model: Any, input_ids: torch.Tensor, coding: PastCoding | None = N
         coding: How the past is coded; None reads it exactly.
         prompt: First tokens that are read as a prompt, which attends exactly to itself.
     """
-    ids = require_rows(input_ids, 1).to(model.device)
+    if coding is not None:
+        AttentionInterface.register(ATTENTION, Attention(coding, prompt))
+        AttentionMaskInterface.register(ATTENTION, eager_mask)
+        model = share_weights(model)
+        model.set_attn_implementation(ATTENTION)
     with evaluating(model):
-        cache = None if coding is None else CodedPast(model, coding, prompt)
-        logits: torch.Tensor = model(input_ids=ids, **compat.cache_kwargs(model, cache)).logits
+        logits: torch.Tensor = model(input_ids=input_ids.to(model.device), use_cache=False).logits
     return logits
 
 
 @dataclass(frozen=True)
 class TextQuality:
-    """What a cache loses over a text.
+    """What a cache loses over a text, in nats."""
 
-    Args:
-        tokens: How many distributions were compared.
-        kl: The mean KL(full || cache) in nats.
-        loss: The mean loss with the cache in nats.
-        full_loss: That with the full cache.
-    """
-
-    tokens: int
-    kl: float
+    tokens: int  # how many distributions were compared
+    kl: float  # the mean KL(full || cache)
     loss: float
     full_loss: float
 
@@ -257,31 +177,12 @@ class TextQuality:
 
 
 def compare(full_logits: torch.Tensor, logits: torch.Tensor, input_ids: torch.Tensor, prompt: int = 4) -> TextQuality:
-    """Return what logits lose against those of the full cache, over the positions behind a prompt that have a successor.
-
-    Args:
-        full_logits: (batch, tokens, vocabulary); and `logits`.
-        input_ids: (batch, tokens).
-        prompt: First tokens of each row, which are not compared.
-    """
-    require_rows(input_ids, prompt + 2)
+    """Return what logits, (batch, tokens, vocabulary), lose over the positions behind the first `prompt` that have a successor."""
     last, total = input_ids.shape[1] - 1, torch.zeros(3, dtype=torch.float64)
-    for start in range(prompt, last, _POSITIONS):
-        span = slice(start, min(start + _POSITIONS, last))
+    for start in range(prompt, last, POSITIONS):
+        span = slice(start, min(start + POSITIONS, last))
         targets = input_ids[:, span.start + 1 : span.stop + 1]
         full, other = full_logits[:, span], logits[:, span]
         total += torch.stack([part.sum() for part in (divergence(full, other), losses(other, targets), losses(full, targets))]).cpu()
     count = len(input_ids) * (last - prompt)
     return TextQuality(count, *(total / count).tolist())
-
-
-def require_rows(input_ids: object, least: int) -> torch.Tensor:
-    """Refuse anything but rows of token ids.
-
-    Args:
-        least: Tokens that a row needs.
-    """
-    if not isinstance(input_ids, torch.Tensor) or input_ids.ndim != 2 or not len(input_ids) or input_ids.shape[1] < least:
-        got = tuple(input_ids.shape) if isinstance(input_ids, torch.Tensor) else type(input_ids).__name__
-        raise ConfigError.of("input_ids", f"token ids (batch, tokens) of at least {least} tokens", got)
-    return input_ids

@@ -1,8 +1,8 @@
 """Other ways to keep keys and values in few bits, which `SubspaceCache` is compared with.
 
 **KIVI** (A Tuning-Free Asymmetric 2bit Quantization for KV Cache): groups of 32 numbers with a scale and a zero in half precision; keys
-by channel over 32 tokens, values by token over 32 channels. **Departs from the paper**: the first 4 tokens are exact and no others, and the
-last keys, fewer than a group, are a group of their own. Numbers are kept as they would be read, and bytes are counted by `share`.
+by channel over 32 tokens, values by token over 32 channels; the newest tokens, fewer than a group, are exact. **Departs from the paper**:
+the first 4 tokens are exact, and values too are coded by 32 tokens at a time.
 
 **Rotation**: each token's key and value of a head as a norm and a randomly rotated direction, whose coordinates are rounded to the levels
 with the least squared error for normal numbers: data-free codes such as TurboQuant's, without the part that removes the bias of products.
@@ -12,11 +12,8 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import Any
 
 import torch
-from transformers import Cache, PreTrainedConfig
-from transformers.cache_utils import DynamicLayer
 
 from shared.past import PastCoding
 
@@ -40,61 +37,18 @@ def quantized(numbers: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
     return torch.cat(parts, dim)
 
 
-class KiviLayer(DynamicLayer):
-    """One layer. A prompt attends exactly to itself.
-
-    Attributes:
-        tail: The exact keys of the last group, while that is not full, (batch, kv_heads, tokens, head_dim).
-    """
-
-    def __init__(self, bits: int, sinks: int) -> None:
-        super().__init__()
-        self.bits, self.sinks = bits, sinks
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-            self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
-            self.tail = key_states[:, :, :0]
-        is_prompt = not self.get_seq_length()
-        exact = max(0, self.sinks - self.get_seq_length())
-        old_keys = self.keys[:, :, : self.get_seq_length() - self.tail.shape[2]]
-        tail = torch.cat([self.tail, key_states[:, :, exact:]], 2)
-        coded_keys = [quantized(tail, self.bits, 2)] if tail.shape[2] else []
-        coded_values = [quantized(value_states[:, :, exact:], self.bits, 3)] if value_states.shape[2] > exact else []
-        self.keys = torch.cat([old_keys, key_states[:, :, :exact], *coded_keys], 2)
-        self.values = torch.cat([self.values, value_states[:, :, :exact], *coded_values], 2)
-        self.tail = tail[:, :, tail.shape[2] // GROUP * GROUP :]
-        return (key_states, value_states) if is_prompt else (self.keys, self.values)
-
-
-class KiviCache(Cache):
-    """All layers; the sinks are first tokens that stay exact."""
-
-    def __init__(self, config: PreTrainedConfig, bits: int, sinks: int = 4) -> None:
-        super().__init__(layers=[KiviLayer(bits, sinks) for _ in range(config.num_hidden_layers)])
-
-
 class KiviCoding(PastCoding):
     """What is read of such keys and values, for one pass over whole rows."""
+
+    tile = GROUP
 
     def __init__(self, bits: int, *, sinks: int = 4, recent: int = 0) -> None:
         super().__init__(sinks, recent)
         self.bits = bits
 
     def read(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        sinks, coded = keys[:, :, : self.sinks], keys[:, :, self.sinks :]
-        read_keys = torch.cat([sinks, quantized(coded, self.bits, 2)], 2) if coded.shape[2] else keys
-        return read_keys, quantized(values, self.bits, 3)
-
-    def read_open_group(self, keys: torch.Tensor) -> torch.Tensor:
-        batch, heads, tokens, dim = keys.shape
-        read = keys.new_zeros(batch, heads, tokens, GROUP, dim)
-        for start in range(self.sinks, tokens, GROUP):
-            group = keys[:, :, start : start + GROUP]
-            for count in range(1, group.shape[2] + 1):
-                read[:, :, start + count - 1, :count] = quantized(group[:, :, :count], self.bits, 2)
-        return read
+        coded = quantized(keys[:, :, self.sinks :], self.bits, 2) if keys.shape[2] > self.sinks else keys[:, :, :0]
+        return torch.cat([keys[:, :, : self.sinks], coded], 2), quantized(values, self.bits, 3)
 
 
 class RotatedCoding(PastCoding):

@@ -26,7 +26,7 @@ from hf_kvcaches.evaluate.verify import verify_text
 from shared import testbed
 from shared.cli import load
 from shared.past import CodecCoding, PackedCoding, PastCoding, compare, read_rows
-from shared.peers import KiviCache, KiviCoding, RotatedCoding, share
+from shared.peers import KiviCoding, RotatedCoding, share
 
 TASKS = ("codes", "quantized", "requests", "pairs")
 COLUMNS = "model section task cache share recent peer samples tokens kl perplexity change worst agreement saved note".split()
@@ -71,14 +71,11 @@ def quantized_caches(model: Any, codec: KVCodec) -> dict[Side, Callable[[], Cach
     for ratio in SHARES:
         sides[Side("SubspaceCache", ratio, 64)] = lambda ratio=ratio: SubspaceCache(model, codec.at(ratio), recent=64)
     for bits in (2, 4):
-        sides[Side(f"KIVI {bits} bit", share(bits), peer=True)] = lambda bits=bits: KiviCache(model.config, bits)
         for backend, axis in (("quanto", 0), ("hqq", 1)):
             # Groups of 64 numbers with a scale and a zero in 16 bits; up to 128 tokens are exact.
-            side, axes = (
-                Side(f"QuantizedCache {backend} {bits} bit", (bits + 0.5) / 16, 128, peer=True),
-                {"axis_key": axis, "axis_value": axis},
-            )
-            sides[side] = lambda backend=backend, axes=axes, bits=bits: QuantizedCache(backend, model.config, nbits=bits, **axes)
+            options = {"nbits": bits, "axis_key": axis, "axis_value": axis}
+            side = Side(f"QuantizedCache {backend} {bits} bit", (bits + 0.5) / 16, 128, peer=True)
+            sides[side] = lambda backend=backend, options=options: QuantizedCache(backend, model.config, **options)
     return sides
 
 

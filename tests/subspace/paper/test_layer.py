@@ -43,7 +43,7 @@ def plain_model() -> Any:
 @cache
 def calibrated(rotation: str) -> Bases:
     texts = [tiny.ids(1, 96, seed=seed)[0].tolist() for seed in range(4)]
-    return import_script("papers._bases").calibrate_bases(tiny.llama(num_hidden_layers=2), None, texts, rotation=rotation, progress=False)
+    return import_script("papers.falsify_subspace").calibrated_bases(tiny.llama(num_hidden_layers=2), texts, rotation)
 
 
 def make(sinks: int = 2, recent: int = 6, model: Any = None, **options: Any) -> SubspaceCache:
