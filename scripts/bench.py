@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,10 +28,9 @@ from shared import BENCHMARKS, ROOT, equip_cells, reuse_cells
 from shared.cli import arguments, begin, check_counts, run_script
 from shared.models import Shape, bytes_free
 from shared.results import Results, read_csv, tabulated
-from shared.sides import FULL, SIDES, Bench, Side, ask, feed
+from shared.sides import FULL, SIDES, Bench, Side, ask, check
 from tqdm import tqdm
 
-from hf_kvcaches import GrowingCache, SegmentReuseCache, SegmentStore
 from hf_kvcaches.cli.bench import in_turns
 from hf_kvcaches.cli.tables import Row, environment, print_environment, write_csv
 from hf_kvcaches.errors import ConfigError
@@ -41,7 +39,6 @@ from hf_kvcaches.evaluate.measures import cache_bytes
 PACKAGED = ROOT / "hf_kvcaches" / "cli" / "speed.csv"
 QUICK = Shape(64, 2, 4, 2, 16, 96, 256)
 CELLS, QUICK_CELLS = ((1, 2048), (1, 8192), (8, 2048), (8, 8192)), ((1, 400), (2, 400))
-TOLERANCE = {"float32": 1e-3, "bfloat16": 6e-2, "float16": 6e-2}  # of logits of the order of 1
 ROUNDS, STEPS = 5, 4  # of decode steps
 # Of speed tables, the packaged one too.
 SPEED_COLUMNS = (
@@ -49,31 +46,6 @@ SPEED_COLUMNS = (
     *("batch", "context", "prefill_s", "decode_ms", "prefill_ratio", "decode_ratio", "mib"),
 )
 SHOWN = "cache setting dtype batch context prefill_s prefill_ratio decode_ms decode_ratio mib"
-
-
-def check(logits: torch.Tensor, expected: torch.Tensor | None, dtype: str, name: str) -> None:
-    """End the run where logits are not finite, or not those that are expected."""
-    if not bool(logits.isfinite().all()):
-        raise SystemExit(f"{name}: logits are not finite: nothing timed")
-    if expected is not None and not (error := float((logits.float() - expected.float()).abs().max())) <= TOLERANCE[dtype]:
-        raise SystemExit(f"{name}: logits differ by {error:.3g}, more than {TOLERANCE[dtype]:.0e}: nothing timed")
-
-
-@torch.no_grad()
-def prove(bench: Bench) -> None:
-    """Compare logits of a prompt and of steps after it: of a growing cache, and of a prefix from a store."""
-    prompt, *tokens = bench.prompt(2, 72).split([64, *[1] * 8], 1)
-    model, store = bench.models.switched, SegmentStore("memory", quantization=None)
-    makers: dict[str, Callable[[], Any]] = {"store": lambda: SegmentReuseCache(model, store), "growing": lambda: GrowingCache(model)}
-    feed(model, makers["store"](), prompt[:, :50])
-    store.flush()
-    full = bench.full_cache()
-    expected = [feed(bench.models.plain, full, ids) for ids in (prompt, *tokens)]
-    for name, make in makers.items():
-        cache = make()
-        for ids, logits in zip((prompt, *tokens), expected, strict=True):
-            check(feed(model, cache, ids), logits, bench.dtype, name)
-    store.close()
 
 
 @torch.no_grad()
@@ -86,7 +58,7 @@ def speed_rows(bench: Bench, side: Side, batch: int, context: int, runs: int) ->
     base, ours, cache = [], [], None
     for ids in prompts:
         cache = None
-        full = ask(bench.models.plain, bench.full_cache, ids)
+        full = ask(bench.model, bench.full_cache, ids)
         base.append(full.seconds)
         full = full._replace(cache=None)
         seconds, cache, logits = ask(way.model, way.cache, ids)
@@ -109,20 +81,19 @@ def speed_rows(bench: Bench, side: Side, batch: int, context: int, runs: int) ->
 
 def decode(bench: Bench, cache: Any, ids: torch.Tensor, context: int) -> tuple[dict[str, list[float]], dict[str, int]]:
     """Seconds of steps in turns with a DynamicCache of random numbers, since the clock does not know what is in it; bytes before."""
-    models, shape, base = bench.models, bench.shape, bench.full_cache()
+    model, shape, base = bench.model, bench.shape, bench.full_cache()
     random = torch.Generator(bench.device).manual_seed(3)
     for layer in range(shape.layers):
         size = (len(ids), shape.kv_heads, context, shape.head_dim)
-        base.update(*(torch.randn(size, generator=random, device=bench.device, dtype=models.plain.dtype) for _ in range(2)), layer)
-    sides = {FULL: (models.plain, base), type(cache).__name__: (models.switched, cache)}
+        base.update(*(torch.randn(size, generator=random, device=bench.device, dtype=model.dtype) for _ in range(2)), layer)
+    sides = {FULL: base, type(cache).__name__: cache}
 
     def steps(name: str) -> float:
-        model, past = sides[name]
-        answer = ask(model, lambda: past, ids, STEPS)
+        answer = ask(model, lambda: sides[name], ids, STEPS)
         check(answer.logits, None, bench.dtype, name)
         return answer.seconds / STEPS
 
-    sizes = {name: cache_bytes(past) for name, (_, past) in sides.items()}
+    sizes = {name: cache_bytes(past) for name, past in sides.items()}
     return in_turns({name: lambda _, name=name: steps(name) for name in sides}, ROUNDS, warm_up=1), sizes
 
 
@@ -144,8 +115,7 @@ def speed(args: argparse.Namespace, device: torch.device) -> None:
         chosen = [side for side in SIDES if side.cache in (args.caches or [side.cache]) and not (side.single and batch > 1)]
         for side in tqdm(chosen, desc=f"{args.dtype} {batch} x {context}", unit="row"):
             if not results.has(cache=side.cache, setting=side.setting, **cell):
-                if bench is None:
-                    prove(bench := Bench(shape, args.dtype, device))
+                bench = bench or Bench(shape, args.dtype, device)
                 for row in speed_rows(bench, side, batch, context, args.runs or (3 if batch * context <= 4096 else 1)):
                     results.add([row], cache=row["cache"], setting=row["setting"], **cell)
     print(tabulated(results.rows, SHOWN))
@@ -161,9 +131,7 @@ def reuse(args: argparse.Namespace, device: torch.device) -> None:
     point = {"model": f"{shape.layers} x {shape.hidden}", "dtype": args.dtype, "tokens": tokens}
     missing = [section for section in reuse_cells.SECTIONS if not results.has(section=section, **point)]
     if missing:
-        bench = Bench(shape, args.dtype, device)
-        prove(bench)
-        run = reuse_cells.Reuse(bench, tokens, hits, args.redis)
+        run = reuse_cells.Reuse(Bench(shape, args.dtype, device), tokens, hits, args.redis)
         for section in missing:
             for row in run.rows(section):
                 named = {name: row.pop(name, "") for name in ("side", "stored")}

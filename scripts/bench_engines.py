@@ -35,17 +35,12 @@ RATIOS = (0.25, 0.125, 0.0625)
 SECONDS = {"codec": 0.0}  # of packing and unpacking alone
 Encode = Callable[[States, int], tuple[Any, int]]
 Decode = Callable[[Any, int, States], States]
-Prompt = tuple[torch.Tensor, States, torch.Tensor]
-"""Token ids, keys and values of the first ones, log-probabilities behind the others."""
-NeedleTest = tuple[States, list[tuple[list[int], list[int]]]]
-"""Keys and values of a context, and questions with their answers."""
+Prompt = tuple[torch.Tensor, States, torch.Tensor]  # ids, keys and values of the first ones, log-probabilities behind the others
+NeedleTest = tuple[States, list[tuple[list[int], list[int]]]]  # keys and values of a context, and questions with their answers
 
 
 def cast(dtype: torch.dtype) -> tuple[Encode, Decode]:
-    def encode(states: States, first: int) -> tuple[Any, int]:
-        sides = [side.to(dtype) for side in states]
-        return sides, sum(side.nbytes for side in sides)
-
+    encode = lambda states, first: ([side.to(dtype) for side in states], dtype.itemsize * sum(side.numel() for side in states))  # noqa: E731
     return encode, lambda sides, first, like: tuple(side.float() for side in sides)
 
 
@@ -165,13 +160,9 @@ def engine(args: argparse.Namespace, prompts: list[list[int]]) -> Iterator[dict[
     """Seconds to the first token in a process of vLLM's, cold and then from the store, and how many tokens came from there."""
     from vllm import LLM, SamplingParams
 
-    extra = {"codec": args.vllm, "store": f"disk:{args.engine}", "timeout": 60}
-    transfer = {
-        "kv_connector": "CodecConnector",
-        "kv_connector_module_path": "hf_kvcaches.engines.vllm",
-        "kv_connector_extra_config": extra,
-    }
-    transfer |= {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    transfer = {"kv_connector": "CodecConnector", "kv_connector_module_path": "hf_kvcaches.engines.vllm", "kv_role": "kv_both"}
+    transfer |= {"kv_load_failure_policy": "recompute"}
+    transfer["kv_connector_extra_config"] = {"codec": args.vllm, "store": f"disk:{args.engine}", "timeout": 60}
     sizes = {"max_model_len": 2304, "max_num_seqs": 4, "block_size": 128}
     llm = LLM(args.model, dtype="float32", enforce_eager=True, enable_prefix_caching=False, kv_transfer_config=transfer, **sizes)
     for number, ids in enumerate([[3, 4, 5], *prompts, *prompts]):  # the first pass of a process is slow

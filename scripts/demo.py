@@ -93,9 +93,11 @@ def show_caches(writer: Writer, inputs: BatchEncoding, questions: Sequence[testb
             reports[name] = kv.verify(writer.model, make, inputs, max_new_tokens=writer.new_tokens)
         except UnsupportedError as error:
             refused.append(f"{name} refuses this model: {error}")
-    any_report = next(iter(reports.values()))
-    rows = [{"cache": FULL_CACHE, "same_text": "yes", "kl": "-", "bytes": any_report.reference_bytes, **vars(any_report.reference_seconds)}]
+    rows = []
     for name, report in reports.items():
+        if not rows:
+            full_cache = {"bytes": report.reference_bytes, **vars(report.reference_seconds)}
+            rows.append({"cache": FULL_CACHE, "same_text": "yes", "kl": "-", **full_cache})
         same = {"same_text": NO_YES[texts[name] == full], "kl": f"{report.mean_kl:.2e}"}
         rows.append({"cache": name, **same, "bytes": report.bytes, **vars(report.seconds)})
     print(tabulated(rows, "cache same_text kl bytes prefill decode"), *refused, sep="\n")

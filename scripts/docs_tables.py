@@ -75,10 +75,7 @@ def codes(*names: str) -> str:
 
 def quantized(name: str) -> str:
     """KL token by token behind an exact prompt, for caches that can't be read in one pass."""
-    lines = [
-        (row["cache"], percent(row["share"], 1), row["recent"], nats(row["kl"]) if row["kl"] else row["note"])
-        for row in matching(name, section="quantized")
-    ]
+    lines = [(row["cache"], percent(row["share"], 1), row["recent"], nats(row["kl"])) for row in matching(name, section="quantized")]
     return table(("Cache", "bytes of 16 bits", "exact newest tokens", "KL"), lines)
 
 

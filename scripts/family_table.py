@@ -11,8 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 
 from shared import ROOT
@@ -50,54 +49,40 @@ CALLED = {
     "pruned": "eviction",
 }
 Outcome = dict[str, str]  # family, cache, scenario, verdict, detail
+Rows = list[tuple[list[str], tuple[str, ...]]]  # families, and what each cache does for them; reasons stand between two REASON
+REASON = "\0"
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What a cache does for a family."""
-
-    verdict: str  # "yes", "no", "-" for nothing to ask, or "**fails**"
-    refusals: tuple[tuple[str, tuple[str, ...]], ...] = ()  # each reason, and the uses that are refused for it
-
-    def text(self, cite: Callable[[str], str]) -> str:
-        """A cell of a table; `cite` says how a reason is written."""
-        if self.verdict == "no":
-            return f"no ({', '.join(cite(reason) for reason, _ in self.refusals)})"
-        if self.refusals:
-            return f"{self.verdict}, but " + "; ".join(f"no {', '.join(uses)} ({cite(reason)})" for reason, uses in self.refusals)
-        return self.verdict
-
-
-Answers = dict[str, tuple[Answer, ...]]  # by family, in the order of SHOWN
-
-
-def answers(outcomes: Iterable[Outcome]) -> Answers:
+def rows_of(outcomes: Iterable[Outcome]) -> Rows:
+    """Families that get the same share a row; rows with the most families first."""
     by_family: dict[str, dict[str, list[Outcome]]] = defaultdict(lambda: defaultdict(list))
     for outcome in outcomes:
         by_family[outcome["family"]][outcome["cache"]].append(outcome)
-    return {
-        family: tuple(answer([outcome for name in names for outcome in caches[name]]) for names in SHOWN.values())
-        for family, caches in by_family.items()
-    }
+    rows: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for family, caches in by_family.items():
+        rows[tuple(answer([outcome for name in names for outcome in caches[name]]) for names in SHOWN.values())].append(family)
+    return sorted(((families, cells) for cells, families in rows.items()), key=lambda row: -len(row[0]))
 
 
 def fails(outcome: Outcome) -> bool:
     return outcome["verdict"] in ("wrong", "error")
 
 
-def answer(outcomes: list[Outcome]) -> Answer:
-    """The outcomes of one cell."""
+def answer(outcomes: list[Outcome]) -> str:
+    """What a cache does for a family."""
     if any(map(fails, outcomes)):
-        return Answer("**fails**")
+        return "**fails**"
     asked = [outcome for outcome in outcomes if outcome["scenario"] in CALLED and outcome["verdict"] != "absent"]
     refused: dict[str, list[str]] = defaultdict(list)
     for outcome in asked:
         if outcome["verdict"] == "refused":
-            refused[general(outcome["detail"])].append(CALLED[outcome["scenario"]])
+            refused[f"{REASON}{general(outcome['detail'])}{REASON}"].append(CALLED[outcome["scenario"]])
     if not asked:
-        return Answer("-")
-    verdict = "no" if all(outcome["verdict"] == "refused" for outcome in asked) else "yes"
-    return Answer(verdict, tuple((reason, tuple(uses)) for reason, uses in refused.items()))
+        return "-"
+    if all(outcome["verdict"] == "refused" for outcome in asked):
+        return f"no ({', '.join(refused)})"
+    refusals = "; ".join(f"no {', '.join(uses)} ({reason})" for reason, uses in refused.items())
+    return f"yes, but {refusals}" if refusals else "yes"
 
 
 def general(reason: str) -> str:
@@ -107,21 +92,15 @@ def general(reason: str) -> str:
     return re.sub(r"\b\d+\b", "n", named).replace("|", "\\|")
 
 
-def rows_of(given: Answers, cite: Callable[[str], str]) -> list[tuple[tuple[str, ...], list[str]]]:
-    """The cells of each row and its families; rows with the most families first."""
-    rows: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    for family, cells in given.items():
-        rows[tuple(cell.text(cite) for cell in cells)].append(family)
-    return sorted(rows.items(), key=lambda row: -len(row[1]))
-
-
-def table(given: Answers, left_out: dict[str, str]) -> list[str]:
-    """Lines of Markdown: families that get the same share a row."""
+def table(rows: Rows, left_out: dict[str, str]) -> list[str]:
+    """Lines of Markdown, with numbers for reasons."""
     notes: dict[str, int] = {}
-    rows = rows_of(given, lambda reason: str(notes.setdefault(reason, len(notes) + 1)))
+    number = lambda match: str(notes.setdefault(match[1], len(notes) + 1))  # noqa: E731
     lines = [f"| Families | {' | '.join(SHOWN)} |", "|---" * (len(SHOWN) + 1) + "|"]
-    lines += [f"| {', '.join(f'`{name}`' for name in names)} | {' | '.join(cells)} |" for cells, names in rows]
-    lines += ["", f"{len(given)} families. A number is the reason why it is refused:", ""]
+    for families, cells in rows:
+        line = f"| {', '.join(f'`{name}`' for name in families)} | {' | '.join(cells)} |"
+        lines.append(re.sub(f"{REASON}(.*?){REASON}", number, line))
+    lines += ["", f"{sum(len(families) for families, _ in rows)} families. A number is the reason why it is refused:", ""]
     lines += [f"{number}. {note}" for note, number in notes.items()]
     reasons: dict[str, list[str]] = defaultdict(list)
     for family, why in left_out.items():
@@ -130,13 +109,13 @@ def table(given: Answers, left_out: dict[str, str]) -> list[str]:
     return lines + [f"- {', '.join(names)}: {why}" for why, names in reasons.items()]
 
 
-def support_rows(given: Answers) -> list[dict[str, str]]:
+def support_rows(rows: Rows) -> list[dict[str, str]]:
     """The same as rows of a CSV file, with the reasons themselves; names of families are separated by spaces."""
     columns: list[str] = []
     for name in SHOWN:
         columns.append(name.replace("...", f"{columns[-1].partition(',')[0]},") if name.startswith("...") else name)
-    rows = rows_of(given, lambda reason: reason)
-    return [{"families": " ".join(names), **dict(zip(columns, cells, strict=True))} for cells, names in rows]
+    plain = lambda cells: (cell.replace(REASON, "") for cell in cells)  # noqa: E731
+    return [{"families": " ".join(families), **dict(zip(columns, plain(cells), strict=True))} for families, cells in rows]
 
 
 def main() -> None:
@@ -150,13 +129,13 @@ def main() -> None:
     outcomes = list({(row["family"], row["cache"], row["scenario"]): row for row in lines}.values())
     left_out = {row["family"]: row["detail"] for row in outcomes if row["verdict"] == "left out"}
     outcomes = [row for row in outcomes if row["verdict"] != "left out"]
-    given = answers(outcomes)
+    rows = rows_of(outcomes)
     before, _, rest = args.page.read_text(encoding="utf-8").partition(BEGIN)
-    shown = "\n".join([before + BEGIN, "", *table(given, left_out), "", END + rest.partition(END)[2]])
+    shown = "\n".join([before + BEGIN, "", *table(rows, left_out), "", END + rest.partition(END)[2]])
     args.page.write_text(shown, encoding="utf-8")
-    write_csv(args.support, support_rows(given))
+    write_csv(args.support, support_rows(rows))
     failures = [f"{row['family']}: {row['cache']}, {row['scenario']}: {row['verdict']}: {row['detail']}" for row in filter(fails, outcomes)]
-    print(*failures, f"{len(given)} families, {len(failures)} failures", sep="\n")
+    print(*failures, f"{sum(len(families) for families, _ in rows)} families, {len(failures)} failures", sep="\n")
     if failures:
         raise SystemExit(1)
 

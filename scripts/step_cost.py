@@ -232,10 +232,8 @@ def measure(names: Sequence[str] = ()) -> list[Row]:
                 numbers = {"launches": over[0], "syncs": over[1], "calls": count.calls / LAYERS, "files": len(count.files)}
                 rows.append({"cache": name, "batch": batch, "phase": phase, **numbers})
                 if count.look_up is not None:
-                    calls, files = count.look_up
-                    rows.append(
-                        {"cache": name, "batch": batch, "phase": "look-up", "launches": "", "syncs": "", "calls": calls, "files": files}
-                    )
+                    numbers = {"launches": "", "syncs": "", "calls": count.look_up[0], "files": count.look_up[1]}
+                    rows.append({"cache": name, "batch": batch, "phase": "look-up", **numbers})
     return rows
 
 

@@ -19,16 +19,14 @@ values.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 Number = float | torch.Tensor
 
 
-@dataclass(frozen=True, eq=False)
-class AttentionBounds:
+class AttentionBounds(NamedTuple):
     """How far one query's attention can be off."""
 
     logits: torch.Tensor  # absolute error of the logit that is off most

@@ -10,7 +10,6 @@ of a `SubspaceCache` with `AdaptiveSubspace`, 4 sinks and no other exact tokens,
 
 from __future__ import annotations
 
-import copy
 import math
 import sys
 from collections.abc import Iterator
@@ -28,6 +27,7 @@ from papers import _bounds as bounds
 from papers._bounds import residual_norm, residual_rows
 from shared import TESTBED
 from shared.cli import arguments, begin, check_counts, load, run_script
+from shared.models import with_attention
 
 from hf_kvcaches import AdaptiveSubspace, SubspaceCache
 from hf_kvcaches.cli.prompts import encode
@@ -84,9 +84,7 @@ def record(model: Any, ids: torch.Tensor) -> list[Recorded]:
         return sdpa_attention_forward(module, query, key, value, mask, **options)
 
     AttentionInterface.register("recording", attend)
-    watched = copy.deepcopy(model)
-    watched.set_attn_implementation("recording")
-    watched(input_ids=ids.to(model.device), use_cache=False)
+    with_attention(model, "recording")(input_ids=ids.to(model.device), use_cache=False)
     return layers
 
 

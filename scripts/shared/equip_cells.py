@@ -17,7 +17,7 @@ from hf_kvcaches import EquipCache
 from hf_kvcaches.cli.bench import in_turns, ratios, spread
 from hf_kvcaches.cli.tables import Row
 from shared import baselines
-from shared.models import Models, Shape, bytes_free, random_ids
+from shared.models import Shape, bytes_free, random_ids, with_attention
 from shared.results import synchronize
 from shared.sides import feed
 
@@ -70,25 +70,25 @@ class Cell:
         return EquipCache(model, self.policy, self.budget, sinks=SINKS, positions=self.positions, **options)
 
 
-def competitors(cell: Cell, models: Models, positions: int) -> dict[str, tuple[PreTrainedModel, Cache]]:
+def competitors(cell: Cell, model: PreTrainedModel, positions: int) -> dict[str, tuple[PreTrainedModel, Cache]]:
     """Each side's model and empty cache; `positions` are those that baselines may rotate keys to."""
-    plain, of = models.plain, baselines.cache_of
+    of = baselines.cache_of
     settings = (cell.budget, SINKS)
-    sides: dict[str, tuple[PreTrainedModel, Cache]] = {FULL: (plain, DynamicCache(config=plain.config))}
+    sides: dict[str, tuple[PreTrainedModel, Cache]] = {FULL: (model, DynamicCache(config=model.config))}
     if cell.policy == "h2o":
-        rotation = baselines.Rotation(plain, positions) if cell.positions == "compact" else None
+        rotation = baselines.Rotation(model, positions) if cell.positions == "compact" else None
         make = lambda: baselines.GatherAppendLayer(*settings, rotation)  # noqa: E731
-        sides[GATHER] = models.with_attention(baselines.GATHER_ATTENTION), of(plain, make)
+        sides[GATHER] = with_attention(model, baselines.GATHER_ATTENTION), of(model, make)
     if cell.policy == "streaming":
-        sides[SHIFT] = plain, of(plain, lambda: baselines.ShiftAppendLayer(*settings))
+        sides[SHIFT] = model, of(model, lambda: baselines.ShiftAppendLayer(*settings))
     if cell.policy == "streaming" and cell.positions == "compact":
         for name, fused in ((PUBLISHED, False), (FUSED, True)):
-            rotation = baselines.Rotation(plain, positions, fused)
-            sides[name] = plain, of(plain, lambda rotation=rotation: baselines.RerotateAllLayer(*settings, rotation))
+            rotation = baselines.Rotation(model, positions, fused)
+            sides[name] = model, of(model, lambda rotation=rotation: baselines.RerotateAllLayer(*settings, rotation))
     if cell.policy != "future":  # whose heads keep different numbers of tokens
-        sides[PAGES] = models.switched, cell.cache(models.switched, page_size=16)
-    sides[OURS] = models.switched, cell.cache(models.switched)
-    return sides | {"floor": (plain, of(plain, lambda: baselines.FrozenLayer(cell.budget, 0)))}
+        sides[PAGES] = model, cell.cache(model, page_size=16)
+    sides[OURS] = model, cell.cache(model)
+    return sides | {"floor": (model, of(model, lambda: baselines.FrozenLayer(cell.budget, 0)))}
 
 
 class Side:
@@ -132,13 +132,11 @@ def compared(rounds: Mapping[str, Sequence[Sequence[float]]], ours: str) -> list
     ]
 
 
-def decode(cell: Cell, models: Models, grid: Grid) -> list[Row]:
+def decode(cell: Cell, model: PreTrainedModel, grid: Grid) -> list[Row]:
     """Decode steps of all sides of a cell, after the logits of those that must agree do."""
     limit = 4 * cell.budget + 2 * grid.rounds * grid.steps
-    made = competitors(cell, models, limit)
-    sides = {
-        name: Side(name, model, cache, cell, 2 * cell.budget if name == FULL else cell.budget + 8) for name, (model, cache) in made.items()
-    }
+    made = competitors(cell, model, limit)
+    sides = {name: Side(name, *side, cell, 2 * cell.budget if name == FULL else cell.budget + 8) for name, side in made.items()}
     alike = {OURS, PAGES, GATHER, *((PUBLISHED, FUSED) if cell.positions == "compact" else (SHIFT,))}
     logits = {name: side.logits(2) for name, side in sides.items() if name in alike}
     error = max(float((other - logits[OURS]).abs().max()) for other in logits.values())
@@ -146,13 +144,13 @@ def decode(cell: Cell, models: Models, grid: Grid) -> list[Row]:
     if not error <= TOLERANCE[cell.dtype] and (cell.policy == "streaming" or cell.dtype == "float32"):
         raise SystemExit(f"{cell}: the logits differ by {error:.3g}, more than {TOLERANCE[cell.dtype]:.0e}: nothing timed")
     times = in_turns({name: lambda _, side=side: side.decode(grid.steps) for name, side in sides.items()}, grid.rounds, warm_up=1)
-    labels = {"kv_heads": models.plain.config.num_key_value_heads, "head_dim": models.plain.config.head_dim}
+    labels = {"kv_heads": model.config.num_key_value_heads, "head_dim": model.config.head_dim}
     return [labels | row | ({"error": error} if row["side"] == OURS else {}) for row in compared(times, OURS)]
 
 
-def flat(cell: Cell, models: Models, grid: Grid) -> list[Row]:
+def flat(cell: Cell, model: PreTrainedModel, grid: Grid) -> list[Row]:
     """The time of a step after a thousand tokens and after many more, in turns."""
-    sides = {str(seen): Side(OURS, models.switched, cell.cache(models.switched), cell, seen) for seen in grid.seen}
+    sides = {str(seen): Side(OURS, model, cell.cache(model), cell, seen) for seen in grid.seen}
     times = in_turns({seen: lambda _, side=side: side.decode(grid.steps) for seen, side in sides.items()}, 2 * grid.rounds, warm_up=1)
     return [row | {"side": OURS, "tokens": int(row["side"])} for row in compared(times, str(grid.seen[0]))]
 
@@ -160,21 +158,19 @@ def flat(cell: Cell, models: Models, grid: Grid) -> list[Row]:
 def jobs(grid: Grid, dtype: str, device: torch.device) -> Iterator[tuple[Row, Callable[[], list[Row]]]]:
     """Everything there is to measure: its columns, and the work."""
 
-    def shape_of(kv: str) -> Shape:
-        """With multi-head attention (`mha`), or with four query heads to a key head (`gqa`)."""
-        return grid.shape if kv == "mha" else replace(grid.shape, kv_heads=max(1, grid.shape.heads // 4))
-
+    # With multi-head attention, or with four query heads to a key head.
+    shapes = {"mha": grid.shape, "gqa": replace(grid.shape, kv_heads=max(1, grid.shape.heads // 4))}
     # Only policies that choose by attention need it to be like a trained model's, which half precision rounds more.
-    make = lru_cache(1)(lambda kv, sharp: shape_of(kv).random(device, dtype, sharp=sharp))
-    models_of = lambda cell: make(cell.kv, cell.policy != "streaming")  # noqa: E731
+    make = lru_cache(1)(lambda kv, sharp: shapes[kv].random(device, dtype, sharp=sharp))
+    model_of = lambda cell: make(cell.kv, cell.policy != "streaming")  # noqa: E731
     for kv, (policy, positions) in itertools.product(grid.kv, POLICIES):
         if positions == "compact":
             cell = Cell(dtype, kv, *grid.single, policy, positions)
-            yield {"measure": "flat", **asdict(cell)}, lambda c=cell: flat(c, models_of(c), grid)
+            yield {"measure": "flat", **asdict(cell)}, lambda c=cell: flat(c, model_of(c), grid)
     for kv, policy, (batch, budget) in itertools.product(grid.kv, POLICIES, grid.cells):
-        cell, shape = Cell(dtype, kv, batch, budget, *policy), shape_of(kv)
+        cell, shape = Cell(dtype, kv, batch, budget, *policy), shapes[kv]
         needed = 2 * batch * shape.kv_heads * budget * shape.head_dim * getattr(torch, dtype).itemsize * shape.layers
         if 14 * needed > bytes_free(device):  # of all sides at once
             print(f"{cell}: not enough memory, not measured")
             continue
-        yield {"measure": "decode", **asdict(cell)}, lambda c=cell: decode(c, models_of(c), grid)
+        yield {"measure": "decode", **asdict(cell)}, lambda c=cell: decode(c, model_of(c), grid)

@@ -13,28 +13,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 SCORES_SPREAD = 3.0  # standard deviation of attention scores
 
 
-@dataclass(frozen=True)
-class Models:
-    """The same weights with the model's attention as it is, and as caches of this package switch it."""
-
-    plain: PreTrainedModel
-    switched: PreTrainedModel
-
-    @property
-    def device(self) -> torch.device:
-        return self.plain.device
-
-    def with_attention(self, name: str) -> PreTrainedModel:
-        """A model with a registered attention function."""
-        model = share_weights(self.plain)
-        model.set_attn_implementation(name)
-        return model
-
-
-def share_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of a model with the same tensors."""
+def with_attention(model: PreTrainedModel, name: str) -> PreTrainedModel:
+    """A copy of a model with the same tensors, which attends with a registered function."""
     weights = {id(tensor): tensor for tensor in itertools.chain(model.parameters(), model.buffers())}
-    return copy.deepcopy(model, weights)
+    other = copy.deepcopy(model, weights)
+    other.set_attn_implementation(name)
+    return other
 
 
 @dataclass(frozen=True)
@@ -52,7 +36,7 @@ class Shape:
     def labels(self) -> dict[str, int]:
         return {name: getattr(self, name) for name in ("hidden", "layers", "heads", "kv_heads", "head_dim")}
 
-    def random(self, device: torch.device, dtype: str = "float32", *, sharp: bool = False) -> Models:
+    def random(self, device: torch.device, dtype: str = "float32", *, sharp: bool = False) -> PreTrainedModel:
         """Random weights, the same in each process; `sharp`: whose attention differs from token to token, as in a trained model."""
         torch.manual_seed(0)
         tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0, "max_position_embeddings": 131072}
@@ -63,8 +47,7 @@ class Shape:
         for layer in model.model.layers if sharp else ():
             for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
                 torch.nn.init.normal_(projection.weight, std=(SCORES_SPREAD / self.hidden) ** 0.5)
-        model = model.to(device, getattr(torch, dtype)).eval()
-        return Models(model, share_weights(model))
+        return model.to(device, getattr(torch, dtype)).eval()
 
 
 def random_ids(vocabulary: int, *shape: int, seed: int) -> torch.Tensor:

@@ -7,7 +7,6 @@ codes of all others.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +16,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
 from hf_kvcaches import KVCodec, compat
+from hf_kvcaches.cli.tables import Row
 from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.evaluate.measures import divergence, losses
 from hf_kvcaches.evaluate.runner import evaluating
 from hf_kvcaches.kernels.code_format import TILE
-from shared.models import share_weights
+from shared.models import with_attention
 
 ATTENTION = "coded_past"
 POSITIONS = 64  # whose logits are compared at a time: a vocabulary may have 262k entries
@@ -150,34 +150,18 @@ def read_rows(model: Any, input_ids: torch.Tensor, coding: PastCoding | None = N
     if coding is not None:
         AttentionInterface.register(ATTENTION, Attention(coding, prompt))
         AttentionMaskInterface.register(ATTENTION, eager_mask)
-        model = share_weights(model)
-        model.set_attn_implementation(ATTENTION)
+        model = with_attention(model, ATTENTION)
     with evaluating(model):
         logits: torch.Tensor = model(input_ids=input_ids.to(model.device), use_cache=False).logits
     return logits
 
 
-@dataclass(frozen=True)
-class TextQuality:
-    """What a cache loses over a text, in nats."""
+def compare(full_logits: torch.Tensor, logits: torch.Tensor, input_ids: torch.Tensor, prompt: int = 4) -> Row:
+    """What logits, (batch, tokens, vocabulary), lose over the positions behind the first `prompt` that have a successor, in nats.
 
-    tokens: int  # how many distributions were compared
-    kl: float  # the mean KL(full || cache)
-    loss: float
-    full_loss: float
-
-    @property
-    def perplexity(self) -> float:
-        return math.exp(self.loss)
-
-    @property
-    def change(self) -> float:
-        """By which share the perplexity is higher than that of the full cache."""
-        return math.expm1(self.loss - self.full_loss)
-
-
-def compare(full_logits: torch.Tensor, logits: torch.Tensor, input_ids: torch.Tensor, prompt: int = 4) -> TextQuality:
-    """Return what logits, (batch, tokens, vocabulary), lose over the positions behind the first `prompt` that have a successor."""
+    Returns:
+        `tokens`, whose distributions were compared; the mean `kl`, KL(full || logits); the mean `loss`, and `full_loss`.
+    """
     last, total = input_ids.shape[1] - 1, torch.zeros(3, dtype=torch.float64)
     for start in range(prompt, last, POSITIONS):
         span = slice(start, min(start + POSITIONS, last))
@@ -185,4 +169,5 @@ def compare(full_logits: torch.Tensor, logits: torch.Tensor, input_ids: torch.Te
         full, other = full_logits[:, span], logits[:, span]
         total += torch.stack([part.sum() for part in (divergence(full, other), losses(other, targets), losses(full, targets))]).cpu()
     count = len(input_ids) * (last - prompt)
-    return TextQuality(count, *(total / count).tolist())
+    kl, loss, full_loss = (total / count).tolist()
+    return {"tokens": count, "kl": kl, "loss": loss, "full_loss": full_loss}

@@ -67,12 +67,6 @@ class Chat(NamedTuple):
     question: tuple[list[int], list[int]]
 
 
-def samples(tokenizer: Any, prose: str, task: str, count: int, tokens: int, seed: int) -> list[NeedlePrompt]:
-    """Contexts of about so many tokens: those of `hf-kvcaches eval --suite needles`."""
-    kind, needles = TASKS[task]
-    return needle_prompts(tokenizer, count, kind, needles, tokens=tokens, seed=seed, prose=prose)
-
-
 def chats(tokenizer: Any, prose: str, count: int, tokens: int, seed: int) -> Iterator[Chat]:
     """Chats of about so many tokens whose first message states a fact, which is asked for in the end."""
     words = prose.split()
@@ -108,7 +102,8 @@ class Pruning:
 
     def rows(self) -> list[Row]:
         """The summary rows of all that was asked for."""
-        tasks = {task: samples(self.tokenizer, self.prose, task, self._count(task), self.tokens, self.args.seed) for task in TASKS}
+        where = {"tokens": self.tokens, "seed": self.args.seed, "prose": self.prose}
+        tasks = {task: needle_prompts(self.tokenizer, self._count(task), *kind, **where) for task, kind in TASKS.items()}
         for task, made in tasks.items():
             self._measure(task, made)
         if self.args.kvpress:

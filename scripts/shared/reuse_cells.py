@@ -16,7 +16,7 @@ import torch
 
 from hf_kvcaches.cli.bench import in_turns, ratios, spread
 from hf_kvcaches.cli.tables import Row
-from shared.sides import FULL, PROMPTS, STORED, Bench, Way, aligned, ask, cold, copied, pages_of, segments
+from shared.sides import FULL, PROMPTS, STORED, Bench, Way, aligned, ask, check, cold, copied, pages_of, segments
 
 SECTIONS = (*PROMPTS, "no repeats")
 NO_REUSE, NEW_TOKENS = "no reuse", 64
@@ -91,6 +91,7 @@ class Hit(NamedTuple):
     """One request; the share of its FLOPs that was saved, and its cache's report."""
 
     seconds: float
+    logits: torch.Tensor
     saved: float = 0.0
     report: Any = None
 
@@ -108,10 +109,10 @@ class Reuse:
 
     def request(self, way: Way, ids: torch.Tensor, new_tokens: int = 1) -> Hit:
         """Answer a prompt, and wait until what it computed is stored."""
-        seconds, cache, _ = ask(way.model, way.cache, ids, new_tokens)
-        hit = (
-            Hit(seconds, way.saved(cache, self.tokens), cache.report() if hasattr(cache, "report") else None) if way.saved else Hit(seconds)
-        )
+        seconds, cache, logits = ask(way.model, way.cache, ids[:, way.held :], new_tokens)
+        hit = Hit(seconds, logits)
+        if way.saved:
+            hit = hit._replace(saved=way.saved(cache, self.tokens), report=cache.report() if hasattr(cache, "report") else None)
         del cache  # what it computed goes to the store when it goes
         way.settle()
         return hit
@@ -121,12 +122,14 @@ class Reuse:
         sides: dict[Any, Way] = {NO_REUSE: cold(self.bench), **ways(section, self.bench, self.locations, self.first)}
         works = {side: lambda number, way=way: self.request(way, prompts[number]) for side, way in sides.items()}
         hits = {side: own[1:] for side, own in in_turns(works, len(prompts)).items()}
-        base = [hit.seconds for hit in hits.pop(NO_REUSE)]
+        cold_hits = hits.pop(NO_REUSE)
         for (backend, stored), own in hits.items():
             way = sides[backend, stored]
+            for hit, other in zip(own, cold_hits, strict=True):
+                check(hit.logits, other.logits if way.exact else None, self.bench.dtype, f"{section}, {backend}, {stored}")
             peak, hit = peak_bytes(self.bench.device, lambda way=way: self.request(way, last))  # type: ignore[misc]
             way.close()
-            yield {"side": backend, "stored": stored, **self._hit(base, own), **self._extra(peak, hit)}
+            yield {"side": backend, "stored": stored, **self._hit([hit.seconds for hit in cold_hits], own), **self._extra(peak, hit)}
         self.locations.clear()
 
     def _hit(self, base: Sequence[float], hits: Sequence[Hit]) -> Row:
@@ -140,7 +143,7 @@ class Reuse:
         """Bytes beside the weights, the store and what the cache keeps, as a share of those of the reused keys and values."""
         if hit.report is None:
             return {}
-        shape, itemsize = self.bench.shape, self.bench.models.plain.dtype.itemsize
+        shape, itemsize = self.bench.shape, self.bench.model.dtype.itemsize
         token = 2 * shape.kv_heads * shape.head_dim * shape.layers * itemsize
         return {"extra": (peak - hit.report.bytes) / (hit.report.reused_tokens * token)}
 

@@ -17,6 +17,7 @@ from shared.models import Shape, random_ids, word_tokenizer
 from shared.results import synchronize
 
 FULL = "DynamicCache"
+TOLERANCE = {"float32": 1e-3, "bfloat16": 6e-2, "float16": 6e-2}  # of logits of the order of 1
 PAGES, CHANGES = 5, 10
 TIMEOUT = 60.0  # seconds of a store, as hundreds of MiB may come in one answer
 BIT_EQUAL, INT8 = "bit-equal", "int8"
@@ -56,34 +57,42 @@ def ask(model: Any, make: Callable[[], Any], ids: torch.Tensor, new_tokens: int 
     return Answer(clock() - begin, cache, logits)
 
 
+def check(logits: torch.Tensor, expected: torch.Tensor | None, dtype: str, name: str) -> None:
+    """End the run where logits are not finite, or not those that are expected."""
+    if not bool(logits.isfinite().all()):
+        raise SystemExit(f"{name}: logits are not finite: nothing timed")
+    if expected is not None and not (error := float((logits.float() - expected.float()).abs().max())) <= TOLERANCE[dtype]:
+        raise SystemExit(f"{name}: logits differ by {error:.3g}, more than {TOLERANCE[dtype]:.0e}: nothing timed")
+
+
 class Bench:
     """The model of one precision, and the artifacts that caches need."""
 
     def __init__(self, shape: Shape, dtype: str, device: torch.device) -> None:
         self.shape, self.dtype, self.device = shape, dtype, device
-        self.models = shape.random(device, dtype)
+        self.model = shape.random(device, dtype)
 
     def prompt(self, batch: int, tokens: int, seed: int = 5) -> torch.Tensor:
         return random_ids(self.shape.vocabulary, batch, tokens, seed=seed).to(self.device)
 
     def full_cache(self) -> DynamicCache:
-        return DynamicCache(config=self.models.plain.config)
+        return DynamicCache(config=self.model.config)
 
     @cached_property
     def codec(self) -> kv.KVCodec:
         """Calibrated on random tokens, with the default bytes."""
         texts = random_ids(self.shape.vocabulary, 2, 512, seed=2).tolist()
-        return kv.KVCodec.calibrate(self.models.switched, None, texts, metric="plain", progress=False)
+        return kv.KVCodec.calibrate(self.model, None, texts, metric="plain", progress=False)
 
     @cached_property
     def translator(self) -> kv.CacheTranslator:
         """Fitted to random tokens, with the default bytes."""
         texts = random_ids(self.shape.vocabulary, 4, 512, seed=3).tolist()
-        return kv.CacheTranslator.fit(self.producer(), self.models.switched, None, texts, progress=False)
+        return kv.CacheTranslator.fit(self.producer(), self.model, None, texts, progress=False)
 
     def producer(self) -> Any:
         """Another model: a little noise away from the one that answers. It is made anew each time, as it takes memory."""
-        model: Any = copy.deepcopy(self.models.plain)
+        model: Any = copy.deepcopy(self.model)
         random = torch.Generator(self.device).manual_seed(1)
         with torch.no_grad():
             for weight in model.parameters():
@@ -110,35 +119,36 @@ class Way:
     cache: Callable[[], Any]  # makes a cache for the next prompt
     exact: bool = True  # whether a prompt has the logits of a `DynamicCache`
     saved: Callable[[Any, int], float] | None = None  # the share of a prompt's FLOPs that was saved; None where nothing is reused
+    held: int = 0  # first tokens that the cache has when it is made
     settle: Callable[[], object] = lambda: None  # waits for what is stored after a prompt
     close: Callable[[], object] = lambda: None
 
 
 def cold(bench: Bench) -> Way:
     """Without reuse."""
-    return Way(bench.models.plain, bench.full_cache)
+    return Way(bench.model, bench.full_cache)
 
 
 @torch.no_grad()
 def copied(bench: Bench, prefix: torch.Tensor) -> Way:
     """From a copy of a `DynamicCache` that holds the prefix: what transformers offers, without a store or a look-up."""
     filled = bench.full_cache()
-    feed(bench.models.plain, filled, prefix)
+    feed(bench.model, filled, prefix)
     saved = lambda cache, tokens: bench.saved(tokens - prefix.shape[1], tokens)  # noqa: E731
-    return Way(bench.models.plain, lambda: copy.deepcopy(filled), saved=saved)
+    return Way(bench.model, lambda: copy.deepcopy(filled), saved=saved, held=prefix.shape[1])
 
 
 def segments(bench: Bench, location: str, stored: str, mode: Any, spans: list[tuple[int, int]] | None = None) -> Way:
     """From a `SegmentStore`; the cache finds segments where there are no `spans`."""
-    store, model = kv.SegmentStore(location, quantization=STORED[stored], timeout=TIMEOUT), bench.models.switched
+    store, model = kv.SegmentStore(location, quantization=STORED[stored], timeout=TIMEOUT), bench.model
     make = lambda: kv.SegmentReuseCache(model, store, mode=mode, spans=None if spans is None else [spans])  # noqa: E731
     exact = mode == "exact" and stored == BIT_EQUAL
-    return Way(model, make, exact, lambda cache, _: float(cache.report().flops_saved), store.flush, store.close)
+    return Way(model, make, exact, lambda cache, _: float(cache.report().flops_saved), settle=store.flush, close=store.close)
 
 
 def aligned(bench: Bench, location: str, stored: str, prompt: torch.Tensor) -> Way:
     """From a `WarmStartLibrary` that holds one prompt."""
-    model, options = bench.models.switched, {"quantization": STORED[stored], "timeout": TIMEOUT}
+    model, options = bench.model, {"quantization": STORED[stored], "timeout": TIMEOUT}
     library = kv.WarmStartLibrary(model, word_tokenizer(bench.shape.vocabulary), location=location, **options)
     library.add(prompt[0].tolist())
     saved = lambda cache, tokens: bench.saved(cache.report().computed_tokens, tokens)  # noqa: E731
@@ -187,13 +197,7 @@ PROMPTS: dict[str, Callable[[torch.Tensor, int, int], list[torch.Tensor]]] = {
     "moved": moved_pages,
     "aligned": changed_words,
 }
-
-
-class Source(NamedTuple):
-    """Prompts of a cell, and a way to answer them."""
-
-    prompts: Sequence[torch.Tensor]
-    way: Way
+Source = tuple[Sequence[torch.Tensor], Way]  # prompts of a cell, and a way to answer them
 
 
 @dataclass(frozen=True)
@@ -213,8 +217,8 @@ def fresh(make: Callable[..., Any], *artifacts: str, **options: Any) -> Callable
     """Prompts of which nothing is known. Artifacts are attributes of the bench, and calibrated before times are taken."""
 
     def source(bench: Bench, first: torch.Tensor, count: int) -> Source:
-        values, model = [getattr(bench, name) for name in artifacts], bench.models.switched
-        return Source([first] * count, Way(model, lambda: make(model, *values, **options)))
+        values, model = [getattr(bench, name) for name in artifacts], bench.model
+        return [first] * count, Way(model, lambda: make(model, *values, **options))
 
     return source
 
@@ -224,19 +228,19 @@ def stored_prefix(bench: Bench, first: torch.Tensor, count: int) -> Source:
     way, shared = segments(bench, "memory", BIT_EQUAL, "exact"), first.shape[1] * 9 // 10
     ask(way.model, way.cache, first[:, :shared])
     way.settle()
-    return Source(begun_alike(first, count, bench.shape.vocabulary), way)
+    return begun_alike(first, count, bench.shape.vocabulary), way
 
 
 def similar(bench: Bench, first: torch.Tensor, count: int) -> Source:
     """A library has a prompt with ten other words."""
-    return Source(changed_words(first, count, bench.shape.vocabulary), aligned(bench, "memory", BIT_EQUAL, first))
+    return changed_words(first, count, bench.shape.vocabulary), aligned(bench, "memory", BIT_EQUAL, first)
 
 
 def coded(bench: Bench, first: torch.Tensor, count: int) -> Source:
     """Another model has read the prompt, and its codes are at hand."""
-    codes, model = bench.translator.encode(bench.producer(), first), bench.models.switched
+    codes, model = bench.translator.encode(bench.producer(), first), bench.model
     make = lambda: kv.TranslatedCache(model, bench.translator, codes)  # noqa: E731
-    return Source([first] * count, Way(model, make, False, lambda cache, tokens: cache.report().translated / tokens))
+    return [first] * count, Way(model, make, False, lambda cache, tokens: cache.report().translated / tokens)
 
 
 def pruned(policy: str, more: str = "", **options: Any) -> Side:

@@ -55,24 +55,22 @@ SIDES = (
 )
 
 
-class Part:
-    """Token ids of a part of a held-out text."""
+def ids_of(tokenizer: Any, domain: str, part: tuple[float, float]) -> list[int]:
+    """A part of a held-out text."""
+    text = testbed.held_out(domain)
+    return encode(tokenizer, text[slice(*(int(share * len(text)) for share in part))])
 
-    def __init__(self, tokenizer: Any, domain: str, part: tuple[float, float], longest: int) -> None:
-        text = testbed.held_out(domain)
-        start, stop = (int(share * len(text)) for share in part)
-        self.ids, self.longest = encode(tokenizer, text[start:stop]), longest
 
-    def piece(self, rng: random.Random, more: int = 0) -> list[int]:
-        """Consecutive tokens, a random number of them."""
-        length = rng.randint(SHORTEST, self.longest) + more
-        start = rng.randrange(len(self.ids) - length)
-        return self.ids[start : start + length]
+def piece(ids: list[int], rng: random.Random, longest: int, more: int = 0) -> list[int]:
+    """Consecutive tokens, a random number of them."""
+    length = rng.randint(SHORTEST, longest) + more
+    start = rng.randrange(len(ids) - length)
+    return ids[start : start + length]
 
 
 def calibration_texts(tokenizer: Any, count: int, longest: int, *, of_testbed: bool) -> list[list[int]]:
     """Pieces of prose and verse; for the testbed's models half of the texts are documents."""
-    parts = [Part(tokenizer, domain, (TESTBED_PARTS if of_testbed else OTHER_PARTS)[0], longest) for domain in DOMAINS]
+    parts = [ids_of(tokenizer, domain, (TESTBED_PARTS if of_testbed else OTHER_PARTS)[0]) for domain in DOMAINS]
     documents, texts = testbed.documents("calibration"), []
     for number in range(count):
         is_document = of_testbed and number % 4 < 2
@@ -80,7 +78,7 @@ def calibration_texts(tokenizer: Any, count: int, longest: int, *, of_testbed: b
             fitting = [document for document in documents if document.tokens <= longest]
             texts.append(encode(tokenizer, fitting[(number // 4 * 2 + number % 2) % len(fitting)].text))
         else:
-            texts.append(parts[number % 2].piece(random.Random(CALIBRATION_SEED + number)))
+            texts.append(piece(parts[number % 2], random.Random(CALIBRATION_SEED + number), longest))
     return texts
 
 
@@ -88,9 +86,9 @@ def evaluation_texts(tokenizer: Any, count: int, seed: int, longest: int, *, of_
     """So many of each workload, of parts that nothing was fitted to; contexts with a needle where a model can't answer the documents."""
     texts = []
     for domain in DOMAINS:
-        part = Part(tokenizer, domain, (TESTBED_PARTS if of_testbed else OTHER_PARTS)[1], longest)
+        part = ids_of(tokenizer, domain, (TESTBED_PARTS if of_testbed else OTHER_PARTS)[1])
         for number in range(count):
-            ids = part.piece(random.Random(f"{domain} {seed + number}"), more=ASKED)
+            ids = piece(part, random.Random(f"{domain} {seed + number}"), longest, ASKED)
             texts.append(Text(domain, ids[:-ASKED], ids[-ASKED:]))
     if of_testbed:
         documents = [document for document in testbed.documents("evaluation") if document.tokens <= longest]

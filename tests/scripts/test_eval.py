@@ -43,8 +43,6 @@ def test_each_task_has_its_rows_with_the_conditions_they_were_measured_under(rea
     reuse = {(row["cache"], row["task"]): row for row in rows if row["section"] == "reuse"}
     assert float(reuse["segments exact", "requests"]["kl"]) < 1e-6
     assert all(0 < float(row["saved"]) < 1 for row in reuse.values())
-    refused = [row for row in rows if row["note"]]
-    assert all(row["cache"].startswith("QuantizedCache") and not row["kl"] for row in refused)
 
 
 @pytest.mark.full
@@ -121,15 +119,6 @@ def test_rotated_codes_keep_norms_and_lose_less_with_more_bits() -> None:
     errors = [float((peers.RotatedCoding(bits).read(0, states, states)[0] - states).square().mean()) for bits in (2, 3, 4)]
     assert errors == sorted(errors, reverse=True)
     assert math.isclose(errors[2], 0.0095 * float(states.square().mean()), rel_tol=0.2)
-
-
-def test_a_note_stays_only_where_nothing_was_measured() -> None:
-    side = vars(quality.Side("QuantizedCache hqq 2 bit", 0.15625, 128, peer=True))
-    note = {"task": "quantized prose.txt", "cache": "hqq", "side": side, "note": "install hqq"}
-    measured = {"task": "quantized prose.txt", "cache": "hqq", "side": side, "tokens": 4, "kl": 0.5, "agreement": 1.0}
-    [alone], [both] = (list(quality.summaries(rows)) for rows in ([note], [note, measured]))
-    assert (alone["note"], alone["samples"], alone["recent"]) == ("install hqq", "", 128)
-    assert (both["kl"], both["samples"], "note" in both) == (0.5, 1, False)
 
 
 @pytest.mark.full
