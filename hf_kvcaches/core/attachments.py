@@ -44,7 +44,6 @@ class Attachment(ABC):
 
     @classmethod
     def add_copy(cls, model: PreTrainedModel, cache: Any, copied: Any) -> None:
-        """Attach for a cache's copy what is attached for the cache."""
         for attachment in cls._all:
             if cache in attachment.caches.get(model, ()):
                 attachment.add(model, copied)

@@ -37,8 +37,3 @@ def attention_configs(model: PreTrainedModel) -> tuple[PreTrainedConfig, ...]:
     modules = [module for module in compat.modules_of(model.get_decoder()) if hasattr(module, "layer_idx")]
     configs = {id(module.config): module.config for module in modules if isinstance(getattr(module, "config", None), PreTrainedConfig)}
     return tuple(configs.values())
-
-
-def has_latents(model: PreTrainedModel) -> bool:
-    """Return whether a model keeps latents, of which its attention makes keys and values (multi-head latent attention)."""
-    return any(hasattr(module, EXPANSION) for module in compat.modules_of(model.get_decoder()))

@@ -96,7 +96,7 @@ class HolderCache(KVCache):
             _require_heads(cache, index, keys, values)
             cache.adopt_layer(index, keys, values, position_ids, padding, None if queries is None else queries[index])
         if isinstance(past, KVCache):
-            if past.provenance.taken:
+            if past.provenance.until:
                 cache.provenance = copy.deepcopy(past.provenance)
             cache.log = copy.deepcopy(past.log)
             cache.log.crop(tokens)
@@ -147,14 +147,13 @@ class HolderCache(KVCache):
                 start = max(0, tokens - layer.sliding_window + 1)
                 layer.update(keys[:, :, start:], values[:, :, start:])
                 layer.cumulative_length = tokens
-        if not self.provenance.taken:
+        if not self.provenance.until:
             self.provenance = Provenance.of(_UNKNOWN, tokens)
         if self.offloading and any(isinstance(before, KVLayer) for before in self.layers[:layer_idx]):  # a pass prefetches no first layer
             Cache.offload(self, layer_idx, self.only_non_sliding)
 
 
 def _require_exact_past(past: Any, cache: KVCache) -> int:
-    """Check that a cache can be a source, and return how many tokens it has."""
     if not isinstance(past, Cache) or not hasattr(past, "layers"):
         raise ConfigError.of("past", "a DynamicCache, or a cache of this package that keeps every token", past)
     if past.layers and not any(isinstance(layer, CacheLayerMixin) for layer in past.layers):

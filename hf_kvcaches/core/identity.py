@@ -101,11 +101,6 @@ class Provenance:
         self.until = seen + tokens
 
     @property
-    def taken(self) -> bool:
-        """Whether there was a pass whose identity was taken."""
-        return bool(self._spans)
-
-    @property
     def identity(self) -> Identity:
         """Of all tokens, or the reason why they have none."""
         if not self._spans:
@@ -160,7 +155,6 @@ _lock = threading.RLock()
 
 
 def _without_hooks(model: PreTrainedModel, looks: int = 1) -> Identity:
-    """The identity of a model in the state that it is in, hooks left out."""
     with _lock:
         known = _known.get(model, [])
         current = next((each for each in known if each.state.holds(looks)), None) or Identity(why_unreadable(model), state=_State(model))
@@ -217,7 +211,6 @@ class _State:
 
     @torch.no_grad()
     def _was_written(self, looks: int) -> bool:
-        """Whether elements of the samples that are looked at have changed."""
         count = min(looks * -(-len(self._samples) // LOOKS), len(self._samples))
         looked_at = [self._samples[index % len(self._samples)] for index in range(self._next, self._next + count)]
         self._next += count

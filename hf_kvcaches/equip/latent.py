@@ -95,7 +95,7 @@ class LatentView(LayerView):
     def __init__(self, model: PreTrainedModel, module: nn.Module, tokens: LayerView, cache: Any) -> None:
         _require_absorbable(module)
         _EXPANSION.add(model, cache)
-        self.tokens = tokens
+        self.tokens, self.afterwards = tokens, tokens.afterwards
 
     def attend(self, module: nn.Module, query: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any) -> Attended:
         attention: Any = module

@@ -25,8 +25,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from hf_kvcaches.core.fingerprint import ModelFingerprint
-from hf_kvcaches.core.tokenizer_digest import digest_of_tokenizer
+from hf_kvcaches.core.fingerprint import ModelFingerprint, digest_of_tokenizer
 from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch
 from tests.core.fingerprint_helpers import TINY, Change, changed, llama, nudge, tokenizer, two_adapters
 from tests.costs import seconds
