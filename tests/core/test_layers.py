@@ -123,13 +123,6 @@ def test_row_operations_move_every_tensor(filled):
     assert filled.keys[:, 0, 0, 0].tolist() == [0]
 
 
-def test_reset_forgets_tensors_and_counters(filled):
-    filled.oldest = 7
-    filled.reset()
-    assert (filled.seen, filled.oldest, filled.kept, filled.is_initialized) == (0, 0, 0, False)
-    assert not filled.owned_tensors()
-
-
 @pytest.mark.parametrize(
     ("tensors", "values"),
     [({"scores": torch.ones(1)}, {"seen": 1, "oldest": 0}), ({}, {"seen": 1}), ({}, {"seen": 1, "oldest": 0, "more": 1})],
@@ -192,19 +185,6 @@ def test_other_rows_or_another_dtype_are_refused_and_lose_nothing(new):
         layer.update(new, new)
     assert layer.seen == 9
     assert layer.keys[:, :, :9].all()
-
-
-@torch.no_grad()
-def test_keys_and_values_show_what_counts_and_can_not_be_assigned():
-    layer = GrowingLayer()
-    assert layer.keys is None
-    layer.update(torch.ones(1, 2, 5, 3), torch.zeros(1, 2, 5, 3))
-    assert layer.keys.shape == layer.values.shape == (1, 2, 5, 3)
-    layer.crop(-2)
-    assert layer.keys.shape[2] == 3
-    for name in ("keys", "values"):
-        with pytest.raises(AttributeError, match=name):
-            setattr(layer, name, torch.zeros(1, 2, 1, 3))
 
 
 # Rows of a cache
