@@ -17,9 +17,8 @@ from transformers.cache_utils import CacheLayerMixin
 
 from hf_kvcaches import compat
 from hf_kvcaches.core import view
-from hf_kvcaches.core.attachments import Attachment
 from hf_kvcaches.core.call import AnsweringLayer
-from hf_kvcaches.core.decoder import attention_configs
+from hf_kvcaches.core.decoder import Attachment, attention_configs
 from hf_kvcaches.core.identity import Provenance
 from hf_kvcaches.core.layers import KVLayer, row_picker
 from hf_kvcaches.core.report import CacheReport, foreign_kept, foreign_kind, foreign_tensors, measured_bytes, summarise

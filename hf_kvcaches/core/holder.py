@@ -12,9 +12,9 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.attachments import ForwardHook
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.call import AnsweringLayer
+from hf_kvcaches.core.decoder import ForwardHook
 from hf_kvcaches.core.identity import Identity, Provenance
 from hf_kvcaches.core.layers import GrowingLayer, KVLayer
 from hf_kvcaches.core.parallel import is_tensor_parallel

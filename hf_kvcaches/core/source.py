@@ -17,9 +17,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.attachments import ForwardHook
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.call import Call
+from hf_kvcaches.core.decoder import ForwardHook
 from hf_kvcaches.core.files import Content
 from hf_kvcaches.core.holder import HolderCache, LastQueries, generated_positions
 from hf_kvcaches.core.layers import GrowingLayer

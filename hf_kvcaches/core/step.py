@@ -249,9 +249,6 @@ class Passes:
         # Drafts behind more than the last chosen token follow a prompt.
         return tokens - drafts if drafts and tokens - drafts > 1 else 0
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Passes:
-        return Passes()
-
     def __reduce__(self) -> tuple[type[Passes], tuple[()]]:
         return Passes, ()
 

@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.attachments import Attachment
+from hf_kvcaches.core.decoder import Attachment
 from hf_kvcaches.core.refusal import Refusal
 from hf_kvcaches.errors import ConfigError, UnsupportedError, with_article
 
@@ -190,9 +190,6 @@ class Preparation:
         if not cache.hooks_forward and ids is not None and ids.ndim == 2:
             cache.log.append(ids, cache.seen)
         return inputs
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self.__reduce__()[0](memo.get(id(self._model()), self._model()))
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         return _method_of_class, (self._model(),)

@@ -82,9 +82,7 @@ class LayerView(ABC):
                         del name.waiting[thread]
             self._thread = None
 
-    def __del__(self) -> None:
-        if self._thread is not None:
-            self.restore()
+    __del__ = restore
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

@@ -19,8 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.attachments import Attachment
-from hf_kvcaches.core.decoder import EXPANSION
+from hf_kvcaches.core.decoder import EXPANSION, Attachment
 from hf_kvcaches.core.view import LayerView, previous_attention
 from hf_kvcaches.equip.storage import Flat, Raw, read_decoded
 from hf_kvcaches.errors import UnsupportedError

@@ -2,7 +2,7 @@
 
 import traceback
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -186,8 +186,3 @@ def _bad_advice(found: list[Outcome]) -> list[Outcome]:
                 detail = f"recommends {phrase}, which fails too: {outcome.detail}"
                 bad.append(Outcome(outcome.family, outcome.cache, outcome.scenario, "wrong", detail))
     return bad
-
-
-def as_dict(outcome: Outcome) -> dict[str, str]:
-    """For a file."""
-    return asdict(outcome)
