@@ -71,12 +71,10 @@ class HolderCache(KVCache):
 
         Args:
             past: A `DynamicCache`, or a cache of this package that keeps every key and value exactly.
-            model: As for the constructor.
-            *args: As for the constructor.
+            model: As for the constructor, and so are `args` and `options`.
             attention_mask: 1 where a token of `past` is real, (batch, tokens), with padding at the start of rows; None for no padding.
             position_ids: Those that `past` was filled with, (batch or 1, tokens); None for those of `generate`, which count real tokens.
             queries: Of each layer, the last ones of the prompt, where `adopt_window` is not 0.
-            **options: As for the constructor.
         """
         cache = cls(model, *args, **options)
         if queries is None and (refusal := cache.adopt_refused()):
@@ -148,7 +146,7 @@ class HolderCache(KVCache):
                 layer.update(keys[:, :, start:], values[:, :, start:])
                 layer.cumulative_length = tokens
         if not self.provenance.until:
-            self.provenance = Provenance.of(_UNKNOWN, tokens)
+            self.provenance = Provenance(tokens, [(0, _UNKNOWN)])
         if self.offloading and any(isinstance(before, KVLayer) for before in self.layers[:layer_idx]):  # a pass prefetches no first layer
             Cache.offload(self, layer_idx, self.only_non_sliding)
 
@@ -214,8 +212,6 @@ def _require_heads(cache: KVCache, layer_idx: int, keys: torch.Tensor, values: t
 
 class GrowingCache(HolderCache):
     """Keeps every token, like `DynamicCache`, without copying the whole cache for each new one.
-
-    The ground that lossy caches are measured from, and what a cache with nothing to save falls back to.
 
     **Departs from** `DynamicCache`: a decoding step writes one slot into a buffer instead of concatenating. Rows,
     cropping, saving and copying work alike. Sliding, linear and shared layers of hybrid models are transformers' own.

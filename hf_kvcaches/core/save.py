@@ -155,7 +155,7 @@ class SavedCache:
             raise ConfigError.of("codec", f"for {where} none, since it was saved without one", codec, "Leave it out.")
         with artifact_errors(f"{where}: its content doesn't make a {cls.__name__}", "Save the cache again."):
             cache = _rebuilt(cls, model, content, codec)
-        cache.provenance = Provenance.of(identity, cache.seen)
+        cache.provenance = Provenance(cache.seen, [(0, identity)])
         return cache
 
 

@@ -191,7 +191,7 @@ class SourceCache(KVCache):
         holder, sparse = self.holder, self.sparse_pass
         if (holder is None and sparse is None) or self.stage is Stage.FILLING or layer_idx >= len(self.layers):
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if layer_idx == 0 and holder is not None and self.stage is not Stage.HANDED_OVER:  # it may be that behind this
+        if layer_idx == 0 and holder is not None and self.stage is not Stage.HANDED_OVER:  # which it may be afterwards
             self._begin_hand_over(holder, self.seen + key_states.shape[2] if sparse is None else sparse.total)
         if holder is not None and self.stage is Stage.HANDED_OVER:
             return holder.update(key_states, value_states, layer_idx, *args, **kwargs)
