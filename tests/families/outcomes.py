@@ -9,9 +9,8 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_kvcaches.errors import KVCacheError
-from tests.families.caches import KINDS, SINKS, Kind
 from tests.families.models import Family, build
-from tests.families.scenarios import PROMPT, SCENARIOS, Logits, Oracle, pruned
+from tests.families.scenarios import KINDS, PROMPT, SCENARIOS, SINKS, Kind, Logits, Oracle, pruned
 
 # Of logits, as a share of their spread. Rounding is a hundredth of it, a wrong position or a forgotten token a hundred times it.
 TOLERANCE = 1e-3
