@@ -7,7 +7,6 @@ import os
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import peft
 import pytest
@@ -33,6 +32,7 @@ from hf_kvcaches.core.identity import identity_of
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedError
 from tests import tiny
 from tests.core.fingerprint_helpers import TINY, changed, llama, lora, nudge, two_adapters
+from tests.helpers.prompts import greedy
 from tests.warmstart.warm import library_of, words
 
 
@@ -193,21 +193,15 @@ def test_adapters_are_known_in_every_precision_and_merged_or_other_ones_are_refu
 PROMPT = tiny.ids(1, 60, seed=3)
 
 
-def answer(model: PreTrainedModel, cache: object) -> Any:
-    return model.generate(
-        PROMPT, past_key_values=cache, max_new_tokens=3, do_sample=False, output_logits=True, return_dict_in_generate=True
-    )
-
-
 @pytest.mark.parametrize("dtype", TYPES)
 def test_codecs_serve_their_model_in_every_precision(dtype: torch.dtype, tmp_path: Path) -> None:
     KVCodec.calibrate(tiny.llama(), None, [tiny.ids(96).tolist()], bytes_ratio=1.5, progress=False).save_pretrained(tmp_path)
     model = tiny.llama().to(dtype)
     codec = KVCodec.from_pretrained(tmp_path, model=model)
-    logits = answer(model, SubspaceCache(model, codec, sinks=2, recent=4)).logits[0]
+    logits = greedy(model, PROMPT, SubspaceCache(model, codec, sinks=2, recent=4)).logits[0]
     # All dimensions are kept, so only rounding is lost.
     tolerance = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.2}[dtype]
-    torch.testing.assert_close(logits, answer(model, None).logits[0], atol=tolerance, rtol=0.01)
+    torch.testing.assert_close(logits, greedy(model, PROMPT, None).logits[0], atol=tolerance, rtol=0.01)
     with pytest.raises(FingerprintMismatch, match="weights differ"):
         SubspaceCache(tiny.llama(seed=1).to(dtype), codec)
 
@@ -219,7 +213,7 @@ def test_stored_keys_and_values_stay_with_their_precision(tmp_path: Path) -> Non
     with pytest.raises(FingerprintMismatch, match="weights differ"):
         WarmStartLibrary.from_pretrained(tmp_path / "library", other, words())
     cache = GrowingCache(model)
-    answer(model, cache)
+    greedy(model, PROMPT, cache)
     cache.save(tmp_path / "cache")
     with pytest.raises(FingerprintMismatch, match="weights differ"):
         GrowingCache.load(tmp_path / "cache", other)

@@ -24,7 +24,7 @@ from hf_kvcaches import (
 from hf_kvcaches.errors import UnsupportedError
 from tests.conformance.entries import ReadBefore
 from tests.families.models import TOKEN_LIMIT, VOCABULARY
-from tests.helpers.prompts import left_padded
+from tests.helpers.prompts import greedy, left_padded
 from tests.translate.pairs import fit
 from tests.warmstart.warm import words
 
@@ -176,26 +176,11 @@ def takes(model: PreTrainedModel, name: str) -> bool:
     return name in inspect.signature(model.forward).parameters
 
 
-def generate(model: PreTrainedModel, ids: torch.Tensor, cache: Any, new: int = 4, mask: torch.Tensor | None = None, **options: Any) -> Any:
-    """`model.generate`, greedy, with logits."""
-    return model.generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids) if mask is None else mask,
-        past_key_values=cache,
-        max_new_tokens=new,
-        min_new_tokens=new,
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_logits=True,
-        **options,
-    )
-
-
 def single(bench: Bench) -> Logits:
     """One prompt."""
     cache = bench.make()
     bench.prepare([PROMPT])
-    return list(generate(bench.model, PROMPT, cache).logits)
+    return list(greedy(bench.model, PROMPT, cache).logits)
 
 
 def padded(bench: Bench) -> Logits:
@@ -203,40 +188,40 @@ def padded(bench: Bench) -> Logits:
     cache = bench.make()
     bench.prepare([PROMPT, SHORT])
     ids, mask = left_padded([PROMPT, SHORT])
-    return list(generate(bench.model, ids, cache, mask=mask).logits)
+    return list(greedy(bench.model, ids, cache, mask=mask).logits)
 
 
 def second(bench: Bench) -> Logits:
     """A prompt that begins like one that was there."""
-    first = generate(bench.model, PROMPT, bench.make(), new=2).logits
+    first = greedy(bench.model, PROMPT, bench.make(), new=2).logits
     bench.settle()
-    again = generate(bench.model, PROMPT, bench.make(), new=2).logits
+    again = greedy(bench.model, PROMPT, bench.make(), new=2).logits
     bench.settle()
-    return [*first, *again, *generate(bench.model, CONTINUED, bench.make(), new=3).logits]
+    return [*first, *again, *greedy(bench.model, CONTINUED, bench.make(), new=3).logits]
 
 
 def chunks(bench: Bench) -> Logits:
     """A prompt in pieces."""
-    return list(generate(bench.model, PROMPT, bench.make(), prefill_chunk_size=9).logits)
+    return list(greedy(bench.model, PROMPT, bench.make(), prefill_chunk_size=9).logits)
 
 
 def chat(bench: Bench) -> Logits:
     """A second turn with the same cache."""
     cache = bench.make()
     bench.prepare([PROMPT])
-    first = generate(bench.model, PROMPT, cache, new=3)
+    first = greedy(bench.model, PROMPT, cache, new=3)
     turn = torch.cat([PROMPT, torch.stack(first.logits, 1).argmax(-1)[:1], tokens(5, 9)], 1)
-    return [*first.logits, *generate(bench.model, turn, cache, new=3).logits]
+    return [*first.logits, *greedy(bench.model, turn, cache, new=3).logits]
 
 
 def beams(bench: Bench) -> Logits:
     """Two beams."""
-    return list(generate(bench.model, PROMPT, bench.make(), num_beams=2, new=3).logits)
+    return list(greedy(bench.model, PROMPT, bench.make(), num_beams=2, new=3).logits)
 
 
 def lookup(bench: Bench) -> Logits:
     """Guesses from the prompt, which are taken back."""
-    return list(generate(bench.model, REPEATING, bench.make(), prompt_lookup_num_tokens=2, new=5).logits)
+    return list(greedy(bench.model, REPEATING, bench.make(), prompt_lookup_num_tokens=2, new=5).logits)
 
 
 @torch.no_grad()
@@ -264,13 +249,13 @@ def moved(bench: Bench) -> Logits:
     if isinstance(bench, Oracle):
         return _moved_by_hand(bench)
     stop = BEFORE + SEGMENT.shape[1]
-    generate(bench.model, FIRST, bench.make(spans=[[(BEFORE, stop)]]), new=1)
+    greedy(bench.model, FIRST, bench.make(spans=[[(BEFORE, stop)]]), new=1)
     bench.settle()
     cache = bench.make(spans=[[(AFTER, AFTER + stop - BEFORE)]])
-    found = list(generate(bench.model, SECOND, cache, new=3).logits)
+    found = list(greedy(bench.model, SECOND, cache, new=3).logits)
     reused = cache.report().reused_tokens
     if not reused:
-        plain = generate(bench.model, SECOND, Oracle(bench.model).make(), new=3).logits
+        plain = greedy(bench.model, SECOND, Oracle(bench.model).make(), new=3).logits
         assert all(torch.allclose(a, b, atol=1e-3) for a, b in zip(found, plain, strict=True)), "nothing was reused, and yet it differs"
         raise UnsupportedError("No error is raised, but nothing is reused.")
     assert reused == SEGMENT.shape[1], f"reused {reused} tokens"
@@ -291,7 +276,7 @@ def _moved_by_hand(bench: Bench) -> Logits:
     for layer, other in zip(cache.layers, source.layers, strict=True):
         layer.keys = torch.cat([layer.keys, other.keys[:, :, slots]], -2)
         layer.values = torch.cat([layer.values, other.values[:, :, slots]], -2)
-    return list(generate(model, SECOND, cache, new=3).logits)
+    return list(greedy(model, SECOND, cache, new=3).logits)
 
 
 def _windows(model: PreTrainedModel) -> list[int]:
