@@ -10,10 +10,9 @@ from hf_kvcaches.version import __version__ as __version__
 # Module -> the public names that it has. Nothing is imported before it is asked for. `__init__.pyi` says the same to type checkers.
 _PUBLIC = {
     "core.view": "enable disable",
-    "core.cache": "KVCache",
+    "core.cache": "KVCache per_call",
     "codec.codec": "KVCodec",
     "core.layers": "KVLayer",
-    "core.per_call": "per_call",
     "core.report": "CacheReport",
     "core.holder": "GrowingCache",
     "core.fingerprint": "ModelFingerprint set_fingerprint",

@@ -1,10 +1,10 @@
 from hf_kvcaches.codec.codec import KVCodec as KVCodec
 from hf_kvcaches.core.cache import KVCache as KVCache
+from hf_kvcaches.core.cache import per_call as per_call
 from hf_kvcaches.core.fingerprint import ModelFingerprint as ModelFingerprint
 from hf_kvcaches.core.fingerprint import set_fingerprint as set_fingerprint
 from hf_kvcaches.core.holder import GrowingCache as GrowingCache
 from hf_kvcaches.core.layers import KVLayer as KVLayer
-from hf_kvcaches.core.per_call import per_call as per_call
 from hf_kvcaches.core.report import CacheReport as CacheReport
 from hf_kvcaches.core.rope import RotaryGeometry as RotaryGeometry
 from hf_kvcaches.core.view import disable as disable

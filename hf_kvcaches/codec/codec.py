@@ -259,7 +259,7 @@ class KVCodec(Artifact, Maker):
         return [self.has_codes(index) for index in range(self.layer_count)]
 
     def encode_layers(self, config: PreTrainedConfig, layers: Mapping[int, States], padding: list[int]) -> dict[int, dict[str, Tensor]]:
-        """What a saved cache has of layers, see `CacheCodec`: a record for each row, and the first tokens of all."""
+        """What a saved cache has of layers: a record for each row, and the first tokens of all."""
         stored: dict[int, dict[str, Tensor]] = {layer: {} for layer in layers}
         for row, start in enumerate(padding):
             own = {layer: (keys[row : row + 1, :, start:], values[row, :, start:]) for layer, (keys, values) in layers.items()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -28,7 +27,6 @@ class Call:
 
     @cached_property
     def scaling(self) -> float:
-        """What scores are multiplied with."""
         scaling = self.options.get("scaling")
         return float(scaling) if scaling is not None else float(self.module.head_dim) ** -0.5  # type: ignore[arg-type]
 
@@ -84,8 +82,6 @@ class NewTokens(LayerView):
     Under autocast, keys and values are cast as the model's own attention would cast them.
     """
 
-    afterwards: Callable[[], None] | None = None  # called when the queries are answered
-
     def __init__(self, layer: AnsweringLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
         device = keys.device.type
         enabled = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
@@ -112,6 +108,4 @@ class NewTokens(LayerView):
         else:  # the layer computes in the autocast precision throughout, as in a model of that precision
             with torch.autocast(query.device.type, enabled=False):
                 output = self.layer.attend(query.to(self.keys.dtype), self.keys, self.values, call)
-        if self.afterwards is not None:
-            self.afterwards()
         return output, None

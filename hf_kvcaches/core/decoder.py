@@ -1,6 +1,12 @@
-"""The parts of a model's decoder: its layers, what makes keys and values in them, and the configs that these read."""
+"""The parts of a model's decoder, and what is attached to a model for its caches: once, and for as long as one of them lives."""
 
 from __future__ import annotations
+
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -10,6 +16,8 @@ from hf_kvcaches.errors import UnsupportedError
 
 # The method by which attention modules make keys and values of the latents that a cache returns.
 EXPANSION = "expand_kv"
+# A cache may be freed by another thread, or by the garbage collector in the middle of `Attachment.add`.
+_lock = threading.RLock()
 
 
 def decoder_layers(model: PreTrainedModel) -> tuple[nn.Module, str, nn.ModuleList]:
@@ -39,6 +47,55 @@ def attention_configs(model: PreTrainedModel) -> tuple[PreTrainedConfig, ...]:
     return tuple(configs.values())
 
 
-def has_latents(model: PreTrainedModel) -> bool:
-    """Return whether a model keeps latents, of which its attention makes keys and values (multi-head latent attention)."""
-    return any(hasattr(module, EXPANSION) for module in compat.modules_of(model.get_decoder()))
+class Attachment(ABC):
+    """Holds on to neither models nor caches; `caches` has for each model those that it is attached for."""
+
+    _all: ClassVar[list[Attachment]] = []
+
+    def __init__(self) -> None:
+        self.caches: weakref.WeakKeyDictionary[PreTrainedModel, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
+        self._all.append(self)
+
+    @abstractmethod
+    def attach(self, model: PreTrainedModel) -> None:
+        """Attach this to a model, unless it is."""
+
+    @abstractmethod
+    def detach(self, model: PreTrainedModel) -> None:
+        """Take it away again."""
+
+    def add(self, model: PreTrainedModel, cache: Any) -> None:
+        """Attach this to a model for as long as a cache lives."""
+        with _lock:
+            caches = self.caches.setdefault(model, weakref.WeakSet())
+            if cache not in caches:
+                caches.add(cache)
+                self.attach(model)  # last: nothing is detached while this cache is in the set
+                weakref.finalize(cache, self._cache_freed, weakref.ref(model)).atexit = False
+
+    @classmethod
+    def add_copy(cls, model: PreTrainedModel, cache: Any, copied: Any) -> None:
+        for attachment in cls._all:
+            if cache in attachment.caches.get(model, ()):
+                attachment.add(model, copied)
+
+    def _cache_freed(self, reference: weakref.ref[PreTrainedModel]) -> None:
+        with _lock:
+            model = reference()
+            if model is not None and not list(self.caches[model]):
+                self.detach(model)
+
+
+class ForwardHook(Attachment):
+    """A hook as in `register_forward_pre_hook(hook, with_kwargs=True)`."""
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        super().__init__()
+        self.hook = hook
+
+    def attach(self, model: PreTrainedModel) -> None:
+        if self.hook not in compat.forward_hooks(model):
+            model.register_forward_pre_hook(self.hook, with_kwargs=True)
+
+    def detach(self, model: PreTrainedModel) -> None:
+        compat.remove_pre_hook(model, self.hook)

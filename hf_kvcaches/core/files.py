@@ -93,7 +93,6 @@ def _has_string_keys(value: Any) -> bool:
 
 
 def require_header(header: Mapping[str, Any], kind: str, version: int, fields: Mapping[str, Any], where: str) -> None:
-    """Raise an `ArtifactError` unless a header is of a kind and a format version, and has fields of some types."""
     if (got := header.get("type")) != kind:
         raise ArtifactError(f"{where}: expected a {kind!r}, got a {got!r}. Load it with the class for that kind.")
     got = header.get("format_version")
@@ -118,7 +117,6 @@ def artifact_errors(what: str, hint: str) -> Iterator[None]:
 
 
 def checked_layers(count: Any) -> int:
-    """Return a number of layers that a file says, if it is one; raise an `ArtifactError` otherwise."""
     if type(count) is not int or not 0 <= count <= MOST_LAYERS:
         raise ArtifactError(f"layers: expected a number from 0 to {MOST_LAYERS}, got {str(count)[:50]}. {_AGAIN}")
     return count

@@ -16,8 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.parallel import shard_of
-from hf_kvcaches.core.tokenizer_digest import digest_of_tokenizer
-from hf_kvcaches.errors import ArtifactError, FingerprintMismatch, UnsupportedError, require_instance
+from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch, UnsupportedError, require_instance, require_tokenizer
 from hf_kvcaches.kernels.checksum import describe, hash_of, is_readable, name_of, plain
 
 _FORMAT_VERSION = 5
@@ -30,6 +29,7 @@ FOR_TRAINING = re.compile(r"drop|jitter|noise")  # has an effect in training mod
 _WITHOUT_EFFECT = frozenset(vars(nn.Module())) | compat.WITHOUT_EFFECT
 # Of models whose weights can't be read where they run, as callers gave them.
 supplied: weakref.WeakKeyDictionary[nn.Module, ModelFingerprint] = weakref.WeakKeyDictionary()
+_tokenizers: weakref.WeakKeyDictionary[Any, tuple[list[str], str]] = weakref.WeakKeyDictionary()  # what decides the digest, and the digest
 
 
 @dataclass(frozen=True)
@@ -263,7 +263,6 @@ def _read(root: PreTrainedModel, tokenizer: Any, gather: bool = False) -> ModelF
 
 
 def _digests(parts: Mapping[str, Any]) -> tuple[str, str]:
-    """The digests of what belongs to the model, and of what belongs to adapters."""
     of_adapters = {name: part for name, part in parts.items() if name.startswith("'")}
     return hash_of({name: part for name, part in parts.items() if name not in of_adapters}), hash_of(of_adapters)
 
@@ -291,3 +290,24 @@ def _counts(name: str, value: Any) -> bool:
     public = name[:1] != "_" or type(value) in (int, float) or name in _CHOICE
     effective = name not in _WITHOUT_EFFECT and not getattr(value, "only_observes", False)
     return public and effective and not FOR_TRAINING.search(name)
+
+
+def tokenizer_parts(tokenizer: Any) -> dict[str, str]:
+    """Return the digests of vocabulary, special tokens and chat template. How a text is cut is left out: all is stored by token id."""
+    require_tokenizer(tokenizer)
+    inner = getattr(tokenizer, "tokenizer", tokenizer)
+    if not hasattr(inner, "get_vocab"):
+        hint = "Pass what AutoTokenizer.from_pretrained returned."
+        raise ConfigError.of("tokenizer", "a transformers tokenizer or processor", tokenizer, hint)
+    special = {key: str(value) for key, value in inner.special_tokens_map.items()}
+    parts = {"vocabulary": sorted(inner.get_vocab().items()), "special tokens": special, "chat template": inner.chat_template}
+    return {name: hash_of(part) for name, part in parts.items()}
+
+
+def digest_of_tokenizer(tokenizer: Any) -> str:
+    """Return the digest of a tokenizer or processor, computed anew when tokens, special tokens or the template have changed."""
+    inner = getattr(tokenizer, "tokenizer", tokenizer)
+    state = [str(getattr(inner, name, None)) for name in ("vocab_size", "added_tokens_decoder", "special_tokens_map", "chat_template")]
+    if inner not in _tokenizers or _tokenizers[inner][0] != state:
+        _tokenizers[inner] = state, hash_of(tokenizer_parts(tokenizer))
+    return _tokenizers[inner][1]

@@ -12,9 +12,9 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.attachments import ForwardHook
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.call import AnsweringLayer
+from hf_kvcaches.core.decoder import ForwardHook
 from hf_kvcaches.core.identity import Identity, Provenance
 from hf_kvcaches.core.layers import GrowingLayer, KVLayer
 from hf_kvcaches.core.parallel import is_tensor_parallel
@@ -71,12 +71,10 @@ class HolderCache(KVCache):
 
         Args:
             past: A `DynamicCache`, or a cache of this package that keeps every key and value exactly.
-            model: As for the constructor.
-            *args: As for the constructor.
+            model: As for the constructor, and so are `args` and `options`.
             attention_mask: 1 where a token of `past` is real, (batch, tokens), with padding at the start of rows; None for no padding.
             position_ids: Those that `past` was filled with, (batch or 1, tokens); None for those of `generate`, which count real tokens.
             queries: Of each layer, the last ones of the prompt, where `adopt_window` is not 0.
-            **options: As for the constructor.
         """
         cache = cls(model, *args, **options)
         if queries is None and (refusal := cache.adopt_refused()):
@@ -96,7 +94,7 @@ class HolderCache(KVCache):
             _require_heads(cache, index, keys, values)
             cache.adopt_layer(index, keys, values, position_ids, padding, None if queries is None else queries[index])
         if isinstance(past, KVCache):
-            if past.provenance.taken:
+            if past.provenance.until:
                 cache.provenance = copy.deepcopy(past.provenance)
             cache.log = copy.deepcopy(past.log)
             cache.log.crop(tokens)
@@ -147,14 +145,13 @@ class HolderCache(KVCache):
                 start = max(0, tokens - layer.sliding_window + 1)
                 layer.update(keys[:, :, start:], values[:, :, start:])
                 layer.cumulative_length = tokens
-        if not self.provenance.taken:
-            self.provenance = Provenance.of(_UNKNOWN, tokens)
+        if not self.provenance.until:
+            self.provenance = Provenance(tokens, [(0, _UNKNOWN)])
         if self.offloading and any(isinstance(before, KVLayer) for before in self.layers[:layer_idx]):  # a pass prefetches no first layer
             Cache.offload(self, layer_idx, self.only_non_sliding)
 
 
 def _require_exact_past(past: Any, cache: KVCache) -> int:
-    """Check that a cache can be a source, and return how many tokens it has."""
     if not isinstance(past, Cache) or not hasattr(past, "layers"):
         raise ConfigError.of("past", "a DynamicCache, or a cache of this package that keeps every token", past)
     if past.layers and not any(isinstance(layer, CacheLayerMixin) for layer in past.layers):
@@ -215,8 +212,6 @@ def _require_heads(cache: KVCache, layer_idx: int, keys: torch.Tensor, values: t
 
 class GrowingCache(HolderCache):
     """Keeps every token, like `DynamicCache`, without copying the whole cache for each new one.
-
-    The ground that lossy caches are measured from, and what a cache with nothing to save falls back to.
 
     **Departs from** `DynamicCache`: a decoding step writes one slot into a buffer instead of concatenating. Rows,
     cropping, saving and copying work alike. Sliding, linear and shared layers of hybrid models are transformers' own.

@@ -177,7 +177,6 @@ def _cell(value: object) -> str:
 
 
 def make_folder(folder: str | os.PathLike[str]) -> Path:
-    """Make a folder to save something in, unless it exists."""
     path = Path(folder)
     if path.exists() and not path.is_dir():
         raise ConfigError.of("folder", "a folder or a path where one can be made", str(path), "A file has that name.")

@@ -85,48 +85,38 @@ class Provenance:
     """Under which identities the tokens of a cache were computed; decode steps by the model of the pass before."""
 
     until: int = 0  # up to where tokens belong to passes whose identity was taken
-    _spans: list[tuple[int, Identity]] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, identity: Identity, tokens: int) -> Provenance:
-        """Of a cache that was read from a file."""
-        return cls(tokens, [(0, identity)])
+    spans: list[tuple[int, Identity]] = field(default_factory=list)  # from where on, and under which
 
     def begin_pass(self, model: PreTrainedModel, seen: int, tokens: int) -> None:
         """Take the model's identity before a pass of some tokens."""
         self.crop(seen)
         identity = identity_of(model)
-        if not self._spans or self._spans[-1][1] is not identity:
-            self._spans.append((seen, identity))
+        if not self.spans or self.spans[-1][1] is not identity:
+            self.spans.append((seen, identity))
         self.until = seen + tokens
-
-    @property
-    def taken(self) -> bool:
-        """Whether there was a pass whose identity was taken."""
-        return bool(self._spans)
 
     @property
     def identity(self) -> Identity:
         """Of all tokens, or the reason why they have none."""
-        if not self._spans:
+        if not self.spans:
             return Identity("No pass has filled the cache, or only compiled ones, before which the model is not read.")
-        identities = [identity for _, identity in self._spans]
+        identities = [identity for _, identity in self.spans]
         if unseen := next((identity for identity in identities if identity.reason), None):
             return unseen
         if all(identity.matches(identities[-1]) for identity in identities):
             return identities[-1]
-        changed = f"The model has changed behind the first {self._spans[1][0]} tokens (weights, settings or adapters)"
+        changed = f"The model has changed behind the first {self.spans[1][0]} tokens (weights, settings or adapters)"
         return Identity(f"{changed}, and what follows depends on both.")
 
     def replace(self, start: int, stop: int, tokens: int, by: Provenance) -> None:
         """Have tokens that other passes computed in the place of a span; what follows moves."""
-        behind = [(start + tokens + max(0, place - stop), identity) for place, identity in self._spans if place >= start]
-        between = [(start, identity) for _, identity in by._spans]
-        self._spans = [*(span for span in self._spans if span[0] < start), *between, *behind]
+        behind = [(start + tokens + max(0, place - stop), identity) for place, identity in self.spans if place >= start]
+        between = [(start, identity) for _, identity in by.spans]
+        self.spans = [*(span for span in self.spans if span[0] < start), *between, *behind]
 
     def crop(self, length: int) -> None:
         """Forget all tokens but the first ones."""
-        self._spans = [(start, identity) for start, identity in self._spans if start < length]
+        self.spans = [(start, identity) for start, identity in self.spans if start < length]
         self.until = min(self.until, length)
 
 
@@ -160,7 +150,6 @@ _lock = threading.RLock()
 
 
 def _without_hooks(model: PreTrainedModel, looks: int = 1) -> Identity:
-    """The identity of a model in the state that it is in, hooks left out."""
     with _lock:
         known = _known.get(model, [])
         current = next((each for each in known if each.state.holds(looks)), None) or Identity(why_unreadable(model), state=_State(model))
@@ -217,7 +206,6 @@ class _State:
 
     @torch.no_grad()
     def _was_written(self, looks: int) -> bool:
-        """Whether elements of the samples that are looked at have changed."""
         count = min(looks * -(-len(self._samples) // LOOKS), len(self._samples))
         looked_at = [self._samples[index % len(self._samples)] for index in range(self._next, self._next + count)]
         self._next += count

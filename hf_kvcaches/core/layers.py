@@ -73,7 +73,6 @@ class KVLayer(CacheLayerMixin):
         return None
 
     def get_seq_length(self) -> int:
-        """The number of tokens seen, as `generate` and the position ids need it."""
         return self.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -117,11 +116,9 @@ class KVLayer(CacheLayerMixin):
         self._refuse("load")
 
     def _map_rows(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Pick rows of everything that the layer holds."""
         self._refuse("other rows", "Decode without beam search, and repeat the prompt instead of the cache.")
 
     def _move(self, device: torch.device | str) -> None:
-        """Move everything that the layer holds."""
         self._refuse("offload")
 
     def _refuse(self, operation: str, hint: str = "") -> NoReturn:
@@ -224,12 +221,10 @@ class GrowingLayer(TensorLayer):
 
     @property
     def keys(self) -> torch.Tensor | None:  # type: ignore[override]
-        """(batch, kv_heads, seen, head_dim), or None before the first token."""
         return None if self.key_buffer is None else self.key_buffer[:, :, : self.kept]
 
     @property
     def values(self) -> torch.Tensor | None:  # type: ignore[override]
-        """(batch, kv_heads, seen, head_dim), or None before the first token."""
         return None if self.value_buffer is None else self.value_buffer[:, :, : self.kept]
 
     @property
@@ -237,7 +232,6 @@ class GrowingLayer(TensorLayer):
         return self.seen
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append the new tokens and return all."""
         self.check_new_tokens(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)

@@ -55,7 +55,6 @@ class HeadShard:
         return set(decisions)
 
     def most(self, number: int, device: torch.device) -> int:
-        """Return the largest of the numbers that the processes have."""
         largest = torch.tensor([number], device=device)
         distributed.all_reduce(largest, distributed.ReduceOp.MAX, group=self.group)
         return int(largest)
@@ -91,7 +90,6 @@ def is_tensor_parallel(model: PreTrainedModel) -> bool:
 
 
 def _processes() -> int:
-    """Return how many processes there are in the default group; 1 without one."""
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 

@@ -88,7 +88,6 @@ def foreign_tensors(layer: Any) -> dict[str, torch.Tensor]:
 
 
 def foreign_kept(layer: Any) -> int:
-    """Return how many slots a layer of transformers has."""
     keys = getattr(layer, "keys", None)
     return int(keys.shape[-2]) if isinstance(keys, torch.Tensor) and keys.ndim == 4 else 0
 
@@ -102,5 +101,4 @@ def foreign_kind(layer: Any) -> str:
 
 
 def summarise(kept: Sequence[float]) -> str:
-    """Return the slots of all layers in a few words."""
     return str(kept[0]) if len(set(kept)) == 1 else f"{min(kept, default=0)} to {max(kept, default=0)}"

@@ -29,13 +29,11 @@ class RotaryGeometry:
     `dataclasses.replace(geometry, inv_freq=model.model.rotary_emb.inv_freq.double().cpu())`.
 
     **Shapes.** Keys are `(batch, heads, seq, head_dim)`. Positions and deltas are an `int`, or an integer tensor: `()`, `(seq,)`,
-    `(batch, seq)` or `(batch, heads, seq)`; any of these dimensions may be 1, so `(batch, 1)` is one delta per row.
+    `(batch, seq)` or `(batch, heads, seq)`; any of these dimensions may be 1, so `(batch, 1)` is one delta per row. Where a model has a
+    position per axis of an image (Qwen2-VL), `shift` is right for every token; `rotate` and `unrotate` are for text, whose axes agree.
 
-    **Text length.** With longrope a forward pass rotates by one of two sets of frequencies, with dynamic rope by ever others from some
-    length on. Such a geometry refuses to rotate; `at` gives the one that a pass rotates by.
-
-    **Image tokens.** In models with a position per axis (Qwen2-VL and the like), `shift` is right for every token; `rotate` and `unrotate`
-    are right for text tokens, whose axes agree.
+    **Text length.** With longrope and dynamic rope, frequencies depend on the length of the text: such a geometry refuses to rotate, and
+    `at` gives the one that a pass rotates by.
 
     Args:
         inv_freq: Angle per position of each rotated pair: `(rotary_dim / 2,)`, float64, on the CPU.
@@ -239,7 +237,6 @@ def _read(config: PreTrainedConfig) -> Rotation:
 
 
 def _per_slot(by: int | torch.Tensor, argument: str, keys: torch.Size) -> int | torch.Tensor:
-    """Return positions of any accepted shape so that they broadcast over `(batch, heads, seq)`."""
     if type(by) is int:
         return by
     if not isinstance(by, torch.Tensor) or by.is_floating_point() or by.is_complex() or by.dtype == torch.bool:

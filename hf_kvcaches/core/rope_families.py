@@ -117,7 +117,6 @@ def _refusal(text: Any, config: Any, parameters: dict[str, Any], rope_type: str,
 
 
 def _layer_rotates(text: Any, config: Any, layer_idx: int) -> bool:
-    """Return whether a layer, of that config, rotates its keys, in a model that rotates some."""
     unrotated = compat.is_family(text, "rotation_switched_off") and text.position_embedding_type != "rope"
     if unrotated or getattr(text, "use_mem_rope", True) is False:
         return False
@@ -157,7 +156,6 @@ def _layout(text: Any) -> tuple[Layout, int] | None:
 
 @cache
 def _modeling_module(config_class: type) -> ModuleType | None:
-    """Return the modeling code of a config of transformers' own, or of one that inherits from it; else None."""
     base_class = next((base for base in config_class.__mro__ if base.__module__.startswith("transformers.models.")), None)
     if base_class is None:
         return None

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, Self, runtime_checkable
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -27,24 +26,6 @@ _TYPE, _VERSION = "cache", 7
 _FIELDS = {"class": str, "settings": dict, "layers": list, "fingerprint": dict, "codec": dict | None}
 
 
-@runtime_checkable
-class CacheCodec(Protocol):
-    """What exact keys and values can be saved as, where the reader has it as well: a `KVCodec`, say."""
-
-    @property
-    def digest(self) -> str:
-        """The name of all that decides how codes are read."""
-
-    def require_model(self, model: Any) -> None:
-        """Raise `FingerprintMismatch` if it was made for another model."""
-
-    def encode_layers(self, config: Any, layers: Mapping[int, tuple[Tensor, Tensor]], padding: list[int]) -> dict[int, dict[str, Tensor]]:
-        """Return what is stored of layers' keys, rotated, and values, whose rows begin with so many slots without a token."""
-
-    def decode_layers(self, config: Any, stored: dict[int, dict[str, Tensor]], padding: list[int]) -> dict[int, tuple[Tensor, Tensor]]:
-        """Return the keys and values of layers from what `encode_layers` gave."""
-
-
 def named_codec(codec: Any, digest: str, where: str) -> Any:
     """Return the codec that a caller passed, if it is the one with the digest, which what is read names."""
     if (got := getattr(codec, "digest", codec)) != digest:
@@ -62,8 +43,8 @@ class SavedCache:
     """Whether PEFT puts a learned prompt before every text, which is in no fingerprint."""
 
     @property
-    def codec(self) -> CacheCodec | None:
-        """The codec whose codes the layers hold, if they hold codes."""
+    def codec(self) -> Any:
+        """The `KVCodec` whose codes the layers hold, if they hold codes."""
         return None
 
     def settings(self) -> dict[str, Any]:
@@ -77,26 +58,26 @@ class SavedCache:
         cache: Self = make(model, **settings)
         return cache
 
-    def save(self, path: str | Path, codec: CacheCodec | None = None, attention_mask: Tensor | None = None) -> None:
+    def save(self, path: str | Path, codec: Any = None, attention_mask: Tensor | None = None) -> None:
         """Write the cache to one safetensors file, with the fingerprint of the model that filled it.
 
         The model must still be the one that filled it, because the last tokens may be newer; else that is a `FingerprintMismatch`.
 
         Args:
             path: The file; replaced in one step.
-            codec: What `load` is given, too: the file names it and has no copy. A cache of its codes is written as it is; one that keeps
-                every token exactly is written as codes, but for the first tokens of each row, and comes back decoded.
+            codec: The `KVCodec` that `load` is given, too: the file names it and has no copy. A cache of its codes is written as it is; one
+                that keeps every token exactly is written as codes, but for the first tokens of each row, and comes back decoded.
             attention_mask: With codec, of a cache with several rows that are exact: 1 where a token is real, (batch, tokens) of the prompt
                 or of all, with padding at the start of rows. Keys are coded best where positions count these, as with `generate`.
         """
         write_atomically(path, container(self.content(codec, attention_mask)))
 
-    def to_bytes(self, codec: CacheCodec | None = None, attention_mask: Tensor | None = None) -> bytes:
+    def to_bytes(self, codec: Any = None, attention_mask: Tensor | None = None) -> bytes:
         """The cache as a message, to go on in another process that has the model; the arguments are those of `save`."""
         return b"".join(container(self.content(codec, attention_mask)))
 
     @classmethod
-    def load(cls, path: str | Path, model: Any, codec: CacheCodec | None = None) -> Self:
+    def load(cls, path: str | Path, model: Any, codec: Any = None) -> Self:
         """Read a cache that `save` wrote.
 
         Args:
@@ -106,12 +87,12 @@ class SavedCache:
         """
         return cls._from_content(read_file(path), model, codec, str(path))
 
-    def save_pretrained(self, folder: str | Path, codec: CacheCodec | None = None, attention_mask: Tensor | None = None) -> None:
+    def save_pretrained(self, folder: str | Path, codec: Any = None, attention_mask: Tensor | None = None) -> None:
         """Write the cache into a folder, made if need be, as `save` does into a file. Other files in it stay."""
         self.save(make_folder(folder) / FILE_NAME, codec, attention_mask)
 
     @classmethod
-    def from_pretrained(cls, folder_or_hub_id: str | Path, model: Any, codec: CacheCodec | None = None, **options: Any) -> Self:
+    def from_pretrained(cls, folder_or_hub_id: str | Path, model: Any, codec: Any = None, **options: Any) -> Self:
         """Read a cache that `save_pretrained` wrote, from a folder, or from the Hub where there is no such folder.
 
         Args:
@@ -122,7 +103,7 @@ class SavedCache:
         return cls.load(local_file(folder_or_hub_id, FILE_NAME, **options), model, codec)
 
     @classmethod
-    def from_bytes(cls, data: Source, model: Any, codec: CacheCodec | None = None) -> Self:
+    def from_bytes(cls, data: Source, model: Any, codec: Any = None) -> Self:
         """Read a cache that `to_bytes` wrote.
 
         Args:
@@ -132,15 +113,16 @@ class SavedCache:
         """
         return cls._from_content(read_message(data), model, codec, "this message")
 
-    def content(self: Any, codec: CacheCodec | None, attention_mask: Tensor | None) -> Content:
+    def content(self: Any, codec: Any, attention_mask: Tensor | None) -> Content:
         """What is saved or sent; the arguments are those of `save`."""
         if self.learned_prompt:
             raise UnsupportedError("save: what a learned prompt put into the cache is in no fingerprint. Keep the cache in memory.")
         header: dict[str, Any] = {"type": _TYPE, "format_version": _VERSION, "class": type(self).__name__, "settings": self.settings()}
         header |= {"fingerprint": _fingerprint(self).to_dict(), "codec": None, "layers": []}
         tensors: dict[str, Tensor] = {}
-        padding = None if codec is None else _row_padding(self, codec, attention_mask)
+        padding = None
         if codec is not None:
+            padding = _row_padding(self, codec, attention_mask)
             header["codec"] = {"digest": codec.digest, "padding": padding}
         elif self.codec is not None:
             header["codec"] = {"metadata": self.codec.metadata()}
@@ -153,27 +135,27 @@ class SavedCache:
                 exact[index] = keys, values
             tensors |= {f"{index}.{name}": tensor for name, tensor in state.items()}
             header["layers"].append({"class": type(layer).__name__, "values": counters})
-        if codec is not None and padding is not None:
-            for index, coded in codec.encode_layers(self.config, exact, padding).items():
-                tensors |= {f"{index}.coded.{name}": tensor for name, tensor in coded.items()}
+        coded = {} if padding is None else codec.encode_layers(self.config, exact, padding)
+        tensors |= {f"{index}.coded.{name}": tensor for index, state in coded.items() for name, tensor in state.items()}
         return Content(header, tensors)
 
     @classmethod
-    def _from_content(cls, content: Content, model: Any, codec: CacheCodec | None, where: str) -> Any:
+    def _from_content(cls, content: Content, model: Any, codec: Any, where: str) -> Any:
         """Build a cache again; errors name `where` its content is from."""
         header = content.header
         require_header(header, _TYPE, _VERSION, _FIELDS, where)
         if (got := header["class"]) != cls.__name__:
             raise ArtifactError(f"{where} holds {with_article(got)}, not {with_article(cls.__name__)}. Load it with {got}.load.")
-        identity = require_identity(compat.base_model(model), f"The cache in {where}")
-        identity.fingerprint.require_same(ModelFingerprint.from_dict(header["fingerprint"]), f"The cache in {where}")
+        what = f"The cache in {where}"
+        identity = require_identity(compat.base_model(model), what)
+        identity.fingerprint.require_same(ModelFingerprint.from_dict(header["fingerprint"]), what)
         if "digest" in (header["codec"] or {}):
             codec = named_codec(codec, header["codec"]["digest"], where)
         elif codec is not None:
             raise ConfigError.of("codec", f"for {where} none, since it was saved without one", codec, "Leave it out.")
         with artifact_errors(f"{where}: its content doesn't make a {cls.__name__}", "Save the cache again."):
             cache = _rebuilt(cls, model, content, codec)
-        cache.provenance = Provenance.of(identity, cache.seen)
+        cache.provenance = Provenance(cache.seen, [(0, identity)])
         return cache
 
 
@@ -192,16 +174,19 @@ def _rebuilt(cls: type[Any], model: Any, content: Content, codec: Any) -> Any:
     states = [
         {name: tensor.to(device) for name, tensor in part_of(content.tensors, str(index)).items()} for index, device in enumerate(devices)
     ]
-    coded = {index: own for index, state in enumerate(states) if padding is not None and (own := part_of(state, "coded"))}
-    exact = codec.decode_layers(cache.config, coded, padding) if coded else {}
-    for index, (layer, description, state) in enumerate(zip(cache.layers, header["layers"], states, strict=True)):
-        if index in exact:
-            state = {name: tensor for name, tensor in state.items() if not name.startswith("coded.")}
-            state |= zip(layer.exact_tensors, exact[index], strict=True)
+    if padding is not None:
+        coded = {index: own for index, state in enumerate(states) if (own := part_of(state, "coded"))}
+        for index, exact in codec.decode_layers(cache.config, coded, padding).items() if coded else ():
+            plain = {name: tensor for name, tensor in states[index].items() if not name.startswith("coded.")}
+            states[index] = plain | dict(zip(cache.layers[index].exact_tensors, exact, strict=True))
+    for layer, description, state in zip(cache.layers, header["layers"], states, strict=True):
         if isinstance(layer, KVLayer):
             layer.import_state(state, description["values"])
         elif state:
-            _import(layer, state, description["values"])
+            layer.lazy_initialization(state["keys"], state["values"])
+            layer.keys, layer.values = state["keys"], state["values"]
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                layer.cumulative_length = description["values"]["seen"]
     return cache
 
 
@@ -214,17 +199,9 @@ def _export(layer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return {"keys": layer.keys, "values": layer.values}, {"seen": layer.get_seq_length()}
 
 
-def _import(layer: Any, state: dict[str, Tensor], counters: dict[str, Any]) -> None:
-    """Give a layer of transformers' own what `_export` returned."""
-    layer.lazy_initialization(state["keys"], state["values"])
-    layer.keys, layer.values = state["keys"], state["values"]
-    if isinstance(layer, DynamicSlidingWindowLayer):
-        layer.cumulative_length = counters["seen"]
-
-
-def _row_padding(cache: Any, codec: CacheCodec, attention_mask: Tensor | None) -> list[int] | None:
+def _row_padding(cache: Any, codec: Any, attention_mask: Tensor | None) -> list[int] | None:
     """Return how many slots at the start of each row hold no token; None for a cache of codes, which are stored as they are."""
-    if not isinstance(codec, CacheCodec):
+    if not hasattr(codec, "encode_layers"):
         raise ConfigError.of("codec", "a KVCodec", codec, "KVCodec.from_pretrained loads one, and KVCodec.calibrate makes one for a model.")
     codec.require_model(cache.model)
     if cache.codec is not None:

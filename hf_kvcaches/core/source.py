@@ -1,27 +1,67 @@
-"""Sources: caches that get the first tokens of a prompt in from elsewhere (see `prompt.py`), and may hand the prompt to a holder.
+"""Sources: caches that get the first tokens of a prompt in from elsewhere, and may hand the prompt to a holder.
 
-The pass that answers the prompt hands over layer by layer: as soon as a layer's attention is computed, the holder's layer takes its place.
+One hook on a model's forward tells a source of each pass before it runs, asks it for the first tokens of a prompt (`take_prefill`), and
+lets the model run the others. The pass that answers the prompt hands over layer by layer: as soon as a layer's attention is computed, the
+holder's layer takes its place.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
+from hf_kvcaches import compat
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.call import Call
+from hf_kvcaches.core.decoder import ForwardHook
 from hf_kvcaches.core.files import Content
 from hf_kvcaches.core.holder import HolderCache, LastQueries, generated_positions
 from hf_kvcaches.core.layers import GrowingLayer
-from hf_kvcaches.core.prompt import HOOK, PrefillCall, Remaining, Stage, broke_off
 from hf_kvcaches.core.refusal import Refusal
 from hf_kvcaches.core.rope import Rotation, rotation_of
-from hf_kvcaches.core.save import CacheCodec
-from hf_kvcaches.core.token_log import TokenLog
+from hf_kvcaches.core.token_log import TokenLog, not_continued
 from hf_kvcaches.core.view import LayerView, previous_attention, require_answering, require_plain_decoder
 from hf_kvcaches.errors import ConfigError, UnsupportedError
+
+_TOKEN_INPUTS = ("input_ids", "attention_mask", "position_ids")  # a call with any other tensor is left to the model
+_INSIDE = ("output_hidden_states", "output_attentions", "output_router_logits")  # of layers, which a source's own run would leave out
+
+
+class Stage(Enum):
+    """What a source does with its tokens."""
+
+    OPEN = "keeps its tokens, and takes prompts"
+    FILLING = "fills in a prompt, or broke off while it did, and could not undo it"
+    HANDING_OVER = "gives its layers to its holder one by one, or broke off while it did"
+    HANDED_OVER = "has given its tokens to its holder"
+
+
+@dataclass(frozen=True)
+class PrefillCall:
+    """A prompt, or a chunk of one, on its way into the model."""
+
+    model: PreTrainedModel
+    input_ids: torch.Tensor  # the new tokens, (batch, tokens)
+    attention_mask: torch.Tensor | None  # 1 where a token is real, (batch, tokens seen before + new ones), or None without padding
+    position_ids: torch.Tensor | None  # of the new tokens, (batch, tokens), or None where the model numbers them itself
+    most: int  # how many of the first tokens a source may take: the caller wants the logits of the others
+
+
+@dataclass(frozen=True)
+class Remaining:
+    """The tokens of a prompt that the model still has to run, where they are not just its last ones; both (batch, tokens).
+
+    The last ones of each row are the prompt's last: as many as a holder's `adopt_window`, and at least one.
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
 
 
 class TensorView(LayerView):
@@ -43,7 +83,6 @@ class SourceCache(KVCache):
         offloading: Keep all layers but the running one in CPU memory; needs CUDA.
     """
 
-    stage: Stage
     sparse_pass: Any
     """The pass over a `Remaining`, until its last layer has the tokens. Behind it the cache has seen `total` tokens, and its
     `write(layer, layer_idx, key_states, value_states)` returns the `TensorView` of a layer."""
@@ -109,16 +148,28 @@ class SourceCache(KVCache):
         """
         raise NotImplementedError(f"{type(self).__name__} is asked for prompts and does not write take_prefill")
 
-    def prompt_left(self, refusal: Refusal) -> None:
-        """Told why `take_prefill` is not asked for a pass of several tokens."""
+    def fill(self, call: PrefillCall) -> int | Remaining:
+        """Have `take_prefill` take the first tokens of a prompt, or leave the cache as it was."""
+        before = self.seen
+        try:
+            self.stage = Stage.FILLING
+            taken: int | Remaining = self.take_prefill(call)
+            count = 0 if isinstance(taken, Remaining) else taken
+            if not 0 <= count <= call.most or self.seen != before + count:
+                raise RuntimeError(f"take_prefill took {count} of {call.most} tokens, and the cache went from {before} to {self.seen}")
+            if count and self.holder is not None:  # whose window of last queries the model runs again; None, for all, was refused
+                again = min(count, max(0, (self.holder.adopt_window or 0) - (call.input_ids.shape[1] - count)))
+                for layer in self.source_layers:
+                    layer.seen -= again
+                taken = count - again
+            self.stage = Stage.OPEN
+        except BaseException:
+            self.abandon_prefill(before)
+            raise
+        return taken
 
-    def leave_last(self, taken: int, tokens: int) -> int:
-        """Forget those of the `taken` first tokens of a prompt whose queries the holder needs; return how many are left."""
-        window = 0 if self.holder is None else self.holder.adopt_window or 0  # None, for all queries, was refused
-        run_again = min(taken, max(0, window - (tokens - taken)))
-        for layer in self.source_layers:
-            layer.seen -= run_again
-        return taken - run_again
+    def prompt_left(self, refusal: Refusal) -> None:
+        """Called with the reason why `take_prefill` is not asked for a pass of several tokens."""
 
     def abandon_prefill(self, seen: int) -> None:
         """Undo a `take_prefill` that failed, and open the stage; where a source does not, passes are refused until `reset`."""
@@ -138,11 +189,9 @@ class SourceCache(KVCache):
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         holder, sparse = self.holder, self.sparse_pass
-        plain = (holder is None and sparse is None) or self.stage is Stage.FILLING
-        if plain or layer_idx >= len(self.layers):
+        if (holder is None and sparse is None) or self.stage is Stage.FILLING or layer_idx >= len(self.layers):
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if layer_idx == 0 and holder is not None and self.stage is not Stage.HANDED_OVER:
-            # May end in `HANDED_OVER`.
+        if layer_idx == 0 and holder is not None and self.stage is not Stage.HANDED_OVER:  # which it may be afterwards
             self._begin_hand_over(holder, self.seen + key_states.shape[2] if sparse is None else sparse.total)
         if holder is not None and self.stage is Stage.HANDED_OVER:
             return holder.update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -156,15 +205,12 @@ class SourceCache(KVCache):
                 for layer in self.source_layers:
                     layer.seen = sparse.total
         if holder is not None:
-            view = _HandingOver(self, holder, layer_idx, view)
+            view.afterwards = partial(self._hand_over, holder, layer_idx)
         self.answer_next(view)
         return view, view
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        if self.sparse_pass is not None:
-            return self.sparse_pass.total, 0
-        sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
-        return sizes
+        return super().get_mask_sizes(query_length, layer_idx) if self.sparse_pass is None else (self.sparse_pass.total, 0)
 
     def _begin_hand_over(self, holder: HolderCache, total: int) -> None:
         """Begin the pass that answers the prompt, behind which the cache has seen `total` tokens.
@@ -184,11 +230,12 @@ class SourceCache(KVCache):
         self._padding = torch.tensor(padding) if any(padding) else None
         self._positions = generated_positions(self, self._padding, total)
 
-    def hand_over(self, holder: HolderCache, layer_idx: int, keys: torch.Tensor, values: torch.Tensor, queries: LastQueries) -> None:
+    def _hand_over(self, holder: HolderCache, layer_idx: int, view: Any, module: nn.Module, query: torch.Tensor, options: Any) -> None:
         """Put a layer of the holder in the place of one that has answered the prompt, with keys and values of all tokens."""
         assert self._positions is not None
-        self.stage = Stage.HANDING_OVER
-        holder.adopt_layer(layer_idx, keys, values, self._positions, self._padding, queries)
+        self.stage, call = Stage.HANDING_OVER, Call(module, None, options)
+        queries = LastQueries(query, call.scaling, call.softcap, call.sink_logits)
+        holder.adopt_layer(layer_idx, view.keys, view.values, self._positions, self._padding, queries)
         self.layers[layer_idx] = holder.layers[layer_idx]
         self.release_layer(self.source_layers[layer_idx])
         if layer_idx == len(self.layers) - 1:
@@ -206,7 +253,7 @@ class SourceCache(KVCache):
         fields = super()._report_fields()
         return fields if self.holder is None else fields | {"decode_with": self.holder.report()}
 
-    def content(self, codec: CacheCodec | None, attention_mask: torch.Tensor | None) -> Content:
+    def content(self, codec: Any, attention_mask: torch.Tensor | None) -> Content:
         """What is saved or sent: with `decode_with`, the holder, to be read with the holder's class."""
         if self.holder is None:
             return super().content(codec, attention_mask)
@@ -238,15 +285,64 @@ class SourceCache(KVCache):
         return {**super().__getstate__(), "sparse_pass": None}
 
 
-class _HandingOver(LayerView):
-    """A view of all tokens of a layer, which a holder takes over once they have answered the prompt's queries."""
+def _before_forward(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Have a `SourceCache` take the first tokens of a prompt; return the arguments for the others."""
+    if args:
+        kwargs = dict(zip(compat.parameter_names(type(model)), args, strict=False)) | kwargs
+    # Not `compat.cache_of`: this is asked in every decode step.
+    source = kwargs.get("past_key_values") if (cache := kwargs.get("cache")) is None else cache
+    if source is None or source not in HOOK.caches.get(model, ()):
+        return None
+    if source.stage is Stage.FILLING or source.stage is Stage.HANDING_OVER:
+        raise broke_off(source)
+    if source.sparse_pass is not None:  # the last pass broke off
+        source.sparse_pass = None
+        source.abandon_prefill(source.seen)
+    input_ids, mask, positions = kwargs.get("input_ids"), kwargs.get("attention_mask"), kwargs.get("position_ids")
+    others = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and name not in _TOKEN_INPUTS]
+    if others or input_ids is None:
+        source.prompt_left(Refusal(f"The call brings {', '.join(others) or 'embeddings'}, and only token ids can be looked up."))
+        return None
+    handed_over, tokens = source.stage is Stage.HANDED_OVER, input_ids.shape[1]
+    seen = source.seen if handed_over else source.layers[0].seen
+    if not handed_over and seen != source.layers[-1].seen:
+        raise broke_off(source)
+    if seen and tokens == 0:
+        raise not_continued(source, "a prompt that is not longer")
+    if seen and mask is not None and mask.ndim == 2 and mask.shape[1] != seen + tokens:
+        raise not_continued(source, f"{tokens} new tokens with an attention_mask of {mask.shape[1]}")
+    if tokens == 1 and not source.watches_steps:
+        source.log.append(input_ids, seen, mask, positions)
+        return None
+    source.observe(input_ids, mask, positions)
+    if tokens == 1 or handed_over:
+        return None
+    if refusal := _why_left(model, kwargs, tokens):
+        source.prompt_left(refusal)
+        return None
+    taken = source.fill(PrefillCall(model, input_ids, mask, positions, tokens - kwargs["logits_to_keep"]))
+    if isinstance(taken, Remaining):
+        axes = taken.positions if positions is None or positions.ndim == 2 else taken.positions.expand(len(positions), -1, -1)
+        return (), kwargs | {"input_ids": taken.input_ids, "position_ids": axes}
+    return (), kwargs | {name: value[..., taken:] for name in ("input_ids", "position_ids") if (value := kwargs.get(name)) is not None}
 
-    def __init__(self, cache: SourceCache, holder: HolderCache, layer_idx: int, view: Any) -> None:
-        self.cache, self.holder, self.layer_idx, self.view = cache, holder, layer_idx, view
 
-    def attend(self, module: nn.Module, query: torch.Tensor, mask: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        output: tuple[torch.Tensor, torch.Tensor | None] = self.view.attend(module, query, mask, **kwargs)
-        call = Call(module, mask, kwargs)
-        queries = LastQueries(query, call.scaling, call.softcap, call.sink_logits)
-        self.cache.hand_over(self.holder, self.layer_idx, self.view.keys, self.view.values, queries)
-        return output
+HOOK = ForwardHook(_before_forward)
+
+
+def broke_off(source: Any) -> ConfigError:
+    left = f"left the {type(source).__name__} with part of its tokens"
+    return ConfigError(f"A pass through the model broke off and {left}. reset() it, and feed the whole text.")
+
+
+def _why_left(model: PreTrainedModel, kwargs: dict[str, Any], tokens: int) -> Refusal | None:
+    """Why the model runs all tokens of a pass itself, None where a source may take the first ones."""
+    keep, mask = kwargs.get("logits_to_keep"), kwargs.get("attention_mask")
+    inside = next((name for name in _INSIDE if kwargs.get(name) or getattr(model.config, name, False)), None)
+    if inside is not None:
+        return Refusal(f"{inside} asks for the insides of layers, which takes the passes of all tokens.")
+    if not isinstance(keep, int) or not 0 < keep < tokens:
+        return Refusal(f"The logits of all tokens are wanted (logits_to_keep={keep!r}), which takes their passes. Pass logits_to_keep=1.")
+    if not (mask is None or (isinstance(mask, torch.Tensor) and mask.ndim == 2)):
+        return Refusal("The attention mask is not one number for each token.")
+    return None

@@ -83,22 +83,7 @@ class TokenMask:
         allowed = (index <= index[seen:, None]) & self.shown[:, None, None]
         return replace(self, allowed=allowed, real_before=torch.zeros_like(self.real_before) + real_before)
 
-    def part(self, start: int, stop: int, seen: int) -> TokenMask:
-        """Return what it says about some of the new tokens."""
-        self.require_causal()
-        valid, before = None if self.valid is None else self.valid[:, start:stop], self.real_before
-        if before is not None:
-            before = before + (start if self.valid is None else self.valid[:, :start].sum(-1, keepdim=True))
-        allowed = None if self.allowed is None else self.allowed[:, :, start:stop, : seen + stop]
-        return TokenMask(None if valid is None or bool(valid.all()) else valid, before, allowed)
-
-    def on(self, device: torch.device) -> TokenMask:
-        """Return it with its tensors on a device."""
-        tensors: dict[str, Any] = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
-        return replace(self, **tensors)
-
     def require_causal(self) -> None:
-        """Refuse tokens that look at later ones."""
         if self.ahead:
             raise UnsupportedError(
                 "attention_mask: the model lets tokens look at later ones (a prefix that is read in both directions, for example), which "
@@ -118,7 +103,6 @@ def padding_of(attention_mask: torch.Tensor, tokens: int) -> torch.Tensor | None
 
 
 def _as_booleans(mask: Any, columns: int, tokens: int) -> torch.Tensor:
-    """True where attention may look."""
     if hasattr(mask, "mask_mod"):  # flex attention's block mask, entry by entry
         device = mask.kv_num_blocks.device
         rows = torch.arange(mask.shape[0], device=device)[:, None, None]
@@ -154,15 +138,20 @@ class Pass:
         if (start, stop) == (0, self.tokens):
             return self
 
-        def make() -> Pass:
-            ids = None if self.position_ids is None else self.position_ids[..., start:stop]
-            return Pass(self.mask.part(start, stop, self.seen), ids, self.seen + start, stop - start, self.device, whole=False)
-
-        part: Pass = self.shared(("part", start, stop), make)
+        part: Pass = self.shared(("part", start, stop), lambda: self._part(start, stop))
         return part
 
+    def _part(self, start: int, stop: int) -> Pass:
+        self.mask.require_causal()
+        valid, before = None if self.valid is None else self.valid[:, start:stop], self.real_before
+        if before is not None:
+            before = before + (start if self.valid is None else self.valid[:, :start].sum(-1, keepdim=True))
+        allowed = None if self.allowed is None else self.allowed[:, :, start:stop, : self.seen + stop]
+        mask = TokenMask(None if valid is None or bool(valid.all()) else valid, before, allowed)
+        ids = None if self.position_ids is None else self.position_ids[..., start:stop]
+        return Pass(mask, ids, self.seen + start, stop - start, self.device, whole=False)
+
     def shared(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return what another layer has made under that key already, or what `make` gives."""
         if key not in self._shared:
             self._shared[key] = make()
         return self._shared[key]
@@ -200,7 +189,6 @@ class Passes:
         self._memos: dict[Any, tuple[Any, Any]] = {}
 
     def begin(self) -> None:
-        """Say that another pass begins."""
         self._current = None
         self._memos.clear()
 
@@ -223,7 +211,9 @@ class Passes:
         """
         running = self._running((call.mask, None), (seen, tokens, device))
         if running is None:
-            mask = TokenMask.read(call.mask, seen, tokens, call.is_causal).on(device)
+            mask = TokenMask.read(call.mask, seen, tokens, call.is_causal)
+            tensors: dict[str, Any] = {name: value.to(device) for name, value in vars(mask).items() if isinstance(value, torch.Tensor)}
+            mask = replace(mask, **tensors)
             if real_before is not None:
                 mask = mask.with_count(real_before, seen, tokens)
             running = self._current = Pass(mask, _text_positions(call.options.get("position_ids")), seen, tokens, device)
@@ -258,9 +248,6 @@ class Passes:
             return max(1, tokens - drafts)
         # Drafts behind more than the last chosen token follow a prompt.
         return tokens - drafts if drafts and tokens - drafts > 1 else 0
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Passes:
-        return Passes()
 
     def __reduce__(self) -> tuple[type[Passes], tuple[()]]:
         return Passes, ()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.decoder import has_latents
+from hf_kvcaches.core.decoder import EXPANSION
 from hf_kvcaches.core.refusal import Refusal
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 
@@ -54,6 +54,8 @@ class LayerView(ABC):
     bound = False  # whether a call by a module with another config is an error
     restores: tuple[tuple[PreTrainedConfig, str], ...] | None = None  # what a compiled graph has switched, and the names before
     _thread: int | None = None  # that waits
+    # Called when the queries are answered, with the view, the model's attention module, the queries and the options of the call.
+    afterwards: Callable[[Any, nn.Module, torch.Tensor, dict[str, Any]], None] | None = None
 
     @abstractmethod
     def attend(
@@ -80,9 +82,7 @@ class LayerView(ABC):
                         del name.waiting[thread]
             self._thread = None
 
-    def __del__(self) -> None:
-        if self._thread is not None:
-            self.restore()
+    __del__ = restore
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -144,6 +144,8 @@ def _attend(
             hint = "Build a cache with this model, or pass it to the model that it was built with."
             raise ConfigError(f"The cache was built with another model than the one that it is used with. {hint}")
     output, weights = key.attend(module, query, attention_mask, **kwargs)
+    if key.afterwards is not None:
+        key.afterwards(key, module, query, kwargs)
     return output.contiguous(), weights  # some models take a view of it
 
 
@@ -175,14 +177,13 @@ def _make_mask(**arguments: Any) -> Any:
 
 def require_plain_decoder(model: PreTrainedModel, what: str) -> None:
     """Refuse a model with an encoder, and one that runs layers in loops; `what` is the subject of the message."""
+    name, advice = type(model).__name__, "Use GrowingCache, or leave past_key_values out."
     if model.config.is_encoder_decoder:
-        needed, why = "a decoder-only model", "is an encoder-decoder, whose cross-attention keeps keys of another text"
-    elif getattr(compat.decoder_config(model.config), "n_recurrent_loops", 1) > 1:
-        needed, why = "a model that runs each layer once", "runs some in loops, with keys of each loop"
-    else:
-        return
-    advice = "Use GrowingCache, or leave past_key_values out."
-    raise UnsupportedError(f"{what} needs {needed}, and {type(model).__name__} {why}. {advice}")
+        why = "is an encoder-decoder, whose cross-attention keeps keys of another text"
+        raise UnsupportedError(f"{what} needs a decoder-only model, and {name} {why}. {advice}")
+    if getattr(compat.decoder_config(model.config), "n_recurrent_loops", 1) > 1:
+        why = "runs some in loops, with keys of each loop"
+        raise UnsupportedError(f"{what} needs a model that runs each layer once, and {name} {why}. {advice}")
 
 
 def require_answering(model: PreTrainedModel, what: str, *, latents: bool = False) -> None:
@@ -197,13 +198,13 @@ def why_not_answering(model: PreTrainedModel, *, latents: bool = False) -> Refus
     name, config = type(model).__name__, compat.decoder_config(model.config)
     unbounded = sorted({kind for kind, _ in compat.layer_plan(config)} - _BOUNDED - {"full_attention"})
     shares = getattr(config, "num_kv_shared_layers", None) or "reuse" in (getattr(config, "kv_sharing_modes", None) or ())
-    changes = compat.is_family(config, "computes_with_cached_keys") or (not latents and has_latents(model))
+    expands = not latents and any(hasattr(module, EXPANSION) for module in compat.modules_of(model.get_decoder()))
     reasons = (
         (not compat.can_switch_attention(model), "computes attention itself instead of looking it up in transformers' AttentionInterface"),
         (unbounded, f"has layers of the types {unbounded}, which keep tokens in a form of their own"),
         (shares, "has layers that attend to the keys of other layers"),
         (getattr(config, "cross_attention_layers", None), "has layers of cross-attention in its cache"),
-        (changes, "computes with keys and values after they are in the cache"),
+        (expands or compat.is_family(config, "computes_with_cached_keys"), "computes with keys and values after they are in the cache"),
     )
     return next((Refusal(f"{name} {reason}") for applies, reason in reasons if applies), None)
 
@@ -212,9 +213,8 @@ def previous_attention(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention over plain tensors by the model's own implementation."""
-    function = compat.attention_function(previous_implementation(module.config), module)
-    result: tuple[torch.Tensor, torch.Tensor | None] = function(module, query, key, value, mask, **kwargs)
-    return result
+    attend: Callable[..., Any] = compat.attention_function(previous_implementation(module.config), module)
+    return attend(module, query, key, value, mask, **kwargs)
 
 
 def previous_implementation(config: PreTrainedConfig) -> str:
@@ -255,7 +255,6 @@ def disable(model: Any) -> None:
 
 
 def _configs_inside(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """The configs of a model and of the models that it is made of, whose attention can be switched."""
     models = (module for module in compat.modules_of(model) if isinstance(module, PreTrainedModel))
     return [module.config for module in models if compat.can_switch_attention(module)]
 

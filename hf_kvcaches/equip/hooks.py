@@ -9,8 +9,7 @@ import torch
 from transformers import Cache, PreTrainedModel
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.attachments import Attachment
-from hf_kvcaches.core.decoder import attention_module, decoder_layers
+from hf_kvcaches.core.decoder import Attachment, attention_module, decoder_layers
 from hf_kvcaches.equip.slot_layer import ModuleCall, SlotLayer
 from hf_kvcaches.errors import UnsupportedError
 

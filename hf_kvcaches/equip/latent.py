@@ -19,8 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.attachments import Attachment
-from hf_kvcaches.core.decoder import EXPANSION
+from hf_kvcaches.core.decoder import EXPANSION, Attachment
 from hf_kvcaches.core.view import LayerView, previous_attention
 from hf_kvcaches.equip.storage import Flat, Raw, read_decoded
 from hf_kvcaches.errors import UnsupportedError
@@ -95,7 +94,7 @@ class LatentView(LayerView):
     def __init__(self, model: PreTrainedModel, module: nn.Module, tokens: LayerView, cache: Any) -> None:
         _require_absorbable(module)
         _EXPANSION.add(model, cache)
-        self.tokens = tokens
+        self.tokens, self.afterwards = tokens, tokens.afterwards
 
     def attend(self, module: nn.Module, query: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any) -> Attended:
         attention: Any = module

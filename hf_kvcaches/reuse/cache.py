@@ -17,8 +17,8 @@ from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.identity import Identity
 from hf_kvcaches.core.layers import GrowingLayer
 from hf_kvcaches.core.parallel import HeadShard
-from hf_kvcaches.core.prompt import PrefillCall, Remaining
 from hf_kvcaches.core.refusal import Refusal
+from hf_kvcaches.core.source import PrefillCall, Remaining
 from hf_kvcaches.reuse.layer import SplicingCache
 from hf_kvcaches.reuse.partial import LayerPass, run_layers, run_module
 from hf_kvcaches.reuse.plan import PlannedSpan, PromptPlan, PromptRow

@@ -20,9 +20,8 @@ from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.call import Call
-from hf_kvcaches.core.prompt import PrefillCall
 from hf_kvcaches.core.refusal import Refusal
-from hf_kvcaches.core.source import TensorView
+from hf_kvcaches.core.source import PrefillCall, TensorView
 from hf_kvcaches.core.view import previous_implementation, why_not_answering
 from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.kernels.parts import AttentionPart, exact_part, exponentials, merged

@@ -11,8 +11,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from hf_kvcaches.core.fingerprint import digest_of_tokenizer
 from hf_kvcaches.core.identity import Identity
-from hf_kvcaches.core.tokenizer_digest import digest_of_tokenizer
 from hf_kvcaches.reuse.index import Record, TokenIndex
 from hf_kvcaches.reuse.layout import Quantization, check_form
 from hf_kvcaches.reuse.store import CatalogReport, SpanStore

@@ -14,12 +14,11 @@ from transformers import Cache
 from hf_kvcaches import compat
 from hf_kvcaches.codec.codec import KVCodec
 from hf_kvcaches.core.decoder import decoder_layers
-from hf_kvcaches.core.fingerprint import ModelFingerprint
+from hf_kvcaches.core.fingerprint import ModelFingerprint, digest_of_tokenizer
 from hf_kvcaches.core.identity import Identity, identity_of, require_identity
 from hf_kvcaches.core.parallel import require_all_heads, shard_of
 from hf_kvcaches.core.rope import rotation_of
 from hf_kvcaches.core.save import named_codec
-from hf_kvcaches.core.tokenizer_digest import digest_of_tokenizer
 from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch, require_tokenizer
 from hf_kvcaches.reuse import layout
 from hf_kvcaches.reuse.index import Ids, Record, as_ids

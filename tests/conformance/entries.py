@@ -24,7 +24,7 @@ from hf_kvcaches import (
     compat,
 )
 from hf_kvcaches.core.identity import identity_of
-from hf_kvcaches.core.prompt import PrefillCall, Remaining
+from hf_kvcaches.core.source import PrefillCall, Remaining
 from hf_kvcaches.equip.policies.tokens import Tokens
 from hf_kvcaches.translate.cache import TranslatedCache
 from tests.translate.pairs import lossless

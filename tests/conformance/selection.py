@@ -14,58 +14,28 @@ from tests.conformance.entries import ENTRIES, Entry
 Row = Callable[[Entry, PreTrainedModel, torch.dtype], None]
 
 ROWS: tuple[Row, ...] = (*rows.GENERATING, *state_rows.STATE, *model_rows.MODEL)
-FOR_ALL_FAMILIES: tuple[Row, ...] = (
-    rows.greedy,
-    rows.left_padded_batch,
-    rows.padded_loop_without_positions,
-    rows.chunked_prefill,
-    rows.beam_search,
-    rows.assisted_by_a_model,
-    rows.chat,
-    state_rows.forced_tokens,
-    state_rows.crop,
-    state_rows.deepcopy_forks,
-    state_rows.saved_and_loaded,
-    state_rows.reset,
-    state_rows.reorder_cache,
-    state_rows.interleaved_caches,
-    state_rows.refusals_change_nothing,
+
+
+def named(names: str) -> tuple[Row, ...]:
+    """Rows by their names."""
+    known = {row.__name__: row for row in ROWS}
+    return tuple(known[name] for name in names.split())
+
+
+FOR_ALL_FAMILIES = named(
+    """greedy left_padded_batch padded_loop_without_positions chunked_prefill beam_search assisted_by_a_model chat forced_tokens crop
+    deepcopy_forks saved_and_loaded reset reorder_cache interleaved_caches refusals_change_nothing"""
 )
 # What differs between families is how positions, masks and windows reach attention. A cache's rows are cut, copied and moved alike.
-THAT_DIFFER: tuple[Row, ...] = (rows.left_padded_batch, rows.padded_loop_without_positions, state_rows.forced_tokens)
+THAT_DIFFER = named("left_padded_batch padded_loop_without_positions forced_tokens")
 # With windows on every other layer and a soft cap, so that its rows are those of two kinds of layers.
 HYBRID = "gemma2"
-FOR_ALL_HEADS: tuple[Row, ...] = (
-    rows.chat_of_a_padded_batch,
-    rows.num_return_sequences,
-    rows.prompt_lookup,
-    state_rows.batch_select_indices,
-    state_rows.inference_mode_mixed,
-    model_rows.gradients,
-)
+FOR_ALL_HEADS = named("chat_of_a_padded_batch num_return_sequences prompt_lookup batch_select_indices inference_mode_mixed gradients")
 # A compiler takes up to a minute for a cache: one of each kind of layer and of each way a prompt gets in.
-COMPILED = (
-    "equip_streaming",
-    "segments_exact",
-    "warmstart_identical",
-    "translated",
-    "equip_h2o",
-    "paged_streaming",
-    "subspace_full",
-    "subspace_adaptive_full",
-    "growing",
-)
+COMPILED = """equip_streaming segments_exact warmstart_identical translated equip_h2o paged_streaming subspace_full subspace_adaptive_full
+    growing""".split()
 # Rows with given tokens: in low precision a free choice between two near ties says nothing.
-FOR_BFLOAT16: tuple[Row, ...] = (
-    state_rows.forced_tokens,
-    state_rows.left_padded_steps,
-    state_rows.crop,
-    state_rows.deepcopy_forks,
-    state_rows.pickled,
-    state_rows.saved_and_loaded,
-    state_rows.reset,
-    state_rows.interleaved_caches,
-)
+FOR_BFLOAT16 = named("forced_tokens left_padded_steps crop deepcopy_forks pickled saved_and_loaded reset interleaved_caches")
 
 
 def cases_of(family: str, dtype: torch.dtype, of: Sequence[Row], fast: Collection[Row] | None = None) -> list[Any]:

@@ -22,11 +22,7 @@ from transformers.models.qwen3 import modeling_qwen3
 from tests import tiny
 
 TWO_TYPES = ["sliding_attention", "full_attention"]
-
-
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96}
-
-
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
@@ -52,8 +48,6 @@ CONFIGS: dict[str, tuple[PreTrainedConfig, object, str | None]] = {
 
 # Of models whose frequencies depend on the length of the text.
 LIMIT = 32
-
-
 SHORT = {
     "vocab_size": tiny.VOCABULARY,
     "hidden_size": 32,
@@ -64,8 +58,6 @@ SHORT = {
     "pad_token_id": 0,
     "initializer_range": 0.3,
 }
-
-
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 1e4,

@@ -10,7 +10,7 @@ from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 from hf_kvcaches import EquipCache, GrowingCache, SegmentReuseCache, SegmentStore
-from hf_kvcaches.core.prompt import Stage
+from hf_kvcaches.core.source import Stage
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.warmstart.paper.cache import SummaryLayer
 from hf_kvcaches.warmstart.paper.slots import LayerSlots

@@ -37,13 +37,6 @@ def test_offloaded_weights_are_found_where_accelerate_keeps_them(offload, tmp_pa
     assert ModelFingerprint.of(model) == expected
 
 
-def test_weights_that_are_not_there_are_refused():
-    with torch.device("meta"):
-        model = llama()
-    with pytest.raises(UnsupportedError, match="meta device"):
-        ModelFingerprint.of(model)
-
-
 def test_a_compiled_model_is_the_model_that_it_compiles():
     model = llama()
     assert ModelFingerprint.of(torch.compile(model)) == ModelFingerprint.of(model)
@@ -109,25 +102,17 @@ def test_a_checksum_does_not_depend_on_how_much_is_added_up_at_a_time(size, monk
     assert digest_of(words) == one_row_at_a_time
 
 
-@given(st.data())
-def test_two_integers_whose_changes_cancel_in_a_plain_sum_count(data):
-    size = data.draw(st.sampled_from([4096, 70_000, 600_000]))
+@given(st.integers(0, 1 << 31), st.data())
+def test_a_single_bit_counts_and_two_changes_that_cancel_in_a_plain_sum(seed, data):
+    size = data.draw(st.sampled_from([3, 4096, 70_000, 600_000]))
+    words = torch.randint(-(1 << 62), 1 << 62, (size,), generator=torch.Generator().manual_seed(seed))
+    before, bit = digest_of(words), data.draw(st.integers(0, 63))
+    words[data.draw(st.integers(0, size - 1))] ^= 1 << bit if bit < 63 else -(1 << 63)
+    assert (changed_once := digest_of(words)) != before
     distance = data.draw(st.sampled_from([1, 16, 2039, 2048, 15 * 2039, 16 * 2048]).filter(lambda distance: distance < size))
     place = data.draw(st.integers(0, size - 1 - distance))
-    words = torch.arange(size) * 977
-    before = digest_of(words)
-    words[[place, place + distance]] += torch.tensor([1, -1]) << data.draw(st.integers(0, 63))
-    assert digest_of(words) != before
-
-
-@given(st.integers(0, 1 << 31), st.data())
-def test_a_single_bit_anywhere_counts(seed, data):
-    size = data.draw(st.sampled_from([3, 2048, 2049, 70_000, 600_000]))
-    words = torch.randint(-(1 << 62), 1 << 62, (size,), generator=torch.Generator().manual_seed(seed))
-    before = digest_of(words)
-    place, bit = data.draw(st.integers(0, size - 1)), data.draw(st.integers(0, 63))
-    words[place] ^= 1 << bit if bit < 63 else -(1 << 63)
-    assert digest_of(words) != before
+    words[[place, place + distance]] += torch.tensor([1, -1]) << bit
+    assert digest_of(words) != changed_once
 
 
 SIGN = -(1 << 63)

@@ -5,6 +5,7 @@ import time
 import weakref
 from collections.abc import Callable
 from functools import cache as remembered
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from hf_kvcaches import (
 )
 from hf_kvcaches.translate.cache import TranslatedCache
 from tests import tiny
+from tests.helpers.prompts import greedy
 from tests.translate.pairs import lossless
 from tests.warmstart.warm import words
 
@@ -85,19 +87,7 @@ def new_holder(name: str, of: PreTrainedModel) -> Any:
     return kind(of, *arguments(of), **options)
 
 
-def answer(of: PreTrainedModel, prompt: torch.Tensor, cache: Any, **options: Any) -> Any:
-    new = options.pop("max_new_tokens", NEW)
-    return of.generate(
-        prompt,
-        past_key_values=cache,
-        max_new_tokens=new,
-        min_new_tokens=new,
-        do_sample=False,
-        pad_token_id=0,
-        **options,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
+answer = partial(greedy, new=NEW)
 
 
 def assert_close(got: Any, expected: Any) -> None:
@@ -108,7 +98,7 @@ def assert_close(got: Any, expected: Any) -> None:
 @pytest.mark.parametrize("source", SOURCES)
 def test_the_prompt_is_answered_as_by_the_source_and_the_rest_as_by_the_holder(source: str, holder: str) -> None:
     of, prompt = model(), PROMPT
-    alone = answer(of, prompt, SOURCES[source](of, prompt), max_new_tokens=1)
+    alone = answer(of, prompt, SOURCES[source](of, prompt), new=1)
     cache = SOURCES[source](of, prompt, decode_with=new_holder(holder, of))
     got = answer(of, prompt, cache)
     torch.testing.assert_close(got.logits[0], alone.logits[0], rtol=1e-4, atol=1e-4)
@@ -145,7 +135,7 @@ def test_nothing_of_the_source_is_kept_once_the_prompt_is_answered(source: str) 
     cache = SOURCES[source](of, prompt, decode_with=new_holder("equip", of))
     buffers: list[weakref.ref[torch.Tensor]] = []
     handle = of.model.layers[-1].register_forward_pre_hook(tiny.observing(lambda *_: buffers.extend(_buffers(cache))))
-    answer(of, prompt, cache, max_new_tokens=1)
+    answer(of, prompt, cache, new=1)
     handle.remove()
     assert buffers
     end = time.monotonic() + 30  # a thread that stores the prompt may hold its last blob a moment longer than the store waits for it
@@ -166,7 +156,7 @@ def test_layers_are_freed_one_by_one_where_nothing_is_to_be_stored() -> None:
     alive: list[int] = []
     for layer in of.model.layers:
         layer.register_forward_pre_hook(tiny.observing(lambda *_: alive.append(len(_buffers(cache)))))
-    answer(of, prompt, cache, max_new_tokens=1)
+    answer(of, prompt, cache, new=1)
     for layer in of.model.layers:
         layer._forward_pre_hooks.clear()
     layers = of.config.num_hidden_layers

@@ -37,7 +37,7 @@ from hf_kvcaches import (
     compat,
     per_call,
 )
-from hf_kvcaches.core.per_call import PerCall
+from hf_kvcaches.core.cache import PerCall
 from tests import testbed, tiny
 from tests.helpers.prompts import mask_of
 

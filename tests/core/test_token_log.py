@@ -14,11 +14,6 @@ from hf_kvcaches.core.token_log import TokenLog
 from tests import tiny
 
 
-def observe(log: TokenLog, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None, seen: int) -> None:
-    """Add the tokens of a pass, as the hook of a source does."""
-    log.append(ids, seen, mask, positions)
-
-
 @dataclass
 class Plain:
     """What is to be remembered, slot by slot; None where a pass went by untold."""
@@ -69,7 +64,7 @@ def test_it_follows_whatever_is_done_to_the_cache(data: st.DataObject, padded: b
                 line[:pad] = 0
             if kind == "observe":
                 positions = numbered(mask, tokens) if any(padding) or data.draw(st.booleans()) else None
-                observe(log, new, mask if any(padding) or data.draw(st.booleans()) else None, positions, plain.seen)
+                log.append(new, plain.seen, mask if any(padding) or data.draw(st.booleans()) else None, positions)
             plain.feed(new.tolist(), told=kind == "observe")
         elif kind == "crop":
             length = data.draw(st.integers(max([*padding, 0]) + 1, max([plain.seen, *(pad + 1 for pad in padding)])))
@@ -91,10 +86,10 @@ def test_it_follows_whatever_is_done_to_the_cache(data: st.DataObject, padded: b
 
 def test_a_pass_that_failed_is_forgotten_by_the_next() -> None:
     log = TokenLog()
-    observe(log, tiny.ids(2, 6), None, None, 0)
-    observe(log, tiny.ids(1, 4), None, None, 0)
-    observe(log, tiny.ids(1, 3, seed=1), None, None, 4)
-    observe(log, tiny.ids(1, 2, seed=2), None, None, 4)
+    log.append(tiny.ids(2, 6), 0)
+    log.append(tiny.ids(1, 4), 0)
+    log.append(tiny.ids(1, 3, seed=1), 4)
+    log.append(tiny.ids(1, 2, seed=2), 4)
     assert log.padding(6) == [0]
     assert log.rows()[0].tolist() == torch.cat([tiny.ids(1, 4), tiny.ids(1, 2, seed=2)], 1)[0].tolist()
 
@@ -103,7 +98,7 @@ def test_tokens_written_into_the_callers_tensors_later_change_nothing() -> None:
     log, buffer, mask = TokenLog(), torch.tensor([[5]]), torch.ones(1, 8, dtype=torch.bool)
     for step in range(3):
         buffer.fill_(5 + step)
-        observe(log, buffer, mask[:, : step + 1].clone() if step == 2 else mask[:, : step + 1], None, step)
+        log.append(buffer, step, mask[:, : step + 1].clone() if step == 2 else mask[:, : step + 1])
     buffer.fill_(0)
     assert log.rows()[0].tolist() == [5, 6, 7]
     mask.fill_(False)
@@ -147,7 +142,7 @@ def padding_after(log: TokenLog, passes: list[tuple[int, Any, Any]]) -> list[int
     for tokens, mask, positions in passes:
         mask, positions = (torch.tensor(given) if isinstance(given, list) else given for given in (mask, positions))
         rows = len(mask) if isinstance(mask, torch.Tensor) else 1
-        observe(log, tiny.ids(rows, tokens), mask, positions, seen)
+        log.append(tiny.ids(rows, tokens), seen, mask, positions)
         seen += tokens
     found = log.padding(seen)
     return None if isinstance(found, Refusal) else found
@@ -160,7 +155,7 @@ def test_only_padding_on_the_left_that_no_later_pass_denies_is_understood(passes
 
 def test_a_mask_for_another_batch_is_not_understood() -> None:
     log = TokenLog()
-    observe(log, tiny.ids(2, 4), torch.ones(3, 4), None, 0)
+    log.append(tiny.ids(2, 4), 0, torch.ones(3, 4))
     assert isinstance(log.padding(4), Refusal)
 
 
@@ -174,7 +169,7 @@ def test_the_six_thousandth_token_costs_as_much_as_the_hundredth() -> None:
     def seconds(tokens: range) -> float:
         began = time.process_time()
         for seen in tokens:
-            observe(log, token, None, None, seen)
+            log.append(token, seen)
         return time.process_time() - began
 
     seconds(range(100))

@@ -2,16 +2,15 @@
 
 import traceback
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_kvcaches.errors import KVCacheError
-from tests.families.caches import KINDS, SINKS, Kind
 from tests.families.models import Family, build
-from tests.families.scenarios import PROMPT, SCENARIOS, Logits, Oracle, pruned
+from tests.families.scenarios import KINDS, PROMPT, SCENARIOS, SINKS, Kind, Logits, Oracle, pruned
 
 # Of logits, as a share of their spread. Rounding is a hundredth of it, a wrong position or a forgotten token a hundred times it.
 TOLERANCE = 1e-3
@@ -186,8 +185,3 @@ def _bad_advice(found: list[Outcome]) -> list[Outcome]:
                 detail = f"recommends {phrase}, which fails too: {outcome.detail}"
                 bad.append(Outcome(outcome.family, outcome.cache, outcome.scenario, "wrong", detail))
     return bad
-
-
-def as_dict(outcome: Outcome) -> dict[str, str]:
-    """For a file."""
-    return asdict(outcome)

@@ -7,8 +7,12 @@ _AXES = {"rope_parameters": _MROPE}
 _HALF_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _MAMBA_2 = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_chunk_size": 8}
-_INDEXER = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 2}
+_INDEX_HEADS = {"index_head_dim": 16, "index_n_heads": 2}
+_INDEXER = _INDEX_HEADS | {"index_topk": 8}
+_RATES = {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4}
 _ALTERNATING = ["sliding_attention", "full_attention"] * 2
+_SHARING = {"layer_types": _ALTERNATING, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 16}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "max_position_embeddings": 512, "beta_fast": 32.0}
 _LINEAR = {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 
 # By model type (of the config or of a nested one): what the constructor is given, beyond `SIZES`.
@@ -44,51 +48,22 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "dots3_note_audio_encoder": {"adapter_input_size": 64, "adapter_out_dim": 64},
     "dots3_note_text": _INDEXER | {"per_layer_config": {}, "use_dsa": True, "head_dim": 32},
     "hy_v4_vl_text": _INDEXER | {"rope_parameters": _MROPE},
-    "minimax_m3_vl_text": {
-        "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
-        "index_n_heads": 2,
-        "index_head_dim": 16,
-        "index_block_size": 4,
-        "index_topk_blocks": 2,
-        "rotary_dim": 8,
-    },
-    "deepseek_v4": {
-        "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
-        "index_topk": 4,
-        "index_n_heads": 2,
-        "index_head_dim": 16,
-        "o_groups": 2,
-        "o_lora_rank": 16,
-    },
+    "minimax_m3_vl_text": _INDEX_HEADS
+    | {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2, "index_block_size": 4, "index_topk_blocks": 2, "rotary_dim": 8},
+    "deepseek_v4": _INDEX_HEADS | {"compress_rates": _RATES, "index_topk": 4, "o_groups": 2, "o_lora_rank": 16},
     "glm5_next_text": _INDEXER | {"qk_rope_head_dim": 0, "index_kpool": 4, "linear_head_dim": 16, "linear_num_heads": 4},
     "kimi_linear": {"linear_head_dim": 16, "linear_num_heads": 4},
-    "gemma3n_text": {
-        "num_hidden_layers": 4,
-        "layer_types": _ALTERNATING,
-        "num_kv_shared_layers": 2,
-        "hidden_size_per_layer_input": 16,
-        "laurel_rank": 16,
-    },
-    "gemma4_text": {
-        "global_head_dim": 8,
-        "hidden_size_per_layer_input": 16,
-        "num_kv_shared_layers": 2,
-        "layer_types": _ALTERNATING,
-    },
-    "gemma4_unified_text": {
-        "global_head_dim": 8,
-        "layer_types": _ALTERNATING,
-    },
+    "gemma3n_text": _SHARING | {"num_hidden_layers": 4, "laurel_rank": 16},
+    "gemma4_text": _SHARING | {"global_head_dim": 8},
+    "gemma4_unified_text": {"global_head_dim": 8, "layer_types": _ALTERNATING},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     "qwen4_exp_text": _LINEAR
+    | dict.fromkeys(("indexer_head_dim", "indexer_budget", "hc_lowrank"), 16)
     | {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
-        "indexer_head_dim": 16,
-        "indexer_budget": 16,
         "indexer_compress_ratio": 4,
-        "hc_lowrank": 16,
         "layer_types": ["linear_attention", "indexed_attention"] * 2,
     },
     "qwen3_next": _LINEAR,
@@ -98,11 +73,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16, "layer_types": ["hybrid", "hybrid_sliding"] * 2},
     "zamba": {"num_hidden_layers": 6, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8},
     "zamba2": {
-        "num_hidden_layers": 4,
-        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+        "layers_block_type": ["mamba", "hybrid"] * 2,
         "mamba_d_state": 16,
         "n_mamba_heads": 4,
         "chunk_size": 8,
+        "num_hidden_layers": 4,
     },
     "roc_bert": {"pronunciation_vocab_size": 128, "shape_vocab_size": 128, "pronunciation_embed_dim": 16, "shape_embed_dim": 16},
     "xmod": {"default_language": "en_XX"},
@@ -115,18 +90,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "llama4_text": {"floor_scale": 4},
     "ministral3": {"rope_parameters": _ROPE | {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 8}},
     "mistral4": {
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 4.0,
-            "original_max_position_embeddings": 8,
-            "max_position_embeddings": 512,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "llama_4_scaling_beta": 0.5,
-        }
+        "rope_parameters": _ROPE | _YARN | dict.fromkeys(("beta_slow", "mscale", "mscale_all_dim"), 1.0) | {"llama_4_scaling_beta": 0.5}
     },
     "moshi": {"sliding_window": 512},  # only its cache knows of the window, its mask does not
     "pixtral": {"image_size": 28},

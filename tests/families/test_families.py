@@ -3,6 +3,7 @@
 FAMILY_RESULTS names a file that outcomes are added to, as JSON lines; `scripts/family_table.py` makes the table of docs/families.md of it.
 """
 
+import dataclasses
 import json
 import os
 from collections.abc import Iterable
@@ -12,7 +13,7 @@ import pytest
 from transformers.models.auto import modeling_auto
 
 from tests.families.models import families, special
-from tests.families.outcomes import Outcome, as_dict, outcomes
+from tests.families.outcomes import Outcome, outcomes
 
 RUNNING = [family for family in families() if family.name not in special.LEFT_OUT]
 
@@ -21,7 +22,7 @@ def record(found: Iterable[Outcome]) -> None:
     if path := os.environ.get("FAMILY_RESULTS"):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         with open(path, "a", encoding="utf-8") as file:  # one write, as several processes may add to it
-            file.write("".join(json.dumps(as_dict(outcome)) + "\n" for outcome in found))
+            file.write("".join(json.dumps(dataclasses.asdict(outcome)) + "\n" for outcome in found))
 
 
 @pytest.mark.full

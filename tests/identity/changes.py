@@ -18,6 +18,7 @@ from hf_kvcaches import compat
 from hf_kvcaches.core.identity import identity_of
 from tests import tiny
 from tests.core.fingerprint_helpers import lora
+from tests.helpers.prompts import greedy
 
 PROMPT = tiny.ids(1, 130, seed=1)
 INVOCATION = [5, 9, 7]
@@ -240,19 +241,13 @@ CHANGES: dict[str, Change] = {
     "registered attention": Change(own_attention, plain, seen=False, bypassed=True),
 }
 LASTING = {name: change for name, change in CHANGES.items() if not change.in_call}
-
-
 QUESTION = torch.cat([PROMPT, tiny.ids(1, 12, seed=2)], dim=1)
-
-
-GREEDY: dict[str, Any] = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True, "pad_token_id": 0}
 
 
 def ask(setup: Setup, cache: Any, ids: torch.Tensor = QUESTION, new: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens, and the logits of the new ones."""
     torch.manual_seed(0)  # for dropout
-    options = GREEDY | setup.options | {"max_new_tokens": new, "min_new_tokens": new}
-    found = setup.runner.generate(input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **options)
+    found = greedy(setup.runner, ids, cache, new, **setup.options)
     return found.sequences, torch.stack(found.logits, 1).float()
 
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from hf_kvcaches import KVCache, SegmentPolicy, SegmentReuseCache, SegmentStore, WarmStartCache, WarmStartLibrary
 from hf_kvcaches.translate.cache import TranslatedCache
 from tests import tiny
+from tests.helpers.prompts import greedy
 from tests.translate.pairs import fit
 from tests.warmstart.warm import OPEN, library_of
 
@@ -68,8 +69,4 @@ CASES: dict[str, Callable[[], tuple[torch.Tensor, Make]]] = {
 
 def answer(ids: torch.Tensor, cache: Any, new: int = 3) -> torch.Tensor:
     """The logits of the first tokens that `generate` gives, (1, new, vocabulary)."""
-    options = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True, "pad_token_id": 0}
-    made = model().generate(
-        ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=new, min_new_tokens=new, **options
-    )
-    return torch.stack(made.logits, 1)
+    return torch.stack(greedy(model(), ids, cache, new).logits, 1)

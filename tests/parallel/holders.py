@@ -9,6 +9,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from hf_kvcaches import AdaptiveSubspace, EquipCache, ExpectedAttentionPolicy, GrowingCache, SnapKVPolicy, SubspaceCache
 from tests import tiny
+from tests.helpers.prompts import greedy
 
 PROMPT, NEW, BUDGET = 44, 10, 24
 Make = Callable[[PreTrainedModel, dict[str, Any]], Cache]
@@ -82,15 +83,5 @@ def generated(model: PreTrainedModel, cache: Cache) -> tuple[torch.Tensor, torch
     """The text behind two prompts, one of them padded, and the logits of each token."""
     ids, mask = tiny.ids(2, PROMPT), torch.ones(2, PROMPT, dtype=torch.long)
     mask[1, :5] = 0
-    made = model.generate(
-        ids,
-        attention_mask=mask,
-        past_key_values=cache,
-        max_new_tokens=NEW,
-        min_new_tokens=NEW,
-        do_sample=False,
-        pad_token_id=0,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
+    made = greedy(model, ids, cache, NEW, mask)
     return made.sequences, torch.stack(made.logits)

@@ -16,8 +16,7 @@ from hf_kvcaches import HeadBudgets, KeepProbe, KVCodec, ModelFingerprint, Query
 from tests import testbed, tiny
 from tests.parallel.holders import HOLDERS, attempted, differences, whole_model
 from tests.parallel.processes import in_processes
-from tests.parallel.refusals import REFUSED, refusals
-from tests.parallel.sources import SCENARIOS, outcomes, prompts, text_of
+from tests.parallel.sources import REFUSED, SCENARIOS, outcomes, prompts, refusals, text_of
 from tests.translate.pairs import lossless
 
 # In the fast tier: what gathers scores, a codec, bits by bytes, a store and files.

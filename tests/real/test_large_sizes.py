@@ -8,7 +8,7 @@ import time
 import pytest
 
 from hf_kvcaches import EquipCache, SubspaceCache
-from hf_kvcaches.core.tokenizer_digest import digest_of_tokenizer
+from hf_kvcaches.core.fingerprint import digest_of_tokenizer
 from tests import testbed
 from tests.costs import seconds
 from tests.real.exactness import CACHES, encode, write

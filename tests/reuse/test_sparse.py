@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, GptOssConfig, PreTrainedModel
 
-from hf_kvcaches.core.prompt import PrefillCall
+from hf_kvcaches.core.source import PrefillCall
 from hf_kvcaches.reuse import sparse
 from hf_kvcaches.reuse.layer import PlainCache
 from hf_kvcaches.reuse.sparse import Block, SparsePass

@@ -16,8 +16,8 @@ from hf_kvcaches import compat
 from hf_kvcaches.core.identity import identity_of, require_identity
 from hf_kvcaches.core.layers import append
 from hf_kvcaches.core.parallel import require_all_heads
-from hf_kvcaches.core.prompt import PrefillCall
 from hf_kvcaches.core.rope import rotation_of
+from hf_kvcaches.core.source import PrefillCall
 from hf_kvcaches.core.view import LayerView
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedError, require_choice, require_instance, whole_number
 from hf_kvcaches.evaluate.observer import Attended, WatchingCache
