@@ -214,7 +214,7 @@ def _hand_over(cache: SplicingCache, call: PrefillCall, plan: PromptPlan) -> tup
     window = 1 if cache.holder is None else max(1, cache.holder.adopt_window or 0)
     last = [np.arange(max(row.begin, len(row.ids) - window), len(row.ids)) for row in plan.rows]
     indices = [np.union1d(row.running(), ends) for row, ends in zip(plan.rows, last, strict=True)]
-    cache.sparse_pass = sparse = SparsePass.of(call, indices, plan.padding, plan.total)
+    cache.sparse_pass = sparse = SparsePass(call, indices, plan.padding, plan.total)
     return plan, Remaining(sparse.ids, sparse.positions)
 
 
@@ -225,7 +225,7 @@ def _picking(cache: SplicingCache, call: PrefillCall, plan: PromptPlan) -> Promp
     """
     last, by_layer = [row.last(_QUESTION) for row in plan.rows], list[torch.Tensor]()
     indices = [np.union1d(row.new, ends) for row, ends in zip(plan.rows, last, strict=True)]
-    probing = SparsePass.of(call, indices, plan.padding, plan.total, by_layer)
+    probing = SparsePass(call, indices, plan.padding, plan.total, by_layer)
     run_module(cache.model.base_model, _SplicingPass(cache, probing), probing.ids, probing.positions)
     shares = torch.stack([share.to(call.input_ids.device) for share in by_layer])
     if cache.shard is not None:
@@ -243,7 +243,7 @@ def _run_in_parts(cache: SplicingCache, call: PrefillCall, plan: PromptPlan) -> 
         indices = [row.running(start) for row in plan.rows]
         if not any(map(len, indices)):
             return
-        sparse = SparsePass.of(call, indices, plan.padding, plan.total)
+        sparse = SparsePass(call, indices, plan.padding, plan.total)
         if hidden is not None and before is not None:
             hidden = hidden.gather(1, _places(before, sparse).to(hidden.device)[..., None].expand(-1, -1, hidden.shape[-1]))
         splicing = _SplicingPass(cache, sparse, start)

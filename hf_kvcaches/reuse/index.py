@@ -17,14 +17,12 @@ from hf_kvcaches.core.token_log import Ids as Ids
 
 # The rule of tokens that the model computes, and of those that were computed behind the same tokens.
 COMPUTED, EXACT = "computed", "exact"
-# An anchor is this many consecutive tokens, found at any index of a prompt. Of records with the same anchor the newest are kept.
-ANCHOR, ALIKE = 16, 8
-# How many tokens before its own are stored with a record: the most equal tokens that a guard can require, short of all.
-CONTEXT = 512
-# How many tokens before a match are compared, by their shingles, and how many consecutive tokens a shingle is.
-SURROUNDINGS, SHINGLE = 128, 8
+ANCHOR, ALIKE = 16, 8  # consecutive tokens by which a record is found at any index; the most records with one anchor, the newest
+CONTEXT = 512  # tokens before its own that are stored with a record: the most that a guard can require to be equal, short of all
+SURROUNDINGS, SHINGLE = 128, 8  # tokens before a match that are compared, by their shingles, and consecutive tokens in a shingle
 
 _KINDS = {"scope": str, "left": str, "right": str, "start": int, "origin": str, "fresh": bool, "form": dict}
+_ARRAYS = ("ids", "context")
 
 
 class Chain:
@@ -42,7 +40,6 @@ class Chain:
 
     @property
     def name(self) -> str:
-        """The digest in hex."""
         return self._hasher.hexdigest()
 
 
@@ -91,8 +88,7 @@ class Record:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the record as JSON values."""
-        arrays = {"ids": array_as_text(self.ids, "<u4"), "context": array_as_text(self.context, "<u4")}
-        return {name: getattr(self, name) for name in _KINDS} | arrays
+        return {name: getattr(self, name) for name in _KINDS} | {name: array_as_text(getattr(self, name), "<u4") for name in _ARRAYS}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Record:
@@ -100,8 +96,7 @@ class Record:
         for name, kind in _KINDS.items():
             if type(data[name]) is not kind:
                 raise TypeError(f"{name}: expected {kind.__name__}, got {type(data[name]).__name__}")
-        arrays: dict[str, Any] = {name: array_of_text(data[name], "<u4") for name in ("ids", "context")}
-        record = cls(**{name: data[name] for name in _KINDS}, **arrays)
+        record = cls(**{name: data[name] for name in _KINDS}, **{name: array_of_text(data[name], "<u4") for name in _ARRAYS})
         if record.origin in ("", COMPUTED) or record.start < 0 or not len(record):
             raise ValueError(f"no span has {len(record)} tokens, the origin {record.origin!r} and the start {record.start}")
         return record
@@ -117,7 +112,7 @@ class Piece(NamedTuple):
 
     @property
     def position(self) -> int:
-        """The first token's position when it was computed."""
+        """Where the first token was computed."""
         return self.record.start + self.offset
 
 
@@ -135,12 +130,10 @@ class Match:
 
     @property
     def start(self) -> int:
-        """Index of the first token."""
         return self.pieces[0].start
 
     @property
     def stop(self) -> int:
-        """Index behind the last token."""
         return self.pieces[-1].stop
 
     def __len__(self) -> int:

@@ -40,18 +40,12 @@ class TokenCodec(Protocol):
 Quantization = Literal["int8", "int4"] | TokenCodec | None
 
 _BITS = {"int8": 8, "int4": 4}
-# The prefix of a codec's name, before its digest.
-_CODED = "codec:"
+_CODED = "codec:"  # stands before the digest of a codec
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
 class LayerStates(NamedTuple):
-    """The states of a span of tokens in one layer.
-
-    Args:
-        keys: (kv_heads, tokens, head_dim), rotated.
-        values: (kv_heads, tokens, head_dim).
-    """
+    """Rotated keys and values of a span of tokens in one layer, (kv_heads, tokens, head_dim) each."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -69,7 +63,7 @@ def check_quantization(quantization: Any) -> Quantization:
 
 
 def name_of(quantization: Quantization) -> str | None:
-    """Name a quantization; other quantizations have other names."""
+    """Name a quantization, as forms and scopes do."""
     return _CODED + quantization.digest if isinstance(quantization, TokenCodec) else quantization
 
 
@@ -97,27 +91,26 @@ def encode(
         start: With a codec: the position of the first token.
         geometries: With a codec: how each layer's keys are rotated.
     """
-    shapes: dict[tuple[int, int, int], list[int]] = {}
+    piles: dict[tuple[int, int, int], list[int]] = {}
     for index, layer in enumerate(layers):
-        shapes.setdefault((layer.keys.shape[0], layer.keys.shape[2], layer.values.shape[2]), []).append(index)
+        piles.setdefault((layer.keys.shape[0], layer.keys.shape[2], layer.values.shape[2]), []).append(index)
+    dtype = str(layers[0].keys.dtype).removeprefix("torch.")
+    form = {"quantization": name_of(quantization), "dtype": dtype, "piles": list(piles.values()), "dims": [list(dims) for dims in piles]}
     tensors: dict[str, torch.Tensor] = {}
-    bits = _BITS[quantization] if isinstance(quantization, str) else None
     if isinstance(quantization, TokenCodec):
         layers, tensors = _coded(layers, quantization, start, geometries)
-    for number, members in enumerate(shapes.values()):
+    for number, members in enumerate(piles.values()):
         for side in ("keys", "values"):
             # Layers may be on several devices.
             name, stacked = f"{side}.{number}", torch.stack([getattr(layers[index], side).cpu() for index in members])
-            if bits is not None:
-                quantized = quantize(stacked, bits=bits, group=group_of(str(quantization), stacked.shape[-1]))
+            if isinstance(quantization, str):
+                quantized = quantize(stacked, bits=_BITS[quantization], group=group_of(quantization, stacked.shape[-1]))
                 tensors |= {name: quantized.data, f"{name}.scale": quantized.scale, f"{name}.zero": quantized.zero}
             elif not_finite({name: stacked}) is None:
                 tensors[name] = stacked
             else:  # would spread to later prompts
                 raise ConfigError.of(name, "finite numbers", "infinities or NaN")
-    dtype = str(layers[0].keys.dtype).removeprefix("torch.")
-    dims = [[heads, keys, values] for heads, keys, values in shapes]
-    return tensors, {"quantization": name_of(quantization), "dtype": dtype, "piles": list(shapes.values()), "dims": dims}
+    return tensors, form
 
 
 def _coded(
@@ -140,18 +133,14 @@ def check_form(form: Mapping[str, Any]) -> None:
         if not is_coded(form):
             check_quantization(form["quantization"])
         DTYPES[form["dtype"]]
-        indices = sorted(index for members in form["piles"] for index in members)
-        ascending = all(sorted(members) == members for members in form["piles"])
-        dims = [dim for _, sizes in zip(form["piles"], form["dims"], strict=True) for dim in sizes]
-        # `True` and 1.0 are equal to integers, but can't be indices.
-        plain = all(type(number) is int for number in (*indices, *dims))
-        if (
-            not plain
-            or not ascending
-            or len(indices) > MOST_LAYERS
-            or indices != list(range(len(indices)))
-            or len(dims) != 3 * len(form["dims"])
-        ):
+        indices, dims = ([number for part in form[name] for number in part] for name in ("piles", "dims"))
+        sound = (
+            all(type(number) is int for number in (*indices, *dims)),  # `True` and 1.0 can't be indices
+            all(sorted(members) == members for members in form["piles"]),
+            len(indices) <= MOST_LAYERS and sorted(indices) == list(range(len(indices))),
+            [*map(len, form["dims"])] == [3] * len(form["piles"]),
+        )
+        if not all(sound):
             raise ArtifactError(f"its layers are {str(indices)[:100]}, its dimensions {str(dims)[:100]}")
     except (LookupError, TypeError, ValueError) as error:
         raise ArtifactError(f"it is stored in a way that makes no sense: {error!r}") from error

@@ -1,7 +1,7 @@
 """Write stored tokens into the slots where a prompt has them: dequantized, and rotated to their new positions.
 
-On a GPU the layers are written in order on a stream of their own, with one copy to the device for each layer and side, and the model's
-pass waits for each layer when it gets there: the next layers are sent while it runs. On a CPU all layers of a blob are written at once.
+On a GPU the layers are written in order on a stream of their own, with one copy for each layer and side, and the model's pass waits for
+each layer when it gets there: the next ones are sent while it runs. On a CPU all layers of a blob are written at once.
 """
 
 from __future__ import annotations
@@ -28,19 +28,17 @@ from hf_kvcaches.reuse.plan import PromptPlan, PromptRow
 
 Blobs = Mapping[str, Mapping[str, torch.Tensor]]
 
-# Bytes in a cache that are decoded at a time on a CPU.
-PORTION = 2**25
+PORTION = 2**25  # bytes in a cache that are decoded at a time on a CPU
 
 
 def write_plan(cache: SplicingCache, plan: PromptPlan, blobs: Blobs, codec: TokenCodec | None) -> None:
     """Make room for a prompt, and write the tokens that its plan reuses into a cache's layers; none counts as seen."""
     form = next(iter(plan.records.values())).form
     shapes = dict(sorted((index, dims) for members, dims in zip(form["piles"], form["dims"], strict=True) for index in members))
-    padding = max(plan.padding)
     for layer, module, (heads, *dims) in zip(cache.layers, decoder_layers(cache.model)[2], shapes.values(), strict=True):
         device = compat.layer_device(module)
         keys, values = (torch.empty(1, heads, 0, dim, dtype=DTYPES[form["dtype"]], device=device) for dim in dims)
-        layer.open(len(plan.rows), plan.total, keys, values, padding)
+        layer.open(len(plan.rows), plan.total, keys, values, max(plan.padding))
     write_rows(cache.layers, plan.rows, blobs, cache.rotation.layers, codec)
 
 
@@ -57,8 +55,7 @@ def write_rows(
         geometries: How each layer's keys are rotated.
         codec: What all stored tokens are the codes of; None where they are no codes.
     """
-    sides = ((layer.key_buffer, layer.value_buffer) for layer in layers)
-    buffers = [(keys, values) for keys, values in sides if keys is not None and values is not None]
+    buffers = [layer.buffers for layer in layers]
     devices = {keys.device for keys, _ in buffers}
     on_cpu = {device.type for device in devices} == {"cpu"}
     groups = list[_Group]()
@@ -75,7 +72,7 @@ def write_rows(
     step = len(layers) if on_cpu else 1
     if on_cpu and codec is not None and groups:
         largest = max(keys[0, :, 0].nbytes + values[0, :, 0].nbytes for keys, values in buffers)
-        step = max(1, PORTION // (largest * max(group.tokens for group in groups)))
+        step = max(1, PORTION // (largest * max(len(group.indices) for group in groups)))
     for first in range(0, len(layers), step):
         own = streams.get(buffers[first][0].device)
         with torch.cuda.stream(own):  # None changes nothing
@@ -98,14 +95,15 @@ class _Group:
     def __init__(
         self, row: PromptRow, pieces: Sequence[Piece], blobs: Blobs, geometries: Sequence[RotaryGeometry], codec: TokenCodec | None
     ) -> None:
-        self.row, self.pieces, self.geometries, self.codec, self.form = row, pieces, geometries, codec, pieces[0].record.form
-        self.tokens = sum(piece.stop - piece.start for piece in pieces)
+        self.row, self.geometries, self.codec, self.form = row, geometries, codec, pieces[0].record.form
         # The tensors of each piece, and its tokens in them.
-        self._spans = [(blobs[piece.record.key], slice(piece.offset, piece.offset + piece.stop - piece.start)) for piece in pieces]
-        # Codes are not rotated. Others are rotated by how far they moved.
-        self._rotates = codec is not None or any(piece.start != piece.position for piece in pieces)
-        self._rotations: dict[Any, dict[str, Any]] = {}
-        self._slots: dict[torch.device, torch.Tensor] = {}
+        self.spans = [(blobs[piece.record.key], slice(piece.offset, piece.offset + piece.stop - piece.start)) for piece in pieces]
+        self.indices = np.concatenate([np.arange(piece.start, piece.stop) for piece in pieces])
+        before = np.concatenate([np.arange(piece.stop - piece.start) + piece.position for piece in pieces])
+        # By how many positions keys are rotated: codes are of unrotated ones.
+        self.moves = self.indices if codec is not None else self.indices - before
+        self._rotates = codec is not None or bool(self.moves.any())
+        self._on_device: dict[Any, Any] = {}
 
     def write(self, buffers: Sequence[Sequence[torch.Tensor]], first: int, last: int) -> None:
         """Write the layers from `first` to before `last`."""
@@ -115,28 +113,27 @@ class _Group:
                 continue
             key_outs, value_outs = zip(*([side[self.row.number] for side in buffers[index]] for index in members), strict=True)
             device = key_outs[0].device
-            sides = zip(*self._states(number, chosen), strict=True)
-            keys, values = (parts[0] if len(parts) == 1 and parts[0].data.device == device else _sent(parts, device) for parts in sides)
-            slots, start = self._slots_on(device), 0
+            keys, values = (_joined(parts, device) for parts in zip(*self._states(number, chosen), strict=True))
+            slots, start = self._slots(device), 0
             # Layers that are rotated alike are written together.
             for _, alike in groupby([id(self.geometries[index]) if self._rotates else 0 for index in members]):
                 stop = start + len(list(alike))
                 rotation = self._rotation(self.geometries[members[start]], device) if self._rotates else {}
-                some = keys if stop - start == len(members) else _of_layers(keys, slice(start, stop))
-                splice(some, key_outs[start:stop], slots, **rotation)
+                parts = [None if part is None else part[start:stop] for part in keys[:3]]
+                splice(Packed(*parts, keys.group), key_outs[start:stop], slots, **rotation)
                 start = stop
             splice(values, value_outs, slots)
 
     def _states(self, number: int, chosen: slice) -> Iterator[tuple[Packed, Packed]]:
         """Yield keys and values of each piece in some layers of a pile, as they are stored; codes are decoded."""
         if self.codec is None:
-            for tensors, tokens in self._spans:
+            for tensors, tokens in self.spans:
                 yield self._stored(tensors, f"keys.{number}", chosen, tokens), self._stored(tensors, f"values.{number}", chosen, tokens)
             return
         members = self.form["piles"][number][chosen]
-        asked = [(index, tensors[f"codes.{index}"], tokens.start, tokens.stop) for tensors, tokens in self._spans for index in members]
+        asked = [(index, tensors[f"codes.{index}"], tokens.start, tokens.stop) for tensors, tokens in self.spans for index in members]
         states = self.codec.unpack(asked, DTYPES[self.form["dtype"]])
-        for place, (tensors, tokens) in enumerate(self._spans):
+        for place, (tensors, tokens) in enumerate(self.spans):
             keys, values = map(torch.stack, zip(*states[place * len(members) : (place + 1) * len(members)], strict=True))
             for stacked, name in ((keys, f"keys.{number}"), (values, f"values.{number}")):
                 exact = tensors[name][chosen, :, tokens]
@@ -144,50 +141,35 @@ class _Group:
             yield Packed(keys), Packed(values)
 
     def _stored(self, tensors: Mapping[str, torch.Tensor], name: str, chosen: slice, tokens: slice) -> Packed:
-        data, quantization = tensors[name][chosen, :, tokens], self.form["quantization"]
-        if quantization is None:
-            return Packed(data)
-        scale, zero = (tensors[f"{name}.{part}"][chosen, :, tokens] for part in ("scale", "zero"))
-        return Packed(data, scale, zero, group_of(quantization, data.shape[-1] * (2 if data.dtype == torch.uint8 else 1)))
+        names = [name] if self.form["quantization"] is None else [name, f"{name}.scale", f"{name}.zero"]
+        data, *scales = (tensors[part][chosen, :, tokens] for part in names)
+        dim = data.shape[-1] * (2 if data.dtype == torch.uint8 else 1)
+        return Packed(data, *scales, group=group_of(str(self.form["quantization"]), dim)) if scales else Packed(data)
 
-    def _slots_on(self, device: torch.device) -> torch.Tensor:
-        if device not in self._slots:
-            slots = np.concatenate([np.arange(piece.start, piece.stop) for piece in self.pieces]) + self.row.padding
-            self._slots[device] = _to_device(torch.from_numpy(slots), device)
-        return self._slots[device]
+    def _slots(self, device: torch.device) -> torch.Tensor:
+        if device not in self._on_device:
+            self._on_device[device] = _to_device(torch.from_numpy(self.indices + self.row.padding), device)
+        slots: torch.Tensor = self._on_device[device]
+        return slots
 
     def _rotation(self, geometry: RotaryGeometry, device: torch.device) -> dict[str, Any]:
         """Return by which angles keys are rotated, as arguments of `splice`; nothing for no rotation."""
         if geometry.kind != "rope":
             return {}
-        key = id(geometry), device
-        if key not in self._rotations:
-            if self.codec is not None:
-                positions = torch.from_numpy(np.concatenate([np.arange(piece.start, piece.stop) for piece in self.pieces]))
-                tables = [table * geometry.attention_scaling for table in geometry.cos_sin(positions, torch.float32)]
-            else:
-                moves = torch.tensor([piece.start - piece.position for piece in self.pieces])
-                lengths = torch.tensor([piece.stop - piece.start for piece in self.pieces])
-                tables = [table.repeat_interleave(lengths, dim=0) for table in geometry.cos_sin(moves, torch.float32)]
-            cos, sin = (_to_device(table, device) for table in tables)
-            self._rotations[key] = {"cos": cos, "sin": sin, "layout": geometry.layout}
-        return self._rotations[key]
+        if (geometry, device) not in self._on_device:
+            scaling = 1.0 if self.codec is None else geometry.attention_scaling
+            tables = geometry.cos_sin(torch.from_numpy(self.moves), torch.float32)
+            cos, sin = (_to_device(table * scaling, device) for table in tables)
+            self._on_device[geometry, device] = {"cos": cos, "sin": sin, "layout": geometry.layout}
+        rotation: dict[str, Any] = self._on_device[geometry, device]
+        return rotation
 
 
-def _of_layers(packed: Packed, layers: slice) -> Packed:
-    scale, zero = (None if part is None else part[layers] for part in (packed.scale, packed.zero))
-    return packed._replace(data=packed.data[layers], scale=scale, zero=zero)
-
-
-def _sent(parts: Sequence[Packed], device: torch.device) -> Packed:
-    """Send the tokens of several pieces to a device, one behind the other, in one copy for each tensor."""
-    joined = []
-    for tensors in zip(*(part[:3] for part in parts), strict=True):
-        present = [tensor for tensor in tensors if tensor is not None]
-        joined.append(_to_device(torch.cat(present, 2) if len(present) > 1 else present[0], device) if present else None)
-    data, scale, zero = joined
-    assert data is not None
-    return Packed(data, scale, zero, parts[0].group)
+def _joined(parts: Sequence[Packed], device: torch.device) -> Packed:
+    """The tokens of several pieces on a device, one behind the other, in one copy for each tensor."""
+    sides = [[side for side in sides if side is not None] for sides in zip(*(part[:3] for part in parts), strict=True)]
+    data, *scales = (_to_device(torch.cat(side, 2) if len(side) > 1 else side[0], device) for side in sides if side)
+    return Packed(data, *scales, group=parts[0].group)
 
 
 def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
