@@ -45,29 +45,17 @@ class Chain:
 
 @dataclass(frozen=True, eq=False)
 class Record:
-    """A stored span without its tensors.
+    """A stored span without its tensors."""
 
-    Args:
-        scope: The model, adapters, tokenizer and format of its tensors; only caches of the same scope reuse it.
-        ids: Its token ids, (tokens,).
-        left: The `Chain` name of all tokens before it.
-        right: The `Chain` name of these and its own tokens.
-        start: The index of its first token in the row where it was computed.
-        context: Up to `CONTEXT` tokens before it, (n,).
-        origin: The rule by which it was reused: "exact" if neither it nor anything before it was an approximation.
-        fresh: Whether all of it was computed at its index. Only such spans are reused behind other texts, so drift does not add up.
-        form: What `layout` needs to read the tensors.
-    """
-
-    scope: str
-    ids: Ids
-    left: str
-    right: str
-    start: int
-    context: Ids
-    origin: str = EXACT
-    fresh: bool = True
-    form: dict[str, Any] = field(default_factory=dict)
+    scope: str  # model, adapters, tokenizer and format of its tensors: only caches of the same scope reuse it
+    ids: Ids  # its tokens
+    left: str  # the `Chain` name of all tokens before it
+    right: str  # the `Chain` name of these and its own tokens
+    start: int  # the index of its first token where it was computed
+    context: Ids  # up to `CONTEXT` tokens before it
+    origin: str = EXACT  # the rule by which it was reused; "exact" if neither it nor anything before it was an approximation
+    fresh: bool = True  # all of it was computed at its index: only then it is reused behind other texts, so drift does not add up
+    form: dict[str, Any] = field(default_factory=dict)  # what `layout` needs to read the tensors
 
     @cached_property
     def key(self) -> str:
@@ -118,15 +106,10 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Match:
-    """Consecutive tokens of a prompt that were consecutive in an earlier one, behind another text.
+    """Consecutive tokens of a prompt that were consecutive in an earlier one, behind another text."""
 
-    Args:
-        pieces: Spans without gaps, in order; each was stored behind the one before.
-        ids: The tokens of the prompt, as far as they were looked up.
-    """
-
-    pieces: tuple[Piece, ...]
-    ids: Ids
+    pieces: tuple[Piece, ...]  # spans without gaps, in order; each was stored behind the one before
+    ids: Ids  # the tokens of the prompt, as far as they were looked up
 
     @property
     def start(self) -> int:
@@ -178,7 +161,7 @@ class TokenIndex:
         # Keys of records by the chain of all tokens before them and their first token, and by the index where they start and this token.
         self._after: defaultdict[tuple[str, int], list[str]] = defaultdict(list)
         self._starts: defaultdict[tuple[int, int], list[str]] = defaultdict(list)
-        # Keys, and offsets in their records, by the hash of an anchor.
+        # Keys of records, and offsets in them, by the hash of an anchor.
         self._anchored: defaultdict[int, list[tuple[str, int]]] = defaultdict(list)
 
     def add(self, key: str, record: Record) -> None:
@@ -207,9 +190,22 @@ class TokenIndex:
             yield self._anchored, anchor, (key, offset)
 
     def prefix(self, ids: Ids, start: int, exact_only: bool) -> list[Piece]:
-        """Return the stored spans, from an index on, of the longest prefix that a row shares with earlier rows."""
-        spans = self._prefix_spans(ids, start, exact_only)
-        end = max((span.stop for span in spans), default=start)
+        """Return the stored spans, from an index on, of the longest prefix that a row shares with earlier rows.
+
+        Spans overlap if rows were cut differently: in one batch, by several processes, or stored again after an eviction. So records are
+        looked up at every index that stored spans reach, not only where one ends.
+        """
+        spans, chain, hashed, end = list[Piece](), Chain(), 0, start
+        for index, token in enumerate(ids[start:].tolist(), start):
+            if index > end:
+                break
+            if (index, token) in self._starts:
+                chain, hashed = chain.extend(ids[hashed:index]), index
+                records = [self.records[key] for key in self._after.get((chain.name, token), ())]
+                records = [record for record in records if not exact_only or record.origin == EXACT]
+                new = [Piece(index, index + common_prefix(record.ids, ids[index:]), record, 0) for record in records]
+                spans += new
+                end = max([end, *(span.stop for span in new)])
         pieces: list[Piece] = []
         while start < end:
             # An exact span comes before a longer one, which the rest is then taken from.
@@ -218,27 +214,6 @@ class TokenIndex:
             pieces.append(Piece(start, best.stop, best.record, start - best.start))
             start = best.stop
         return pieces
-
-    def _prefix_spans(self, ids: Ids, start: int, exact_only: bool) -> list[Piece]:
-        """Return all stored spans that follow a prefix of a row and continue like the row.
-
-        Spans overlap if rows were cut differently: in one batch, by several processes, or stored again after an eviction. So records are
-        looked up at every index that stored spans reach, not only where one ends.
-        """
-        spans: list[Piece] = []
-        chain, hashed, stop = Chain(), 0, start
-        for index, token in enumerate(ids[start:].tolist(), start):
-            if index > stop:
-                break
-            if (index, token) not in self._starts:
-                continue
-            chain, hashed = chain.extend(ids[hashed:index]), index
-            for key in self._after.get((chain.name, token), ()):
-                record = self.records[key]
-                if not exact_only or record.origin == EXACT:
-                    spans.append(Piece(index, index + common_prefix(record.ids, ids[index:]), record, 0))
-                    stop = max(stop, spans[-1].stop)
-        return spans
 
     def runs(self, ids: Ids, start: int, shortest: int) -> list[Match]:
         """Return the tokens that earlier rows have at any index, in order and without overlaps; of several matches the longest."""
@@ -268,7 +243,7 @@ class TokenIndex:
 
 
 def as_ids(values: Any) -> Ids:
-    """Return token ids as an array, from a list, a tensor on the CPU or an array."""
+    """Return the token ids of a list, a tensor on the CPU or an array."""
     return np.ascontiguousarray(np.asarray(values), dtype=np.uint32)
 
 

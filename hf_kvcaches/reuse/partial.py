@@ -70,9 +70,9 @@ def with_layers(model: PreTrainedModel, layers: Sequence[nn.Module]) -> nn.Modul
 
 
 class StandIn(nn.Module):
-    """Stands where another module stood, answers for its attributes, and calls a function in its place, or its own `forward`."""
+    """Stands where another module stood, answers for its attributes, and calls a function in its place."""
 
-    def __init__(self, stood: nn.Module, call: Callable[..., Any] | None = None) -> None:
+    def __init__(self, stood: nn.Module, call: Callable[..., Any]) -> None:
         super().__init__()
         # In a tuple, so that the module is not registered as a child.
         self._stood, self._call = (stood,), call
@@ -83,7 +83,6 @@ class StandIn(nn.Module):
         return self._stood[0]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._call is not None
         return self._call(*args, **kwargs)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
@@ -103,12 +102,11 @@ class ToldModule(StandIn):
     """Runs the module, with what a function makes of the arguments that it is called with."""
 
     def __init__(self, stood: nn.Module, on_call: Callable[[tuple[Any, ...], dict[str, Any]], Arguments]) -> None:
-        super().__init__(stood)
-        self._on_call = on_call
+        def call(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = on_call(args, kwargs)
+            return stood(*args, **kwargs)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = self._on_call(args, kwargs)
-        return self.stood(*args, **kwargs)
+        super().__init__(stood, call)
 
 
 class LayerPass(Cache):
@@ -138,12 +136,12 @@ class LayerPass(Cache):
         if layer_idx >= self.start:
             return layer_idx
         kinds = self.is_sliding
-        counting = [index for index in range(self.start, len(kinds)) if isinstance(self.layers[index], CacheLayerMixin)]
-        return next((index for index in counting if kinds[index] == kinds[layer_idx]), layer_idx)
+        alike = (index for index in range(self.start, len(kinds)) if kinds[index] == kinds[layer_idx])
+        return next((index for index in alike if isinstance(self.layers[index], CacheLayerMixin)), layer_idx)
 
 
 class StoppingPass(LayerPass):
-    """Ends when a layer has its keys and values, with a `PassEnded`."""
+    """Ends with a `PassEnded` when a layer has its keys and values."""
 
     def __init__(self, cache: KVCache, last: int) -> None:
         super().__init__(cache)
@@ -183,7 +181,7 @@ def run_module(
     arguments: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask, **compat.cache_kwargs(module, cache)}
     names = compat.parameter_names(type(module))
     if positions is not None and "position_ids" in names:
-        arguments["position_ids"] = positions.expand(input_ids.shape[0], -1) if positions.ndim == 1 else positions
+        arguments["position_ids"] = positions.expand(input_ids.shape)
     if "logits_to_keep" in names:  # the base of a model may be a model with a head
         arguments["logits_to_keep"] = 1
     module(**arguments)
@@ -205,7 +203,6 @@ def run_layers(
     After the last layer it is what enters the model's final norm. Tokens, positions and mask are as in `run_span`.
 
     Args:
-        stop: The first layer not to run, or the number of layers.
         cache: Its layers from `start` to before `stop` take the keys and values, as the pass says where one is given.
         hidden: What entered layer `start`, (batch, tokens, hidden); None for layer 0.
     """
@@ -214,13 +211,11 @@ def run_layers(
         raise ConfigError.of("start", f"a decoder layer from 0 to {len(layers) - 1}, and hidden for all but layer 0", start)
     if not start < stop <= len(layers):
         raise ConfigError.of("stop", f"a layer above {start}, or the number of layers", stop)
-    output: Any = None
+    outputs: list[Any] = []
 
     def run_last(*args: Any, **kwargs: Any) -> Any:
-        nonlocal output
-        outputs = layers[stop - 1](*args, **kwargs)
-        output = outputs[0] if isinstance(outputs, tuple) else outputs
-        return outputs
+        outputs.append(layers[stop - 1](*args, **kwargs))
+        return outputs[-1]
 
     # Skipped layers stay in the list, because models look up masks by a layer's index. The last one hands out `hidden`, so that nothing
     # that the model does to its embeddings (scaling, learned positions) matters.
@@ -230,6 +225,7 @@ def run_layers(
         modules[start - 1] = StandIn(layers[start - 1], lambda *args, **kwargs: hidden)
     taking = cache if isinstance(cache, LayerPass) else LayerPass(cache, start)
     run_module(with_layers(model, modules), taking, input_ids, positions, attention_mask)
+    output = next((each[0] if isinstance(each, tuple) else each for each in outputs), None)
     if not isinstance(output, torch.Tensor) or output.shape[:-1] != input_ids.shape:
         raise UnsupportedError(f"model: {type(model).__name__} passes more than hidden states from layer to layer. Run whole prompts.")
     return output

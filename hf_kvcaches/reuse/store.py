@@ -22,8 +22,7 @@ from hf_kvcaches.reuse.layout import LayerStates, Quantization, TokenCodec, chec
 from hf_kvcaches.stores.blobs import BlobStore, NewBlob, bytes_of
 from hf_kvcaches.stores.catalog import Catalog, Contents
 
-# Bytes of prompts that may wait to be stored; one alone may be larger.
-MOST = 2**31
+MOST = 2**31  # bytes of prompts that may wait to be stored; one alone may be larger
 # A request waits for what earlier ones store, as it may reuse it, if that is at most so many bytes, and for at most so many seconds.
 SMALL, PATIENCE = 2**25, 0.5
 
@@ -99,7 +98,7 @@ class Queue:
 
     def has_room(self, size: int) -> bool:
         """Whether a prompt of so many bytes may be added; if not, it counts as dropped."""
-        self._own()
+        self._check_process()
         with self._lock:
             full = self._bytes > 0 and self._bytes + size > MOST
             self.dropped += full
@@ -114,26 +113,6 @@ class Queue:
         with contextlib.suppress(RuntimeError):
             threading.Thread(target=self._run, name="hf_kvcaches-store").start()
 
-    def _run(self) -> None:
-        """Return when no jobs are left; called by a job, when no other jobs are left."""
-        self._own()
-        with self._running:
-            while self._jobs:
-                job, size = self._jobs.popleft()
-                try:
-                    job()
-                except Exception as error:  # no caller waits for the job
-                    self._warn(f"A prompt was not stored: {type(error).__name__}: {error}")
-                finally:
-                    with self._lock:
-                        self._bytes -= size
-
-    def _own(self) -> None:
-        """After a fork, in which another thread may have held the locks: take new ones."""
-        if self._process != os.getpid():
-            self._process, self._running, self._lock = os.getpid(), threading.RLock(), threading.RLock()
-            self._bytes = sum(size for _, size in self._jobs)
-
     def flush(self) -> None:
         """Wait until all computed prompts are written."""
         self._hand_over()
@@ -146,12 +125,31 @@ class Queue:
         while 0 < self._bytes <= SMALL and time.monotonic() < deadline:
             time.sleep(0.0005)
 
+    def _run(self) -> None:
+        """Return when no jobs are left; called by a job, when no other jobs are left."""
+        self._check_process()
+        with self._running:
+            while self._jobs:
+                job, size = self._jobs.popleft()
+                try:
+                    job()
+                except Exception as error:  # no caller waits for the job
+                    self._warn(f"A prompt was not stored: {type(error).__name__}: {error}")
+                finally:
+                    with self._lock:
+                        self._bytes -= size
+
     def _hand_over(self) -> None:
-        if self._process != os.getpid():
-            self._own()
+        self._check_process()
         for reference in self._recorders:
-            if (recorder := reference()) is not None and recorder.prompt is not None:
+            if (recorder := reference()) is not None:
                 recorder.release(drop=False)
+
+    def _check_process(self) -> None:
+        """After a fork, in which another thread may have held the locks: take new ones."""
+        if self._process != os.getpid():
+            self._process, self._running, self._lock = os.getpid(), threading.RLock(), threading.RLock()
+            self._bytes = sum(size for _, size in self._jobs)
 
 
 def _finish(reference: weakref.ref[Queue]) -> None:
@@ -184,7 +182,7 @@ class SpanStore:
 
     @property
     def max_bytes(self) -> int | None:
-        """The cap on the bytes of all spans, or None."""
+        """The most bytes that all spans may take, or None."""
         return self.catalog.max_bytes
 
     def refresh(self) -> None:
