@@ -87,17 +87,18 @@ class RedisBlobs(BlobStore):
         return blobs.get(key)
 
     def get_many(self, keys: Sequence[str]) -> Loaded:
-        blobs: dict[str, dict[str, Tensor]] = {}
+        blobs = dict[str, dict[str, Tensor]]()
         try:
-            for key, content in self._contents(keys).items():
-                digest = bytes(content[:DIGEST])
-                try:
-                    blobs[key] = decode(key, content, verify=self._verified.get(key) != digest)
-                    self._verified[key] = digest
-                except ArtifactError as error:
-                    self.discard(key, error)
+            contents = self._contents(keys)
         except StoreUnavailable as error:
             return Loaded(blobs, error)
+        for key, content in contents.items():
+            digest = bytes(content[:DIGEST])
+            try:
+                blobs[key] = decode(key, content, verify=self._verified.get(key) != digest)
+                self._verified[key] = digest
+            except ArtifactError as error:
+                self.discard(key, error)
         return Loaded(blobs)
 
     def _contents(self, keys: Sequence[str]) -> dict[str, memoryview]:
@@ -109,22 +110,26 @@ class RedisBlobs(BlobStore):
         answers, contents = self._run(*looks), dict[str, memoryview]()
         for key, listed, size, chunk in zip(keys, answers[::3], answers[1::3], answers[2::3], strict=True):
             if size and len(chunk) == min(size, _CHUNK):
-                contents[key] = np.empty(size, np.uint8).data
-                contents[key][: len(chunk)] = chunk
+                content = np.empty(size, np.uint8).data
+                content[: len(chunk)] = chunk
+                if self._read_on(key, content):
+                    contents[key] = content
             elif listed and not size:
                 self.delete(key)  # the server has evicted it
-        ranges = [(key, start) for key, content in contents.items() for start in range(_CHUNK, len(content), _CHUNK)]
-        for first in range(0, len(ranges), _CHUNKS):
-            group = ranges[first : first + _CHUNKS]
-            commands = [("GETRANGE", self._bodies + key, start, min(start + _CHUNK, len(contents[key])) - 1) for key, start in group]
-            for (key, start), chunk in zip(group, self._run(*commands), strict=True):
-                contents[key][start : start + len(chunk)] = chunk
-        # Another blob in the place of one begins with another digest.
-        large = list(dict(ranges))
-        for key, digest in zip(large, self._run(*(("GETRANGE", self._bodies + key, 0, DIGEST - 1) for key in large)), strict=True):
-            if contents[key][:DIGEST] != digest:
-                del contents[key]
         return contents
+
+    def _read_on(self, key: str, content: memoryview) -> bool:
+        """Read what follows the first chunk of a blob, and return whether it is still the same blob."""
+        for first in range(_CHUNK, len(content), _CHUNK * _CHUNKS):
+            starts = range(first, min(first + _CHUNK * _CHUNKS, len(content)), _CHUNK)
+            # Another blob in its place begins with another digest.
+            spans = [*((start, min(start + _CHUNK, len(content))) for start in starts), (0, DIGEST)]
+            *chunks, digest = self._run(*(("GETRANGE", self._bodies + key, start, stop - 1) for start, stop in spans))
+            if content[:DIGEST] != digest:
+                return False
+            for start, chunk in zip(starts, chunks, strict=True):
+                content[start : start + len(chunk)] = chunk
+        return True
 
     def delete(self, key: str) -> bool:
         # No transaction: a full server refuses transactions, and deletions free its memory.

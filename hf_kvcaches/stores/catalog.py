@@ -56,12 +56,6 @@ class Catalog:
     Args:
         noun: The user's word for a blob, such as "segment".
         clock: Returns the seconds since 1970.
-
-    Attributes:
-        lock: Guards the contents and the entries. No call that may wait for a server is made under it.
-        entries: The blobs in the order of their last use: of two of the same worth the older one is evicted first.
-        bytes: The bytes of all entries.
-        read_once: Whether the entries are those of the store, as it was at the last look-up.
     """
 
     def __init__(
@@ -82,17 +76,19 @@ class Catalog:
         self.contents, self.noun, self.clock = contents, noun, clock
         self.time_to_live = math.inf if time_to_live is None else time_to_live
         self.blobs = open_blobs(location, timeout)
+        # In the order of their last use: of two of the same worth the older one is evicted first.
         self.entries: OrderedDict[str, CatalogEntry] = OrderedDict()
         self.bytes, self._eviction_clock = 0, 0.0
         # The tensors of the entries that were read last, all on one device.
         self._hot: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
         self._hot_bytes = 0
         self._hot_device: torch.device | None = None
+        # Guards contents and entries. No call that may wait for a server is made under it.
         self.lock = threading.RLock()
         self.counts = dict.fromkeys(("loads", "hot_hits", "written", "evicted", "failures"), 0)
         self._changes_lock = threading.Lock()  # changes are applied in the order in which they are fetched
         self._warned: set[str] = set()
-        self.read_once = location == "memory"  # nobody else writes there
+        self.read_once = location == "memory"  # whether the entries are those of the store at the last look-up; nobody else writes there
 
     def refresh(self) -> None:
         """Begin a request: apply the changes of other processes, and evict expired blobs and those above the cap."""
@@ -102,14 +98,11 @@ class Catalog:
 
     def follow(self) -> None:
         """Apply all changes, also those of this process: the entries are the blobs that the store reports, and no others."""
-        try:
-            with self._changes_lock:
-                added, removed = self.blobs.changes()
-                self.read_once = True
-                if added or removed:
-                    self._apply(added, removed)
-        except OSError as error:
-            self._failed(error)
+        with self._count_failures(), self._changes_lock:
+            added, removed = self.blobs.changes()
+            self.read_once = True
+            if added or removed:
+                self._apply(added, removed)
         if self.blobs.complaints:
             self.warn_once("damaged", f"A damaged {self.noun} is made anew. {self.blobs.complaints[0]}")
         if self.blobs.unreadable:
