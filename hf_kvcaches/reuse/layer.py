@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -138,9 +138,7 @@ class SplicedLayer(GrowingLayer):
         buffer[:, :, total - 1 :].zero_()
         return buffer
 
-    def write(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, slots: torch.Tensor, total: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def write(self, key_states: torch.Tensor, value_states: torch.Tensor, slots: torch.Tensor, total: int) -> Sequence[torch.Tensor]:
         """Write rotated tokens into slots of an open layer, (batch, tokens), and return keys and values of all; none counts as seen.
 
         Fillers, which no query sees, have the slot `total`.

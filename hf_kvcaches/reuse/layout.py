@@ -105,9 +105,7 @@ def encode(
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return the tensors to store, one for all layers of a shape and side, and the form to read them with.
 
-    Args:
-        start: With a codec: the position of the first token.
-        geometries: With a codec: how each layer's keys are rotated.
+    A codec gets keys unrotated by the position `start` of the first token and the geometry of each layer.
     """
     piles: dict[tuple[int, int, int], list[int]] = {}
     for index, layer in enumerate(layers):
@@ -205,12 +203,7 @@ def write_rows(
     geometries: Sequence[RotaryGeometry],
     codec: TokenCodec | None,
 ) -> None:
-    """Write the tokens that rows reuse into the layers' buffers.
-
-    Args:
-        geometries: How each layer's keys are rotated.
-        codec: What all stored tokens are the codes of; None where they are no codes.
-    """
+    """Write the tokens that rows reuse, all of them codes of a codec or none, into the layers' buffers."""
     buffers = [layer.buffers for layer in layers]
     devices = {keys.device for keys, _ in buffers}
     on_cpu = {device.type for device in devices} == {"cpu"}

@@ -1,8 +1,7 @@
 """Passes through a model without its head, and through some of its layers, on a shallow twin of the model.
 
-The twin shares every weight, buffer and hook with the model. Only the modules on the way from its root to an exchanged part are new
-objects, with a dict of children of their own. The model itself is never changed: other threads may run it meanwhile, and nothing has to be
-restored when a pass is interrupted.
+The twin shares every weight, buffer and hook with the model; only the modules on the way from its root to an exchanged part are new. The
+model is never changed: other threads may run it meanwhile, and nothing has to be restored when a pass is interrupted.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def twin_of(root: nn.Module, exchanged: Mapping[str, nn.Module]) -> nn.Module:
 
 
 def _bound_to_twin(value: Any, module: nn.Module, twin: nn.Module) -> Any:
-    """An attribute of a module as its twin needs it: methods that were put onto the module itself belong to the twin."""
+    """An attribute of a module for its twin, which gets the methods that were put onto the module itself."""
     if isinstance(value, types.MethodType) and value.__self__ is module:
         return types.MethodType(value.__func__, twin)
     if isinstance(value, functools.partial) and any(argument is module for argument in value.args):  # accelerate's hooks
@@ -116,10 +115,8 @@ class LayerPass(Cache):
         super().__init__(layers=cache.layers)
         self.cache, self.start = cache, start
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        states: tuple[torch.Tensor, torch.Tensor] = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        states: tuple[Any, Any] = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
         if isinstance(states[0], LayerView):
             self.cache.answer_next(states[0])
         return states
@@ -147,9 +144,7 @@ class StoppingPass(LayerPass):
         super().__init__(cache)
         self.last = last
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if layer_idx == self.last:
             raise PassEnded
@@ -200,11 +195,8 @@ def run_layers(
 ) -> torch.Tensor:
     """Run only the layers from `start` to before `stop`, and return what would enter layer `stop`, (batch, tokens, hidden).
 
-    After the last layer it is what enters the model's final norm. Tokens, positions and mask are as in `run_span`.
-
-    Args:
-        cache: Its layers from `start` to before `stop` take the keys and values, as the pass says where one is given.
-        hidden: What entered layer `start`, (batch, tokens, hidden); None for layer 0.
+    After the last layer it is what enters the model's final norm. Tokens, positions and mask are as in `run_span`; `hidden` is what entered
+    layer `start`, None for layer 0. The layers of the cache that are run take the keys and values, as the pass says where one is given.
     """
     layers = decoder_layers(model)[2]
     if not 0 <= start < len(layers) or (hidden is None) != (start == 0):

@@ -160,14 +160,14 @@ class PromptPlan:
         return repr(parts)
 
     @property
-    def prefixes(self) -> list[int]:
-        """For each row, the number of slots before the first token that runs."""
-        return [row.padding + int(row.computed[0]) if len(row.computed) else self.total - 1 for row in self.rows]
+    def common_prefix(self) -> int:
+        """How many first slots all rows reuse."""
+        return min(row.padding + int(row.computed[0]) if len(row.computed) else self.total - 1 for row in self.rows)
 
     @property
     def only_prefix(self) -> int | None:
         """How many first slots all rows reuse, where they reuse nothing else; else None."""
-        prefix = min(self.prefixes)
+        prefix = self.common_prefix
         return prefix if all(len(row.computed) == self.total - 1 - prefix for row in self.rows) else None
 
     def without(self, keys: Collection[str], reason: str) -> PromptPlan:
@@ -176,21 +176,17 @@ class PromptPlan:
 
     def with_common_prefix(self) -> PromptPlan:
         """Return the plan with reuse of as many first slots as all rows can, and nothing else."""
-        common = min(self.prefixes)
-        return replace(self, rows=tuple(row.cut(max(common - row.padding, row.begin)) for row in self.rows))
+        return replace(self, rows=tuple(row.cut(max(self.common_prefix - row.padding, row.begin)) for row in self.rows))
 
 
 def plan_row(row: PromptRow, prefix: Sequence[Piece], matches: Sequence[Match], admit: Admit | None, layers: int) -> PromptRow:
-    """Plan a row from what is stored: exact tokens of the prefix are reused, and `admit` decides on all others.
+    """Plan a row from what is stored: exact tokens of the prefix, from `row.begin` on, are reused, and `admit` decides on all others.
 
-    Args:
-        prefix: Stored tokens from `row.begin` on, behind the same tokens. What is not exact was repaired for another end of the prompt,
-            unless the whole prompt is stored.
-        matches: Stored tokens behind the prefix, in order and without overlaps; the last token of the row is in none.
-        admit: None to reuse an exact prefix alone.
+    Matches are behind the prefix, in order, without overlaps and the row's last token. Without `admit` an exact prefix alone is reused.
     """
     reached = end = prefix[-1].stop if prefix else row.begin
     spans: list[PlannedSpan] = []
+    # What is not exact was repaired for another end of the prompt, unless the whole prompt is stored.
     whole = end == len(row.ids) - 1
     for as_stored, pieces in groupby(prefix, lambda piece: whole or piece.record.origin == EXACT):
         if as_stored:

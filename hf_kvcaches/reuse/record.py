@@ -34,15 +34,11 @@ class PromptStates(NamedTuple):
 
 
 class Recorder:
-    """Hands the prompts of one cache to a queue when they are computed.
-
-    Attributes:
-        prompt: What is stored as soon as it is computed, or None: how many slots each layer has seen then, the first slot that is stored,
-            and what stores it.
-    """
+    """Hands the prompts of one cache to a queue when they are computed."""
 
     def __init__(self, layers: Sequence[SplicedLayer], queue: Queue) -> None:
         self._layers, self._queue = layers, queue
+        # What is stored once it is computed: how many slots each layer has seen then, the first slot that is stored, and what stores it.
         self.prompt: tuple[int, int, Callable[[PromptStates], None]] | None = None
         self._lock = threading.RLock()  # reentrant: a finalizer may call `release` while this thread holds it
         self._reading_until, self._copied = 0, list[Event]()
@@ -108,11 +104,7 @@ def mark(tensors: Iterable[torch.Tensor | None]) -> list[Event]:
 
 
 def wait_for(events: Iterable[Event], tensors: Iterable[torch.Tensor | None] = ()) -> None:
-    """Make this thread's streams, not the CPU, wait for events.
-
-    Args:
-        tensors: Tensors of the thread that recorded the events, which this thread uses from now on.
-    """
+    """Make this thread's streams, not the CPU, wait for events; from now on it uses these tensors of the thread that recorded them."""
     for device, event in events:
         torch.cuda.current_stream(device).wait_event(event)
     for tensor in tensors:

@@ -65,27 +65,12 @@ class SparsePass:
     """Which tokens of a prompt a pass runs, and which slots they see.
 
     A token's slot is its column in the padded prompt and in the layers' buffers. Rows with fewer tokens to run than others begin with
-    fillers, tokens that are written to the slot behind the prompt, which no query sees.
-
-    Args:
-        indices: Which tokens of each row are run, ascending.
-        padding: How many slots at the start of each row hold no token.
-        total: How many tokens the cache has seen behind the pass.
-        shares: Gets, of each layer in the upper half, the largest share of the weights of the last `PROBING` queries that a slot has in any
-            head, (batch, slots). None: nothing is measured.
-
-    Attributes:
-        ids: (batch, tokens), as `positions`, on the device of the model's input; any for fillers.
-        host_slots: (batch, tokens), on the CPU; `total` for fillers.
+    fillers, tokens that are written to the slot behind the prompt, `total`, which no query sees. If `shares` is a list, it gets the largest
+    shares of the weights of the last `PROBING` queries that each slot has in any head, (batch, slots), of each layer in the upper half.
     """
 
     def __init__(
-        self,
-        call: PrefillCall,
-        indices: Sequence[Indices],
-        padding: Sequence[int],
-        total: int,
-        shares: list[torch.Tensor] | None = None,
+        self, call: PrefillCall, indices: Sequence[Indices], padding: Sequence[int], total: int, shares: list[torch.Tensor] | None = None
     ) -> None:
         tokens, device = call.input_ids.shape[1], call.input_ids.device
         slots = np.full((len(indices), max(map(len, indices))), total)
@@ -93,6 +78,7 @@ class SparsePass:
             row_slots[len(row_slots) - len(row_indices) :] = row_indices + pad
         columns = np.minimum(slots - (total - tokens), tokens - 1)
         positions = np.where(slots < total, slots - np.asarray(padding)[:, None], 0)
+        # All (batch, tokens), on the device of the model's input but for `host_slots`.
         self.ids = call.input_ids.gather(1, torch.from_numpy(columns).to(device))
         self.positions, self.slots = torch.from_numpy(positions).to(device), torch.from_numpy(slots).to(device)
         self.host_slots, self.padding, self.total, self.shares = slots, padding, total, shares
@@ -143,11 +129,7 @@ def _block(slots: Indices, first: int, last: int) -> Block:
 
 
 class SparseView(TensorView):
-    """Keys and values of all slots, (batch, kv_heads, total, head_dim), for the queries of a sparse pass.
-
-    Args:
-        shares: Where the largest shares of the last queries' weights go, (batch, slots), zeros before; None: they are not measured.
-    """
+    """Keys and values of all slots, (batch, kv_heads, total, head_dim), for the queries of a sparse pass."""
 
     def __init__(self, sparse: SparsePass, window: int | None, states: Sequence[torch.Tensor], shares: torch.Tensor | None) -> None:
         super().__init__(*states)

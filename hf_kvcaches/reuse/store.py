@@ -159,15 +159,7 @@ def _finish(reference: weakref.ref[Queue]) -> None:
 
 
 class SpanStore:
-    """Spans in a catalog, and the queue that stores them in the background.
-
-    Args:
-        contents: The index of what is stored.
-        noun: The user's word for a span.
-        quantization: How keys and values are stored: None for bit-equal ones, a `KVCodec` of the model, `"int8"` or `"int4"`.
-        location: See `stores.catalog.open_blobs`.
-        **limits: `max_bytes`, `hot_bytes`, `time_to_live` and `timeout` of the catalog.
-    """
+    """Spans in a catalog, whose arguments it takes, and the queue that stores them in the background."""
 
     def __init__(self, contents: Contents, noun: str, quantization: Quantization, location: str | BlobStore, **limits: Any) -> None:
         self.quantization = check_quantization(quantization)
@@ -177,12 +169,10 @@ class SpanStore:
 
     @property
     def codec(self) -> TokenCodec | None:
-        """The codec of keys and values, if they are codes."""
         return self.quantization if isinstance(self.quantization, TokenCodec) else None
 
     @property
     def max_bytes(self) -> int | None:
-        """The most bytes that all spans may take, or None."""
         return self.catalog.max_bytes
 
     def refresh(self) -> None:
@@ -191,10 +181,7 @@ class SpanStore:
         self.catalog.refresh()
 
     def load(self, records: Mapping[str, Record], device: torch.device | None = None) -> dict[str, dict[str, torch.Tensor]]:
-        """Return the tensors of spans, by key and read-only, without those that are missing, expired or damaged.
-
-        The hot tier keeps them on the device that the first call names.
-        """
+        """Return the tensors of spans, by key and read-only, without those that are missing, expired or damaged; see `Catalog.read`."""
 
         def check_blob(key: str, tensors: dict[str, torch.Tensor]) -> None:
             form = records[key].form

@@ -235,13 +235,12 @@ class DiskBlobs(BlobStore):
         self._folder = folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            temporaries = [path for path in folder.iterdir() if path.name.endswith(TEMPORARY_SUFFIX)]
+            for path in (path for path in folder.iterdir() if path.name.endswith(TEMPORARY_SUFFIX)):
+                with contextlib.suppress(OSError):
+                    if time.time() - path.lstat().st_mtime > _STALE:
+                        path.unlink()
         except OSError as error:
             raise ConfigError.of("location", "a folder that can be written to", str(error), "Name another folder.") from error
-        for path in temporaries:
-            with contextlib.suppress(OSError):
-                if time.time() - path.lstat().st_mtime > _STALE:
-                    path.unlink()
 
     def put(self, key: str, head: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
         path = self._path(key)

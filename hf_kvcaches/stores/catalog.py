@@ -131,10 +131,8 @@ class Catalog:
     ) -> dict[str, dict[str, Tensor]]:
         """Return the tensors of blobs, which are read-only, without those that are missing, expired, damaged or unreadable.
 
-        Args:
-            check: Raises an `ArtifactError` for tensors that don't fit the head of the blob of a key, which is deleted then. Called once
-                for each blob.
-            device: The device of the hot tier, if no earlier read named one. Tensors outside of the tier are on the CPU.
+        `check` is called once for each blob and raises an `ArtifactError` for tensors that don't fit its head: it is deleted then. The hot
+        tier is on the device that the first read names. Tensors outside of it are on the CPU.
         """
         with self.lock:
             now, entries = self.clock(), {key: self.entries.get(key) for key in keys}
@@ -148,14 +146,12 @@ class Catalog:
         if error is not None:
             self._failed(error)
         for key, tensors in loaded.items():
-            entry = entries[key]
             try:
-                if entry is None or not entry.checked:
+                if (entry := entries[key]) is None or not entry.checked:
                     check(key, tensors)
+                blobs[key] = tensors if entry is None else self._warmed(key, entry, tensors, device)
             except ArtifactError as damage:
                 self.blobs.discard(key, damage)
-            else:
-                blobs[key] = tensors if entry is None else self._warmed(key, entry, tensors, device)
         with self.lock:
             self.counts["loads"] += len(loaded)
         if len(blobs) < len(living):
@@ -202,8 +198,7 @@ class Catalog:
             return
         with self.lock:
             entries, total = dict(self.entries), self.bytes
-        expired = {key for key, entry in entries.items() if entry.expires < now}
-        candidates: list[str] = []
+        expired, candidates = {key for key, entry in entries.items() if entry.expires < now}, list[str]()
         if total > cap:
             # If the pins of other processes are unknown, no candidate may be evicted.
             with self._count_failures():
@@ -225,7 +220,7 @@ class Catalog:
             self.follow()
 
     def used(self, key: str, tokens: int) -> None:
-        """Count tokens that a blob saved; ignore an evicted blob."""
+        """Count tokens that a blob saved, unless it was evicted."""
         with self.lock:
             if (entry := self.entries.get(key)) is not None:
                 entry.saved += tokens
@@ -252,11 +247,11 @@ class Catalog:
 
     def summary(self, keys: Collection[str]) -> dict[str, Any]:
         """Return what the reports of all stores say; `pinned` counts these blobs."""
-        pinned: frozenset[str] = frozenset()
+        pinned = 0
         with self._count_failures():
-            pinned = self.blobs.pinned().intersection(keys)
+            pinned = len(self.blobs.pinned().intersection(keys))
         usage = {"location": self.blobs.place, "bytes": self.bytes, "max_bytes": self.max_bytes, "hot_bytes": self._hot_bytes}
-        return {**usage, "pinned": len(pinned), "damaged": len(self.blobs.complaints), **self.counts}
+        return {**usage, "pinned": pinned, "damaged": len(self.blobs.complaints), **self.counts}
 
     def warn_once(self, kind: str, sentence: str) -> None:
         """Warn of the first event of each kind."""
