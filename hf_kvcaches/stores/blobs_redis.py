@@ -6,7 +6,6 @@ tensors, to list heads; `PREFIX:state`, a random string that each put replaces a
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import re
@@ -164,43 +163,35 @@ class RedisBlobs(BlobStore):
         return self._run(("GET", self._state))[0]
 
     def clear(self) -> None:
-        with self._request_budget():
-            self._client.delete(self._index, self._headers, self._state, self._pin_set)
-            for body in self._client.scan_iter(f"{self._bodies}*", count=1000):
-                self._client.delete(body)
+        self._run(("DEL", self._index, self._headers, self._state, self._pin_set))
+        cursor: Any = None
+        while cursor != 0:
+            ((cursor, bodies),) = self._run(("SCAN", cursor or 0, "MATCH", f"{self._bodies}*", "COUNT", 1000))
+            self._run(*(("DEL", body) for body in bodies))
 
     def close(self) -> None:
         self._client.close()
-
-    def _run(self, *commands: tuple[Any, ...], transaction: bool = False) -> list[Any]:
-        """Send commands in one round trip, and return their answers."""
-        if not commands:
-            return []
-        before = self._waited
-        with self._request_budget(), self._client.pipeline(transaction) as pipeline:
-            for command in commands:
-                pipeline.execute_command(*command)
-            answers = list(pipeline.execute())
-        # The time in which bodies arrive on a slow network does not count: a hit of gigabytes may take longer than one answer.
-        transferred = sum(len(part) for part in (*answers, *itertools.chain(*commands)) if isinstance(part, bytes))
-        self._request.waited = max(before, self._waited - transferred / _SLOWEST)
-        return answers
 
     @property
     def _waited(self) -> float:
         """The seconds that the request of this thread has waited; without a request there is no limit."""
         return getattr(self._request, "waited", -math.inf)
 
-    @contextlib.contextmanager
-    def _request_budget(self) -> Iterator[None]:
-        """Count the time towards that of the request, and raise errors of the client as `StoreUnavailable`."""
-        start = time.monotonic()
+    def _run(self, *commands: tuple[Any, ...], transaction: bool = False) -> list[Any]:
+        """Send commands in one round trip, and return their answers; any error of the client is a `StoreUnavailable`."""
+        start, answers = time.monotonic(), list[Any]()
+        if not commands:
+            return answers
         if start < self._pause_until:
             raise StoreUnavailable(f"{self.place} could not be reached a moment ago.")
         if self._waited >= self._timeout:
             raise StoreUnavailable(f"{self.place} has kept this request waiting for {self._timeout:g} s.")
         try:
-            yield
+            with self._client.pipeline(transaction) as pipeline:
+                for command in commands:
+                    pipeline.execute_command(*command)
+                answers = list(pipeline.execute())
+            return answers
         except (self._redis.ConnectionError, self._redis.TimeoutError, OSError) as error:
             self._pause_until = time.monotonic() + _PAUSE
             raise StoreUnavailable(f"{self.place} can't be reached: {error}") from error
@@ -208,4 +199,7 @@ class RedisBlobs(BlobStore):
             # The server answers, if only that it is full: the next command may succeed.
             raise StoreUnavailable(f"{self.place} refuses: {error}") from error
         finally:
-            self._request.waited = self._waited + time.monotonic() - start
+            # The time in which bodies arrive on a slow network does not count: a hit of gigabytes may take longer than one answer.
+            parts = (*answers, *itertools.chain(*commands)) if answers else ()
+            transferred = sum(len(part) for part in parts if isinstance(part, bytes))
+            self._request.waited = self._waited + max(0.0, time.monotonic() - start - transferred / _SLOWEST)
