@@ -84,7 +84,8 @@ class Record:
         for name, kind in _KINDS.items():
             if type(data[name]) is not kind:
                 raise TypeError(f"{name}: expected {kind.__name__}, got {type(data[name]).__name__}")
-        record = cls(**{name: data[name] for name in _KINDS}, **{name: array_of_text(data[name], "<u4") for name in _ARRAYS})
+        arrays: dict[str, Any] = {name: array_of_text(data[name], "<u4") for name in _ARRAYS}
+        record = cls(**{name: data[name] for name in _KINDS}, **arrays)
         if record.origin in ("", COMPUTED) or record.start < 0 or not len(record):
             raise ValueError(f"no span has {len(record)} tokens, the origin {record.origin!r} and the start {record.start}")
         return record

@@ -112,7 +112,8 @@ class SplicedLayer(GrowingLayer):
 
     def import_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
         values = {"dropped": 0, "offset": 0} | values
-        counts = offset, dropped, _ = [values.get(name) for name in ("offset", "dropped", "seen")]
+        counts: list[Any] = [values.get(name) for name in ("offset", "dropped", "seen")]
+        offset, dropped, _ = counts
         if not all(type(count) is int for count in counts) or sorted(counts) != counts or offset not in (0, dropped) or offset < 0:
             raise ArtifactError(f"The stored state of a {type(self).__name__} has dropped {dropped} tokens. Save the cache again.")
         super().import_state(tensors, values)

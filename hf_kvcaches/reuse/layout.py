@@ -85,9 +85,9 @@ def name_of(quantization: Quantization) -> str | None:
     return _CODED + quantization.digest if isinstance(quantization, TokenCodec) else quantization
 
 
-def codec_digest(name: str | None) -> str | None:
+def codec_digest(name: object) -> str | None:
     """Return the digest of the codec that a quantization's name names; None for other quantizations."""
-    return name.removeprefix(_CODED) if name is not None and name.startswith(_CODED) else None
+    return name.removeprefix(_CODED) if isinstance(name, str) and name.startswith(_CODED) else None
 
 
 def label_of(quantization: Quantization) -> str:
@@ -146,7 +146,7 @@ def _coded(
 def check_form(form: Mapping[str, Any]) -> None:
     """Raise an `ArtifactError` unless this is a form such as `encode` returns."""
     try:
-        if not is_coded(form):
+        if codec_digest(form["quantization"]) is None:
             check_quantization(form["quantization"])
         DTYPES[form["dtype"]]
         indices, dims = ([number for part in form[name] for number in part] for name in ("piles", "dims"))
@@ -164,7 +164,7 @@ def check_form(form: Mapping[str, Any]) -> None:
 
 def check(tensors: Mapping[str, torch.Tensor], form: Mapping[str, Any], tokens: int) -> None:
     """Raise an `ArtifactError` unless tensors are finite and such as `encode` returns for a number of tokens, with a checked form."""
-    coded = is_coded(form)
+    coded = codec_digest(form["quantization"]) is not None
     for number, (members, (heads, *_)) in enumerate(zip(form["piles"], form["dims"], strict=True)):
         for name in (f"keys.{number}", f"values.{number}"):
             names = [name] if coded or form["quantization"] is None else [name, f"{name}.scale", f"{name}.zero"]
@@ -178,11 +178,6 @@ def check(tensors: Mapping[str, torch.Tensor], form: Mapping[str, Any], tokens: 
                 raise ArtifactError(f"its tensor {name!r} is no row of bytes")
     if (spoilt := not_finite(tensors)) is not None:
         raise ArtifactError(f"its tensor {spoilt!r} has infinities or NaN")
-
-
-def is_coded(form: Mapping[str, Any]) -> bool:
-    """Whether keys and values are stored as a codec's codes, of unrotated keys."""
-    return isinstance(form["quantization"], str) and codec_digest(form["quantization"]) is not None
 
 
 def write_plan(cache: SplicingCache, plan: PromptPlan, blobs: Blobs, codec: TokenCodec | None) -> None:
@@ -270,7 +265,7 @@ class _Group:
                 stop = start + len(list(alike))
                 rotation = self.rotation_on(self.geometries[members[start]], device) if self.rotates else {}
                 parts = [None if part is None else part[start:stop] for part in keys[:3]]
-                splice(Packed(*parts, keys.group), key_outs[start:stop], slots, **rotation)
+                splice(Packed._make([*parts, keys.group]), key_outs[start:stop], slots, **rotation)
                 start = stop
             splice(values, value_outs, slots)
 
@@ -291,10 +286,11 @@ class _Group:
             yield Packed(keys), Packed(values)
 
     def _stored(self, tensors: Mapping[str, torch.Tensor], name: str, chosen: slice, tokens: slice) -> Packed:
-        names = [name] if self.form["quantization"] is None else [name, f"{name}.scale", f"{name}.zero"]
-        data, *scales = (tensors[part][chosen, :, tokens] for part in names)
-        dim = data.shape[-1] * (2 if data.dtype == torch.uint8 else 1)
-        return Packed(data, *scales, group=group_of(str(self.form["quantization"]), dim)) if scales else Packed(data)
+        data, quantization = tensors[name][chosen, :, tokens], self.form["quantization"]
+        if quantization is None:
+            return Packed(data)
+        scale, zero = (tensors[f"{name}.{part}"][chosen, :, tokens] for part in ("scale", "zero"))
+        return Packed(data, scale, zero, group_of(quantization, data.shape[-1] * (2 if data.dtype == torch.uint8 else 1)))
 
 
 def _rotation(moves: torch.Tensor, scaled: bool, geometry: RotaryGeometry, device: torch.device) -> dict[str, Any]:
@@ -309,8 +305,8 @@ def _rotation(moves: torch.Tensor, scaled: bool, geometry: RotaryGeometry, devic
 def _joined(parts: Sequence[Packed], device: torch.device) -> Packed:
     """The tokens of several pieces on a device, one behind the other, in one copy for each tensor."""
     sides = [[side for side in sides if side is not None] for sides in zip(*(part[:3] for part in parts), strict=True)]
-    data, *scales = (_to_device(torch.cat(side, 2) if len(side) > 1 else side[0], device) for side in sides if side)
-    return Packed(data, *scales, group=parts[0].group)
+    joined = [_to_device(torch.cat(side, 2) if len(side) > 1 else side[0], device) if side else None for side in sides]
+    return Packed._make([*joined, parts[0].group])
 
 
 def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -71,15 +71,12 @@ def with_layers(model: PreTrainedModel, layers: Sequence[nn.Module]) -> nn.Modul
 class StandIn(nn.Module):
     """Stands where another module stood, answers for its attributes, and calls a function in its place."""
 
+    stood: nn.Module
+
     def __init__(self, stood: nn.Module, call: Callable[..., Any]) -> None:
         super().__init__()
-        # In a tuple, so that the module is not registered as a child.
-        self._stood, self._call = (stood,), call
-
-    @property
-    def stood(self) -> nn.Module:
-        """The module in whose place this one stands."""
-        return self._stood[0]
+        self.__dict__["stood"] = stood  # not registered as a child
+        self._call = call
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)
@@ -91,7 +88,7 @@ class StandIn(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.__dict__["_stood"][0], name)
+            return getattr(self.__dict__["stood"], name)
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

@@ -181,8 +181,7 @@ class SparseView(TensorView):
         exact = torch.promote_types(query.dtype, torch.float32)
         own, keys = query[row : row + 1, :, block.first : block.last].to(exact), self.keys[row : row + 1, :, seen].to(exact)
         states = self.values[row : row + 1, :, seen].to(exact) if values else None
-        options = {"softcap": call.softcap, "sink_logits": call.sink_logits}
-        output, weights = attention(own, keys, states, call.scaling, visible, **options)
+        output, weights = attention(own, keys, states, call.scaling, visible, softcap=call.softcap, sink_logits=call.sink_logits)
         return seen, weights if output is None else output
 
 

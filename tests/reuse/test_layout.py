@@ -172,15 +172,6 @@ def test_on_a_cpu_all_layers_of_a_blob_are_written_at_once(monkeypatch: pytest.M
     assert sizes == [(4, 4)] * 12  # layers and tokens, for keys and for values
 
 
-def test_stored_tensors_are_not_written_to() -> None:
-    plan, turning = [(2, 16, 16)], geometry("llama default")
-    for way in WAYS:
-        stored = Stored(plan, 4, 9, way)
-        before = {name: tensor.clone() for name, tensor in stored.tensors.items()}
-        splice_row(opened(plan, 1, 20), 0, 0, [place(stored, 2)], [turning])
-        assert all(torch.equal(tensor, before[name]) for name, tensor in stored.tensors.items())
-
-
 def test_layers_on_several_devices_each_get_their_own() -> None:
     """The meta device stands for another one."""
     plan, turning = [(2, 16, 16)] * 3, geometry("llama default")
