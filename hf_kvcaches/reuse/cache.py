@@ -36,19 +36,15 @@ class ReuseCache(SplicingCache):
     """Takes keys and values of tokens that earlier prompts had from a store, and has the others computed.
 
     A subclass finds what is stored (`find`), and counts what was reused (`note`).
-
-    Attributes:
-        store: Where the spans are; None where the cache has none, as in another process.
-        plans: The executed plan of each row of each prompt.
     """
 
     def __init__(self, model: Any, store: SpanStore, *, decode_with: KVCache | None = None, offloading: bool = False) -> None:
         super().__init__(model, decode_with=decode_with, offloading=offloading)
-        self.plans: list[PromptRow] = []
+        self.plans: list[PromptRow] = []  # the executed plan of each row of each prompt
         self._attach(store)
 
     def _attach(self, store: SpanStore) -> None:
-        self.store: Any = store
+        self.store: Any = store  # None in another process
         self.recorder: Recorder | None = Recorder(self.source_layers, store.queue)
         store.queue.watch(self.recorder)
         # Stores the prompt of a cache that is dropped after the first token, too.

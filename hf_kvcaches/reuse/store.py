@@ -29,35 +29,20 @@ SMALL, PATIENCE = 2**25, 0.5
 
 @dataclass(frozen=True)
 class CatalogReport:
-    """What the reports of all stores say.
+    """What the reports of all stores say."""
 
-    Args:
-        location: Where the spans are stored, without passwords.
-        bytes: The bytes that they take in the back-end.
-        max_bytes: The cap, or None.
-        hot_bytes: The bytes that the hot tier of this process holds.
-        pinned: How many are not evicted above the cap.
-        damaged: How many damaged ones this process deleted.
-        loads: How often this process read tensors from the back-end.
-        hot_hits: How often it read them from the hot tier.
-        written: How many this process stored.
-        evicted: How many it evicted.
-        failures: How often the back-end failed.
-        dropped: How many prompts this process did not store because too many waited for it.
-    """
-
-    location: str
-    bytes: int
-    max_bytes: int | None
-    hot_bytes: int
-    pinned: int
-    damaged: int
-    loads: int
-    hot_hits: int
-    written: int
-    evicted: int
-    failures: int
-    dropped: int
+    location: str  # where the spans are stored, without passwords
+    bytes: int  # that they take in the back-end
+    max_bytes: int | None  # the cap
+    hot_bytes: int  # that the hot tier of this process holds
+    pinned: int  # how many are not evicted above the cap
+    damaged: int  # how many damaged ones this process deleted
+    loads: int  # how often this process read tensors from the back-end
+    hot_hits: int  # how often it read them from the hot tier
+    written: int  # how many this process stored
+    evicted: int  # how many it evicted
+    failures: int  # how often the back-end failed
+    dropped: int  # prompts that this process did not store because too many waited for it
 
 
 class NewSpan(NamedTuple):
