@@ -126,8 +126,8 @@ class ReuseCache(SplicingCache):
 
     def _release(self) -> None:
         """Hand a computed prompt to the store, before its buffers change."""
-        if self.recorder is not None:
-            self.recorder.release()
+        if (recorder := self.recorder) is not None and recorder.prompt is not None:
+            recorder.release()
 
     def observe(self, input_ids: torch.Tensor, attention_mask: Any, position_ids: Any) -> None:
         self._release()
@@ -221,7 +221,7 @@ def _picking(cache: SplicingCache, call: PrefillCall, plan: PromptPlan) -> Promp
     last, by_layer = [row.last(_QUESTION) for row in plan.rows], list[torch.Tensor]()
     indices = [np.union1d(row.new, ends) for row, ends in zip(plan.rows, last, strict=True)]
     probing = SparsePass(call, indices, plan.padding, plan.total, by_layer)
-    run_module(cache.model.base_model, _SplicingPass(cache, probing), probing.ids, probing.positions)
+    run_module(cache.model.base_model, LayerPass(cache, sparse=probing), probing.ids, probing.positions)
     shares = torch.stack([share.to(call.input_ids.device) for share in by_layer])
     if cache.shard is not None:
         shares = cache.shard.gather(shares[None], 0).amax(0)
@@ -240,22 +240,6 @@ def _run_in_parts(cache: SplicingCache, call: PrefillCall, plan: PromptPlan) -> 
         sparse = SparsePass(call, indices, plan.padding, plan.total)
         columns = torch.arange(len(sparse.slots), device=sparse.slots.device)[:, None], sparse.slots
         hidden = None if by_slot is None else by_slot[columns]
-        left = run_layers(cache.model, start, stop, sparse.ids, _SplicingPass(cache, sparse, start), sparse.positions, hidden=hidden)
+        left = run_layers(cache.model, start, stop, sparse.ids, LayerPass(cache, start, sparse), sparse.positions, hidden=hidden)
         by_slot = left.new_zeros(len(left), plan.total + 1, left.shape[-1], device=sparse.slots.device)
         by_slot[columns] = left.to(by_slot.device)
-
-
-class _SplicingPass(LayerPass):
-    """A layer pass that writes the tokens of a sparse pass into their slots."""
-
-    def __init__(self, cache: KVCache, sparse: SparsePass, start: int = 0) -> None:
-        super().__init__(cache, start)
-        self.sparse = sparse
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        view = self.sparse.write(self.layers[layer_idx], layer_idx, key_states, value_states)
-        self.cache.answer_next(view)
-        return view, view
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return self.sparse.total, 0

@@ -126,18 +126,17 @@ class SplicedLayer(GrowingLayer):
         """
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
-        self.key_buffer, self.value_buffer = (
-            self._opened(buffer, like, rows, total, padding) for buffer, like in ((self.key_buffer, keys), (self.value_buffer, values))
-        )
-
-    def _opened(self, buffer: torch.Tensor | None, like: torch.Tensor, rows: int, total: int, padding: int) -> torch.Tensor:
-        missing = total + 1 - self.seen
-        if buffer is not None:
-            return append(buffer, like.new_zeros(rows, like.shape[-3], missing, like.shape[-1]), self.seen)
-        buffer = like.new_empty(rows, like.shape[-3], capacity_for(missing), like.shape[-1])
-        buffer[:, :, :padding].zero_()
-        buffer[:, :, total - 1 :].zero_()
-        return buffer
+        missing, sides = total + 1 - self.seen, list[torch.Tensor]()
+        capacity = capacity_for(missing)
+        for buffer, like in ((self.key_buffer, keys), (self.value_buffer, values)):
+            if buffer is None:
+                buffer = like.new_empty(rows, like.shape[-3], capacity, like.shape[-1])
+                buffer[:, :, :padding].zero_()
+                buffer[:, :, total - 1 :].zero_()
+            else:
+                buffer = append(buffer, like.new_zeros(rows, like.shape[-3], missing, like.shape[-1]), self.seen)
+            sides.append(buffer)
+        self.key_buffer, self.value_buffer = sides
 
     def write(self, key_states: torch.Tensor, value_states: torch.Tensor, slots: torch.Tensor, total: int) -> Sequence[torch.Tensor]:
         """Write rotated tokens into slots of an open layer, (batch, tokens), and return keys and values of all; none counts as seen.

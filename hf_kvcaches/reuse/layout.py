@@ -184,10 +184,11 @@ def write_plan(cache: SplicingCache, plan: PromptPlan, blobs: Blobs, codec: Toke
     """Make room for a prompt, and write the tokens that its plan reuses into a cache's layers; none counts as seen."""
     form = next(iter(plan.records.values())).form
     shapes = dict(sorted((index, dims) for members, dims in zip(form["piles"], form["dims"], strict=True) for index in members))
+    padding = max(plan.padding)
     for layer, module, (heads, *dims) in zip(cache.layers, decoder_layers(cache.model)[2], shapes.values(), strict=True):
         device = compat.layer_device(module)
         keys, values = (torch.empty(1, heads, 0, dim, dtype=DTYPES[form["dtype"]], device=device) for dim in dims)
-        layer.open(len(plan.rows), plan.total, keys, values, max(plan.padding))
+        layer.open(len(plan.rows), plan.total, keys, values, padding)
     write_rows(cache.layers, plan.rows, blobs, cache.rotation.layers, codec)
 
 
@@ -199,7 +200,7 @@ def write_rows(
     codec: TokenCodec | None,
 ) -> None:
     """Write the tokens that rows reuse, all of them codes of a codec or none, into the layers' buffers."""
-    buffers = [layer.buffers for layer in layers]
+    buffers: list[tuple[Any, Any]] = [(layer.key_buffer, layer.value_buffer) for layer in layers]
     devices = {keys.device for keys, _ in buffers}
     on_cpu = {device.type for device in devices} == {"cpu"}
     groups = list[_Group]()
@@ -258,7 +259,8 @@ class _Group:
                 continue
             key_outs, value_outs = zip(*([side[self.row.number] for side in buffers[index]] for index in members), strict=True)
             device = key_outs[0].device
-            keys, values = (_joined(parts, device) for parts in zip(*self._states(number, chosen), strict=True))
+            sides = zip(*self._states(number, chosen), strict=True)
+            keys, values = (parts[0] if len(parts) == 1 and parts[0].data.device == device else _joined(parts, device) for parts in sides)
             slots, start = self.slots_on(device), 0
             # Layers that are rotated alike are written together.
             for _, alike in groupby([id(self.geometries[index]) if self.rotates else 0 for index in members]):

@@ -106,14 +106,18 @@ class ToldModule(StandIn):
 
 
 class LayerPass(Cache):
-    """Appends to the layers of a cache; lengths are those of the layers that run."""
+    """Appends to the layers of a cache, or writes where a `SparsePass` says; lengths are those of the layers that run."""
 
-    def __init__(self, cache: KVCache, start: int = 0) -> None:
+    def __init__(self, cache: KVCache, start: int = 0, sparse: Any = None) -> None:
         super().__init__(layers=cache.layers)
-        self.cache, self.start = cache, start
+        self.cache, self.start, self.sparse = cache, start, sparse
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        states: tuple[Any, Any] = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+        layer = self.layers[layer_idx]
+        if self.sparse is None:
+            states: tuple[Any, Any] = layer.update(key_states, value_states, *args, **kwargs)
+        else:
+            states = (self.sparse.write(layer, layer_idx, key_states, value_states),) * 2
         if isinstance(states[0], LayerView):
             self.cache.answer_next(states[0])
         return states
@@ -122,6 +126,8 @@ class LayerPass(Cache):
         return int(super().get_seq_length(self._counting(layer_idx)))
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        if self.sparse is not None:
+            return self.sparse.total, 0
         sizes: tuple[int, int] = super().get_mask_sizes(query_length, self._counting(layer_idx))
         return sizes
 

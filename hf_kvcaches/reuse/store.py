@@ -127,7 +127,7 @@ class Queue:
     def _hand_over(self) -> None:
         self._check_process()
         for reference in self._recorders:
-            if (recorder := reference()) is not None:
+            if (recorder := reference()) is not None and recorder.prompt is not None:
                 recorder.release(drop=False)
 
     def _check_process(self) -> None:

@@ -98,11 +98,14 @@ class Catalog:
 
     def follow(self) -> None:
         """Apply all changes, also those of this process: the entries are the blobs that the store reports, and no others."""
-        with self._count_failures(), self._changes_lock:
-            added, removed = self.blobs.changes()
-            self.read_once = True
-            if added or removed:
-                self._apply(added, removed)
+        try:
+            with self._changes_lock:
+                added, removed = self.blobs.changes()
+                self.read_once = True
+                if added or removed:
+                    self._apply(added, removed)
+        except OSError as error:
+            self._failed(error)
         if self.blobs.complaints:
             self.warn_once("damaged", f"A damaged {self.noun} is made anew. {self.blobs.complaints[0]}")
         if self.blobs.unreadable:
