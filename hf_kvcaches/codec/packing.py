@@ -83,7 +83,7 @@ def _span_tiles(span: Span, tokens: int, counts: torch.Tensor, limits: tuple[int
     ends = torch.nn.functional.pad(counts.long().cumsum(0), (0, 0, 1, 0))
     sizes = [_STATE * lanes_of(tokens), *(_INTEGER * ends[-1]).tolist()]
     content = span.data[_TOKENS + _HEAD * len(counts) :]
-    if sum(sizes) != len(content):
+    if sum(sizes) != len(content) or (span.stop is not None and span.stop > tokens):
         raise ArtifactError(DAMAGED)
     start, stop, _ = slice(span.start, span.stop).indices(tokens)
     first, last = start // TILE, max(start // TILE, tiles_for(stop))

@@ -19,37 +19,32 @@ from hf_kvcaches.core.layers import GrowingLayer
 from hf_kvcaches.core.parallel import HeadShard
 from hf_kvcaches.core.refusal import Refusal
 from hf_kvcaches.core.source import PrefillCall, Remaining
+from hf_kvcaches.reuse.index import EXACT
 from hf_kvcaches.reuse.layer import SplicingCache
+from hf_kvcaches.reuse.layout import write_plan
 from hf_kvcaches.reuse.partial import LayerPass, run_layers, run_module
 from hf_kvcaches.reuse.plan import PlannedSpan, PromptPlan, PromptRow
 from hf_kvcaches.reuse.record import PromptStates, Recorder
 from hf_kvcaches.reuse.sparse import SparsePass, spans_refused
 from hf_kvcaches.reuse.store import SpanStore
-from hf_kvcaches.reuse.writer import write_plan
 
-# Tokens whose attention is averaged before repaired tokens are picked.
-_NEIGHBOURS = 7
-# The most tokens at the end of a prompt, such as a question, that run again once the tokens that they attend to are repaired.
-_QUESTION = 64
+_NEIGHBOURS = 7  # tokens whose attention is averaged before repaired tokens are picked
+_QUESTION = 64  # the most tokens at a prompt's end, such as a question, that run again once what they attend to is repaired
 
 
 class ReuseCache(SplicingCache):
     """Takes keys and values of tokens that earlier prompts had from a store, and has the others computed.
 
     A subclass finds what is stored (`find`), and counts what was reused (`note`).
-
-    Attributes:
-        store: Where the spans are; None where the cache has none, as in another process.
-        plans: The executed plan of each row of each prompt.
     """
 
     def __init__(self, model: Any, store: SpanStore, *, decode_with: KVCache | None = None, offloading: bool = False) -> None:
         super().__init__(model, decode_with=decode_with, offloading=offloading)
-        self.plans: list[PromptRow] = []
+        self.plans: list[PromptRow] = []  # the executed plan of each row of each prompt
         self._attach(store)
 
     def _attach(self, store: SpanStore) -> None:
-        self.store: Any = store
+        self.store: Any = store  # None in another process
         self.recorder: Recorder | None = Recorder(self.source_layers, store.queue)
         store.queue.watch(self.recorder)
         # Stores the prompt of a cache that is dropped after the first token, too.
@@ -124,6 +119,11 @@ class ReuseCache(SplicingCache):
         if self.recorder is not None:
             self.recorder.expect(plan.total, first, store)
 
+    @property
+    def _expecting(self) -> bool:
+        """Whether a prompt is to be stored once it is computed."""
+        return self.recorder is not None and self.recorder.prompt is not None
+
     def _release(self) -> None:
         """Hand a computed prompt to the store, before its buffers change."""
         if (recorder := self.recorder) is not None and recorder.prompt is not None:
@@ -134,10 +134,10 @@ class ReuseCache(SplicingCache):
         super().observe(input_ids, attention_mask, position_ids)
 
     def steps_matter(self) -> bool:
-        return (self.recorder is not None and self.recorder.prompt is not None) or super().steps_matter()
+        return self._expecting or super().steps_matter()
 
     def release_layer(self, layer: GrowingLayer) -> None:
-        if self.recorder is None or self.recorder.prompt is None:
+        if not self._expecting:
             super().release_layer(layer)
 
     def prompt_answered(self) -> None:
@@ -168,9 +168,9 @@ class ReuseCache(SplicingCache):
 
     @property
     def why_inexact(self) -> str:
-        spans = [span for _, span in self.reused_spans]
-        exact = all(span.rule == "exact" and piece.record.form["quantization"] is None for span in spans for piece in span.sources)
-        return "" if exact else "What it reused is not exact."
+        rules = {span.rule for _, span in self.reused_spans}
+        stored_as = {piece.record.form["quantization"] for _, span in self.reused_spans for piece in span.sources}
+        return "" if rules <= {EXACT} and stored_as <= {None} else "What it reused is not exact."
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         self._release()
@@ -187,17 +187,12 @@ class ReuseCache(SplicingCache):
 
 
 def _agreed(shard: HeadShard, plan: PromptPlan | Refusal) -> PromptPlan | Refusal:
-    """The plan that the processes of a tensor-parallel model have in common: they run the same passes.
-
-    Where plans differ, nothing is reused.
-    """
+    """The plan that the processes of a tensor-parallel model, which run the same passes, have in common; where plans differ, no reuse."""
     decisions = shard.decisions("" if isinstance(plan, Refusal) else plan.outline())
-    if len(decisions) == 1:
+    if len(decisions) == 1 or isinstance(plan, Refusal):
         return plan
     differ = "The processes of the tensor-parallel model found different tokens in their stores."
-    if isinstance(plan, Refusal) or "" in decisions:
-        return plan if isinstance(plan, Refusal) else Refusal(differ)
-    return PromptPlan(tuple(row.cut(row.begin, differ) for row in plan.rows), plan.total)
+    return Refusal(differ) if "" in decisions else PromptPlan(tuple(row.cut(row.begin, differ) for row in plan.rows), plan.total)
 
 
 def _hand_over(cache: SplicingCache, call: PrefillCall, plan: PromptPlan) -> tuple[PromptPlan, int | Remaining]:
@@ -214,7 +209,7 @@ def _hand_over(cache: SplicingCache, call: PrefillCall, plan: PromptPlan) -> tup
     window = 1 if cache.holder is None else max(1, cache.holder.adopt_window or 0)
     last = [np.arange(max(row.begin, len(row.ids) - window), len(row.ids)) for row in plan.rows]
     indices = [np.union1d(row.running(), ends) for row, ends in zip(plan.rows, last, strict=True)]
-    cache.sparse_pass = sparse = SparsePass.of(call, indices, plan.padding, plan.total)
+    cache.sparse_pass = sparse = SparsePass(call, indices, plan.padding, plan.total)
     return plan, Remaining(sparse.ids, sparse.positions)
 
 
@@ -225,8 +220,8 @@ def _picking(cache: SplicingCache, call: PrefillCall, plan: PromptPlan) -> Promp
     """
     last, by_layer = [row.last(_QUESTION) for row in plan.rows], list[torch.Tensor]()
     indices = [np.union1d(row.new, ends) for row, ends in zip(plan.rows, last, strict=True)]
-    probing = SparsePass.of(call, indices, plan.padding, plan.total, by_layer)
-    run_module(cache.model.base_model, _SplicingPass(cache, probing), probing.ids, probing.positions)
+    probing = SparsePass(call, indices, plan.padding, plan.total, by_layer)
+    run_module(cache.model.base_model, LayerPass(cache, sparse=probing), probing.ids, probing.positions)
     shares = torch.stack([share.to(call.input_ids.device) for share in by_layer])
     if cache.shard is not None:
         shares = cache.shard.gather(shares[None], 0).amax(0)
@@ -237,38 +232,14 @@ def _picking(cache: SplicingCache, call: PrefillCall, plan: PromptPlan) -> Promp
 
 def _run_in_parts(cache: SplicingCache, call: PrefillCall, plan: PromptPlan) -> None:
     """Run all tokens but the last, some layers at a time: between them, repaired tokens leave, whose higher layers are reused."""
-    hidden: torch.Tensor | None = None
-    before: SparsePass | None = None
+    by_slot: torch.Tensor | None = None
     for start, stop in pairwise([0, *plan.repair_depths, len(cache.layers)]):
         indices = [row.running(start) for row in plan.rows]
         if not any(map(len, indices)):
             return
-        sparse = SparsePass.of(call, indices, plan.padding, plan.total)
-        if hidden is not None and before is not None:
-            hidden = hidden.gather(1, _places(before, sparse).to(hidden.device)[..., None].expand(-1, -1, hidden.shape[-1]))
-        splicing = _SplicingPass(cache, sparse, start)
-        hidden = run_layers(cache.model, start, stop, sparse.ids, splicing, sparse.positions, hidden=hidden)
-        before = sparse
-
-
-def _places(before: SparsePass, sparse: SparsePass) -> torch.Tensor:
-    """Where a pass's tokens are among those of the pass before, (batch, tokens); fillers are anywhere."""
-    pairs = zip(before.host_slots, sparse.host_slots, strict=True)
-    places = [np.searchsorted(np.where(old < before.total, old, -1), np.where(new < before.total, new, -1)) for old, new in pairs]
-    return torch.from_numpy(np.stack(places))
-
-
-class _SplicingPass(LayerPass):
-    """A layer pass that writes the tokens of a sparse pass into their slots."""
-
-    def __init__(self, cache: KVCache, sparse: SparsePass, start: int = 0) -> None:
-        super().__init__(cache, start)
-        self.sparse = sparse
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        view = self.sparse.write(self.layers[layer_idx], layer_idx, key_states, value_states)
-        self.cache.answer_next(view)
-        return view, view
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return self.sparse.total, 0
+        sparse = SparsePass(call, indices, plan.padding, plan.total)
+        columns = torch.arange(len(sparse.slots), device=sparse.slots.device)[:, None], sparse.slots
+        hidden = None if by_slot is None else by_slot[columns]
+        left = run_layers(cache.model, start, stop, sparse.ids, LayerPass(cache, start, sparse), sparse.positions, hidden=hidden)
+        by_slot = left.new_zeros(len(left), plan.total + 1, left.shape[-1], device=sparse.slots.device)
+        by_slot[columns] = left.to(by_slot.device)

@@ -17,14 +17,12 @@ from hf_kvcaches.core.token_log import Ids as Ids
 
 # The rule of tokens that the model computes, and of those that were computed behind the same tokens.
 COMPUTED, EXACT = "computed", "exact"
-# An anchor is this many consecutive tokens, found at any index of a prompt. Of records with the same anchor the newest are kept.
-ANCHOR, ALIKE = 16, 8
-# How many tokens before its own are stored with a record: the most equal tokens that a guard can require, short of all.
-CONTEXT = 512
-# How many tokens before a match are compared, by their shingles, and how many consecutive tokens a shingle is.
-SURROUNDINGS, SHINGLE = 128, 8
+ANCHOR, ALIKE = 16, 8  # consecutive tokens by which a record is found at any index; the most records with one anchor, the newest
+CONTEXT = 512  # tokens before its own that are stored with a record: the most that a guard can require to be equal, short of all
+SURROUNDINGS, SHINGLE = 128, 8  # tokens before a match that are compared, by their shingles, and consecutive tokens in a shingle
 
 _KINDS = {"scope": str, "left": str, "right": str, "start": int, "origin": str, "fresh": bool, "form": dict}
+_ARRAYS = ("ids", "context")
 
 
 class Chain:
@@ -42,35 +40,22 @@ class Chain:
 
     @property
     def name(self) -> str:
-        """The digest in hex."""
         return self._hasher.hexdigest()
 
 
 @dataclass(frozen=True, eq=False)
 class Record:
-    """A stored span without its tensors.
+    """A stored span without its tensors."""
 
-    Args:
-        scope: The model, adapters, tokenizer and format of its tensors; only caches of the same scope reuse it.
-        ids: Its token ids, (tokens,).
-        left: The `Chain` name of all tokens before it.
-        right: The `Chain` name of these and its own tokens.
-        start: The index of its first token in the row where it was computed.
-        context: Up to `CONTEXT` tokens before it, (n,).
-        origin: The rule by which it was reused: "exact" if neither it nor anything before it was an approximation.
-        fresh: Whether all of it was computed at its index. Only such spans are reused behind other texts, so drift does not add up.
-        form: What `layout` needs to read the tensors.
-    """
-
-    scope: str
-    ids: Ids
-    left: str
-    right: str
-    start: int
-    context: Ids
-    origin: str = EXACT
-    fresh: bool = True
-    form: dict[str, Any] = field(default_factory=dict)
+    scope: str  # model, adapters, tokenizer and format of its tensors: only caches of the same scope reuse it
+    ids: Ids  # its tokens
+    left: str  # the `Chain` name of all tokens before it
+    right: str  # the `Chain` name of these and its own tokens
+    start: int  # the index of its first token where it was computed
+    context: Ids  # up to `CONTEXT` tokens before it
+    origin: str = EXACT  # the rule by which it was reused; "exact" if neither it nor anything before it was an approximation
+    fresh: bool = True  # all of it was computed at its index: only then it is reused behind other texts, so drift does not add up
+    form: dict[str, Any] = field(default_factory=dict)  # what `layout` needs to read the tensors
 
     @cached_property
     def key(self) -> str:
@@ -91,8 +76,7 @@ class Record:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the record as JSON values."""
-        arrays = {"ids": array_as_text(self.ids, "<u4"), "context": array_as_text(self.context, "<u4")}
-        return {name: getattr(self, name) for name in _KINDS} | arrays
+        return {name: getattr(self, name) for name in _KINDS} | {name: array_as_text(getattr(self, name), "<u4") for name in _ARRAYS}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Record:
@@ -100,7 +84,7 @@ class Record:
         for name, kind in _KINDS.items():
             if type(data[name]) is not kind:
                 raise TypeError(f"{name}: expected {kind.__name__}, got {type(data[name]).__name__}")
-        arrays: dict[str, Any] = {name: array_of_text(data[name], "<u4") for name in ("ids", "context")}
+        arrays: dict[str, Any] = {name: array_of_text(data[name], "<u4") for name in _ARRAYS}
         record = cls(**{name: data[name] for name in _KINDS}, **arrays)
         if record.origin in ("", COMPUTED) or record.start < 0 or not len(record):
             raise ValueError(f"no span has {len(record)} tokens, the origin {record.origin!r} and the start {record.start}")
@@ -117,30 +101,23 @@ class Piece(NamedTuple):
 
     @property
     def position(self) -> int:
-        """The first token's position when it was computed."""
+        """Where the first token was computed."""
         return self.record.start + self.offset
 
 
 @dataclass(frozen=True, eq=False)
 class Match:
-    """Consecutive tokens of a prompt that were consecutive in an earlier one, behind another text.
+    """Consecutive tokens of a prompt that were consecutive in an earlier one, behind another text."""
 
-    Args:
-        pieces: Spans without gaps, in order; each was stored behind the one before.
-        ids: The tokens of the prompt, as far as they were looked up.
-    """
-
-    pieces: tuple[Piece, ...]
-    ids: Ids
+    pieces: tuple[Piece, ...]  # spans without gaps, in order; each was stored behind the one before
+    ids: Ids  # the tokens of the prompt, as far as they were looked up
 
     @property
     def start(self) -> int:
-        """Index of the first token."""
         return self.pieces[0].start
 
     @property
     def stop(self) -> int:
-        """Index behind the last token."""
         return self.pieces[-1].stop
 
     def __len__(self) -> int:
@@ -185,7 +162,7 @@ class TokenIndex:
         # Keys of records by the chain of all tokens before them and their first token, and by the index where they start and this token.
         self._after: defaultdict[tuple[str, int], list[str]] = defaultdict(list)
         self._starts: defaultdict[tuple[int, int], list[str]] = defaultdict(list)
-        # Keys, and offsets in their records, by the hash of an anchor.
+        # Keys of records, and offsets in them, by the hash of an anchor.
         self._anchored: defaultdict[int, list[tuple[str, int]]] = defaultdict(list)
 
     def add(self, key: str, record: Record) -> None:
@@ -214,9 +191,22 @@ class TokenIndex:
             yield self._anchored, anchor, (key, offset)
 
     def prefix(self, ids: Ids, start: int, exact_only: bool) -> list[Piece]:
-        """Return the stored spans, from an index on, of the longest prefix that a row shares with earlier rows."""
-        spans = self._prefix_spans(ids, start, exact_only)
-        end = max((span.stop for span in spans), default=start)
+        """Return the stored spans, from an index on, of the longest prefix that a row shares with earlier rows.
+
+        Spans overlap if rows were cut differently: in one batch, by several processes, or stored again after an eviction. So records are
+        looked up at every index that stored spans reach, not only where one ends.
+        """
+        spans, chain, hashed, end = list[Piece](), Chain(), 0, start
+        for index, token in enumerate(ids[start:].tolist(), start):
+            if index > end:
+                break
+            if (index, token) in self._starts:
+                chain, hashed = chain.extend(ids[hashed:index]), index
+                records = [self.records[key] for key in self._after.get((chain.name, token), ())]
+                records = [record for record in records if not exact_only or record.origin == EXACT]
+                new = [Piece(index, index + common_prefix(record.ids, ids[index:]), record, 0) for record in records]
+                spans += new
+                end = max([end, *(span.stop for span in new)])
         pieces: list[Piece] = []
         while start < end:
             # An exact span comes before a longer one, which the rest is then taken from.
@@ -225,27 +215,6 @@ class TokenIndex:
             pieces.append(Piece(start, best.stop, best.record, start - best.start))
             start = best.stop
         return pieces
-
-    def _prefix_spans(self, ids: Ids, start: int, exact_only: bool) -> list[Piece]:
-        """Return all stored spans that follow a prefix of a row and continue like the row.
-
-        Spans overlap if rows were cut differently: in one batch, by several processes, or stored again after an eviction. So records are
-        looked up at every index that stored spans reach, not only where one ends.
-        """
-        spans: list[Piece] = []
-        chain, hashed, stop = Chain(), 0, start
-        for index, token in enumerate(ids[start:].tolist(), start):
-            if index > stop:
-                break
-            if (index, token) not in self._starts:
-                continue
-            chain, hashed = chain.extend(ids[hashed:index]), index
-            for key in self._after.get((chain.name, token), ()):
-                record = self.records[key]
-                if not exact_only or record.origin == EXACT:
-                    spans.append(Piece(index, index + common_prefix(record.ids, ids[index:]), record, 0))
-                    stop = max(stop, spans[-1].stop)
-        return spans
 
     def runs(self, ids: Ids, start: int, shortest: int) -> list[Match]:
         """Return the tokens that earlier rows have at any index, in order and without overlaps; of several matches the longest."""
@@ -275,7 +244,7 @@ class TokenIndex:
 
 
 def as_ids(values: Any) -> Ids:
-    """Return token ids as an array, from a list, a tensor on the CPU or an array."""
+    """Return the token ids of a list, a tensor on the CPU or an array."""
     return np.ascontiguousarray(np.asarray(values), dtype=np.uint32)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -23,19 +23,13 @@ class SplicedLayer(GrowingLayer):
 
     With a `window`, tokens that no later token sees are dropped at the first decode step. Before the next prompt, `fit_slots` makes the
     buffers as long as the text again, with zeros for the dropped tokens, so that slots are counted from the text's start.
-
-    Attributes:
-        window: How many tokens the model's attention sees, its own included; None: all.
-        dropped: How many of the first tokens are lost.
-        offset: How many of these have no slot in the buffers: all of them or none.
-        arrived: What stored tokens are written behind, on another stream; None once this stream waits for it.
     """
 
     counters: ClassVar[tuple[str, ...]] = (*GrowingLayer.counters, "dropped", "offset")
-    window: int | None = None
-    dropped: int = 0
-    offset: int = 0
-    arrived: torch.cuda.Event | None = None
+    window: int | None = None  # how many tokens the model's attention sees, its own included; None: all
+    dropped: int = 0  # how many of the first tokens are lost
+    offset: int = 0  # how many of these have no slot in the buffers: all of them or none
+    arrived: torch.cuda.Event | None = None  # what stored tokens are written behind, until this stream waits for it
 
     @property
     def buffers(self) -> list[torch.Tensor]:
@@ -126,32 +120,27 @@ class SplicedLayer(GrowingLayer):
     def open(self, rows: int, total: int, keys: torch.Tensor, values: torch.Tensor, padding: int) -> None:
         """Make room for a prompt's tokens, the filler slot behind them, and some new tokens.
 
-        Args:
-            keys: Any tensor with the keys' heads (third last dimension), head_dim (last one), dtype and device.
-            padding: The slots from here on, but for the prompt's last one, are written before they are read.
+        `keys` and `values` have their heads (third last dimension), head_dim, dtype and device. The slots from `padding` on, but for the
+        prompt's last one, are written before they are read.
         """
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
-        missing = total + 1 - self.seen
+        missing, sides = total + 1 - self.seen, list[torch.Tensor]()
         capacity = capacity_for(missing)
-        for name, like in (("key_buffer", keys), ("value_buffer", values)):
-            buffer = getattr(self, name)
+        for buffer, like in ((self.key_buffer, keys), (self.value_buffer, values)):
             if buffer is None:
                 buffer = like.new_empty(rows, like.shape[-3], capacity, like.shape[-1])
                 buffer[:, :, :padding].zero_()
                 buffer[:, :, total - 1 :].zero_()
             else:
                 buffer = append(buffer, like.new_zeros(rows, like.shape[-3], missing, like.shape[-1]), self.seen)
-            setattr(self, name, buffer)
+            sides.append(buffer)
+        self.key_buffer, self.value_buffer = sides
 
-    def write(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, slots: torch.Tensor, total: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write tokens into slots of an open layer and return keys and values of all slots; no token counts as seen.
+    def write(self, key_states: torch.Tensor, value_states: torch.Tensor, slots: torch.Tensor, total: int) -> Sequence[torch.Tensor]:
+        """Write rotated tokens into slots of an open layer, (batch, tokens), and return keys and values of all; none counts as seen.
 
-        Args:
-            key_states: (batch, kv_heads, tokens, head_dim), rotated.
-            slots: (batch, tokens); `total` for fillers, which no query sees.
+        Fillers, which no query sees, have the slot `total`.
         """
         self.arrive()
         keys, values = self.buffers
@@ -162,12 +151,10 @@ class SplicedLayer(GrowingLayer):
 
 
 class SplicingCache(SourceCache):
-    """Keeps every token, in buffers that stored tokens can be written into at any index. A subclass implements `take_prefill`.
+    """Keeps every token, in buffers that stored tokens can be written into at any index. A subclass implements `take_prefill`."""
 
-    Attributes:
-        reason: Why the last prompt was neither looked up nor stored, as a sentence; "" where it was.
-        exchanged: Whether rows were reordered, selected or repeated.
-    """
+    reason: str = ""  # why the last prompt was neither looked up nor stored, as a sentence; "" where it was
+    exchanged: bool = False  # whether rows were reordered, selected or repeated
 
     def __init__(self, model: Any, *, decode_with: KVCache | None = None, offloading: bool = False) -> None:
         super().__init__(model, decode_with=decode_with, offloading=offloading)
@@ -192,7 +179,6 @@ class SplicingCache(SourceCache):
                 f"model: {type(self).__name__} serves tensor parallelism that splits keys and values by head, and this model's plan splits "
                 "other modules only. Use GrowingCache."
             )
-        self.exchanged, self.reason = False, ""
 
     def observe(self, input_ids: torch.Tensor, attention_mask: Any, position_ids: Any) -> None:
         super().observe(input_ids, attention_mask, position_ids)

@@ -1,8 +1,7 @@
 """Passes through a model without its head, and through some of its layers, on a shallow twin of the model.
 
-The twin shares every weight, buffer and hook with the model. Only the modules on the way from its root to an exchanged part are new
-objects, with a dict of children of their own. The model itself is never changed: other threads may run it meanwhile, and nothing has to be
-restored when a pass is interrupted.
+The twin shares every weight, buffer and hook with the model; only the modules on the way from its root to an exchanged part are new. The
+model is never changed: other threads may run it meanwhile, and nothing has to be restored when a pass is interrupted.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def twin_of(root: nn.Module, exchanged: Mapping[str, nn.Module]) -> nn.Module:
 
 
 def _bound_to_twin(value: Any, module: nn.Module, twin: nn.Module) -> Any:
-    """An attribute of a module as its twin needs it: methods that were put onto the module itself belong to the twin."""
+    """An attribute of a module for its twin, which gets the methods that were put onto the module itself."""
     if isinstance(value, types.MethodType) and value.__self__ is module:
         return types.MethodType(value.__func__, twin)
     if isinstance(value, functools.partial) and any(argument is module for argument in value.args):  # accelerate's hooks
@@ -70,20 +69,16 @@ def with_layers(model: PreTrainedModel, layers: Sequence[nn.Module]) -> nn.Modul
 
 
 class StandIn(nn.Module):
-    """Stands where another module stood, answers for its attributes, and calls a function in its place, or its own `forward`."""
+    """Stands where another module stood, answers for its attributes, and calls a function in its place."""
 
-    def __init__(self, stood: nn.Module, call: Callable[..., Any] | None = None) -> None:
+    stood: nn.Module
+
+    def __init__(self, stood: nn.Module, call: Callable[..., Any]) -> None:
         super().__init__()
-        # In a tuple, so that the module is not registered as a child.
-        self._stood, self._call = (stood,), call
-
-    @property
-    def stood(self) -> nn.Module:
-        """The module in whose place this one stands."""
-        return self._stood[0]
+        self.__dict__["stood"] = stood  # not registered as a child
+        self._call = call
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._call is not None
         return self._call(*args, **kwargs)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
@@ -93,7 +88,7 @@ class StandIn(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.__dict__["_stood"][0], name)
+            return getattr(self.__dict__["stood"], name)
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -103,25 +98,26 @@ class ToldModule(StandIn):
     """Runs the module, with what a function makes of the arguments that it is called with."""
 
     def __init__(self, stood: nn.Module, on_call: Callable[[tuple[Any, ...], dict[str, Any]], Arguments]) -> None:
-        super().__init__(stood)
-        self._on_call = on_call
+        def call(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = on_call(args, kwargs)
+            return stood(*args, **kwargs)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = self._on_call(args, kwargs)
-        return self.stood(*args, **kwargs)
+        super().__init__(stood, call)
 
 
 class LayerPass(Cache):
-    """Appends to the layers of a cache; lengths are those of the layers that run."""
+    """Appends to the layers of a cache, or writes where a `SparsePass` says; lengths are those of the layers that run."""
 
-    def __init__(self, cache: KVCache, start: int = 0) -> None:
+    def __init__(self, cache: KVCache, start: int = 0, sparse: Any = None) -> None:
         super().__init__(layers=cache.layers)
-        self.cache, self.start = cache, start
+        self.cache, self.start, self.sparse = cache, start, sparse
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        states: tuple[torch.Tensor, torch.Tensor] = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        layer = self.layers[layer_idx]
+        if self.sparse is None:
+            states: tuple[Any, Any] = layer.update(key_states, value_states, *args, **kwargs)
+        else:
+            states = (self.sparse.write(layer, layer_idx, key_states, value_states),) * 2
         if isinstance(states[0], LayerView):
             self.cache.answer_next(states[0])
         return states
@@ -130,6 +126,8 @@ class LayerPass(Cache):
         return int(super().get_seq_length(self._counting(layer_idx)))
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        if self.sparse is not None:
+            return self.sparse.total, 0
         sizes: tuple[int, int] = super().get_mask_sizes(query_length, self._counting(layer_idx))
         return sizes
 
@@ -138,20 +136,18 @@ class LayerPass(Cache):
         if layer_idx >= self.start:
             return layer_idx
         kinds = self.is_sliding
-        counting = [index for index in range(self.start, len(kinds)) if isinstance(self.layers[index], CacheLayerMixin)]
-        return next((index for index in counting if kinds[index] == kinds[layer_idx]), layer_idx)
+        alike = (index for index in range(self.start, len(kinds)) if kinds[index] == kinds[layer_idx])
+        return next((index for index in alike if isinstance(self.layers[index], CacheLayerMixin)), layer_idx)
 
 
 class StoppingPass(LayerPass):
-    """Ends when a layer has its keys and values, with a `PassEnded`."""
+    """Ends with a `PassEnded` when a layer has its keys and values."""
 
     def __init__(self, cache: KVCache, last: int) -> None:
         super().__init__(cache)
         self.last = last
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if layer_idx == self.last:
             raise PassEnded
@@ -183,7 +179,7 @@ def run_module(
     arguments: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask, **compat.cache_kwargs(module, cache)}
     names = compat.parameter_names(type(module))
     if positions is not None and "position_ids" in names:
-        arguments["position_ids"] = positions.expand(input_ids.shape[0], -1) if positions.ndim == 1 else positions
+        arguments["position_ids"] = positions.expand(input_ids.shape)
     if "logits_to_keep" in names:  # the base of a model may be a model with a head
         arguments["logits_to_keep"] = 1
     module(**arguments)
@@ -202,25 +198,19 @@ def run_layers(
 ) -> torch.Tensor:
     """Run only the layers from `start` to before `stop`, and return what would enter layer `stop`, (batch, tokens, hidden).
 
-    After the last layer it is what enters the model's final norm. Tokens, positions and mask are as in `run_span`.
-
-    Args:
-        stop: The first layer not to run, or the number of layers.
-        cache: Its layers from `start` to before `stop` take the keys and values, as the pass says where one is given.
-        hidden: What entered layer `start`, (batch, tokens, hidden); None for layer 0.
+    After the last layer it is what enters the model's final norm. Tokens, positions and mask are as in `run_span`; `hidden` is what entered
+    layer `start`, None for layer 0. The layers of the cache that are run take the keys and values, as the pass says where one is given.
     """
     layers = decoder_layers(model)[2]
     if not 0 <= start < len(layers) or (hidden is None) != (start == 0):
         raise ConfigError.of("start", f"a decoder layer from 0 to {len(layers) - 1}, and hidden for all but layer 0", start)
     if not start < stop <= len(layers):
         raise ConfigError.of("stop", f"a layer above {start}, or the number of layers", stop)
-    output: Any = None
+    outputs: list[Any] = []
 
     def run_last(*args: Any, **kwargs: Any) -> Any:
-        nonlocal output
-        outputs = layers[stop - 1](*args, **kwargs)
-        output = outputs[0] if isinstance(outputs, tuple) else outputs
-        return outputs
+        outputs.append(layers[stop - 1](*args, **kwargs))
+        return outputs[-1]
 
     # Skipped layers stay in the list, because models look up masks by a layer's index. The last one hands out `hidden`, so that nothing
     # that the model does to its embeddings (scaling, learned positions) matters.
@@ -230,6 +220,7 @@ def run_layers(
         modules[start - 1] = StandIn(layers[start - 1], lambda *args, **kwargs: hidden)
     taking = cache if isinstance(cache, LayerPass) else LayerPass(cache, start)
     run_module(with_layers(model, modules), taking, input_ids, positions, attention_mask)
+    output = next((each[0] if isinstance(each, tuple) else each for each in outputs), None)
     if not isinstance(output, torch.Tensor) or output.shape[:-1] != input_ids.shape:
         raise UnsupportedError(f"model: {type(model).__name__} passes more than hidden states from layer to layer. Run whole prompts.")
     return output

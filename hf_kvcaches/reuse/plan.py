@@ -19,36 +19,26 @@ from hf_kvcaches.reuse.policy import Admission, Admit
 # Indices of tokens in their row, padding not counted, ascending.
 Indices = npt.NDArray[np.int64]
 
-# How many tokens at the end of a prompt are computed where text before them has changed; those that they attend to most are repaired.
-PROBING = 8
-# One in so many of a span's repaired tokens is among its first ones, which depend most on the text before.
-_FIRST = 3
+PROBING = 8  # tokens at a prompt's end that are computed where text before them has changed; what they attend to most is repaired
+_FIRST = 3  # one in so many of a span's repaired tokens is among its first ones, which depend most on the text before
 
 
 @dataclass(frozen=True, eq=False)
 class PlannedSpan:
-    """Consecutive tokens of a row, and where their keys and values come from.
-
-    Args:
-        rule: What admitted them, or "computed".
-        sources: The stored tokens that are reused, without gaps; empty where all tokens are computed.
-        repaired: The indices of stored tokens that are recomputed, ascending: until they are picked, the first ones.
-        repair_depth: The layers below it recompute these, the layers above reuse them. None: all layers recompute them.
-        reason: Why nothing more is reused, as a sentence; "" where nothing is stored or everything is reused.
-    """
+    """Consecutive tokens of a row, and where their keys and values come from."""
 
     start: int
     stop: int
-    rule: str = COMPUTED
-    sources: tuple[Piece, ...] = ()
-    repaired: tuple[int, ...] = ()
-    repair_depth: int | None = None
-    reason: str = ""
+    rule: str = COMPUTED  # what admitted them, or "computed"
+    sources: tuple[Piece, ...] = ()  # the stored tokens that are reused, without gaps; none where all tokens are computed
+    repaired: tuple[int, ...] = ()  # indices of stored tokens that are recomputed, ascending: until they are picked, the first ones
+    repair_depth: int | None = None  # the layers below it recompute these, the layers above reuse them; None: all recompute them
+    reason: str = ""  # why nothing more is reused, as a sentence; "" where nothing is stored or everything is reused
 
     @property
     def reused(self) -> int:
         """How many tokens no layer computes."""
-        return self.stop - self.start - len(self.repaired) if self.sources else 0
+        return self.stop - self.start - len(self.computed)
 
     @property
     def computed(self) -> Indices:
@@ -58,28 +48,28 @@ class PlannedSpan:
     def cut(self, stop: int) -> PlannedSpan:
         """Return the span up to an index inside of it."""
         sources = tuple(piece._replace(stop=min(stop, piece.stop)) for piece in self.sources if piece.start < stop)
-        return replace(self, stop=min(self.stop, stop), sources=sources, repaired=tuple(each for each in self.repaired if each < stop))
+        repaired = tuple(index for index in self.repaired if index < stop)
+        return replace(self, stop=min(self.stop, stop), sources=sources, repaired=repaired)
+
+    def without(self, keys: Collection[str], reason: str) -> list[PlannedSpan]:
+        """Return the spans that are left of it without missing blobs; one that is not repaired keeps its other pieces."""
+        spans = [replace(self, start=piece.start, stop=piece.stop, sources=(piece,)) for piece in self.sources]
+        parts = spans if self.sources and not self.repaired else [self]
+        lost = [any(piece.record.key in keys for piece in part.sources) for part in parts]
+        return [PlannedSpan(part.start, part.stop, reason=reason) if gone else part for part, gone in zip(parts, lost, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)
 class PromptRow:
-    """A row of a prompt, with the plan for its new tokens but the last one, which the model itself runs.
-
-    Args:
-        padding: Slots at its start that hold no token.
-        ids: All its token ids, of which the first `begin` are in the cache.
-        spans: The plan, without gaps; empty until it is made.
-        prefix: Up to this index, reused tokens were computed behind the same tokens.
-        probed: How many of its last tokens run again, once the tokens are repaired that they attend to; the new ones have run by then.
-    """
+    """A row of a prompt, with the plan for its new tokens but the last one, which the model itself runs."""
 
     number: int
-    padding: int
-    ids: Ids
+    padding: int  # slots at its start that hold no token
+    ids: Ids  # all its tokens, of which the first `begin` are in the cache
     begin: int
-    spans: tuple[PlannedSpan, ...] = ()
-    prefix: int = 0
-    probed: int = 0
+    spans: tuple[PlannedSpan, ...] = ()  # the plan, without gaps; empty until it is made
+    prefix: int = 0  # up to this index, reused tokens were computed behind the same tokens
+    probed: int = 0  # its last tokens that run again once the tokens are repaired that they attend to; the new ones have run by then
 
     @property
     def sources(self) -> Iterator[Piece]:
@@ -110,8 +100,7 @@ class PromptRow:
         """Return the indices of the tokens that a layer still computes when repaired ones are picked, without the last one."""
         indices = self.computed
         if self.probed:
-            repaired = _together(span.computed for span in self.spans if span.sources)
-            indices = np.union1d(repaired, np.arange(len(self.ids) - self.probed, len(self.ids) - 1))
+            indices = np.union1d(np.setdiff1d(indices, self.new), np.arange(len(self.ids) - self.probed, len(self.ids) - 1))
         left = _together(span.computed for span in self.spans if span.repair_depth is not None and span.repair_depth <= layer)
         return np.setdiff1d(indices, left)
 
@@ -134,35 +123,17 @@ class PromptRow:
         return replace(self, spans=(*spans, PlannedSpan(stop, end, reason=reason)) if stop < end else tuple(spans))
 
     def without(self, keys: Collection[str], reason: str) -> PromptRow:
-        """Return the row without reuse of missing blobs; a span that is not repaired keeps its others."""
-        spans, prefix = list[PlannedSpan](), self.prefix
-        for span in self.spans:
-            lost = [piece.start for piece in span.sources if piece.record.key in keys]
-            prefix = min([prefix, *lost])
-            if not lost:
-                spans.append(span)
-            elif span.repaired:
-                spans.append(PlannedSpan(span.start, span.stop, reason=reason))
-            else:
-                spans += [
-                    PlannedSpan(piece.start, piece.stop, reason=reason)
-                    if piece.start in lost
-                    else replace(span, start=piece.start, stop=piece.stop, sources=(piece,))
-                    for piece in span.sources
-                ]
-        return replace(self, spans=tuple(spans), prefix=prefix)
+        """Return the row without reuse of missing blobs."""
+        prefix = min([self.prefix, *(piece.start for piece in self.sources if piece.record.key in keys)])
+        return replace(self, spans=_joined([part for span in self.spans for part in span.without(keys, reason)]), prefix=prefix)
 
 
 @dataclass(frozen=True, eq=False)
 class PromptPlan:
-    """The plans of all rows of a prompt.
-
-    Args:
-        total: Slots of the prompt, including those in the cache.
-    """
+    """The plans of all rows of a prompt."""
 
     rows: tuple[PromptRow, ...]
-    total: int
+    total: int  # slots of the prompt, including those in the cache
 
     @cached_property
     def records(self) -> dict[str, Record]:
@@ -171,7 +142,6 @@ class PromptPlan:
 
     @property
     def padding(self) -> list[int]:
-        """The padding of each row."""
         return [row.padding for row in self.rows]
 
     @property
@@ -180,7 +150,7 @@ class PromptPlan:
         return sorted({span.repair_depth for row in self.rows for span in row.spans if span.repaired and span.repair_depth is not None})
 
     def outline(self) -> str:
-        """Which tokens are reused, from where in which text, as a text: the same for plans that run the same tokens."""
+        """Return which tokens are reused, from where in which text: the same for plans that run the same tokens."""
         parts: list[Any] = []
         for row in self.rows:
             for span in row.spans:
@@ -190,14 +160,14 @@ class PromptPlan:
         return repr(parts)
 
     @property
-    def prefixes(self) -> list[int]:
-        """For each row, the number of slots before the first token that runs."""
-        return [row.padding + int(row.computed[0]) if len(row.computed) else self.total - 1 for row in self.rows]
+    def common_prefix(self) -> int:
+        """How many first slots all rows reuse."""
+        return min(row.padding + int(row.computed[0]) if len(row.computed) else self.total - 1 for row in self.rows)
 
     @property
     def only_prefix(self) -> int | None:
         """How many first slots all rows reuse, where they reuse nothing else; else None."""
-        prefix = min(self.prefixes)
+        prefix = self.common_prefix
         return prefix if all(len(row.computed) == self.total - 1 - prefix for row in self.rows) else None
 
     def without(self, keys: Collection[str], reason: str) -> PromptPlan:
@@ -206,31 +176,27 @@ class PromptPlan:
 
     def with_common_prefix(self) -> PromptPlan:
         """Return the plan with reuse of as many first slots as all rows can, and nothing else."""
-        common = min(self.prefixes)
-        return replace(self, rows=tuple(row.cut(max(common - row.padding, row.begin)) for row in self.rows))
+        return replace(self, rows=tuple(row.cut(max(self.common_prefix - row.padding, row.begin)) for row in self.rows))
 
 
 def plan_row(row: PromptRow, prefix: Sequence[Piece], matches: Sequence[Match], admit: Admit | None, layers: int) -> PromptRow:
-    """Plan a row from what is stored: exact tokens of the prefix are reused, and `admit` decides on all others.
+    """Plan a row from what is stored: exact tokens of the prefix, from `row.begin` on, are reused, and `admit` decides on all others.
 
-    Args:
-        prefix: Stored tokens from `row.begin` on, behind the same tokens. What is not exact was repaired for another end of the prompt,
-            unless the whole prompt is stored.
-        matches: Stored tokens behind the prefix, in order and without overlaps; the last token of the row is in none.
-        admit: None to reuse an exact prefix alone.
+    Matches are behind the prefix, in order, without overlaps and the row's last token. Without `admit` an exact prefix alone is reused.
     """
     reached = end = prefix[-1].stop if prefix else row.begin
     spans: list[PlannedSpan] = []
+    # What is not exact was repaired for another end of the prompt, unless the whole prompt is stored.
     whole = end == len(row.ids) - 1
     for as_stored, pieces in groupby(prefix, lambda piece: whole or piece.record.origin == EXACT):
         if as_stored:
             spans += [PlannedSpan(piece.start, piece.stop, piece.record.origin, (piece,)) for piece in pieces]
         elif admit is not None:
             spans.append(_admitted(Match(tuple(pieces), row.ids), admit, layers))
-    for match in matches if admit is not None else ():
-        assert admit is not None
-        spans += [PlannedSpan(end, match.start), _admitted(match, admit, layers)]
-        end = match.stop
+    if admit is not None:
+        for match in matches:
+            spans += [PlannedSpan(end, match.start), _admitted(match, admit, layers)]
+            end = match.stop
     spans.append(PlannedSpan(end, len(row.ids) - 1))
     return replace(row, spans=_joined(spans), prefix=reached)
 

@@ -22,19 +22,12 @@ _RANGES = (
 
 
 class Admission(NamedTuple):
-    """The decision on a match; without a `rule` it is rejected.
+    """The decision on a match; without a `rule` it is rejected."""
 
-    Args:
-        rule: A name for reports.
-        repair: How many tokens are recomputed: its first ones, and of all matches those that the prompt's end attends to most.
-        repair_depth: The share of the layers that recompute them, from the lowest on; the others reuse them.
-        reason: Why it is rejected, as a sentence.
-    """
-
-    rule: str = ""
-    repair: int = 0
-    repair_depth: float = 1.0
-    reason: str = ""
+    rule: str = ""  # a name for reports
+    repair: int = 0  # how many tokens are recomputed: its first ones, and of all matches those that the prompt's end attends to most
+    repair_depth: float = 1.0  # the share of the layers that recompute them, from the lowest on; the others reuse them
+    reason: str = ""  # why it is rejected, as a sentence
 
 
 Admit = Callable[[Match], Admission]

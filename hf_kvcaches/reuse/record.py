@@ -7,6 +7,7 @@ waits for them.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -17,8 +18,7 @@ from hf_kvcaches.reuse.layer import SplicedLayer
 from hf_kvcaches.reuse.layout import LayerStates
 from hf_kvcaches.reuse.store import Queue
 
-# Work that was queued on a device.
-Event = tuple[torch.device, torch.cuda.Event]
+Event = tuple[torch.device, torch.cuda.Event]  # behind work that was queued on a device
 
 
 class PromptStates(NamedTuple):
@@ -34,20 +34,14 @@ class PromptStates(NamedTuple):
 
 
 class Recorder:
-    """Hands the prompts of one cache to a queue when they are computed.
-
-    Attributes:
-        prompt: What is stored as soon as it is computed, or None: how many slots each layer has seen then, the first slot that is stored,
-            and what stores it.
-    """
+    """Hands the prompts of one cache to a queue when they are computed."""
 
     def __init__(self, layers: Sequence[SplicedLayer], queue: Queue) -> None:
         self._layers, self._queue = layers, queue
+        # What is stored once it is computed: how many slots each layer has seen then, the first slot that is stored, and what stores it.
         self.prompt: tuple[int, int, Callable[[PromptStates], None]] | None = None
-        # Reentrant: a finalizer may call `release` while this thread holds the lock.
-        self._lock = threading.RLock()
-        self._reading_until = 0
-        self._copied: list[Event] = []
+        self._lock = threading.RLock()  # reentrant: a finalizer may call `release` while this thread holds it
+        self._reading_until, self._copied = 0, list[Event]()
 
     def expect(self, slots: int, first: int, store: Callable[[PromptStates], None]) -> None:
         """Store a prompt of so many slots, from a slot on, as soon as it is computed; `store` is called in the background."""
@@ -63,27 +57,30 @@ class Recorder:
             computed = all(layer.seen >= slots for layer in self._layers)
             if computed or drop:
                 self.prompt = None
-            if not computed:
-                return
-            layers = [layer.buffers for layer in self._layers]
+            layers = [layer.buffers for layer in self._layers] if computed else []
         size = sum(buffer.nbytes // buffer.shape[2] for buffers in layers for buffer in buffers) * (slots - first)
-        if all(layers) and self._queue.has_room(size):
-            states, copied = _copied(layers, first, slots)
-            self._reading_until, self._copied = slots, copied
+        if not size or not all(layers) or not self._queue.has_room(size):
+            return
+        # On a CPU, buffers are read as they are: new tokens come behind them.
+        states, events, copied = PromptStates(0, layers), mark(itertools.chain(*layers)), list[Event]()
+        if events:
+            with own_stream(events), torch.no_grad():
+                states = PromptStates(first, [[_pinned(buffer, first, slots) for buffer in pair] for pair in layers])
+                copied = mark(itertools.chain(*layers))
+        self._reading_until, self._copied = slots, copied
 
-            def job() -> None:
-                for _, event in copied:
-                    event.synchronize()
-                store(states)
+        def job() -> None:
+            for _, event in copied:
+                event.synchronize()
+            store(states)
 
-            self._queue.add(job, size)
+        self._queue.add(job, size)
 
     def protect(self, seen: int) -> None:
         """Before slots from `seen` on are overwritten: give the layers buffers of their own where a job may be reading these slots."""
         if seen >= self._reading_until:
             return
-        for device, event in self._copied:
-            torch.cuda.current_stream(device).wait_event(event)
+        wait_for(self._copied)
         if not self._copied and not self._queue.idle:
             for layer in self._layers:
                 if layer.buffers:
@@ -91,18 +88,8 @@ class Recorder:
         self._reading_until = 0
 
 
-def _copied(layers: Sequence[Sequence[torch.Tensor]], first: int, stop: int) -> tuple[PromptStates, list[Event]]:
-    """Begin to copy slots of a GPU's buffers to pinned memory; buffers on a CPU are read as they are, as new tokens come behind them."""
-    buffers = [buffer for pair in layers for buffer in pair]
-    events = mark(buffers)
-    if not events:
-        return PromptStates(0, layers), []
-    with own_stream(events), torch.no_grad():
-        copies = [[_pinned(buffer, first, stop) for buffer in pair] for pair in layers]
-        return PromptStates(first, copies), mark(buffers)
-
-
 def _pinned(buffer: torch.Tensor, first: int, stop: int) -> torch.Tensor:
+    """Begin to copy slots of a GPU's buffer to pinned memory."""
     states = buffer[:, :, first:stop]
     if not buffer.is_cuda:
         return states
@@ -117,11 +104,7 @@ def mark(tensors: Iterable[torch.Tensor | None]) -> list[Event]:
 
 
 def wait_for(events: Iterable[Event], tensors: Iterable[torch.Tensor | None] = ()) -> None:
-    """Make this thread's streams, not the CPU, wait for events.
-
-    Args:
-        tensors: Tensors of the thread that recorded the events, which this thread uses from now on.
-    """
+    """Make this thread's streams, not the CPU, wait for events; from now on it uses these tensors of the thread that recorded them."""
     for device, event in events:
         torch.cuda.current_stream(device).wait_event(event)
     for tensor in tensors:

@@ -22,43 +22,27 @@ from hf_kvcaches.reuse.layout import LayerStates, Quantization, TokenCodec, chec
 from hf_kvcaches.stores.blobs import BlobStore, NewBlob, bytes_of
 from hf_kvcaches.stores.catalog import Catalog, Contents
 
-# Bytes of prompts that may wait to be stored; one alone may be larger.
-MOST = 2**31
+MOST = 2**31  # bytes of prompts that may wait to be stored; one alone may be larger
 # A request waits for what earlier ones store, as it may reuse it, if that is at most so many bytes, and for at most so many seconds.
 SMALL, PATIENCE = 2**25, 0.5
 
 
 @dataclass(frozen=True)
 class CatalogReport:
-    """What the reports of all stores say.
+    """What the reports of all stores say."""
 
-    Args:
-        location: Where the spans are stored, without passwords.
-        bytes: The bytes that they take in the back-end.
-        max_bytes: The cap, or None.
-        hot_bytes: The bytes that the hot tier of this process holds.
-        pinned: How many are not evicted above the cap.
-        damaged: How many damaged ones this process deleted.
-        loads: How often this process read tensors from the back-end.
-        hot_hits: How often it read them from the hot tier.
-        written: How many this process stored.
-        evicted: How many it evicted.
-        failures: How often the back-end failed.
-        dropped: How many prompts this process did not store because too many waited for it.
-    """
-
-    location: str
-    bytes: int
-    max_bytes: int | None
-    hot_bytes: int
-    pinned: int
-    damaged: int
-    loads: int
-    hot_hits: int
-    written: int
-    evicted: int
-    failures: int
-    dropped: int
+    location: str  # where the spans are stored, without passwords
+    bytes: int  # that they take in the back-end
+    max_bytes: int | None  # the cap
+    hot_bytes: int  # that the hot tier of this process holds
+    pinned: int  # how many are not evicted above the cap
+    damaged: int  # how many damaged ones this process deleted
+    loads: int  # how often this process read tensors from the back-end
+    hot_hits: int  # how often it read them from the hot tier
+    written: int  # how many this process stored
+    evicted: int  # how many it evicted
+    failures: int  # how often the back-end failed
+    dropped: int  # prompts that this process did not store because too many waited for it
 
 
 class NewSpan(NamedTuple):
@@ -99,7 +83,7 @@ class Queue:
 
     def has_room(self, size: int) -> bool:
         """Whether a prompt of so many bytes may be added; if not, it counts as dropped."""
-        self._own()
+        self._check_process()
         with self._lock:
             full = self._bytes > 0 and self._bytes + size > MOST
             self.dropped += full
@@ -114,26 +98,6 @@ class Queue:
         with contextlib.suppress(RuntimeError):
             threading.Thread(target=self._run, name="hf_kvcaches-store").start()
 
-    def _run(self) -> None:
-        """Return when no jobs are left; called by a job, when no other jobs are left."""
-        self._own()
-        with self._running:
-            while self._jobs:
-                job, size = self._jobs.popleft()
-                try:
-                    job()
-                except Exception as error:  # no caller waits for the job
-                    self._warn(f"A prompt was not stored: {type(error).__name__}: {error}")
-                finally:
-                    with self._lock:
-                        self._bytes -= size
-
-    def _own(self) -> None:
-        """After a fork, in which another thread may have held the locks: take new ones."""
-        if self._process != os.getpid():
-            self._process, self._running, self._lock = os.getpid(), threading.RLock(), threading.RLock()
-            self._bytes = sum(size for _, size in self._jobs)
-
     def flush(self) -> None:
         """Wait until all computed prompts are written."""
         self._hand_over()
@@ -146,12 +110,31 @@ class Queue:
         while 0 < self._bytes <= SMALL and time.monotonic() < deadline:
             time.sleep(0.0005)
 
+    def _run(self) -> None:
+        """Return when no jobs are left; called by a job, when no other jobs are left."""
+        self._check_process()
+        with self._running:
+            while self._jobs:
+                job, size = self._jobs.popleft()
+                try:
+                    job()
+                except Exception as error:  # no caller waits for the job
+                    self._warn(f"A prompt was not stored: {type(error).__name__}: {error}")
+                finally:
+                    with self._lock:
+                        self._bytes -= size
+
     def _hand_over(self) -> None:
-        if self._process != os.getpid():
-            self._own()
+        self._check_process()
         for reference in self._recorders:
             if (recorder := reference()) is not None and recorder.prompt is not None:
                 recorder.release(drop=False)
+
+    def _check_process(self) -> None:
+        """After a fork, in which another thread may have held the locks: take new ones."""
+        if self._process != os.getpid():
+            self._process, self._running, self._lock = os.getpid(), threading.RLock(), threading.RLock()
+            self._bytes = sum(size for _, size in self._jobs)
 
 
 def _finish(reference: weakref.ref[Queue]) -> None:
@@ -161,15 +144,7 @@ def _finish(reference: weakref.ref[Queue]) -> None:
 
 
 class SpanStore:
-    """Spans in a catalog, and the queue that stores them in the background.
-
-    Args:
-        contents: The index of what is stored.
-        noun: The user's word for a span.
-        quantization: How keys and values are stored: None for bit-equal ones, a `KVCodec` of the model, `"int8"` or `"int4"`.
-        location: See `stores.catalog.open_blobs`.
-        **limits: `max_bytes`, `hot_bytes`, `time_to_live` and `timeout` of the catalog.
-    """
+    """Spans in a catalog, whose arguments it takes, and the queue that stores them in the background."""
 
     def __init__(self, contents: Contents, noun: str, quantization: Quantization, location: str | BlobStore, **limits: Any) -> None:
         self.quantization = check_quantization(quantization)
@@ -179,12 +154,10 @@ class SpanStore:
 
     @property
     def codec(self) -> TokenCodec | None:
-        """The codec of keys and values, if they are codes."""
         return self.quantization if isinstance(self.quantization, TokenCodec) else None
 
     @property
     def max_bytes(self) -> int | None:
-        """The cap on the bytes of all spans, or None."""
         return self.catalog.max_bytes
 
     def refresh(self) -> None:
@@ -193,10 +166,7 @@ class SpanStore:
         self.catalog.refresh()
 
     def load(self, records: Mapping[str, Record], device: torch.device | None = None) -> dict[str, dict[str, torch.Tensor]]:
-        """Return the tensors of spans, by key and read-only, without those that are missing, expired or damaged.
-
-        The hot tier keeps them on the device that the first call names.
-        """
+        """Return the tensors of spans, by key and read-only, without those that are missing, expired or damaged; see `Catalog.read`."""
 
         def check_blob(key: str, tensors: dict[str, torch.Tensor]) -> None:
             form = records[key].form

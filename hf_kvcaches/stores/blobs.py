@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hf_kvcaches.errors import ArtifactError, ConfigError
 from hf_kvcaches.stores.blobs_format import KEY, checked_key, checked_tensors, dense, encode, head_as_json, read_header
-from hf_kvcaches.stores.files import TEMPORARY_SUFFIX, opened, temporary_beside
+from hf_kvcaches.stores.files import TEMPORARY_SUFFIX, opened, write_atomically
 
 BLOB, PIN = ".kvblob", ".kvblob-pin"
 _STALE = 600.0  # seconds since the mtime of a temporary file, which is fresh while the file is written
@@ -44,10 +44,10 @@ class NewBlob(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """What was read of some blobs: tensors by key, without missing and damaged ones; and the first failure of the back-end, if any."""
+    """What was read of some blobs."""
 
-    blobs: dict[str, dict[str, Tensor]]
-    error: OSError | None = None
+    blobs: dict[str, dict[str, Tensor]]  # by key, without missing and damaged ones
+    error: OSError | None = None  # the first failure of the back-end
 
 
 class Changes(NamedTuple):
@@ -76,15 +76,11 @@ class BlobStore(ABC):
     """
 
     def __init__(self, place: str) -> None:
-        self.place = place
-        self.complaints: list[str] = []
-        self.unreadable = ""
+        self.place, self.complaints, self.unreadable = place, list[str](), ""
         self.in_use = False
-        self._lock = threading.RLock()
-        self._pins: set[str] = set()
+        self._lock, self._pins = threading.RLock(), set[str]()
         # Versions of the blobs that `changes` reported, and of those whose checksums were verified; the reported state.
-        self._reported: dict[str, Hashable] = {}
-        self._verified: dict[str, Hashable] = {}
+        self._reported, self._verified = dict[str, Hashable](), dict[str, Hashable]()
         self._reported_state: Hashable = None
 
     @abstractmethod
@@ -120,7 +116,7 @@ class BlobStore(ABC):
             state = self.state()
             if state is not None and state == self._reported_state:
                 return Changes([], [])
-            versions, added = self.versions(), []
+            versions, added = self.versions(), list[BlobHead]()
             unchanged = {key: version for key, version in self._reported.items() if versions.get(key) == version}
             try:
                 for blob in self.heads([key for key in versions if key not in unchanged]):
@@ -145,15 +141,18 @@ class BlobStore(ABC):
             return None
 
     def get_many(self, keys: Sequence[str]) -> Loaded:
-        """Read several blobs, as `tensors` does, up to the first failure. A back-end with slow reads overlaps them."""
+        """Read several blobs, as `tensors` does. A failed read is a miss; behind `StoreUnavailable` the other keys are not tried."""
         blobs: dict[str, dict[str, Tensor]] = {}
-        try:
-            for key in keys:
+        first: OSError | None = None
+        for key in keys:
+            try:
                 if (tensors := self.tensors(key)) is not None:
                     blobs[key] = tensors
-        except OSError as error:
-            return Loaded(blobs, error)
-        return Loaded(blobs)
+            except OSError as error:
+                first = first or error
+                if isinstance(error, StoreUnavailable):
+                    break
+        return Loaded(blobs, first)
 
     def put_many(self, blobs: Sequence[NewBlob]) -> None:
         """Store several blobs in their order; an `OSError` leaves those behind it unstored."""
@@ -194,8 +193,7 @@ class MemoryBlobs(BlobStore):
 
     def __init__(self) -> None:
         super().__init__("memory")
-        # Each blob, its tensors, and an object of its own as version.
-        self._blobs: dict[str, tuple[BlobHead, dict[str, Tensor], object]] = {}
+        self._blobs: dict[str, tuple[BlobHead, dict[str, Tensor], object]] = {}  # the object is the version
         self._state = object()  # replaced after each change
 
     def put(self, key: str, head: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
@@ -237,26 +235,19 @@ class DiskBlobs(BlobStore):
         self._folder = folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            temporaries = [path for path in folder.iterdir() if path.name.endswith(TEMPORARY_SUFFIX)]
+            for path in (path for path in folder.iterdir() if path.name.endswith(TEMPORARY_SUFFIX)):
+                with contextlib.suppress(OSError):
+                    if time.time() - path.lstat().st_mtime > _STALE:
+                        path.unlink()
         except OSError as error:
             raise ConfigError.of("location", "a folder that can be written to", str(error), "Name another folder.") from error
-        for path in temporaries:
-            with contextlib.suppress(OSError):
-                if time.time() - path.lstat().st_mtime > _STALE:
-                    path.unlink()
 
     def put(self, key: str, head: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
         path = self._path(key)
         with contextlib.suppress(FileNotFoundError):
             return path.stat().st_size
         pieces = encode(key, head, tensors)
-        with temporary_beside(path) as temporary:
-            with open(temporary, "xb") as file:
-                file.writelines(pieces)
-            # The kernel's time stamps are milliseconds apart, and a blob can be deleted and put again within one.
-            now = time.time_ns()
-            os.utime(temporary, ns=(now, now))
-            os.replace(temporary, path)
+        write_atomically(path, pieces, sync=False)
         return sum(map(len, pieces))
 
     def read(self, key: str) -> dict[str, Tensor] | None:
@@ -276,8 +267,8 @@ class DiskBlobs(BlobStore):
     def get_many(self, keys: Sequence[str]) -> Loaded:
         with ThreadPoolExecutor(_READERS, "hf_kvcaches-read") as pool:
             parts = list(pool.map(super().get_many, ([key] for key in keys)))
-        errors = [part.error for part in parts if part.error is not None]
-        return Loaded({key: blob for part in parts for key, blob in part.blobs.items()}, errors[0] if errors else None)
+        blobs = {key: blob for part in parts for key, blob in part.blobs.items()}
+        return Loaded(blobs, next((part.error for part in parts if part.error is not None), None))
 
     def delete(self, key: str) -> bool:
         with contextlib.suppress(FileNotFoundError, IsADirectoryError):

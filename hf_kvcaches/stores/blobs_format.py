@@ -84,9 +84,7 @@ def header_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> byt
 def read_tensors(read: Callable[[int], Bytes], size: int | None = None) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors and the metadata of a safetensors file; raise an `ArtifactError` if its header makes no sense or it ends early.
 
-    Args:
-        read: Gives between 1 and the given number of bytes. It is not asked for a byte behind the file's last one.
-        size: Bytes of the file, or None where they are not known.
+    `read` gives between 1 and the given number of bytes, and is not asked for any behind the file's `size`, which may be None.
     """
     layout = layout_of(header_in(read, size), size)
     body = take(read, layout.size)
@@ -195,9 +193,9 @@ def read_header(key: str, size: int, read: Callable[[int], Bytes]) -> tuple[dict
 
 
 def decode(key: str, content: Bytes, verify: bool = True) -> dict[str, Tensor]:
-    """Return the tensors of a blob, in the memory of `content` if that is writable.
+    """Return the tensors of a blob, in the memory of `content` if that is writable; raise an `ArtifactError` for damage.
 
-    Raise an `ArtifactError` if its header or, with `verify`, its body is damaged.
+    Without `verify` the body's checksum is not compared.
     """
     memory = memoryview(content)
     _, layout, crc32 = read_header(key, len(memory), reader_of(memory))

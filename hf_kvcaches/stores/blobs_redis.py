@@ -6,7 +6,6 @@ tensors, to list heads; `PREFIX:state`, a random string that each put replaces a
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import re
@@ -87,17 +86,18 @@ class RedisBlobs(BlobStore):
         return blobs.get(key)
 
     def get_many(self, keys: Sequence[str]) -> Loaded:
-        blobs: dict[str, dict[str, Tensor]] = {}
+        blobs = dict[str, dict[str, Tensor]]()
         try:
-            for key, content in self._contents(keys).items():
-                digest = bytes(content[:DIGEST])
-                try:
-                    blobs[key] = decode(key, content, verify=self._verified.get(key) != digest)
-                    self._verified[key] = digest
-                except ArtifactError as error:
-                    self.discard(key, error)
+            contents = self._contents(keys)
         except StoreUnavailable as error:
             return Loaded(blobs, error)
+        for key, content in contents.items():
+            digest = bytes(content[:DIGEST])
+            try:
+                blobs[key] = decode(key, content, verify=self._verified.get(key) != digest)
+                self._verified[key] = digest
+            except ArtifactError as error:
+                self.discard(key, error)
         return Loaded(blobs)
 
     def _contents(self, keys: Sequence[str]) -> dict[str, memoryview]:
@@ -109,22 +109,26 @@ class RedisBlobs(BlobStore):
         answers, contents = self._run(*looks), dict[str, memoryview]()
         for key, listed, size, chunk in zip(keys, answers[::3], answers[1::3], answers[2::3], strict=True):
             if size and len(chunk) == min(size, _CHUNK):
-                contents[key] = np.empty(size, np.uint8).data
-                contents[key][: len(chunk)] = chunk
+                content = np.empty(size, np.uint8).data
+                content[: len(chunk)] = chunk
+                if self._read_on(key, content):
+                    contents[key] = content
             elif listed and not size:
                 self.delete(key)  # the server has evicted it
-        ranges = [(key, start) for key, content in contents.items() for start in range(_CHUNK, len(content), _CHUNK)]
-        for first in range(0, len(ranges), _CHUNKS):
-            group = ranges[first : first + _CHUNKS]
-            commands = [("GETRANGE", self._bodies + key, start, min(start + _CHUNK, len(contents[key])) - 1) for key, start in group]
-            for (key, start), chunk in zip(group, self._run(*commands), strict=True):
-                contents[key][start : start + len(chunk)] = chunk
-        # Another blob in the place of one begins with another digest.
-        large = list(dict(ranges))
-        for key, digest in zip(large, self._run(*(("GETRANGE", self._bodies + key, 0, DIGEST - 1) for key in large)), strict=True):
-            if contents[key][:DIGEST] != digest:
-                del contents[key]
         return contents
+
+    def _read_on(self, key: str, content: memoryview) -> bool:
+        """Read what follows the first chunk of a blob, and return whether it is still the same blob."""
+        for first in range(_CHUNK, len(content), _CHUNK * _CHUNKS):
+            starts = range(first, min(first + _CHUNK * _CHUNKS, len(content)), _CHUNK)
+            # Another blob in its place begins with another digest.
+            spans = [*((start, min(start + _CHUNK, len(content))) for start in starts), (0, DIGEST)]
+            *chunks, digest = self._run(*(("GETRANGE", self._bodies + key, start, stop - 1) for start, stop in spans))
+            if content[:DIGEST] != digest:
+                return False
+            for start, chunk in zip(starts, chunks, strict=True):
+                content[start : start + len(chunk)] = chunk
+        return True
 
     def delete(self, key: str) -> bool:
         # No transaction: a full server refuses transactions, and deletions free its memory.
@@ -159,43 +163,35 @@ class RedisBlobs(BlobStore):
         return self._run(("GET", self._state))[0]
 
     def clear(self) -> None:
-        with self._request_budget():
-            self._client.delete(self._index, self._headers, self._state, self._pin_set)
-            for body in self._client.scan_iter(f"{self._bodies}*", count=1000):
-                self._client.delete(body)
+        self._run(("DEL", self._index, self._headers, self._state, self._pin_set))
+        cursor: Any = None
+        while cursor != 0:
+            ((cursor, bodies),) = self._run(("SCAN", cursor or 0, "MATCH", f"{self._bodies}*", "COUNT", 1000))
+            self._run(*(("DEL", body) for body in bodies))
 
     def close(self) -> None:
         self._client.close()
-
-    def _run(self, *commands: tuple[Any, ...], transaction: bool = False) -> list[Any]:
-        """Send commands in one round trip, and return their answers."""
-        if not commands:
-            return []
-        before = self._waited
-        with self._request_budget(), self._client.pipeline(transaction) as pipeline:
-            for command in commands:
-                pipeline.execute_command(*command)
-            answers = list(pipeline.execute())
-        # The time in which bodies arrive on a slow network does not count: a hit of gigabytes may take longer than one answer.
-        transferred = sum(len(part) for part in (*answers, *itertools.chain(*commands)) if isinstance(part, bytes))
-        self._request.waited = max(before, self._waited - transferred / _SLOWEST)
-        return answers
 
     @property
     def _waited(self) -> float:
         """The seconds that the request of this thread has waited; without a request there is no limit."""
         return getattr(self._request, "waited", -math.inf)
 
-    @contextlib.contextmanager
-    def _request_budget(self) -> Iterator[None]:
-        """Count the time towards that of the request, and raise errors of the client as `StoreUnavailable`."""
-        start = time.monotonic()
+    def _run(self, *commands: tuple[Any, ...], transaction: bool = False) -> list[Any]:
+        """Send commands in one round trip, and return their answers; any error of the client is a `StoreUnavailable`."""
+        start, answers = time.monotonic(), list[Any]()
+        if not commands:
+            return answers
         if start < self._pause_until:
             raise StoreUnavailable(f"{self.place} could not be reached a moment ago.")
         if self._waited >= self._timeout:
             raise StoreUnavailable(f"{self.place} has kept this request waiting for {self._timeout:g} s.")
         try:
-            yield
+            with self._client.pipeline(transaction) as pipeline:
+                for command in commands:
+                    pipeline.execute_command(*command)
+                answers = list(pipeline.execute())
+            return answers
         except (self._redis.ConnectionError, self._redis.TimeoutError, OSError) as error:
             self._pause_until = time.monotonic() + _PAUSE
             raise StoreUnavailable(f"{self.place} can't be reached: {error}") from error
@@ -203,4 +199,7 @@ class RedisBlobs(BlobStore):
             # The server answers, if only that it is full: the next command may succeed.
             raise StoreUnavailable(f"{self.place} refuses: {error}") from error
         finally:
-            self._request.waited = self._waited + time.monotonic() - start
+            # The time in which bodies arrive on a slow network does not count: a hit of gigabytes may take longer than one answer.
+            parts = (*answers, *itertools.chain(*commands)) if answers else ()
+            transferred = sum(len(part) for part in parts if isinstance(part, bytes))
+            self._request.waited = self._waited + max(0.0, time.monotonic() - start - transferred / _SLOWEST)

@@ -56,12 +56,6 @@ class Catalog:
     Args:
         noun: The user's word for a blob, such as "segment".
         clock: Returns the seconds since 1970.
-
-    Attributes:
-        lock: Guards the contents and the entries. No call that may wait for a server is made under it.
-        entries: The blobs in the order of their last use: of two of the same worth the older one is evicted first.
-        bytes: The bytes of all entries.
-        read_once: Whether the entries are those of the store, as it was at the last look-up.
     """
 
     def __init__(
@@ -82,17 +76,19 @@ class Catalog:
         self.contents, self.noun, self.clock = contents, noun, clock
         self.time_to_live = math.inf if time_to_live is None else time_to_live
         self.blobs = open_blobs(location, timeout)
+        # In the order of their last use: of two of the same worth the older one is evicted first.
         self.entries: OrderedDict[str, CatalogEntry] = OrderedDict()
         self.bytes, self._eviction_clock = 0, 0.0
         # The tensors of the entries that were read last, all on one device.
         self._hot: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
         self._hot_bytes = 0
         self._hot_device: torch.device | None = None
+        # Guards contents and entries. No call that may wait for a server is made under it.
         self.lock = threading.RLock()
         self.counts = dict.fromkeys(("loads", "hot_hits", "written", "evicted", "failures"), 0)
         self._changes_lock = threading.Lock()  # changes are applied in the order in which they are fetched
         self._warned: set[str] = set()
-        self.read_once = location == "memory"  # nobody else writes there
+        self.read_once = location == "memory"  # whether the entries are those of the store at the last look-up; nobody else writes there
 
     def refresh(self) -> None:
         """Begin a request: apply the changes of other processes, and evict expired blobs and those above the cap."""
@@ -138,10 +134,8 @@ class Catalog:
     ) -> dict[str, dict[str, Tensor]]:
         """Return the tensors of blobs, which are read-only, without those that are missing, expired, damaged or unreadable.
 
-        Args:
-            check: Raises an `ArtifactError` for tensors that don't fit the head of the blob of a key, which is deleted then. Called once
-                for each blob.
-            device: The device of the hot tier, if no earlier read named one. Tensors outside of the tier are on the CPU.
+        `check` is called once for each blob and raises an `ArtifactError` for tensors that don't fit its head: it is deleted then. The hot
+        tier is on the device that the first read names. Tensors outside of it are on the CPU.
         """
         with self.lock:
             now, entries = self.clock(), {key: self.entries.get(key) for key in keys}
@@ -155,14 +149,12 @@ class Catalog:
         if error is not None:
             self._failed(error)
         for key, tensors in loaded.items():
-            entry = entries[key]
             try:
-                if entry is None or not entry.checked:
+                if (entry := entries[key]) is None or not entry.checked:
                     check(key, tensors)
+                blobs[key] = tensors if entry is None else self._warmed(key, entry, tensors, device)
             except ArtifactError as damage:
                 self.blobs.discard(key, damage)
-            else:
-                blobs[key] = tensors if entry is None else self._warmed(key, entry, tensors, device)
         with self.lock:
             self.counts["loads"] += len(loaded)
         if len(blobs) < len(living):
@@ -209,8 +201,7 @@ class Catalog:
             return
         with self.lock:
             entries, total = dict(self.entries), self.bytes
-        expired = {key for key, entry in entries.items() if entry.expires < now}
-        candidates: list[str] = []
+        expired, candidates = {key for key, entry in entries.items() if entry.expires < now}, list[str]()
         if total > cap:
             # If the pins of other processes are unknown, no candidate may be evicted.
             with self._count_failures():
@@ -232,7 +223,7 @@ class Catalog:
             self.follow()
 
     def used(self, key: str, tokens: int) -> None:
-        """Count tokens that a blob saved; ignore an evicted blob."""
+        """Count tokens that a blob saved, unless it was evicted."""
         with self.lock:
             if (entry := self.entries.get(key)) is not None:
                 entry.saved += tokens
@@ -259,11 +250,11 @@ class Catalog:
 
     def summary(self, keys: Collection[str]) -> dict[str, Any]:
         """Return what the reports of all stores say; `pinned` counts these blobs."""
-        pinned: frozenset[str] = frozenset()
+        pinned = 0
         with self._count_failures():
-            pinned = self.blobs.pinned().intersection(keys)
+            pinned = len(self.blobs.pinned().intersection(keys))
         usage = {"location": self.blobs.place, "bytes": self.bytes, "max_bytes": self.max_bytes, "hot_bytes": self._hot_bytes}
-        return {**usage, "pinned": len(pinned), "damaged": len(self.blobs.complaints), **self.counts}
+        return {**usage, "pinned": pinned, "damaged": len(self.blobs.complaints), **self.counts}
 
     def warn_once(self, kind: str, sentence: str) -> None:
         """Warn of the first event of each kind."""

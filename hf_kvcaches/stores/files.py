@@ -12,6 +12,7 @@ import math
 import os
 import secrets
 import stat
+import time
 from collections.abc import Callable, Iterable, Iterator
 from io import BufferedReader
 from pathlib import Path
@@ -40,13 +41,20 @@ def temporary_beside(target: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def write_atomically(path: str | os.PathLike[str], pieces: Iterable[bytes | bytearray | memoryview]) -> None:
-    """Write a file in a folder that exists; a crash or a power cut at any moment leaves either the old or the new one, complete."""
+def write_atomically(path: str | os.PathLike[str], pieces: Iterable[bytes | bytearray | memoryview], sync: bool = True) -> None:
+    """Write a file in a folder that exists; a crash at any moment leaves either the old or the new one, complete; so does a power cut.
+
+    Without `sync` a power cut may leave the new name on data that never reached the disk.
+    """
     with temporary_beside(Path(path)) as temporary:
         with open(temporary, "xb") as file:
             file.writelines(pieces)
-            file.flush()
-            os.fsync(file.fileno())  # without it a power cut can leave the new name on data that never reached the disk
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        # The kernel's time stamps are milliseconds apart, and a file may be deleted and written again within one.
+        now = time.time_ns()
+        os.utime(temporary, ns=(now, now))
         os.replace(temporary, path)
 
 

@@ -157,6 +157,8 @@ def test_damaged_records_are_refused_or_have_the_right_form() -> None:
     for other in (data.short(), torch.zeros(0, dtype=torch.uint8), torch.full((50,), 255, dtype=torch.uint8)):
         with pytest.raises(ArtifactError, match="damaged"):
             codec.unpack([(1, other, 0, None)])
+    with pytest.raises(ArtifactError, match="damaged"):
+        codec.unpack([(1, data, 0, 71)])
 
 
 def test_records_of_other_layers_or_codecs_do_not_pass_unnoticed() -> None:

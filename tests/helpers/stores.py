@@ -296,6 +296,12 @@ def redis_location(shared_server: Server) -> str:
     return f"{shared_server.location}?prefix=test{next(_numbers)}"
 
 
+@pytest.fixture(params=["disk", "redis"])
+def shared(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """An empty place of each kind that processes can share."""
+    return f"disk:{tmp_path / 'blobs'}" if request.param == "disk" else str(request.getfixturevalue("redis_location"))
+
+
 @pytest.fixture(params=["memory", "disk", "redis"])
 def location(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """An empty place of each kind."""

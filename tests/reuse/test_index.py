@@ -70,42 +70,22 @@ def families(draw: st.DrawFn) -> list[tuple[Ids, list[int]]]:
 # What stands left of them
 
 
-@given(family=families(), wanted=st.data())
-def test_the_prefix_is_the_longest_that_any_earlier_prompt_had_however_those_were_cut(family, wanted: st.DataObject) -> None:
-    index, stored = TokenIndex(), []
-    for row, cuts in family:
-        assert assert_holds(index, row, 0, exact_only=False) == longest(row, stored)
-        feed(index, row, cuts)
-        stored.append(row)
-    for row in stored:
-        asked = np.append(row[: wanted.draw(st.integers(0, len(row)))], as_ids(wanted.draw(st.lists(st.integers(0, 2), max_size=6))))
-        assert assert_holds(index, as_ids(asked), 0, exact_only=False) == longest(asked, stored)
-
-
-@given(family=families())
-def test_rows_that_were_stored_at_the_same_time_hide_nothing_of_each_other(family) -> None:
-    index = TokenIndex()
-    for row, cuts in family:  # as those of one batch or of several processes: without a look at the others
-        add(index, row, cuts)
-    for row, _ in family:
-        asked = np.append(row, as_ids([0, 1]))
-        assert assert_holds(index, asked, 0, exact_only=True) == longest(asked, [other for other, _ in family])
-
-
-@given(family=families(), data=st.data())
-def test_what_was_stored_again_after_an_eviction_goes_on_into_what_was_left(family, data: st.DataObject) -> None:
+@given(family=families(), data=st.data(), begin=st.integers(0, 12))
+def test_whatever_was_stored_and_evicted_the_prefix_reaches_as_far_as_any_segment_left_has_the_next_token(family, data, begin: int) -> None:
     index, keys = TokenIndex(), []
-    for row, cuts in family:
-        keys += feed(index, row, cuts)
+    for row, cuts in family:  # behind a look-up, or as rows of one batch or of several processes: without a look at the others
+        keys += data.draw(st.sampled_from([feed, add]))(index, row, [begin, *cuts])
         for key in list(keys):
             if data.draw(st.integers(0, 3)) == 0:
                 index.remove(key)
     for row, _ in family:
-        end = assert_holds(index, row, 0, exact_only=False)
-        # The slow way: one place after the other, as long as any segment left has the next token.
-        reached = 0
-        left = [record for record in index.records.values() if Chain().extend(row[: record.start]).name == record.left]
-        while any(record.start <= reached < record.start + common_prefix(record.ids, row[record.start :]) for record in left):
+        asked, start = np.append(row, as_ids([0, 1])), data.draw(st.sampled_from([0, begin]))
+        reached = min(start, len(row))
+        end = assert_holds(index, asked, reached, exact_only=True)
+        # The slow way: one place after the other, among the segments that begin at the first one or behind it.
+        left = [record for record in index.records.values() if Chain().extend(asked[: record.start]).name == record.left]
+        left = [record for record in left if record.start >= min(start, len(row))]
+        while any(record.start <= reached < record.start + common_prefix(record.ids, asked[record.start :]) for record in left):
             reached += 1
         assert end == reached
 
@@ -132,17 +112,6 @@ def test_exact_segments_are_taken_as_far_as_they_reach_and_approximations_only_b
         (20, 30, "exact", 0),
         (30, 50, "repaired", 30),
     ]
-
-
-@given(family=families(), start=st.integers(0, 12))
-def test_what_follows_the_tokens_in_a_cache_is_found_where_a_segment_began_there(family, start: int) -> None:
-    index = TokenIndex()
-    for row, cuts in family:
-        add(index, row, [start, *cuts])
-    for row, _ in family:
-        if len(row) > start:
-            same = [other for other, _ in family if common_prefix(row, other) >= start]
-            assert assert_holds(index, row, start, exact_only=True) == longest(row, same)
 
 
 # What they hold

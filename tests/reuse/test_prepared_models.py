@@ -23,7 +23,6 @@ def family(name: str):
     return build(next(family for family in families() if family.name == name))
 
 
-@pytest.mark.parametrize("name", PREPARED)
 def reusing(model, prompt: torch.Tensor, mode: str) -> tuple[torch.Tensor, int]:
     """The logits behind a prompt, and how many tokens came from one before it."""
     store = SegmentStore("memory", quantization=None)

@@ -47,7 +47,7 @@ def ran(model: PreTrainedModel, prompt: torch.Tensor, pads: list[int], passes: l
     cache = opened(model, len(prompt), tokens)
     call = PrefillCall(model, prompt, None, None, tokens - 1)
     for indices in passes:
-        cache.sparse_pass = pass_over = SparsePass.of(call, indices, pads, tokens)
+        cache.sparse_pass = pass_over = SparsePass(call, indices, pads, tokens)
         model(input_ids=pass_over.ids, position_ids=pass_over.positions, past_key_values=cache, logits_to_keep=1)
         cache.take(0)
     cache.take(tokens)
@@ -87,11 +87,11 @@ def test_tokens_that_run_apart_have_the_keys_and_values_of_an_ordinary_pass(make
 def test_blocks_are_of_near_slots_and_fillers_come_first() -> None:
     indices = [np.array([1, 4, 5, 200]), np.array([2, 3])]
     model = llama()
-    found = SparsePass.of(PrefillCall(model, ids(2, 300), None, None, 299), indices, [0, 1], 300)
+    found = SparsePass(PrefillCall(model, ids(2, 300), None, None, 299), indices, [0, 1], 300)
     assert found.slots.tolist() == [[1, 4, 5, 200], [300, 300, 3, 4]]
     assert found.positions.tolist() == [[1, 4, 5, 200], [0, 0, 2, 3]]
     assert found.blocks == [[Block(0, 3, 1, 6), Block(3, 4, 200, 201)], [Block(2, 4, 3, 5)]]
-    long = SparsePass.of(PrefillCall(model, ids(1, 1200), None, None, 1199), [np.arange(0, 1200, 2)], [0], 1200)
+    long = SparsePass(PrefillCall(model, ids(1, 1200), None, None, 1199), [np.arange(0, 1200, 2)], [0], 1200)
     assert [(block.first, block.last) for block in long.blocks[0]] == [(0, 256), (256, 512), (512, 600)]
 
 
@@ -108,7 +108,7 @@ def test_a_probing_pass_measures_the_largest_weights_of_the_last_tokens_in_the_u
     cache = ran(model, prompt, pads, [[np.arange(TOKENS - pad) for pad in pads]])
     call = PrefillCall(model, prompt, None, None, TOKENS - 1)
     indices, shares = [np.arange(TOKENS - pad - last, TOKENS - pad) for pad in pads], list[torch.Tensor]()
-    cache.sparse_pass = probing = SparsePass.of(call, indices, pads, TOKENS, shares)
+    cache.sparse_pass = probing = SparsePass(call, indices, pads, TOKENS, shares)
     model(input_ids=probing.ids, position_ids=probing.positions, past_key_values=cache, logits_to_keep=1)
     torch.testing.assert_close(torch.stack(shares), expected, rtol=1e-4, atol=1e-5)
 
@@ -130,7 +130,7 @@ def test_no_mask_over_all_slots_and_no_expanded_key_is_made() -> None:
     cache = opened(model, 1, tokens)
     call = PrefillCall(model, prompt, None, None, tokens - 1)
     for indices in (np.arange(500), np.arange(500, tokens)):
-        cache.sparse_pass = pass_over = SparsePass.of(call, [indices], [0], tokens)
+        cache.sparse_pass = pass_over = SparsePass(call, [indices], [0], tokens)
         with Sizes():
             model(input_ids=pass_over.ids, position_ids=pass_over.positions, past_key_values=cache, logits_to_keep=1)
         cache.take(0)
@@ -143,7 +143,7 @@ def test_masks_that_are_kept_for_the_next_layer_are_of_a_blocks_own_slots() -> N
     model, tokens = gemma2(), 1200
     cache = opened(model, 1, tokens)
     call = PrefillCall(model, ids(1, tokens), None, None, tokens - 1)
-    cache.sparse_pass = pass_over = SparsePass.of(call, [np.arange(0, tokens, 2)], [0], tokens)
+    cache.sparse_pass = pass_over = SparsePass(call, [np.arange(0, tokens, 2)], [0], tokens)
     model(input_ids=pass_over.ids, position_ids=pass_over.positions, past_key_values=cache, logits_to_keep=1)
     # 600 queries in blocks of 256, each of 512 slots: not of all slots before.
     assert sum(mask.numel() for mask in pass_over._masks.values()) <= 600 * 512

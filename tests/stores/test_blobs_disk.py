@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import save_file
 
 from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.stores import blobs
 from hf_kvcaches.stores.catalog import open_blobs
 from hf_kvcaches.stores.files import TEMPORARY_SUFFIX
 from tests.helpers.stores import HEAD, PROCESSES, Follower, blob, header_end, key_of, put_with_little_room, same
@@ -55,45 +54,6 @@ def test_a_flipped_bit_in_any_byte_and_a_cut_at_any_length_is_a_miss_and_a_compl
         assert listed_though_damaged(tmp_path, flipped) == (place >= header_end(whole))
         assert not listed_though_damaged(tmp_path, whole[:place])
     assert not listed_though_damaged(tmp_path, whole + b"\0")
-
-
-def test_a_file_damaged_after_it_was_listed_is_found_when_it_is_read(tmp_path):
-    store = open_blobs(f"disk:{tmp_path}")
-    store.put(KEY, HEAD, blob())
-    store.changes()
-    content = file_of(tmp_path).read_bytes()
-    flipped_header, flipped_body = (
-        bytes([*content[:place], content[place] ^ 1, *content[place + 1 :]]) for place in (60, len(content) - 1)
-    )
-    cases = [(flipped_header, "header's checksum"), (flipped_body, "checksum of its tensors"), (content[:-1], "bytes of")]
-    cases += [(content[:200], "in its header"), (content[:5], "in its header"), (b"", "in its header")]
-    for count, (damaged, reason) in enumerate(cases, 1):
-        file_of(tmp_path).write_bytes(damaged)
-        assert store.tensors(KEY) is None
-        assert reason in store.complaints[-1]
-        assert len(store.complaints) == count
-
-
-def test_a_file_renamed_to_another_key_is_damaged(tmp_path):
-    store = open_blobs(f"disk:{tmp_path}")
-    store.put(KEY, HEAD, blob())
-    file_of(tmp_path).rename(file_of(tmp_path, key_of(8)))
-    assert store.tensors(KEY) is None
-    assert store.tensors(key_of(8)) is None
-    assert len(store.complaints) == 1
-    assert store.changes() == ([], [])
-
-
-def test_files_of_others_in_the_folder_are_left_alone(tmp_path):
-    others = ["model.safetensors", "ABC.safetensors", "notes.txt", ".safetensors", ".hidden"]
-    for name in others:
-        (tmp_path / name).write_bytes(b"mine")
-    store = open_blobs(f"disk:{tmp_path}")
-    store.put(KEY, HEAD, blob())
-    assert [stored.key for stored in store.changes().added] == [KEY]
-    store.clear()
-    assert names(tmp_path) == set(others)
-    assert store.complaints == []
 
 
 def test_put_and_delete_leave_no_other_files_than_blob_and_pin(tmp_path):
@@ -259,26 +219,6 @@ def test_what_was_in_the_way_is_a_blob_again_when_it_has_gone(tmp_path):
     content.rename(tmp_path / f"{KEY}.kvblob")
     assert [stored.key for stored in store.changes().added] == [KEY]
     assert same(store.tensors(KEY), blob())
-
-
-def test_an_error_of_the_disk_costs_the_one_file(tmp_path, monkeypatch):
-    """As a bad sector does."""
-    store = open_blobs(f"disk:{tmp_path}")
-    for key in ("ab", KEY):
-        store.put(key, HEAD, blob())
-    inside = blobs.opened
-
-    def failing(path):
-        if path.name.startswith(KEY):
-            raise OSError(5, "Input/output error", str(path))
-        return inside(path)
-
-    monkeypatch.setattr(blobs, "opened", failing)
-    assert [stored.key for stored in store.changes().added] == ["ab"]
-    with pytest.raises(OSError, match="Input/output error"):
-        store.tensors(KEY)
-    assert same(store.tensors("ab"), blob())
-    assert "Input/output error" in store.unreadable
 
 
 def test_a_blob_behind_a_link_is_a_blob_and_a_link_to_nothing_is_none(tmp_path):

@@ -177,10 +177,8 @@ def test_what_is_no_blob_store_is_refused_with_what_to_pass(given):
 # Handles
 
 
-@pytest.mark.parametrize("kind", ["disk", "redis"])
-def test_files_and_connections_stay_as_few_as_they_were_over_many_reads_and_writes(kind, tmp_path, request):
-    location = f"disk:{tmp_path}" if kind == "disk" else request.getfixturevalue("redis_location")
-    made = catalog(location, max_bytes=20_000)
+def test_files_and_connections_stay_as_few_as_they_were_over_many_reads_and_writes(shared):
+    made = catalog(shared, max_bytes=20_000)
 
     def use(times: int) -> int:
         for number in range(times):
@@ -212,12 +210,10 @@ def ask_on(location: str, out: Any, seed: int, cap: int) -> None:
     out.send((sum(hits[:100]), sum(hits[100:]), made.counts["failures"] + len(made.blobs.complaints)))
 
 
-@pytest.mark.parametrize("kind", ["disk", "redis"])
-def test_four_processes_that_read_and_write_stay_within_the_cap_together_and_their_hits_do_not_decline(kind, tmp_path, request):
-    location = f"disk:{tmp_path}" if kind == "disk" else request.getfixturevalue("redis_location")
+def test_four_processes_that_read_and_write_stay_within_the_cap_together_and_their_hits_do_not_decline(shared):
     cap = 15_000
     pipes = [PROCESSES.Pipe(duplex=False) for _ in range(4)]
-    workers = [PROCESSES.Process(target=ask_on, args=(location, out, seed, cap)) for seed, (_, out) in enumerate(pipes)]
+    workers = [PROCESSES.Process(target=ask_on, args=(shared, out, seed, cap)) for seed, (_, out) in enumerate(pipes)]
     for worker in workers:
         worker.start()
     told = [ours.recv() for ours, _ in pipes]
@@ -227,6 +223,6 @@ def test_four_processes_that_read_and_write_stay_within_the_cap_together_and_the
     assert failures == 0
     # Hits are chance where the cap is reached, so a tenth fewer is no decline.
     assert second > 0.9 * first > 0
-    after = catalog(location)
+    after = catalog(shared)
     after.refresh()
     assert cap / 2 < after.bytes <= cap

@@ -10,15 +10,6 @@ from tests.helpers.stores import HEAD, blob, catalog, fine, key_of, put, read, s
 ONE = 400  # bytes of the tensors that `put` stores
 
 
-@pytest.fixture
-def shared(tmp_path, redis_location, request):
-    return f"disk:{tmp_path}" if request.param == "disk" else redis_location
-
-
-SHARED = pytest.mark.parametrize("shared", ["disk", "redis"], indirect=True)
-
-
-@SHARED
 def test_a_second_read_asks_the_place_for_nothing(shared, monkeypatch):
     made = catalog(shared, hot_bytes="1 MB")
     put(made, "a")
@@ -50,7 +41,6 @@ def test_a_blob_that_is_larger_than_the_tier_is_not_kept_and_drives_nothing_out(
     assert (made.counts["loads"], made.counts["hot_hits"]) == (2, 1)
 
 
-@SHARED
 def test_what_another_process_deleted_or_replaced_is_not_served_after_a_refresh(shared):
     made, other = catalog(shared, hot_bytes="1 MB"), open_blobs(shared)
     put(made, "a", "b")

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from hf_kvcaches.stores.blobs import StoreUnavailable
 from tests.helpers.stores import HEAD, Follower, blob, catalog, fine, key_of, put, read, same
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "writing-a-store.md").read_text(encoding="utf-8")
@@ -60,3 +61,20 @@ def test_a_flipped_bit_is_a_miss_that_is_said_once(own):
         assert read(made, "a", fine) is read(made, "b", fine) is None
     assert len(said) == 1
     assert made.contents.keys == set()
+
+
+def test_a_failed_read_costs_its_own_blob_and_a_server_that_is_away_is_asked_once(own):
+    blobs, errors = own(), {"a": OSError("broken"), "c": StoreUnavailable("away")}
+    for key in "abcd":
+        blobs.put(key, HEAD, blob())
+    read_one, asked = blobs.read, []
+
+    def failing(key):
+        asked.append(key)
+        if key in errors:
+            raise errors[key]
+        return read_one(key)
+
+    blobs.read = failing
+    found, error = blobs.get_many("abcd")
+    assert (list(found), error, asked) == (["b"], errors["a"], ["a", "b", "c"])

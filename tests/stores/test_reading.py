@@ -117,13 +117,6 @@ def test_what_is_no_regular_file_is_refused_without_waiting_for_it(tmp_path, mon
         read(path)
 
 
-def test_a_file_behind_links_is_read(tmp_path):
-    save_file({"x": torch.ones(3)}, tmp_path / "blob")
-    (tmp_path / "one").symlink_to("blob")
-    (tmp_path / "two").symlink_to(tmp_path / "one")
-    assert same(read(tmp_path / "two")[0], {"x": torch.ones(3)})
-
-
 # safetensors
 
 
