@@ -10,10 +10,8 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedError
-from hf_kvcaches.warmstart.paper.cache import SummaryCache, SummaryLibrary
-from hf_kvcaches.warmstart.paper.gate import SummaryGate
+from hf_kvcaches.warmstart.paper.cache import ExactPrefill, SummaryCache, SummaryGate, SummaryLibrary
 from hf_kvcaches.warmstart.paper.slots import Slots
-from hf_kvcaches.warmstart.paper.swapping import ExactPrefill
 from tests import tiny
 from tests.warmstart.warm import forced, logits_of, said, tokens_run, words
 
@@ -127,7 +125,7 @@ def test_a_failure_in_the_background_is_said_and_the_prompt_is_run(model, monkey
     monkeypatch.setattr(ExactPrefill, "_run", lambda self, chunk: 1 / 0)
     with said() as sentences:
         forced(model, tiny.ids(1, 1, seed=7), cache)
-        while cache._exact.running:
+        while not cache._exact.future.done():
             pass
         monkeypatch.setattr(ExactPrefill, "_run", real)
         forced(model, tiny.ids(1, 1, seed=8), cache)
