@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -30,15 +30,6 @@ Served = Literal["exact", "align", "prefix", "cold"]
 WORTH = 96
 # On a CPU, attention behind a prefix is slower than that of a whole prompt, so a prefix alone pays only from 1 / SHARE of the prompt on.
 SHARE = 3
-
-
-class Choice(NamedTuple):
-    """How a row was served: fields of a report of one row, in the order of those of several rows."""
-
-    served: Served
-    neighbour: str | None
-    similarity: float | None
-    refused: str
 
 
 @dataclass(frozen=True)
@@ -182,7 +173,7 @@ class WarmStartCache(ReuseCache):
         for row in plan.rows:
             for record, tokens in _tokens_by_entry(row).items():
                 self.store.used(record.key, tokens)
-        new = [row for row in plan.rows if self._choice(row).served in ("cold", "prefix")]
+        new = [row for row in plan.rows if self._choice(row)[0] in ("cold", "prefix")]
         if self._remember and new and not self.why_inexact:
             # Without a reference to the cache, which is stored when it is dropped.
             self.expect(plan, min(row.padding for row in new), partial(_keep, self.store, new, identity))
@@ -191,40 +182,38 @@ class WarmStartCache(ReuseCache):
         self.plans = [row.cut(row.begin, str(refusal)) for row in rows]
         return super().leave(refusal, rows)
 
-    def _choice(self, row: PromptRow) -> Choice:
-        """How a row was served by its executed plan."""
+    def _choice(self, row: PromptRow) -> tuple[Served, str | None, float | None, str]:
+        """How a row was served by its executed plan: what served it, the entry's id and cosine, and why it was not served better."""
         refused = next((span.reason for span in row.spans if span.reason), "")
         tokens = _tokens_by_entry(row)
         if not tokens:
-            return Choice("cold", None, None, refused)
+            return "cold", None, None, refused
         record = max(tokens, key=lambda record: tokens[record])
         if any(span.sources and span.rule != EXACT for span in row.spans):
-            return Choice("align", record.key, self._cosines.get(record.key), refused)
-        return Choice("exact" if np.array_equal(record.ids, row.ids) else "prefix", record.key, None, refused)
+            return "align", record.key, self._cosines.get(record.key), refused
+        return "exact" if np.array_equal(record.ids, row.ids) else "prefix", record.key, None, refused
 
     def report(self) -> WarmStartReport:
         reused = sum(row.reused for row in self.plans)
-        # Of each field the values of all rows, and the one that all share.
-        served, neighbours, similarities, refusals = zip(*map(self._choice, self.plans), strict=True) if self.plans else ((), (), (), ())
+        strategies, neighbours, similarities, refusals = zip(*map(self._choice, self.plans), strict=True) if self.plans else ((),) * 4
+
+        def common(values: Sequence[Any], default: Any = None) -> Any:
+            return values[0] if len(set(values)) == 1 else default
+
         return WarmStartReport(
             **self._report_fields(),
             reason=self.reason,
-            strategy=_common(served, "mixed" if served else ""),
-            neighbour=_common(neighbours, None),
-            similarity=_common(similarities, None),
+            strategy=common(strategies, "mixed" if strategies else ""),
+            neighbour=common(neighbours),
+            similarity=common(similarities),
             reused_tokens=reused,
             computed_tokens=sum(len(row.ids) for row in self.plans) - reused,
-            refused=_common(refusals, ""),
-            strategies=served,
+            refused=common(refusals, ""),
+            strategies=strategies,
             neighbours=neighbours,
             similarities=similarities,
             refusals=refusals,
         )
-
-
-def _common(values: Sequence[Any], default: Any) -> Any:
-    """Return the value that all rows share, else a default."""
-    return values[0] if len(set(values)) == 1 else default
 
 
 def _tokens_by_entry(row: PromptRow) -> Counter[Record]:

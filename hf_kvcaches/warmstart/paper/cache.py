@@ -23,9 +23,9 @@ from hf_kvcaches.reuse.layer import PlainCache, SplicingCache
 from hf_kvcaches.reuse.partial import run_span
 from hf_kvcaches.reuse.record import mark, own_stream, wait_for
 from hf_kvcaches.warmstart.encoders import Embedding, encoder_of
+from hf_kvcaches.warmstart.entries import Prompt, rows_of
 from hf_kvcaches.warmstart.paper.maps import Adapters, PositionCorrection, SlotProjector, TrainedAdapters
 from hf_kvcaches.warmstart.paper.slots import Layout, Slots, SummaryLayer, attended_by, summary
-from hf_kvcaches.warmstart.reading import Prompt, listed, token_ids
 
 Swap = Literal["off", "sync", "background"]
 
@@ -93,8 +93,7 @@ class SummaryLibrary:
 
     def add(self, prompts: Prompt | Sequence[Prompt]) -> None:
         """Run prompts, texts or token ids, and keep their summaries."""
-        for prompt in listed(prompts):
-            ids = token_ids(prompt, self.model, self.tokenizer)
+        for ids, _ in rows_of(prompts, self.model, self.tokenizer):
             self._summaries.append(self.summarised(ids))
             self._embeddings.append(self.encoder.encode("", ids))
 
