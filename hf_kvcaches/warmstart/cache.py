@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -173,10 +172,16 @@ class WarmStartCache(ReuseCache):
         for row in plan.rows:
             for record, tokens in _tokens_by_entry(row).items():
                 self.store.used(record.key, tokens)
-        new = [row for row in plan.rows if self._choice(row)[0] in ("cold", "prefix")]
+        library: WarmStartLibrary = self.store
+        new = [row for row in plan.rows if self._choice(row)[0] in ("cold", "prefix") and len(row.ids) > 1]
+
+        def keep(states: PromptStates) -> None:  # without a reference to the cache, which is stored when it is dropped
+            for row in new if identity.is_current() else ():
+                if library.exact(row.ids) is None:
+                    library.keep(row.ids, states.of(row.number, row.padding, row.padding + len(row.ids)))
+
         if self._remember and new and not self.why_inexact:
-            # Without a reference to the cache, which is stored when it is dropped.
-            self.expect(plan, min(row.padding for row in new), partial(_keep, self.store, new, identity))
+            self.expect(plan, min(row.padding for row in new), keep)
 
     def leave(self, refusal: Refusal, rows: tuple[PromptRow, ...] = ()) -> int:
         self.plans = [row.cut(row.begin, str(refusal)) for row in rows]
@@ -222,11 +227,3 @@ def _tokens_by_entry(row: PromptRow) -> Counter[Record]:
     for piece in row.sources:
         tokens[piece.record] += piece.stop - piece.start
     return tokens
-
-
-def _keep(library: WarmStartLibrary, rows: Sequence[PromptRow], identity: Identity, states: PromptStates) -> None:
-    """Store the rows of a prompt that was computed exactly."""
-    if identity.is_current():
-        for row in rows:
-            if library.exact(row.ids) is None and len(row.ids) > 1:
-                library.keep(row.ids, states.of(row.number, row.padding, row.padding + len(row.ids)))
