@@ -13,6 +13,7 @@ from hf_kvcaches import SegmentReuseCache, SegmentStore
 from hf_kvcaches.reuse.index import Record
 from hf_kvcaches.stores.catalog import open_blobs
 from tests import tiny
+from tests.helpers.warned import said
 from tests.segments.store_helpers import (
     LENGTH,
     PART,
@@ -24,7 +25,6 @@ from tests.segments.store_helpers import (
     real_bytes,
     right,
     run_apart,
-    said,
 )
 
 

@@ -13,7 +13,8 @@ from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedErro
 from hf_kvcaches.warmstart.paper.cache import ExactPrefill, SummaryCache, SummaryGate, SummaryLibrary
 from hf_kvcaches.warmstart.paper.slots import Slots
 from tests import tiny
-from tests.warmstart.warm import forced, logits_of, said, tokens_run, words
+from tests.helpers.warned import said
+from tests.warmstart.warm import forced, logits_of, tokens_run, words
 
 PROMPT = tiny.ids(1, 100, seed=0)
 OPEN = SummaryGate(tau=-1.0, lengths=(0.0, 100.0))

@@ -123,13 +123,6 @@ def test_moved_slots_stay_before_the_last_token_at_places_of_their_own(model, co
         assert bool((positions <= moved.length - 2).all())
 
 
-def test_slots_crowded_at_the_end_do_not_reach_the_last_token(correction: PositionCorrection) -> None:
-    positions = torch.tensor([57.6, 58.4, 59.0]).expand(4, -1)
-    layer = LayerSlots(torch.randn(4, 3, 8), torch.randn(4, 3, 8), positions, torch.ones(4, 3))
-    moved = correction.shifted(Slots([layer] * 3, 61), 10)
-    assert moved.layers[0].positions[0].tolist() == [67, 68, 69]
-
-
 def test_what_can_not_work_is_refused_by_name(model, correction: PositionCorrection) -> None:
     slots = exact_slots(keys_at(model, tiny.ids(41), 0))
     with pytest.raises(ConfigError, match="delta: expected what makes a prompt of 1 to 256 tokens"):
