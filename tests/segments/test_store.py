@@ -62,19 +62,15 @@ def test_other_bad_arguments_are_refused(options, message):
 # The cap
 
 
-def test_after_each_flush_the_segments_take_no_more_than_the_cap(model, location):
+def test_after_each_flush_the_segments_take_no_more_than_the_cap(model, shared_location):
     cap = int(2.4 * size_of_a_prompt(model))
-    store = SegmentStore(location, max_bytes=cap)
+    store = SegmentStore(shared_location, max_bytes=cap)
     for seed in range(8):
         ask(model, prompt(seed), store)
         store.flush()
-        # Look before anything else that might evict.
-        if location != "memory":
-            assert real_bytes(location) <= cap
+        assert real_bytes(shared_location) <= cap  # before anything else that might evict
         report = store.report()
-        assert report.bytes <= cap
-        if location != "memory":
-            assert report.bytes == real_bytes(location)
+        assert report.bytes == real_bytes(shared_location)
         assert report.segments == report.written - report.evicted > 0
     assert report.evicted > 0
     # Nor is everything thrown out: about as much stays as there is room for.

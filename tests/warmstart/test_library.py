@@ -14,7 +14,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import PreTrainedModel
 
 from hf_kvcaches import GrowingCache, WarmStartCache, WarmStartLibrary
 from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch
@@ -24,6 +23,7 @@ from hf_kvcaches.warmstart.entries import Entry, EntryContents, record_of
 from tests import tiny
 from tests.helpers.stores import PROCESSES, header_end
 from tests.helpers.warned import said
+from tests.segments.store_helpers import small
 from tests.segments.test_cache import A, B, C, D, joined
 from tests.warmstart.warm import OPEN, answer, logits_of, words
 
@@ -37,10 +37,6 @@ def len_of(texts: list[str]) -> np.ndarray:
 
 def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
-
-
-def small() -> PreTrainedModel:
-    return tiny.llama(num_hidden_layers=2, hidden_size=16, intermediate_size=16)
 
 
 def prompt(seed: int) -> torch.Tensor:

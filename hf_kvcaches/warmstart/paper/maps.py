@@ -16,6 +16,7 @@ from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError, require_choice, whole_number
 from hf_kvcaches.warmstart.paper.slots import Slots, attended_by
 
+Pairs = Sequence[tuple[Slots, Slots]]
 Structure = Literal["shared", "per_head", "block_diagonal"]
 _TINY = torch.finfo(torch.float64).tiny
 # The correction of positions is fitted to this many prompts of random tokens, of at most this many tokens each.
@@ -181,13 +182,7 @@ class SlotProjector:
 
 
 def _fitted(
-    pairs: Sequence[tuple[Slots, Slots]],
-    layer: int,
-    geometry: RotaryGeometry,
-    allowed: torch.Tensor,
-    per_head: bool,
-    gamma: float,
-    folds: int,
+    pairs: Pairs, layer: int, geometry: RotaryGeometry, allowed: torch.Tensor, per_head: bool, gamma: float, folds: int
 ) -> tuple[torch.Tensor, LayerReport]:
     """Fit one layer's map, in which a slot is a mix of those that are `allowed`."""
     sides = []
