@@ -89,30 +89,28 @@ def calibrate_gate(
             for served, pair in zip(measured, measure_pair(library, source, target, gates, tail=tail, following=following), strict=True):
                 served += [] if pair is None else [pair]
         encoder = library.encoder.name
-    tried = [_limits(each, served, bound, worst) for each, served in zip(gates, measured, strict=True)]
-    kept = [(saved, row) for limits in tried for saved, row in limits if row["kept"]]
-    best = max(kept, key=lambda limit: limit[0])[1] if kept else {"repair": gates[0].repair, "value": CLOSED}
-    rows = []
-    for limits in tried:
-        step = math.ceil(len(limits) / _MOST_ROWS)
-        shown = [row for number, (_, row) in enumerate(limits) if number % step == 0 or row is best]
-        rows += [row | {"chosen": row is best} for row in shown]
-    settings = {"encoder": encoder, "bound": float(bound), "measured": tuple(rows)}
-    calibrated = replace(base, reusable=best["value"], repair=best["repair"], **settings)
+    best, rows = _chosen(gates, measured, bound, worst)
+    calibrated = replace(base, repair=best["repair"], reusable=best["value"], encoder=encoder, bound=float(bound), measured=rows)
     object.__setattr__(calibrated, "fingerprint", ModelFingerprint.of(compat.base_model(model), tokenizer))
     return calibrated
 
 
-def _limits(gate: WarmStartGate, measured: Sequence[MeasuredPair], bound: float, worst: float) -> list[tuple[float, dict[str, Any]]]:
-    """Return for each limit of reused tokens, the highest first, how much a gate would save, and a row of measurements."""
-    limits = []
-    for reusable in sorted({pair.reused for pair in measured}, reverse=True):
-        admitted = [pair for pair in measured if pair.reused >= reusable]
-        kl, most = fmean(pair.divergence for pair in admitted), max(pair.divergence for pair in admitted)
-        counts = {"admitted": len(admitted), "pairs": len(measured)}
-        row = {"repair": gate.repair, "value": reusable, **counts, "kl": kl, "worst": most, "kept": kl <= bound and most <= worst}
-        limits.append((sum(pair.reused for pair in admitted), row))
-    return limits
+def _chosen(
+    gates: Sequence[WarmStartGate], measured: Sequence[Sequence[MeasuredPair]], bound: float, worst: float
+) -> tuple[dict[str, Any], tuple[dict[str, Any], ...]]:
+    """Return the row that keeps the bounds and saves most, and all rows: for each gate the limits of reused tokens, the highest first."""
+    best, most, rows = {"repair": gates[0].repair, "value": CLOSED}, 0.0, list[tuple[bool, dict[str, Any]]]()
+    for gate, pairs in zip(gates, measured, strict=True):
+        limits = sorted({pair.reused for pair in pairs}, reverse=True)
+        for number, reusable in enumerate(limits):
+            admitted = [pair for pair in pairs if pair.reused >= reusable]
+            kl, largest = fmean(pair.divergence for pair in admitted), max(pair.divergence for pair in admitted)
+            row: dict[str, Any] = {"repair": gate.repair, "value": reusable, "admitted": len(admitted), "pairs": len(pairs)}
+            row |= {"kl": kl, "worst": largest, "kept": kl <= bound and largest <= worst}
+            if row["kept"] and (saved := sum(pair.reused for pair in admitted)) > most:
+                best, most = row, saved
+            rows.append((number % math.ceil(len(limits) / _MOST_ROWS) == 0, row))
+    return best, tuple(row | {"chosen": row is best} for shown, row in rows if shown or row is best)
 
 
 @torch.no_grad()
@@ -121,7 +119,7 @@ def measure_pair(
 ) -> list[MeasuredPair | None]:
     """Serve one prompt from another by some gates; None where nothing is reused behind changed text."""
     model: Any = library.model
-    before, after = (rows_of(prompt, model, library.tokenizer)[0][0] for prompt in (source, target))
+    (before, _), (after, _) = rows_of([source, target], model, library.tokenizer)
     (key,) = library.add([before])
     assert key is not None
     try:

@@ -138,7 +138,8 @@ def _whitening(vectors: Tensor, shares: Tensor) -> Tensor:
 
 def _of_sentences(model: Any) -> Encoder:
     """A sentence-transformers model, which reads some hundred tokens: a longer text is cut, and its vector is the mean over its pieces."""
-    longest, tokenizer = model.max_seq_length, getattr(model, "tokenizer", None)
+    longest = model.max_seq_length
+    tokenizer: Any = getattr(model, "tokenizer", None)
 
     def pieces(text: str) -> list[tuple[str, int]]:
         """Cut a text into pieces that the model reads whole, each with its number of tokens."""

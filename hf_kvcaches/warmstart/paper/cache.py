@@ -215,7 +215,7 @@ class SummaryCache(SplicingCache):
         raise UnsupportedError("save: a SummaryCache depends on its library. Let the exact prefill replace the summary in another cache.")
 
     def take_prefill(self, call: PrefillCall) -> int:
-        self.reason, self.served, self.swapped = "", False, False
+        self.reason = ""
         tokens, tail = call.input_ids.shape[1], self.library.tail
         if self.seen or len(call.input_ids) > 1 or self.log.padding(tokens) != [0] or torch.is_grad_enabled():
             self.reason = "Only the first prompt of a cache, alone and without gradients, is started from a summary."
@@ -230,7 +230,7 @@ class SummaryCache(SplicingCache):
             return 0
         for layer, row in zip(self.layers, self._moved(slots, tokens).layers, strict=True):
             layer.take_slots(row._replace(keys=row.keys.to(self.model.dtype), values=row.values.to(self.model.dtype)), tokens - tail)
-        self.served = True
+        self.served, self.swapped = True, False
         self._exact = None if self.swap == "off" else ExactPrefill(self.model, call.input_ids.clone())
         return tokens - tail
 
@@ -267,6 +267,7 @@ class SummaryCache(SplicingCache):
             warnings.warn("The model or the rows have changed, so the summary stays.", RuntimeWarning, stacklevel=4)
             return
         cache, start = exact.result(), exact.ids.shape[1]
+        cache.abandon_prefill(start)  # where an earlier swap was interrupted
         if self.seen > start:
             ids = self.log.ids[:, start : self.seen].to(exact.ids.device)
             run_span(self.model, cache, ids, torch.arange(start, self.seen, device=ids.device))

@@ -79,6 +79,9 @@ def test_the_tail_is_computed_behind_slots_that_count_as_many_tokens_as_they_sta
     assert cache.report().kept[0] == 16 + 3
     moved = library.summarised(PROMPT[0].tolist()).shifted(20, library.rotation.layers)
     torch.testing.assert_close(found[0], behind_slots(model, moved, longer[0, -3:], 117)[-1:], atol=1e-4, rtol=1e-4)
+    with torch.no_grad():
+        model(input_ids=PROMPT[:, :3], past_key_values=cache, logits_to_keep=1)
+    assert cache.why_inexact
 
 
 def test_a_summary_of_all_tokens_is_the_prompt(model) -> None:
