@@ -47,8 +47,8 @@ from hf_kvcaches.translate.translator import CacheTranslator as CacheTranslator
 from hf_kvcaches.warmstart.cache import WarmStartCache as WarmStartCache
 from hf_kvcaches.warmstart.gate import WarmStartGate as WarmStartGate
 from hf_kvcaches.warmstart.library import WarmStartLibrary as WarmStartLibrary
-from hf_kvcaches.warmstart.paper.adapters import TrainedAdapters as TrainedAdapters
-from hf_kvcaches.warmstart.paper.projector import SlotProjector as SlotProjector
+from hf_kvcaches.warmstart.paper.maps import SlotProjector as SlotProjector
+from hf_kvcaches.warmstart.paper.maps import TrainedAdapters as TrainedAdapters
 
 __version__: str
 __all__: list[str]

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, Self
-
-import numpy as np
 
 from hf_kvcaches.codec.codec import KVCodec
 from hf_kvcaches.core.cache import KVCache
@@ -16,7 +13,6 @@ from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.identity import Identity, require_identity
 from hf_kvcaches.core.parallel import require_all_heads
 from hf_kvcaches.core.refusal import Refusal
-from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ConfigError, UnsupportedError, require_choice, require_instance, require_tokenizer
 from hf_kvcaches.reuse.cache import ReuseCache
 from hf_kvcaches.reuse.index import CONTEXT, EXACT, Chain, Match, Record, TokenIndex
@@ -145,7 +141,7 @@ class SegmentReuseCache(ReuseCache):
         return index.runs(row.ids[:-PROBING], start, self.policy.shortest)
 
     def note(self, plan: PromptPlan, identity: Identity) -> None:
-        store = self.store
+        store: SegmentStore = self.store
         scope, index = store.look_up(identity, self.model, self.tokenizer)
         with store.catalog.lock:
             firsts = [self._stored_up_to(row, index) for row in plan.rows]
@@ -158,9 +154,13 @@ class SegmentReuseCache(ReuseCache):
             # The last first: among equally useful segments, the start of a prompt is evicted last.
             for piece in reversed(list(row.sources)):
                 store.catalog.used(piece.record.key, piece.stop - piece.start)
+        discovery, geometries = self.discovery, self.rotation.layers
+
+        def put(states: PromptStates) -> None:  # without a reference to the cache, which is stored when it is dropped
+            if identity.known_digest():
+                store.put([span for row in new for span in row.spans(discovery, scope, states)], geometries)
+
         if new:
-            # Without a reference to the cache, which is stored when it is dropped.
-            put = partial(_put, store, new, identity, self.discovery, scope, self.rotation.layers)
             self.expect(plan, min(each.row.padding + each.first for each in new), put)
 
     def _stored_up_to(self, row: PromptRow, index: TokenIndex) -> int:
@@ -222,7 +222,7 @@ class _NewRow(NamedTuple):
         row, first = self.row, self.first
         # A prompt may be stored without its last token, which is computed later.
         own = [(start, min(stop, len(row.ids))) for start, stop in self.caller_spans if start < len(row.ids)]
-        edges = {first, len(row.ids), *(start for start, _ in discovery.spans(row.ids.astype(np.int64), own))}
+        edges = {first, len(row.ids), *(start for start, _ in discovery.spans(row.ids.tolist(), own))}
         edges.update(edge for span in row.spans for edge in (span.start, span.stop))
         chain = Chain().extend(row.ids[:first])
         for start, stop in pairwise(sorted(edge for edge in edges if first <= edge <= len(row.ids))):
@@ -233,17 +233,3 @@ class _NewRow(NamedTuple):
             context = row.ids[max(0, start - CONTEXT) : start]
             record = Record(scope, row.ids[start:stop], left.name, chain.name, start, context, rules[-1], fresh)
             yield NewSpan(record, states.of(row.number, start + row.padding, stop + row.padding))
-
-
-def _put(
-    store: SegmentStore,
-    rows: Sequence[_NewRow],
-    identity: Identity,
-    discovery: Discovery,
-    scope: str,
-    geometries: Sequence[RotaryGeometry],
-    states: PromptStates,
-) -> None:
-    """Store the segments of rows that are not in the store."""
-    if identity.known_digest():
-        store.put([span for row in rows for span in row.spans(discovery, scope, states)], geometries)

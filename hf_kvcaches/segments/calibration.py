@@ -31,6 +31,7 @@ from hf_kvcaches.segments.store import SegmentStore
 Tokens = Sequence[int]
 Series = Mapping[str, Sequence[Tokens]]
 
+SETTINGS = ("similarity", "repair", "repair_depth", "guard")
 # A similarity that no surroundings have.
 CLOSED = 1.01
 _SIMILARITIES = (0.0, 0.3, 0.5, 0.8)
@@ -56,41 +57,21 @@ class Answered(NamedTuple):
     approximate: int
 
 
-class Measured(NamedTuple):
-    """A policy and a quantization, with the worst of all series. Divergences are of prompts that reused tokens behind another text.
+def measured(policy: SegmentPolicy, quantization: Quantization, series: Sequence[Sequence[Answered]]) -> dict[str, Any]:
+    """Return a row of `SegmentPolicy.measured`, with the worst of all series; `saved` is the mean of their means.
 
-    Args:
-        saved: The mean of the series' means, so that long series count no more than short ones.
-        kl_max: The largest divergence of a prompt.
-        reused: How many tokens were reused behind another text.
+    Divergences (`kl`, `kl_max`) and `same` are of prompts that reused tokens behind another text.
     """
-
-    policy: SegmentPolicy
-    quantization: Quantization
-    saved: float
-    kl: float
-    kl_max: float
-    same: float
-    reused: int
-
-    @classmethod
-    def of(cls, policy: SegmentPolicy, quantization: Quantization, series: Sequence[Sequence[Answered]]) -> Measured:
-        approximated = [some for answers in series if (some := [answer for answer in answers if answer.approximate])]
-        return cls(
-            policy,
-            quantization,
-            saved=fmean(fmean(answer.saved for answer in answers) for answers in series),
-            kl=max((fmean(answer.kl for answer in answers) for answers in approximated), default=0.0),
-            kl_max=max((answer.kl for answers in approximated for answer in answers), default=0.0),
-            same=min((fmean(answer.same for answer in answers) for answers in approximated), default=1.0),
-            reused=sum(answer.approximate for answers in series for answer in answers),
-        )
-
-    def row(self, chosen: bool) -> dict[str, Any]:
-        """Return plain values for `SegmentPolicy.measured`."""
-        settings = {name: getattr(self.policy, name) for name in ("similarity", "repair", "repair_depth", "guard")}
-        numbers = {name: getattr(self, name) for name in ("saved", "kl", "kl_max", "same", "reused")}
-        return {"quantization": label_of(self.quantization), **settings, **numbers, "chosen": chosen}
+    approximated = [some for answers in series if (some := [answer for answer in answers if answer.approximate])]
+    return {
+        "quantization": label_of(quantization),
+        **{name: getattr(policy, name) for name in SETTINGS},
+        "saved": fmean(fmean(answer.saved for answer in answers) for answers in series),
+        "kl": max((fmean(answer.kl for answer in answers) for answers in approximated), default=0.0),
+        "kl_max": max((answer.kl for answers in approximated for answer in answers), default=0.0),
+        "same": min((fmean(answer.same for answer in answers) for answers in approximated), default=1.0),
+        "reused": sum(answer.approximate for answers in series for answer in answers),
+    }
 
 
 @dataclass(frozen=True)
@@ -102,17 +83,16 @@ class Bounds:
     same: float = 0.0
     slack: float = 0.05
 
-    def best(self, done: Sequence[Measured]) -> Measured:
+    def best(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Choose among settings that keep the bounds and save about most: the least divergence, at about equal ones the strictest."""
-        bounded = [each for each in done if each.kl <= self.kl and each.kl_max <= self.worst and each.same >= self.same]
-        most = max(measured.saved for measured in bounded)
-        return min((measured for measured in bounded if measured.saved >= most - self.slack), key=self._looseness)
+        bounded = [row for row in rows if row["kl"] <= self.kl and row["kl_max"] <= self.worst and row["same"] >= self.same]
+        most = max(row["saved"] for row in bounded)
+        return min((row for row in bounded if row["saved"] >= most - self.slack), key=self._looseness)
 
-    def _looseness(self, measured: Measured) -> tuple[float, ...]:
-        policy = measured.policy
-        kl = round(measured.kl / self.kl / _CHANCE) if self.kl else 0
-        guard = math.inf if policy.guard is None else policy.guard
-        return (kl, -policy.similarity, -guard, -policy.repair, -policy.repair_depth, -measured.saved)
+    def _looseness(self, row: dict[str, Any]) -> tuple[float, ...]:
+        kl = round(row["kl"] / self.kl / _CHANCE) if self.kl else 0
+        guard = math.inf if row["guard"] is None else row["guard"]
+        return (kl, -row["similarity"], -guard, -row["repair"], -row["repair_depth"], -row["saved"])
 
 
 def calibrate(
@@ -157,9 +137,10 @@ def calibrate(
     with tqdm(desc="Calibrating", unit=" prompts", disable=not progress) as bar:
         sweep = _Sweep(model, tokenizer, series, asked, Bounds(bound, worst, least_same, slack), quantization, bar)
         best = sweep.best()
-        others = [sweep.replay(best.policy, other) for other in _QUANTIZATIONS if other != quantization]
-    rows = tuple(measured.row(measured is best) for measured in (*sweep.done, *others))
-    return replace(best.policy, bound=float(bound), measured=rows, fingerprint=ModelFingerprint.of(model, tokenizer))
+        policy = SegmentPolicy(**{name: best[name] for name in SETTINGS}, bound=float(bound))
+        others = [sweep.replay(policy, other) for other in _QUANTIZATIONS if other != quantization]
+    rows = tuple(row | {"chosen": row is best} for row in (*sweep.rows, *others))
+    return replace(policy, measured=rows, fingerprint=ModelFingerprint.of(model, tokenizer))
 
 
 def _series(prompts: Sequence[Tokens] | Series, asked: int) -> list[list[list[int]]]:
@@ -184,34 +165,32 @@ class _Sweep:
     bounds: Bounds
     quantization: Quantization
     bar: tqdm[Any]
-    done: list[Measured] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
     expected: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
 
-    def best(self) -> Measured:
+    def best(self) -> dict[str, Any]:
         """Measure one kind of setting after the other, and return the best."""
         for similarity in (CLOSED, *_SIMILARITIES):
             self.measure(SegmentPolicy(similarity=similarity))
-        for name, values in (("repair", _REPAIRS), ("repair_depth", _REPAIR_DEPTHS), ("guard", _GUARDS)):
-            for value in values:
-                changed: dict[str, Any] = {name: value}
-                self.measure(replace(self.bounds.best(self.done).policy, **changed))
         # More repair may make more surroundings good enough.
-        for similarity in _SIMILARITIES:
-            self.measure(replace(self.bounds.best(self.done).policy, similarity=similarity))
-        return self.bounds.best(self.done)
+        for name, values in (("repair", _REPAIRS), ("repair_depth", _REPAIR_DEPTHS), ("guard", _GUARDS), ("similarity", _SIMILARITIES)):
+            for value in values:
+                best = self.bounds.best(self.rows)
+                self.measure(SegmentPolicy(**{setting: best[setting] for setting in SETTINGS} | {name: value}))
+        return self.bounds.best(self.rows)
 
     def measure(self, policy: SegmentPolicy) -> None:
         """Run all prompts with a policy, unless it was measured before."""
-        if all(measured.policy != policy for measured in self.done):
-            self.done.append(self.replay(policy, self.quantization))
+        if all(any(row[name] != getattr(policy, name) for name in SETTINGS) for row in self.rows):
+            self.rows.append(self.replay(policy, self.quantization))
 
-    def replay(self, policy: SegmentPolicy, quantization: Quantization) -> Measured:
+    def replay(self, policy: SegmentPolicy, quantization: Quantization) -> dict[str, Any]:
         """Run all prompts, each series with a store of its own."""
         series = []
         for texts in self.series:
             with closing(SegmentStore("memory", quantization=quantization)) as store:
                 series.append([self._answered(ids, policy, store) for ids in texts])
-        return Measured.of(policy, quantization, series)
+        return measured(policy, quantization, series)
 
     def _answered(self, ids: list[int], policy: SegmentPolicy, store: SegmentStore) -> Answered:
         prompt, asked = ids[: -self.asked], ids[-self.asked :]

@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 
 from hf_kvcaches.errors import ConfigError
 
-Ids = Sequence[int] | NDArray[np.int64]
-
 # Tokens of a segment: shorter ones cost more look-ups and reads, and of longer ones more is read than is reused. Equal tokens inside of
 # segments are found wherever these are cut.
 SHORTEST, LONGEST = 64, 512
@@ -23,9 +21,6 @@ SHORTEST, LONGEST = 64, 512
 _BLOCK, _WALL = 1, 2
 
 _BLANK_LINE = re.compile(r"\n[^\S\n]*\n\s*")
-
-# Characters of Unicode's private planes stand for incomplete characters, so that different tokens have different texts.
-_PRIVATE, _PRIVATE_SIZE = 0xF0000, 0x20000
 
 
 class Discovery:
@@ -57,14 +52,12 @@ class Discovery:
         self._pieces: dict[int, str] = {}
         self._anchor = _anchor(tokenizer)
 
-    def spans(self, ids: Ids, caller_spans: Sequence[tuple[int, int]] = ()) -> list[tuple[int, int]]:
-        """Return starts and stops of the row's spans, in order, without gaps and without overlaps.
+    def spans(self, row: Sequence[int], caller_spans: Sequence[tuple[int, int]] = ()) -> list[tuple[int, int]]:
+        """Return starts and stops of the spans of a row of token ids, in order, without gaps and without overlaps.
 
         Args:
-            ids: Token ids: a list, or an array of one dimension.
             caller_spans: Starts and stops of spans that are not cut. They may touch, not overlap; empty ones are dropped.
         """
-        row = _as_list(ids)
         kept = checked_spans(caller_spans, len(row))
         if not row:
             return []
@@ -78,21 +71,20 @@ class Discovery:
         edges = np.flatnonzero(strength)
         return list(self._joined(edges.tolist(), strength[edges].tolist(), {start for start, _ in kept}))
 
-    def text(self, ids: Ids) -> str:
+    def text(self, ids: Sequence[int]) -> str:
         """Return the text of some tokens; without a tokenizer, their ids."""
-        return " ".join(map(str, _as_list(ids))) if self._tokenizer is None else "".join(self.pieces(ids))
+        return " ".join(map(str, ids)) if self._tokenizer is None else "".join(self.pieces(ids))
 
-    def pieces(self, ids: Ids) -> list[str]:
-        """Return the text of each token: a private character for a part of a character, "" for an unknown id."""
-        row, texts = _as_list(ids), self._pieces
-        for token in set(row) - texts.keys():
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """Return the text of each token: "" for an unknown id."""
+        texts = self._pieces
+        for token in set(ids) - texts.keys():
             # Behind another token, because some tokenizers drop the space at the start of a text.
             text = _decode(self._tokenizer, [self._anchor[0], token] if self._anchor else [token])
-            text = text.removeprefix(self._anchor[1]) if self._anchor else text
-            texts[token] = text.replace("\ufffd", chr(_PRIVATE + token % _PRIVATE_SIZE))
-        return [texts[token] for token in row]
+            texts[token] = text.removeprefix(self._anchor[1]) if self._anchor else text
+        return [texts[token] for token in ids]
 
-    def _mark(self, row: list[int], strength: NDArray[np.uint8]) -> None:
+    def _mark(self, row: Sequence[int], strength: NDArray[np.uint8]) -> None:
         """Write the strength of the edge before each token, by the structure of the row's text."""
         pieces = self.pieces(row)
         offsets = np.cumsum([0, *map(len, pieces)])  # of the tokens in the text
@@ -123,14 +115,6 @@ class Discovery:
 
     def _windows(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         yield from ((first, min(first + self.longest, stop)) for first in range(start, stop, self.longest))
-
-
-def _as_list(ids: Ids) -> list[int]:
-    if isinstance(ids, np.ndarray):
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise ConfigError.of("ids", "token ids, in one dimension", (ids.shape, ids.dtype), "Pass one row at a time.")
-        return ids.tolist()
-    return ids if isinstance(ids, list) else list(ids)
 
 
 def checked_spans(caller_spans: Sequence[tuple[int, int]], length: int | None = None) -> list[tuple[int, int]]:

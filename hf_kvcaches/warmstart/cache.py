@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -30,15 +29,6 @@ Served = Literal["exact", "align", "prefix", "cold"]
 WORTH = 96
 # On a CPU, attention behind a prefix is slower than that of a whole prompt, so a prefix alone pays only from 1 / SHARE of the prompt on.
 SHARE = 3
-
-
-class Choice(NamedTuple):
-    """How a row was served: fields of a report of one row, in the order of those of several rows."""
-
-    served: Served
-    neighbour: str | None
-    similarity: float | None
-    refused: str
 
 
 @dataclass(frozen=True)
@@ -182,49 +172,53 @@ class WarmStartCache(ReuseCache):
         for row in plan.rows:
             for record, tokens in _tokens_by_entry(row).items():
                 self.store.used(record.key, tokens)
-        new = [row for row in plan.rows if self._choice(row).served in ("cold", "prefix")]
+        library: WarmStartLibrary = self.store
+        new = [row for row in plan.rows if self._choice(row)[0] in ("cold", "prefix") and len(row.ids) > 1]
+
+        def keep(states: PromptStates) -> None:  # without a reference to the cache, which is stored when it is dropped
+            for row in new if identity.is_current() else ():
+                if library.exact(row.ids) is None:
+                    library.keep(row.ids, states.of(row.number, row.padding, row.padding + len(row.ids)))
+
         if self._remember and new and not self.why_inexact:
-            # Without a reference to the cache, which is stored when it is dropped.
-            self.expect(plan, min(row.padding for row in new), partial(_keep, self.store, new, identity))
+            self.expect(plan, min(row.padding for row in new), keep)
 
     def leave(self, refusal: Refusal, rows: tuple[PromptRow, ...] = ()) -> int:
         self.plans = [row.cut(row.begin, str(refusal)) for row in rows]
         return super().leave(refusal, rows)
 
-    def _choice(self, row: PromptRow) -> Choice:
-        """How a row was served by its executed plan."""
+    def _choice(self, row: PromptRow) -> tuple[Served, str | None, float | None, str]:
+        """How a row was served by its executed plan: what served it, the entry's id and cosine, and why it was not served better."""
         refused = next((span.reason for span in row.spans if span.reason), "")
         tokens = _tokens_by_entry(row)
         if not tokens:
-            return Choice("cold", None, None, refused)
+            return "cold", None, None, refused
         record = max(tokens, key=lambda record: tokens[record])
         if any(span.sources and span.rule != EXACT for span in row.spans):
-            return Choice("align", record.key, self._cosines.get(record.key), refused)
-        return Choice("exact" if np.array_equal(record.ids, row.ids) else "prefix", record.key, None, refused)
+            return "align", record.key, self._cosines.get(record.key), refused
+        return "exact" if np.array_equal(record.ids, row.ids) else "prefix", record.key, None, refused
 
     def report(self) -> WarmStartReport:
         reused = sum(row.reused for row in self.plans)
-        # Of each field the values of all rows, and the one that all share.
-        served, neighbours, similarities, refusals = zip(*map(self._choice, self.plans), strict=True) if self.plans else ((), (), (), ())
+        strategies, neighbours, similarities, refusals = zip(*map(self._choice, self.plans), strict=True) if self.plans else ((),) * 4
+
+        def common(values: Sequence[Any], default: Any = None) -> Any:
+            return values[0] if len(set(values)) == 1 else default
+
         return WarmStartReport(
             **self._report_fields(),
             reason=self.reason,
-            strategy=_common(served, "mixed" if served else ""),
-            neighbour=_common(neighbours, None),
-            similarity=_common(similarities, None),
+            strategy=common(strategies, "mixed" if strategies else ""),
+            neighbour=common(neighbours),
+            similarity=common(similarities),
             reused_tokens=reused,
             computed_tokens=sum(len(row.ids) for row in self.plans) - reused,
-            refused=_common(refusals, ""),
-            strategies=served,
+            refused=common(refusals, ""),
+            strategies=strategies,
             neighbours=neighbours,
             similarities=similarities,
             refusals=refusals,
         )
-
-
-def _common(values: Sequence[Any], default: Any) -> Any:
-    """Return the value that all rows share, else a default."""
-    return values[0] if len(set(values)) == 1 else default
 
 
 def _tokens_by_entry(row: PromptRow) -> Counter[Record]:
@@ -233,11 +227,3 @@ def _tokens_by_entry(row: PromptRow) -> Counter[Record]:
     for piece in row.sources:
         tokens[piece.record] += piece.stop - piece.start
     return tokens
-
-
-def _keep(library: WarmStartLibrary, rows: Sequence[PromptRow], identity: Identity, states: PromptStates) -> None:
-    """Store the rows of a prompt that was computed exactly."""
-    if identity.is_current():
-        for row in rows:
-            if library.exact(row.ids) is None and len(row.ids) > 1:
-                library.keep(row.ids, states.of(row.number, row.padding, row.padding + len(row.ids)))

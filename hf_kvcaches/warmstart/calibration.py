@@ -24,9 +24,9 @@ from hf_kvcaches.evaluate.measures import divergence
 from hf_kvcaches.evaluate.runner import ModelRunner, next_tokens
 from hf_kvcaches.evaluate.texts import require_whole
 from hf_kvcaches.warmstart.cache import WarmStartCache
+from hf_kvcaches.warmstart.entries import Prompt, rows_of
 from hf_kvcaches.warmstart.gate import WarmStartGate
 from hf_kvcaches.warmstart.library import WarmStartLibrary
-from hf_kvcaches.warmstart.reading import Prompt, token_ids
 
 # A limit that rejects everything.
 CLOSED = 1.01
@@ -86,37 +86,31 @@ def calibrate_gate(
     measured: list[list[MeasuredPair]] = [[] for _ in gates]
     with closing(WarmStartLibrary(model, tokenizer, **options)) as library:
         for source, target in tqdm(pairs, unit=" pairs", disable=not progress):
-            for place, served in enumerate(measure_pair(library, source, target, gates, tail=tail, following=following)):
-                measured[place] += [] if served is None else [served]
+            for served, pair in zip(measured, measure_pair(library, source, target, gates, tail=tail, following=following), strict=True):
+                served += [] if pair is None else [pair]
         encoder = library.encoder.name
-    tried = [_limited(each, served, bound, worst) for each, served in zip(gates, measured, strict=True)]
-    best, _, _ = max(tried, key=lambda limited: limited[1])
-    rows = tuple(row | {"chosen": each is best and row["value"] == each.reusable} for each, _, rows in tried for row in rows)
-    calibrated = replace(best, encoder=encoder, bound=float(bound), measured=rows)
+    best, rows = _chosen(gates, measured, bound, worst)
+    calibrated = replace(base, repair=best["repair"], reusable=best["value"], encoder=encoder, bound=float(bound), measured=rows)
     object.__setattr__(calibrated, "fingerprint", ModelFingerprint.of(compat.base_model(model), tokenizer))
     return calibrated
 
 
-def _limited(
-    gate: WarmStartGate, measured: Sequence[MeasuredPair], bound: float, worst: float
-) -> tuple[WarmStartGate, float, list[dict[str, Any]]]:
-    """Return a gate with the least share of reused tokens that keeps the bounds, how much that saves, and rows of measurements."""
-    ordered = sorted(measured, reverse=True)
-    rows: list[dict[str, Any]] = []
-    reusable, saved = CLOSED, 0.0
-    for count, pair in enumerate(ordered, start=1):
-        if count < len(ordered) and ordered[count].reused == pair.reused:
-            continue
-        divergences = [each.divergence for each in ordered[:count]]
-        kl, most = fmean(divergences), max(divergences)
-        kept = kl <= bound and most <= worst
-        if kept:
-            reusable, saved = pair.reused, sum(each.reused for each in ordered[:count])
-        numbers = {"value": pair.reused, "admitted": count, "pairs": len(ordered), "kl": kl, "worst": most}
-        rows.append({"repair": gate.repair, **numbers, "kept": kept})
-    step = max(1, math.ceil(len(rows) / _MOST_ROWS))
-    shown = [row for number, row in enumerate(rows) if number % step == 0 or row["value"] == reusable]
-    return replace(gate, reusable=reusable), saved, shown
+def _chosen(
+    gates: Sequence[WarmStartGate], measured: Sequence[Sequence[MeasuredPair]], bound: float, worst: float
+) -> tuple[dict[str, Any], tuple[dict[str, Any], ...]]:
+    """Return the row that keeps the bounds and saves most, and all rows: for each gate the limits of reused tokens, the highest first."""
+    best, most, rows = {"repair": gates[0].repair, "value": CLOSED}, 0.0, list[tuple[bool, dict[str, Any]]]()
+    for gate, pairs in zip(gates, measured, strict=True):
+        limits = sorted({pair.reused for pair in pairs}, reverse=True)
+        for number, reusable in enumerate(limits):
+            admitted = [pair for pair in pairs if pair.reused >= reusable]
+            kl, largest = fmean(pair.divergence for pair in admitted), max(pair.divergence for pair in admitted)
+            row: dict[str, Any] = {"repair": gate.repair, "value": reusable, "admitted": len(admitted), "pairs": len(pairs)}
+            row |= {"kl": kl, "worst": largest, "kept": kl <= bound and largest <= worst}
+            if row["kept"] and (saved := sum(pair.reused for pair in admitted)) > most:
+                best, most = row, saved
+            rows.append((number % math.ceil(len(limits) / _MOST_ROWS) == 0, row))
+    return best, tuple(row | {"chosen": row is best} for shown, row in rows if shown or row is best)
 
 
 @torch.no_grad()
@@ -125,7 +119,7 @@ def measure_pair(
 ) -> list[MeasuredPair | None]:
     """Serve one prompt from another by some gates; None where nothing is reused behind changed text."""
     model: Any = library.model
-    before, after = (token_ids(prompt, model, library.tokenizer) for prompt in (source, target))
+    (before, _), (after, _) = rows_of([source, target], model, library.tokenizer)
     (key,) = library.add([before])
     assert key is not None
     try:
@@ -135,9 +129,8 @@ def measure_pair(
         for gate in gates:
             cache = WarmStartCache(model, library, gate=gate, tail=tail)
             first, *rest = divergence(expected, next_tokens(model, after, chosen, cache)).tolist()
-            report = cache.report()
-            pair = MeasuredPair(report.reused_tokens / len(after), max(first, fmean(rest or [0.0])))
-            served.append(pair if report.strategy == "align" else None)
+            pair = MeasuredPair(cache.report().reused_tokens / len(after), max(first, fmean(rest or [0.0])))
+            served.append(pair if cache.report().strategy == "align" else None)
         return served
     finally:
         library.delete(key)

@@ -1,4 +1,4 @@
-"""The stored prompts of a library: by their tokens, by their embeddings, and all in one folder."""
+"""Prompts: as users give them, with their keys and values; stored, by their tokens and embeddings; and all of a library in one folder."""
 
 from __future__ import annotations
 
@@ -6,21 +6,109 @@ import contextlib
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any, Self
 
 import numpy as np
 import torch
+from transformers import Cache, PreTrainedModel
 
+from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.files import part_of
+from hf_kvcaches.core.holder import exact_states
 from hf_kvcaches.core.hub import Artifact
-from hf_kvcaches.errors import ArtifactError
+from hf_kvcaches.core.source import SourceCache
+from hf_kvcaches.errors import ArtifactError, ConfigError
 from hf_kvcaches.reuse.index import Chain, Ids, Record, array_as_text, array_of_text, as_ids, common_prefix
-from hf_kvcaches.reuse.layout import check, check_form, codec_digest
+from hf_kvcaches.reuse.layer import PlainCache
+from hf_kvcaches.reuse.layout import LayerStates, check, check_form, codec_digest
+from hf_kvcaches.reuse.partial import run_span
 from hf_kvcaches.reuse.store import CatalogReport
 from hf_kvcaches.stores.blobs import BlobHead
 from hf_kvcaches.warmstart.encoders import Embedding
 
+Prompt = str | Sequence[int] | torch.Tensor
+
+# The states of the last token in a cache may differ from recomputed ones by at most this share of their norm.
+_SAME = 0.05
 _KIND = "warm-start entry, version 3"
+
+
+def rows_of(prompts: Prompt | Sequence[Prompt], model: PreTrainedModel, tokenizer: Any) -> list[tuple[list[int], str | None]]:
+    """Return the token ids of one or several prompts, each with its text if that was given; a text gets special tokens."""
+    if isinstance(prompts, Mapping) or not hasattr(prompts, "__len__"):
+        raise ConfigError.of("prompts", "texts or rows of token ids", type(prompts).__name__, "Of a tokenizer's output, add input_ids.")
+    single = isinstance(prompts, str) or (isinstance(prompts, torch.Tensor) and prompts.ndim == 1)
+    vocabulary = getattr(model.get_input_embeddings(), "num_embeddings", 1 << 31)
+    rows = list[tuple[list[int], str | None]]()
+    prompt: Any
+    for prompt in [prompts] if single or (len(prompts) and isinstance(prompts[0], int)) else prompts:
+        if isinstance(prompt, str):
+            rows.append((list(tokenizer(prompt, verbose=False)["input_ids"]), prompt))
+            continue
+        try:
+            ids = [index(token) for token in (prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt)]
+        except TypeError as error:
+            raise ConfigError.of("prompts", "texts or rows of token ids", type(prompt).__name__) from error
+        if not all(0 <= token < vocabulary for token in ids):
+            raise ConfigError.of("prompts", f"token ids from 0 to {vocabulary - 1}", f"{min(ids)} to {max(ids)}")
+        rows.append((ids, None))
+    return rows
+
+
+@torch.no_grad()
+def prompt_states(model: PreTrainedModel, ids: torch.Tensor, cache: Any, digest: str) -> list[LayerStates]:
+    """Return the states of a prompt in each layer: run, or taken from a cache, where the last token is computed again and compared.
+
+    Args:
+        ids: The prompt's token ids, (1, tokens).
+        digest: The digest of the model's identity, under which the cache's tokens must have been computed.
+    """
+    tokens, again = ids.shape[1], PlainCache(model)
+    if cache is None:
+        run_span(model, again, ids, torch.arange(tokens, device=ids.device))
+        return [LayerStates(layer.keys[0], layer.values[0]) for layer in again.layers]
+    if not isinstance(cache, Cache):
+        raise ConfigError.of("cache", "a DynamicCache, or a cache of this package that keeps every token", type(cache).__name__)
+    if why_not := _why_not(cache, ids, digest):
+        raise ConfigError(f"cache: {why_not} Add the prompt without the cache, which runs it.")
+    layers = []
+    for number, (layer, copied) in enumerate(zip(cache.layers, again.layers, strict=True)):
+        keys, values = exact_states(layer, number, cache.get_seq_length(), "cache")
+        if keys.shape[0] != 1:
+            raise ConfigError.of("cache", "one row", f"{keys.shape[0]} rows", "Add prompts of a batch without their cache.")
+        copied.update(keys[:, :, : tokens - 1], values[:, :, : tokens - 1])
+        layers.append(LayerStates(keys[0, :, :tokens], values[0, :, :tokens]))
+    run_span(model, again, ids[:, -1:], torch.tensor([tokens - 1], device=ids.device))
+    for number, (states, layer) in enumerate(zip(layers, again.layers, strict=True)):
+        for name, given, computed in zip(LayerStates._fields, states, (layer.keys, layer.values), strict=True):
+            last = computed[0, :, -1:].float()
+            difference = (given[:, -1:].float() - last).norm() / last.norm().clamp_min(1e-6)
+            if not difference <= _SAME:
+                got = f"{name} in layer {number} that differ by {float(difference):.0%}"
+                hint = "Its tokens, positions, padding or model are others."
+                raise ConfigError.of("cache", "what the model computes for the prompt's last token", got, hint)
+    return layers
+
+
+def _why_not(cache: Cache, ids: torch.Tensor, digest: str) -> str:
+    """Say why a cache can't be proven to hold a prompt's exact states; "" if it can, and for caches that keep no record."""
+    seen, tokens = int(cache.get_seq_length()), ids.shape[1]
+    if seen < tokens:
+        return f"It holds {seen} tokens, and the prompt has {tokens}."
+    if not isinstance(cache, KVCache):
+        return ""
+    if cache.broken:
+        return "Its prefill failed."
+    identity = cache.provenance.identity
+    if why := cache.why_inexact or identity.reason:
+        return why
+    if identity.known_digest() != digest:
+        return "The model was another when it filled the cache, or had other adapters."
+    known = cache.log.padding(seen) == [0] if isinstance(cache, SourceCache) else len(cache.log) >= tokens
+    if not known or len(fed := cache.log.ids) != 1:
+        return "The tokens that it was fed are not known, or they are several rows or padded."
+    return "" if torch.equal(fed[:, :tokens].cpu(), ids.cpu()) else "It was fed other tokens than those of the prompt."
 
 
 @dataclass(frozen=True)
@@ -109,10 +197,10 @@ class EntryContents:
 
     def beginning(self, ids: Ids) -> tuple[Record | None, int]:
         """Return the record that shares the longest prefix with a prompt, and how many tokens that is."""
-        index = bisect_left(self._order, (_sortable(ids), ""))
+        place = bisect_left(self._order, (_sortable(ids), ""))
         best, longest = None, 0
         # It is one of the two neighbours in the order.
-        for _, key in self._order[max(0, index - 1) : index + 1]:
+        for _, key in self._order[max(0, place - 1) : place + 1]:
             record = self.entries[key].record
             if (shared := common_prefix(record.ids, ids)) > longest:
                 best, longest = record, shared

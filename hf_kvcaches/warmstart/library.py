@@ -26,9 +26,8 @@ from hf_kvcaches.reuse.layout import LayerStates, Quantization
 from hf_kvcaches.reuse.store import NewSpan, SpanStore
 from hf_kvcaches.stores.blobs import BlobStore, NewBlob
 from hf_kvcaches.stores.catalog import TIMEOUT
-from hf_kvcaches.warmstart.encoders import EmbeddingsEncoder, Encoder, encoder_of
-from hf_kvcaches.warmstart.entries import Entry, EntryContents, EntryReport, PackedLibrary, record_of
-from hf_kvcaches.warmstart.reading import Prompt, listed, read_prompt, states_of_cache, token_ids
+from hf_kvcaches.warmstart.encoders import Encoder, encoder_of
+from hf_kvcaches.warmstart.entries import Entry, EntryContents, EntryReport, PackedLibrary, Prompt, prompt_states, record_of, rows_of
 
 # How many similar prompts are compared token by token.
 COMPARED = 3
@@ -78,7 +77,7 @@ class WarmStartLibrary(SpanStore):
             quantization.require_all_layers(self.model, "quantization")
             require_all_heads(self.model, "A library with the codes of a KVCodec", "Use quantization='int8'.")
         self.shard, self.encoder = shard_of(self.model), encoder_of(encoder, self.model)
-        if isinstance(self.encoder, EmbeddingsEncoder):
+        if not self.encoder.reads_text:
             instead = "Give encoder the name of a sentence-transformers model, or a function."
             require_all_heads(self.model, "An encoder that runs the model", instead)
         self.digest = require_identity(self.model, "The library").digest
@@ -106,15 +105,14 @@ class WarmStartLibrary(SpanStore):
             The ids of their entries, new or old ones; None for a prompt that was not stored because of `max_bytes` or a failed store.
         """
         self._require_model()
-        rows = listed(prompts)
+        rows = rows_of(prompts, self.model, self.tokenizer)
         if cache is not None and len(rows) != 1:
             raise ConfigError.of("prompts", "one prompt, the one that cache= holds", f"{len(rows)} prompts")
-        return [self._add(prompt, provenance or {}, cache) for prompt in rows]
+        if any(len(ids) < 2 for ids, _ in rows):
+            raise ConfigError.of("prompts", "at least 2 tokens each", min(len(ids) for ids, _ in rows))
+        return [self._add(ids, text, provenance, cache) for ids, text in rows]
 
-    def _add(self, prompt: Prompt, provenance: Mapping[str, Any], cache: Cache | None) -> str | None:
-        ids = token_ids(prompt, self.model, self.tokenizer)
-        if len(ids) < 2:
-            raise ConfigError.of("prompts", "at least 2 tokens each", len(ids))
+    def _add(self, ids: list[int], text: str | None, provenance: Mapping[str, Any] | None, cache: Cache | None) -> str | None:
         key = self.exact(as_ids(ids))
         # Where one process of a tensor-parallel model lacks an entry, all run the prompt.
         if key is not None and (self.shard is None or self.shard.decisions("stored") == {"stored"}):
@@ -122,8 +120,7 @@ class WarmStartLibrary(SpanStore):
         if key is None and self.shard is not None:
             self.shard.decisions("")
         row = torch.tensor([ids], device=compat.input_device(self.model))
-        layers = read_prompt(self.model, row) if cache is None else states_of_cache(self.model, cache, row, self.digest)
-        return self.keep(as_ids(ids), layers, prompt if isinstance(prompt, str) else None, provenance)
+        return self.keep(as_ids(ids), prompt_states(self.model, row, cache, self.digest), text, provenance)
 
     def keep(
         self, ids: Ids, layers: Sequence[LayerStates], text: str | None = None, provenance: Mapping[str, Any] | None = None
@@ -146,8 +143,8 @@ class WarmStartLibrary(SpanStore):
         self.refresh()
         keys = self.ids()
         if prompts is not None:
-            rows = [as_ids(token_ids(prompt, self.model, self.tokenizer)) for prompt in listed(prompts)]
-            keys = list(dict.fromkeys(record.key for ids in rows for record, _ in self.near(ids)))
+            rows = rows_of(prompts, self.model, self.tokenizer)
+            keys = list(dict.fromkeys(record.key for ids, _ in rows for record, _ in self.near(as_ids(ids))))
         return sum(len(self._read(key)) for key in keys)
 
     def _read(self, key: str) -> dict[str, dict[str, torch.Tensor]]:

@@ -12,8 +12,7 @@ from transformers.cache_utils import DynamicLayer
 from hf_kvcaches import EquipCache, GrowingCache, SegmentReuseCache, SegmentStore
 from hf_kvcaches.core.source import Stage
 from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.warmstart.paper.cache import SummaryLayer
-from hf_kvcaches.warmstart.paper.slots import LayerSlots
+from hf_kvcaches.warmstart.paper.slots import LayerSlots, SummaryLayer
 from tests.conformance import models
 from tests.conformance.driving import feed, tokens
 from tests.families import models as families

@@ -30,7 +30,7 @@ from hf_kvcaches.core.files import read_file
 from hf_kvcaches.core.hub import FILE_NAME
 from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch, UnsupportedError
 from hf_kvcaches.translate.translator import CacheTranslator
-from hf_kvcaches.warmstart.paper.adapters import Adapters, TrainedAdapters
+from hf_kvcaches.warmstart.paper.maps import Adapters, TrainedAdapters
 from tests import tiny
 from tests.core.artifact_helpers import Basis, basis, forge, rewrite
 from tests.translate.pairs import fitted

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
-import warnings
-from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,16 +72,6 @@ def right(model: Any, ids: torch.Tensor, store: SegmentStore, **options: Any) ->
     return answer
 
 
-@contextlib.contextmanager
-def said() -> Iterator[list[str]]:
-    """What was warned of meanwhile, in any thread, once the context is left."""
-    sentences: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield sentences
-    sentences += [str(warning.message) for warning in caught if issubclass(warning.category, RuntimeWarning)]
-
-
 def blob_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.kvblob"))
 
@@ -115,19 +102,6 @@ def answer_questions(location: str, options: dict[str, Any], pipe: Connection) -
             store.flush()
             pipe.send(found)
         pipe.send(store.report())
-
-
-def ask_with_little_room(location: str, limit: int, seeds: Sequence[int], pipe: Connection) -> None:
-    """Asks while no file may grow beyond a limit."""
-    import resource
-
-    torch.set_num_threads(1)
-    model, store = small(), SegmentStore(location, quantization=None)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    with said() as sentences:
-        found = [right(model, prompt(seed), store).reused for seed in seeds]
-        report = store.report()
-    pipe.send((found, sentences, report))
 
 
 def ask_after_fork(location: str, pipe: Connection) -> None:

@@ -9,13 +9,7 @@ from transformers import DynamicCache
 from hf_kvcaches import SegmentPolicy, SegmentReuseCache, SegmentStore
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedError
 from hf_kvcaches.reuse.layout import label_of
-from hf_kvcaches.segments.calibration import (
-    Answered,
-    Bounds,
-    Measured,
-    calibrate,
-    next_tokens,
-)
+from hf_kvcaches.segments.calibration import Answered, Bounds, calibrate, measured, next_tokens
 from tests import tiny
 from tests.segments.test_coded import codec_of
 
@@ -94,37 +88,32 @@ def answered(kl: float, saved: float = 0.5, approximate: int = 10, **others) -> 
     return Answered(**{"kl": kl, "same": 1.0, "saved": saved, "approximate": approximate, **others})
 
 
-def measured(*answers: Answered, **policy) -> Measured:
-    return Measured.of(SegmentPolicy(**{"similarity": 1.01, **policy}), None, [answers])
+def row_of(*answers: Answered, **policy) -> dict:
+    return measured(SegmentPolicy(**{"similarity": 1.01, **policy}), None, [answers])
 
 
 def test_the_bounds_hold_in_each_series_and_not_only_on_average():
-    found = Measured.of(SegmentPolicy(), None, [[answered(0.0)] * 9, [answered(0.4, same=0.75)]])
-    assert (found.kl, found.same) == (0.4, 0.75)
+    row = measured(SegmentPolicy(), None, [[answered(0.0)] * 9, [answered(0.4, same=0.75)]])
+    assert (row["kl"], row["same"]) == (0.4, 0.75)
 
 
 def test_prompts_without_anything_approximate_do_not_water_the_measurements_down():
-    found = measured(answered(0.3, same=0.5), *[answered(0.0, 0.0, 0)] * 9)
-    assert (found.kl, found.same) == pytest.approx((0.3, 0.5))
-    untouched = measured(answered(0.0, approximate=0))
-    assert (untouched.kl, untouched.same) == (0.0, 1.0)
+    row = row_of(answered(0.3, same=0.5), *[answered(0.0, 0.0, 0)] * 9)
+    assert (row["kl"], row["same"]) == pytest.approx((0.3, 0.5))
+    untouched = row_of(answered(0.0, approximate=0))
+    assert (untouched["kl"], untouched["same"]) == (0.0, 1.0)
 
 
 def test_the_best_keeps_the_bounds_and_is_the_strictest_of_those_that_save_as_much():
-    loose, strict = measured(answered(0.02, 0.62, same=0.9), similarity=0.3), measured(answered(0.02, 0.6, same=0.8), similarity=0.8)
-    done = [measured(answered(0.0, 0.1)), measured(answered(0.06, 0.8), similarity=0.0), loose, strict]
-    assert Bounds(0.05, slack=0.04).best(done) is strict
-    assert Bounds(0.05, slack=0.01).best(done) is loose
-    assert Bounds(0.05, same=0.85, slack=0.04).best(done) is loose
-    assert Bounds(0.01, slack=0.04).best(done) is done[0]
-
-
-def test_a_bound_on_each_prompt_refuses_what_is_good_only_on_average():
-    uneven = measured(*[answered(0.0, 0.6)] * 9, answered(0.2, 0.6), similarity=0.3)
-    done = [measured(answered(0.0, 0.1)), uneven]
-    assert Bounds(0.05).best(done) is uneven
-    assert Bounds(0.05, worst=0.1).best(done) is done[0]
-    assert uneven.row(chosen=False)["kl_max"] == 0.2
+    loose, strict = row_of(answered(0.02, 0.62, same=0.9), similarity=0.3), row_of(answered(0.02, 0.6, same=0.8), similarity=0.8)
+    rows = [row_of(answered(0.0, 0.1)), row_of(answered(0.06, 0.8), similarity=0.0), loose, strict]
+    assert Bounds(0.05, slack=0.04).best(rows) is strict
+    assert Bounds(0.05, slack=0.01).best(rows) is loose
+    assert Bounds(0.05, same=0.85, slack=0.04).best(rows) is loose
+    assert Bounds(0.01, slack=0.04).best(rows) is rows[0]
+    uneven = row_of(*[answered(0.0, 0.6)] * 9, answered(0.2, 0.6), similarity=0.3)
+    assert Bounds(0.05).best([rows[0], uneven]) is uneven
+    assert Bounds(0.05, worst=0.1).best([rows[0], uneven]) is rows[0]
 
 
 def test_the_policy_says_how_often_the_next_token_is_that_of_the_model_alone(model, policy):

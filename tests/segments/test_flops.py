@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -40,21 +39,4 @@ def test_a_prompt_costs_what_pytorch_counts_but_for_what_causal_attention_leaves
     scores = costs.of_prompt(0, tokens) - sum(costs.linear) * tokens
     assert scores == pytest.approx(attention * (tokens + 1) / (2 * tokens))
     assert costs.of_prompt(0, tokens) == pytest.approx(linear + attention, rel=0.5 * attention / (linear + attention) + 1e-9)
-
-
-def slow(costs: Costs, places: list[int], layers: range) -> float:
-    total = 0.0
-    for layer in layers:
-        for place in places:
-            total += costs.linear[layer] + costs.scores[layer] * len(range(place + 1))
-    return total
-
-
-def test_costs_are_the_sum_over_tokens_and_layers() -> None:
-    costs = Costs((10.0, 20.0, 40.0), (3.0, 5.0, 3.0))
-    places = [0, 3, 4, 9]
-    assert costs.of_tokens(np.array(places)) == slow(costs, places, range(3))
-    assert costs.of_tokens(np.array(places), 1) == slow(costs, places, range(1, 3))
-    assert costs.of_prompt(2, 5) == slow(costs, [2, 3, 4], range(3))
-    assert costs.of_prompt(0, 2) + costs.of_prompt(2, 5) == costs.of_prompt(0, 5)
-    assert costs.of_prompt(3, 3) == costs.of_tokens(np.zeros(0, np.int64)) == 0
+    assert costs.of_prompt(0, 5) + costs.of_prompt(5, 9) == costs.of_prompt(0, 9)

@@ -15,12 +15,9 @@ GUIDE = (DOCS / "segments.md").read_text(encoding="utf-8")
 
 def test_a_policy_has_the_defaults_that_the_guide_names():
     table = GUIDE.partition("| Option |")[2].partition("## ")[0]
-    named: dict[str, str] = {}
-    for left, right in re.findall(r"^\| (`[^|]*`) \| (.*?) \|", table, flags=re.MULTILINE):
-        names = re.findall(r"\w+", left)
-        named |= zip(names, right.split(", ") if len(names) > 1 else [right], strict=True)
+    named = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", table, flags=re.MULTILINE))
     policy = SegmentPolicy()
-    assert {name: value.strip('`"') for name, value in named.items()} == {name: str(getattr(policy, name)) for name in named}
+    assert named == {name: str(getattr(policy, name)) for name in named}
     assert set(named) == {field.name for field in fields(policy)} - {"bound", "measured", "fingerprint"}
 
 

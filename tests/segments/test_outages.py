@@ -1,4 +1,4 @@
-"""A folder, disk or server that can't be used costs the reuse and no more; it is said once, and works again when it is back."""
+"""A server that can't be used costs the reuse and no more; it is said once, and works again when it is back."""
 
 from __future__ import annotations
 
@@ -9,48 +9,8 @@ import torch
 
 from hf_kvcaches import SegmentReuseCache, SegmentStore
 from hf_kvcaches.stores.blobs import StoreUnavailable
-from tests.segments.store_helpers import WHOLE, ask, ask_with_little_room, blob_files, opened, prompt, right, run_apart, said
-
-# A folder that can't be used
-
-
-def test_a_folder_that_goes_away_is_said_once_and_used_again_when_it_is_back(model, folder):
-    store = opened(folder)
-    assert right(model, prompt(0), store).reused == WHOLE
-    away = folder.rename(folder.parent / "away")
-    with said() as sentences:
-        for seed in (0, 0, 1):
-            assert right(model, prompt(seed), store).reused == 0
-        store.flush()
-    assert len(sentences) == 1
-    assert "Prompts are computed instead" in sentences[0]
-    assert not folder.exists()
-    assert store.report().failures > 0
-    away.rename(folder)
-    with said() as sentences:
-        for seed, reused in ((0, WHOLE), (1, 0), (1, WHOLE)):
-            assert right(model, prompt(seed), store).reused == reused
-    assert sentences == []
-
-
-def test_a_full_disk_is_said_once_and_what_there_is_room_for_is_stored(model, tmp_path):
-    ask(model, prompt(0), probe := opened(tmp_path / "probe"))
-    probe.flush()
-    sizes = sorted(path.stat().st_size for path in blob_files(tmp_path / "probe"))
-    location = f"disk:{tmp_path / 'full'}"
-    found, sentences, report = run_apart(ask_with_little_room, location, sizes[-1] - 1, (0, 0, 1))
-    assert found[0] == found[2] == 0
-    assert found[1] < WHOLE
-    assert len(sentences) == 1
-    assert "File too large" in sentences[0]
-    assert report.failures > 0
-    # With room again.
-    store = SegmentStore(location, quantization=None)
-    with said() as sentences:
-        right(model, prompt(0), store)
-        assert right(model, prompt(0), store).reused == WHOLE
-    assert sentences == []
-
+from tests.helpers.warned import said
+from tests.segments.store_helpers import WHOLE, ask, prompt, right
 
 # A server that can't be used
 
@@ -159,9 +119,6 @@ def test_a_request_asks_a_server_twice_however_many_segments_it_reuses(model, pr
         assert answer.reused == asked.shape[1] - 1
         # What has changed, and all tensors at once; nothing is new.
         assert proxy.asked - before <= 2
-
-
-# Things that can't be used in a folder that can
 
 
 def test_what_can_not_be_deleted_is_replaced_by_others_when_the_cap_is_reached(model, tmp_path):

@@ -13,6 +13,7 @@ from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.stores.blobs import MemoryBlobs
 from hf_kvcaches.stores.catalog import open_blobs
 from tests import tiny
+from tests.helpers.warned import said
 from tests.segments.store_helpers import (
     LENGTH,
     PART,
@@ -22,17 +23,15 @@ from tests.segments.store_helpers import (
     prompt,
     real_bytes,
     right,
-    said,
 )
 
 
-def size_of_a_prompt(model, ids=None) -> int:
+def size_of_a_prompt(model) -> int:
     """Bytes that a prompt's segments take on disk, about."""
-    with SegmentStore(quantization=None) as store:
-        ask(model, prompt(0) if ids is None else ids, store)
+    with SegmentStore() as store:
+        ask(model, prompt(0), store)
         report = store.report()
-        # In memory there are no headers.
-        return report.bytes + report.segments * 800
+        return report.bytes + report.segments * 800  # in memory there are no headers
 
 
 # Arguments
@@ -63,19 +62,15 @@ def test_other_bad_arguments_are_refused(options, message):
 # The cap
 
 
-def test_after_each_flush_the_segments_take_no_more_than_the_cap(model, location):
+def test_after_each_flush_the_segments_take_no_more_than_the_cap(model, shared_location):
     cap = int(2.4 * size_of_a_prompt(model))
-    store = SegmentStore(location, max_bytes=cap, quantization=None)
+    store = SegmentStore(shared_location, max_bytes=cap)
     for seed in range(8):
         ask(model, prompt(seed), store)
         store.flush()
-        # Look before anything else that might evict.
-        if location != "memory":
-            assert real_bytes(location) <= cap
+        assert real_bytes(shared_location) <= cap  # before anything else that might evict
         report = store.report()
-        assert report.bytes <= cap
-        if location != "memory":
-            assert report.bytes == real_bytes(location)
+        assert report.bytes == real_bytes(shared_location)
         assert report.segments == report.written - report.evicted > 0
     assert report.evicted > 0
     # Nor is everything thrown out: about as much stays as there is room for.
@@ -83,7 +78,7 @@ def test_after_each_flush_the_segments_take_no_more_than_the_cap(model, location
 
 
 def test_a_prompt_that_is_used_again_and_again_outlives_others(model, tmp_path):
-    store = SegmentStore(f"disk:{tmp_path}", max_bytes=int(2.4 * size_of_a_prompt(model)), quantization=None)
+    store = SegmentStore(f"disk:{tmp_path}", max_bytes=int(2.4 * size_of_a_prompt(model)))
     ask(model, prompt(0), store)
     for seed in range(1, 7):
         assert right(model, prompt(0), store).reused == WHOLE
@@ -93,19 +88,17 @@ def test_a_prompt_that_is_used_again_and_again_outlives_others(model, tmp_path):
 
 
 def test_of_a_prompt_that_does_not_fit_the_start_is_kept(model, tmp_path):
-    store = SegmentStore(f"disk:{tmp_path}", max_bytes=int(0.6 * size_of_a_prompt(model)), quantization=None)
+    store = SegmentStore(f"disk:{tmp_path}", max_bytes=int(0.6 * size_of_a_prompt(model)))
     ask(model, prompt(0), store)
     assert store.report().evicted > 0
     assert PART <= right(model, prompt(0), store).reused < WHOLE
 
 
-@pytest.mark.parametrize("whose", ["this", "another"])
-def test_pinned_segments_stay_until_they_are_let_go(model, tmp_path, whose):
+def test_segments_that_another_handle_pins_stay_until_they_are_let_go(model, tmp_path):
     cap = int(1.4 * size_of_a_prompt(model))
-    store = SegmentStore(f"disk:{tmp_path}", max_bytes=cap, quantization=None)
+    store, pinning = SegmentStore(f"disk:{tmp_path}", max_bytes=cap), SegmentStore(f"disk:{tmp_path}")
     ask(model, prompt(0), store)
     keys = ask(model, prompt(0), store).keys
-    pinning = store if whose == "this" else SegmentStore(f"disk:{tmp_path}")
     for key in keys:
         pinning.pin(key)
     for seed in range(1, 5):
@@ -123,7 +116,7 @@ def test_pinned_segments_stay_until_they_are_let_go(model, tmp_path, whose):
 
 
 def test_pins_of_keys_that_hold_no_segment_are_not_counted(model, tmp_path):
-    store = SegmentStore(f"disk:{tmp_path}", quantization=None)
+    store = SegmentStore(f"disk:{tmp_path}")
     store.pin("ab")
     ask(model, prompt(0), store)
     assert store.report().pinned == 0
@@ -131,7 +124,7 @@ def test_pins_of_keys_that_hold_no_segment_are_not_counted(model, tmp_path):
 
 @pytest.mark.parametrize("cap", [1, "100 B"])
 def test_where_no_segment_fits_nothing_is_stored_and_answers_are_right(model, location, cap):
-    store = SegmentStore(location, max_bytes=cap, quantization=None)
+    store = SegmentStore(location, max_bytes=cap)
     for _ in range(2):
         assert right(model, prompt(0), store).reused == 0
         store.flush()
@@ -143,7 +136,7 @@ def test_where_no_segment_fits_nothing_is_stored_and_answers_are_right(model, lo
 
 def test_a_segment_that_is_larger_than_the_cap_drives_out_no_other(model, tmp_path):
     cap = int(1.5 * size_of_a_prompt(model))
-    store = SegmentStore(f"disk:{tmp_path}", max_bytes=cap, quantization=None)
+    store = SegmentStore(f"disk:{tmp_path}", max_bytes=cap)
     ask(model, prompt(0), store)
     before = store.report()
     long = torch.cat([prompt(seed) for seed in range(1, 5)], dim=1)
@@ -157,7 +150,7 @@ def test_a_segment_that_is_larger_than_the_cap_drives_out_no_other(model, tmp_pa
 
 
 def test_the_callers_spans_are_stored_and_wrong_ones_refused_at_once(model):
-    store, whole = SegmentStore("memory", quantization=None), prompt(0)
+    store, whole = SegmentStore("memory"), prompt(0)
     cache = SegmentReuseCache(model, store, mode="exact", spans=[[(0, 40), (40, whole.shape[1])]])
     cache.prefill(whole)
     store.flush()
@@ -171,7 +164,7 @@ def test_the_callers_spans_are_stored_and_wrong_ones_refused_at_once(model):
 
 
 def test_what_is_deleted_by_its_id_is_computed_and_stored_again(model, location):
-    store = SegmentStore(location, quantization=None)
+    store = SegmentStore(location)
     ask(model, prompt(0), store)
     keys = ask(model, prompt(0), store).keys
     segments = store.report().segments
@@ -184,7 +177,7 @@ def test_what_is_deleted_by_its_id_is_computed_and_stored_again(model, location)
 
 
 def test_a_cleared_store_is_empty_for_all(model, shared_location):
-    store, other = (SegmentStore(shared_location, quantization=None) for _ in range(2))
+    store, other = (SegmentStore(shared_location) for _ in range(2))
     ask(model, prompt(0), store)
     store.flush()  # It does not look again before the others clear it.
     store.pin(ask(model, prompt(0), other).keys[0])
@@ -202,7 +195,7 @@ def test_a_cleared_store_is_empty_for_all(model, shared_location):
 
 
 def test_the_report_counts_what_happened(model, shared_location):
-    store = SegmentStore(shared_location, max_bytes="1 GiB", quantization=None)
+    store = SegmentStore(shared_location, max_bytes="1 GiB")
     ask(model, prompt(0), store)
     ask(model, prompt(0), store)
     ask(model, prompt(1), store)
@@ -216,7 +209,7 @@ def test_the_report_counts_what_happened(model, shared_location):
     assert report.bytes == real_bytes(shared_location)
     assert (report.location, report.max_bytes) == (shared_location, 2**30)
     # Another handle finds the same, and has done nothing.
-    other = SegmentStore(shared_location, quantization=None).report()
+    other = SegmentStore(shared_location).report()
     assert (other.segments, other.tokens, other.bytes) == (report.segments, 2 * LENGTH, report.bytes)
     assert (other.written, other.loads, other.max_bytes) == (0, 0, None)
 
@@ -235,7 +228,7 @@ def test_a_blob_that_is_no_segment_is_left_alone_and_said_once(model, tmp_path, 
     blobs = open_blobs(f"disk:{tmp_path}")
     for key in ("ab", "ac"):
         blobs.put(key, head, {"x": torch.zeros(1)})
-    store = SegmentStore(f"disk:{tmp_path}", quantization=None)
+    store = SegmentStore(f"disk:{tmp_path}")
     with said() as sentences:
         for reused in (0, WHOLE):
             assert right(model, prompt(0), store).reused == reused
@@ -248,7 +241,7 @@ def test_a_blob_that_is_no_segment_is_left_alone_and_said_once(model, tmp_path, 
 
 
 def test_what_is_hot_is_reused_without_reading_a_file(model, tmp_path):
-    store = SegmentStore(f"disk:{tmp_path}", quantization=None, hot_bytes="1 MiB")
+    store = SegmentStore(f"disk:{tmp_path}", hot_bytes="1 MiB")
     ask(model, prompt(0), store)
     ask(model, prompt(0), store)
     loads = store.report().loads
@@ -259,7 +252,7 @@ def test_what_is_hot_is_reused_without_reading_a_file(model, tmp_path):
 
 
 def test_segments_that_are_too_old_are_computed_and_stored_again(model, shared_location):
-    store = SegmentStore(shared_location, quantization=None, time_to_live=3600)
+    store = SegmentStore(shared_location, time_to_live=3600)
     ask(model, prompt(0), store)
     assert right(model, prompt(0), store).reused == WHOLE
     now = store.catalog.clock()
@@ -272,7 +265,7 @@ def test_segments_that_are_too_old_are_computed_and_stored_again(model, shared_l
 
 def test_a_store_of_a_blob_store_of_ones_own_is_one_like_others(model):
     blobs = MemoryBlobs()
-    store = SegmentStore(blobs, quantization=None)
+    store = SegmentStore(blobs)
     ask(model, prompt(0), store)
     assert right(model, prompt(0), store).reused == WHOLE
     with pytest.raises(ConfigError, match="location: expected a BlobStore that serves no other store"):

@@ -13,7 +13,7 @@ from hf_kvcaches import EquipCache, GrowingCache, SegmentReuseCache, SegmentStor
 from hf_kvcaches.errors import ConfigError
 from tests import tiny
 from tests.segments.test_cache import A, B, C, D, joined
-from tests.warmstart.warm import OPEN, answer, library_of, logits_of, tokens_run, words
+from tests.warmstart.warm import OPEN, answer, library_of, tokens_run, words
 
 EARLIER, CHANGED = joined(A, B, C), joined(A, D[:, :5], B, D[:, 5:8], C)
 
@@ -52,26 +52,6 @@ def test_what_is_taken_from_a_cache_is_what_running_the_prompt_gives_and_costs_o
     assert taken.provenance(str(key)) == {"from": "a cache"}
     after = GrowingCache.from_cache(cache, model).owned_tensors()
     assert all(torch.equal(before[name], after[name]) for name in before), "the cache stays as it was"
-
-
-def test_a_prompt_served_from_it_has_the_logits_of_a_cold_run_with_the_default_quantization() -> None:
-    model = tiny.llama()
-    library = library_of(model)
-    assert library.quantization is None
-    library.add(EARLIER[0], cache=filled(model, DynamicCache(config=model.config)))
-    cache = WarmStartCache(model, library)
-    torch.testing.assert_close(logits_of(model, EARLIER, cache, 3), logits_of(model, EARLIER, new=3), atol=1e-5, rtol=0)
-    assert cache.report().strategy == "exact"
-    assert not cache.why_inexact
-
-
-def test_learned_positions_are_taken_too() -> None:
-    model = tiny.gpt2()
-    cache = filled(model, WarmStartCache(model, library_of(model)))
-    run, taken = library_of(model, EARLIER), library_of(model)
-    (key,) = taken.add(EARLIER[0], cache=cache)
-    for part, tensor in entry(run, key).items():
-        torch.testing.assert_close(entry(taken, key)[part], tensor, atol=1e-5, rtol=1e-4)
 
 
 def test_a_cache_whose_windows_have_dropped_tokens_is_refused_and_says_why() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import warnings
 from collections.abc import Iterator
 from functools import cache as remembered
 from typing import Any
@@ -15,9 +14,10 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
 
-from hf_kvcaches import WarmStartCache, WarmStartGate, WarmStartLibrary
+from hf_kvcaches import WarmStartGate, WarmStartLibrary
 from hf_kvcaches.core.decoder import decoder_layers
 from tests import tiny
+from tests.helpers import prompts
 
 # Lets everything through, and what only asks for enough tokens.
 OPEN = WarmStartGate(reusable=0.0)
@@ -34,10 +34,10 @@ def words(vocabulary: int = tiny.VOCABULARY) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="zubbb", pad_token="zubbb")
 
 
-def library_of(model: Any, *prompts: torch.Tensor, **options: Any) -> WarmStartLibrary:
+def library_of(model: Any, *rows: torch.Tensor, **options: Any) -> WarmStartLibrary:
     """A library with these prompts."""
     made = WarmStartLibrary(model, words(), **options)
-    made.add([prompt[0] for prompt in prompts])
+    made.add([row[0] for row in rows])
     return made
 
 
@@ -68,13 +68,6 @@ def forced(model: Any, ids: torch.Tensor, cache: Any, mask: torch.Tensor | None 
     return torch.cat(found, 1)
 
 
-def taken(cache: WarmStartCache, row: int = 0) -> dict[int, int]:
-    """For each place of a row that is reused, where it stood in the neighbour."""
-    spans = [(span, tokens) for span in cache.plans[row].spans for tokens in span.sources]
-    places = {tokens.start + n: tokens.offset + n for _, tokens in spans for n in range(tokens.stop - tokens.start)}
-    return {index: place for index, place in places.items() if index not in cache.plans[row].computed}
-
-
 @contextlib.contextmanager
 def tokens_run(model: PreTrainedModel) -> Iterator[list[int]]:
     """How many tokens a row enter the model's lowest layer, pass by pass."""
@@ -87,19 +80,5 @@ def tokens_run(model: PreTrainedModel) -> Iterator[list[int]]:
         handle.remove()
 
 
-@contextlib.contextmanager
-def said() -> Iterator[list[str]]:
-    """What was warned of meanwhile, in any thread, once the context is left."""
-    sentences: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield sentences
-    sentences += [str(warning.message) for warning in caught if issubclass(warning.category, RuntimeWarning)]
-
-
 def left_padded(*rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of several lengths as one batch, and its mask."""
-    width = max(row.shape[1] for row in rows)
-    ids = torch.cat([torch.nn.functional.pad(row, (width - row.shape[1], 0)) for row in rows])
-    mask = torch.cat([torch.nn.functional.pad(torch.ones_like(row), (width - row.shape[1], 0)) for row in rows])
-    return ids, mask
+    return prompts.left_padded(rows)

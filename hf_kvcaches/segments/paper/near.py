@@ -7,8 +7,6 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
 from hf_kvcaches.errors import require
 from hf_kvcaches.reuse.index import Ids, Match, Piece, Record, TokenIndex
 from hf_kvcaches.reuse.plan import PROBING, PromptRow
@@ -49,16 +47,16 @@ class NearReuseCache(SegmentReuseCache):
         datasketch = require("datasketch", "retrieval", "Looking for near-identical segments")
         lsh: Any = datasketch.MinHashLSH(num_perm=_PERMUTATIONS, params=(_BANDS, _WIDTH))
         fresh = {key: record for key, record in index.records.items() if record.fresh}
-        signatures = {key: signature_of(self.discovery.text(record.ids.astype(np.int64))) for key, record in fresh.items()}
+        signatures = {key: signature_of(self.discovery.text(record.ids.tolist())) for key, record in fresh.items()}
         for key, signature in signatures.items():
             lsh.insert(key, signature)
         found = list(verbatim)
         own = self.caller_spans[row.number] if self.caller_spans else []
-        for first, last in self.discovery.spans(ids.astype(np.int64), [(first, min(last, len(ids))) for first, last in own]):
+        for first, last in self.discovery.spans(ids.tolist(), [(first, min(last, len(ids))) for first, last in own]):
             gaps = [gap for gap in _gaps(verbatim, max(first, start), last) if gap[1] - gap[0] >= _SHORTEST]
             if not gaps:
                 continue
-            signature = signature_of(self.discovery.text(ids[first:last].astype(np.int64)))
+            signature = signature_of(self.discovery.text(ids[first:last].tolist()))
             near = sorted(lsh.query(signature), key=lambda key: (-signature.jaccard(signatures[key]), key))[:_COMPARED]
             for gap in gaps:
                 candidates = [_aligned(ids, *gap, fresh[key]) for key in near]

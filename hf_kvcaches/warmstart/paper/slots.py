@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
+from torch import nn
+from transformers import PreTrainedModel
 
+from hf_kvcaches import compat
+from hf_kvcaches.core.layers import append
 from hf_kvcaches.core.rope import RotaryGeometry
+from hf_kvcaches.core.view import LayerView
+from hf_kvcaches.errors import UnsupportedError
+from hf_kvcaches.evaluate.observer import Attended, WatchingCache
+from hf_kvcaches.reuse.layer import SplicedLayer
+from hf_kvcaches.reuse.partial import run_module
 
 Layout = Literal["salient", "paper"]
 
@@ -55,6 +64,23 @@ class Slots:
         return Slots(layers, self.length + delta)
 
 
+class _ReadCache(WatchingCache):
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.attended: list[Attended] = []
+        super().__init__(model)
+
+    def watch(self, attended: Attended) -> None:
+        self.attended.append(attended)
+
+
+@torch.no_grad()
+def attended_by(model: PreTrainedModel, ids: torch.Tensor) -> list[Attended]:
+    """Run a prompt, (1, tokens), and return what each layer attended with."""
+    cache = _ReadCache(model)
+    run_module(model.base_model, cache, ids.to(compat.input_device(model)))
+    return cache.attended
+
+
 def summary(
     keys: Sequence[torch.Tensor],
     values: Sequence[torch.Tensor],
@@ -65,13 +91,11 @@ def summary(
 ) -> Slots:
     """Summarise a prompt in a number of slots for each layer and key head; a prompt of no more tokens than slots is kept as it is.
 
-    "CP-KVP", section 2.2.
+    "CP-KVP", section 2.2. `"paper"`: slots are means of the tokens under triangles that are spread evenly over the prompt. `"salient"`:
 
-    **Layouts.** `"paper"`: slots are means of the tokens under triangles that are spread evenly over the prompt. `"salient"`, of m slots:
-
-    - m / 4 are the last tokens, exact;
-    - m / 8 (at least one) are pooled: contiguous runs of about equal numbers of the tokens that no other slot stands for, with the square
-      root of the attention as weights. The count is the exponential of the weights' entropy;
+    - a quarter of the slots are the last tokens, exact;
+    - an eighth (at least one) are pooled: contiguous runs of about equal numbers of the tokens that no other slot stands for, with the
+      square root of the attention as weights. The count is the exponential of the weights' entropy;
     - the others are exact tokens that the last query attends to most, by the sum over the query heads of a key head. The first two tokens
       are among them where there are eight such slots, the first where there are four.
 
@@ -92,20 +116,14 @@ def summary(
             continue
         positions = torch.arange(tokens, dtype=torch.float32, device=layer_keys.device)
         if tokens > slots:
-            weights = triangles(slots, tokens, layer_keys.device)
+            # In float64: with as many slots as tokens, a token may lie near the foot of a triangle.
+            centres = (torch.arange(slots, dtype=torch.float64, device=layer_keys.device) + 0.5) / slots
+            heights = (1 - ((positions.double() + 1) / tokens - centres[:, None]).abs() * slots).clamp_min(0)
+            weights = (heights / heights.sum(-1, keepdim=True)).float()
             layer_keys, layer_values, positions = _mean(weights, layer_keys), _mean(weights, layer_values), weights @ positions
         positions = positions.expand(heads, -1).contiguous()
         layers.append(LayerSlots(layer_keys.clone(), layer_values.clone(), positions, torch.ones_like(positions)))
     return Slots(layers, length)
-
-
-def triangles(slots: int, tokens: int, device: torch.device | str | None = None) -> torch.Tensor:
-    """Return the weight of each token in each slot of the paper's layout, (slots, tokens); rows sum to 1."""
-    # In float64: with as many slots as tokens, a token may lie near the foot of a triangle.
-    places = torch.arange(1, tokens + 1, dtype=torch.float64, device=device) / tokens
-    centres = (torch.arange(slots, dtype=torch.float64, device=device) + 0.5) / slots
-    heights = (1 - (places - centres[:, None]).abs() * slots).clamp_min(0)
-    return (heights / heights.sum(-1, keepdim=True)).float()
 
 
 def _pooled_by_attention(keys: torch.Tensor, values: torch.Tensor, query: torch.Tensor, slots: int) -> LayerSlots:
@@ -138,3 +156,71 @@ def _mean(weights: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 def _rows(states: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     return states.gather(1, indices[..., None].expand(-1, -1, states.shape[-1]))
+
+
+class SummaryLayer(SplicedLayer):
+    """A layer that begins, after `take_slots`, with slots in place of a prompt's first tokens.
+
+    `seen` counts the replaced tokens, and `offset` how many more these are than their slots.
+    """
+
+    row_tensors: ClassVar[tuple[str, ...]] = (*SplicedLayer.row_tensors, "counts", "places")
+    # (1, kv_heads, slots): how many tokens each slot stands for, and its column in the mask.
+    counts: torch.Tensor | None = None
+    places: torch.Tensor | None = None
+
+    def take_slots(self, slots: LayerSlots, seen: int) -> None:
+        """Begin with slots that stand for `seen` tokens."""
+        keys, values, positions, self.counts = (tensor[None] for tensor in slots)
+        self.places = positions.clamp_min(0)  # in a shorter prompt some slots have positions before its start
+        self.lazy_initialization(keys, values)
+        self.key_buffer, self.value_buffer = append(None, keys, 0), append(None, values, 0)
+        self.offset = self.dropped = seen - keys.shape[2]
+        self.seen = seen
+
+    def take_tokens(self, keys: torch.Tensor, values: torch.Tensor, seen: int) -> None:
+        """Replace the content by all tokens, in buffers whose first `seen` slots are filled."""
+        self.key_buffer, self.value_buffer, self.counts, self.places = keys, values, None, None
+        self.seen, self.dropped, self.offset = seen, 0, 0
+
+    def exact_states(self, window: bool = False) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
+        return super().exact_states(window) if self.counts is None else None
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if self.counts is None:
+            return super().update(key_states, value_states, *args, **kwargs)
+        self.check_new_tokens(key_states, value_states)
+        first, start = self.seen, self.kept
+        keys, values = append(self.key_buffer, key_states, start), append(self.value_buffer, value_states, start)
+        self.key_buffer, self.value_buffer = keys, values
+        self.seen += key_states.shape[2]
+        view = _SlotView(self, keys.narrow(2, 0, self.kept), values.narrow(2, 0, self.kept), first)
+        return view, view
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if self.counts is not None and -int(tokens_to_remove) > self.kept - self.counts.shape[2]:
+            raise UnsupportedError("crop: the last tokens reach into a prompt of which only a summary is kept. reset() the cache.")
+        super().crop(tokens_to_remove)
+
+
+class _SlotView(LayerView):
+    """Slots and the tokens behind them, (1, kv_heads, slots + tokens, head_dim), in place of keys and of values."""
+
+    def __init__(self, layer: SummaryLayer, keys: torch.Tensor, values: torch.Tensor, first: int) -> None:
+        self.layer, self.keys, self.values, self.first = layer, keys, values, first
+
+    def attend(self, module: nn.Module, query: torch.Tensor, mask: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        layer = self.layer
+        assert layer.counts is not None
+        assert layer.places is not None
+        # A slot is as visible as the token at its position; its count is a bias on the logits.
+        slots = layer.counts.shape[2]
+        behind = (layer.offset + torch.arange(slots, self.keys.shape[2], device=query.device)).expand(*layer.counts.shape[:2], -1)
+        columns = torch.cat([layer.places.round().long(), behind], 2)[:, :, None]
+        hidden = columns > self.first + torch.arange(query.shape[2], device=query.device)[:, None]
+        weights = nn.functional.pad(layer.counts, (0, behind.shape[2]), value=1.0).log()[:, :, None].expand_as(hidden)
+        bias = weights.masked_fill(hidden, torch.finfo(query.dtype).min).to(query.dtype)
+        bias = bias.repeat_interleave(query.shape[1] // bias.shape[1], 1)
+        attend = nn.functional.scaled_dot_product_attention
+        output = attend(query, self.keys, self.values, bias, scale=kwargs.get("scaling"), enable_gqa=True)
+        return output.transpose(1, 2).contiguous(), None

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hf_kvcaches.errors import ArtifactError, ConfigError
-from hf_kvcaches.warmstart.paper.adapters import Adapters, TrainedAdapters
 from hf_kvcaches.warmstart.paper.cache import SummaryLibrary
+from hf_kvcaches.warmstart.paper.maps import Adapters, TrainedAdapters
 from tests import tiny
 from tests.warmstart.warm import words
 
@@ -19,11 +19,13 @@ def scaled(by: float) -> Adapters:
 
 
 def test_stored_adapters_come_back() -> None:
-    stored = scaled(1.0).tensors()
-    assert all(torch.equal(each, stored[name]) for name, each in Adapters.of(stored).tensors().items())
+    trained = TrainedAdapters(scaled(1.0), 8, "salient", 1)
+    stored = trained.tensors()
+    restored = TrainedAdapters.restore(stored, trained.metadata())
+    assert all(torch.equal(each, stored[name]) for name, each in restored.tensors().items())
     del stored["values.0"]
     with pytest.raises(ArtifactError, match="fit no model"):
-        Adapters.of(stored)
+        TrainedAdapters.restore(stored, trained.metadata())
 
 
 def test_summaries_are_mapped_relative_to_the_end_of_their_prompt() -> None:

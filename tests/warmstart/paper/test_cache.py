@@ -10,12 +10,11 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedError
-from hf_kvcaches.warmstart.paper.cache import SummaryCache, SummaryLibrary
-from hf_kvcaches.warmstart.paper.gate import SummaryGate
+from hf_kvcaches.warmstart.paper.cache import ExactPrefill, SummaryCache, SummaryGate, SummaryLibrary
 from hf_kvcaches.warmstart.paper.slots import Slots
-from hf_kvcaches.warmstart.paper.swapping import ExactPrefill
 from tests import tiny
-from tests.warmstart.warm import forced, logits_of, said, tokens_run, words
+from tests.helpers.warned import said
+from tests.warmstart.warm import forced, logits_of, tokens_run, words
 
 PROMPT = tiny.ids(1, 100, seed=0)
 OPEN = SummaryGate(tau=-1.0, lengths=(0.0, 100.0))
@@ -80,6 +79,9 @@ def test_the_tail_is_computed_behind_slots_that_count_as_many_tokens_as_they_sta
     assert cache.report().kept[0] == 16 + 3
     moved = library.summarised(PROMPT[0].tolist()).shifted(20, library.rotation.layers)
     torch.testing.assert_close(found[0], behind_slots(model, moved, longer[0, -3:], 117)[-1:], atol=1e-4, rtol=1e-4)
+    with torch.no_grad():
+        model(input_ids=PROMPT[:, :3], past_key_values=cache, logits_to_keep=1)
+    assert cache.why_inexact
 
 
 def test_a_summary_of_all_tokens_is_the_prompt(model) -> None:
@@ -87,33 +89,21 @@ def test_a_summary_of_all_tokens_is_the_prompt(model) -> None:
     torch.testing.assert_close(logits_of(model, PROMPT, cache, 4), logits_of(model, PROMPT, None, 4), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"))]
+)
 @pytest.mark.parametrize("swap", ["sync", "background"])
-def test_behind_the_swap_on_a_gpu_logits_are_those_of_a_cold_run(swap: str) -> None:
-    model = tiny.llama().cuda()
+def test_behind_the_swap_logits_are_those_of_a_cold_run(swap: str, device: str) -> None:
+    model = tiny.llama().to(device)
     cache = SummaryCache(model, library_of(model), gate=OPEN, swap=swap)
-    logits_of(model, PROMPT.cuda(), cache)
-    asked = tiny.ids(1, 6, seed=7).cuda()
-    forced(model, asked[:, :1], cache)
-    cache.wait()
-    found = forced(model, asked[:, 1:], cache)
-    with torch.no_grad():
-        expected = model(torch.cat([PROMPT.cuda(), asked], 1)).logits[:, -5:]
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-    assert cache.swapped
-
-
-@pytest.mark.parametrize("swap", ["sync", "background"])
-def test_behind_the_swap_logits_are_those_of_a_cold_run(model, swap: str) -> None:
-    cache = SummaryCache(model, library_of(model), gate=OPEN, swap=swap)
-    logits_of(model, PROMPT, cache)
+    logits_of(model, PROMPT.to(device), cache)
     assert (cache.served, cache.swapped, bool(cache.why_inexact)) == (True, False, True)
-    cold = SummaryCache(model, library_of(model), gate=SummaryGate(tau=1.01))
-    logits_of(model, PROMPT, cold)
-    asked = tiny.ids(1, 6, seed=7)
-    expected, found = forced(model, asked, cold), forced(model, asked[:, :3], cache)
+    asked = tiny.ids(1, 6, seed=7).to(device)
+    found = forced(model, asked[:, :3], cache)
     cache.wait()
     found = torch.cat([found, forced(model, asked[:, 3:], cache)], 1)
+    with torch.no_grad():
+        expected = model(torch.cat([PROMPT.to(device), asked], 1)).logits[:, -6:]
     assert (cache.swapped, cache.why_inexact) == (True, "")
     first = 0 if swap == "sync" else 3
     torch.testing.assert_close(found[:, first:], expected[:, first:], atol=1e-4, rtol=1e-4)
@@ -127,7 +117,7 @@ def test_a_failure_in_the_background_is_said_and_the_prompt_is_run(model, monkey
     monkeypatch.setattr(ExactPrefill, "_run", lambda self, chunk: 1 / 0)
     with said() as sentences:
         forced(model, tiny.ids(1, 1, seed=7), cache)
-        while cache._exact.running:
+        while not cache._exact.future.done():
             pass
         monkeypatch.setattr(ExactPrefill, "_run", real)
         forced(model, tiny.ids(1, 1, seed=8), cache)

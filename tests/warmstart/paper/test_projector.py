@@ -7,7 +7,7 @@ import torch
 
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.warmstart.paper.projector import SlotProjector
+from hf_kvcaches.warmstart.paper.maps import SlotProjector
 from hf_kvcaches.warmstart.paper.slots import LayerSlots, Slots
 
 GEOMETRY = RotaryGeometry(1e4 ** -(torch.arange(4, dtype=torch.float64) / 4), 8)
