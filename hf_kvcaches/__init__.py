@@ -33,7 +33,7 @@ _PUBLIC = {
     "translate.codes": "ArrivingCodes SemanticCodes",
     "translate.translator": "CacheTranslator",
     "translate.cache": "TranslatedCache",
-    "translate.config": "TranslatorConfig",
+    "translate.fit": "TranslatorConfig",
     "warmstart.paper.projector": "SlotProjector",
     "warmstart.paper.adapters": "TrainedAdapters",
     "warmstart.cache": "WarmStartCache",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple, Self
 
 import torch
+from torch import Tensor
 
 from hf_kvcaches.codec.coefficients import CoefficientPacker, pack, unpack
 from hf_kvcaches.codec.entropy import Tables
@@ -15,31 +17,21 @@ from hf_kvcaches.codec.plan import TABLES, Plan
 from hf_kvcaches.core.files import MOST_LAYERS, part_of
 from hf_kvcaches.errors import ArtifactError
 from hf_kvcaches.kernels.arguments import Decoder
+from hf_kvcaches.translate.regression import CodeWeights
 
 _LARGEST = float(2**15 - 1)  # steps of a coefficient
 
 
-class CodeWeights(NamedTuple):
-    """An affine map to the coefficients of a code, in steps where these are entropy coded; float32."""
-
-    states: torch.Tensor  # from the states of the producer's layers, side by side, (width, directions)
-    hidden: torch.Tensor  # from the input of one layer's attention, which takes out what follows from it, (hidden, directions)
-    shift: torch.Tensor  # (directions,)
-
-
-@dataclass(frozen=True, eq=False)
-class CodeEncoder:
+class CodeEncoder(NamedTuple):
     """The producer's side of one code."""
 
     name: str  # of the part that is sent
     sources: tuple[int, ...]  # the producer's layers whose states are coded
     weights: CodeWeights
-    plan: Plan | None = None  # how coefficients become records; None where they are sent as float32 numbers
-    deviations: torch.Tensor | None = None  # of the coefficients, in steps, in the order of the plan
+    coding: tuple[Plan, Tensor] | None = None  # and the coefficients' deviations, in steps; None where float32 numbers are sent
 
 
-@dataclass(frozen=True, eq=False)
-class LayerDecoder:
+class LayerDecoder(NamedTuple):
     """The consumer's side of one layer."""
 
     layer: int
@@ -55,9 +47,7 @@ class Maps:
     encoders: tuple[CodeEncoder, ...]  # in the order in which codes are sent
     decoders: tuple[LayerDecoder, ...]  # of all layers that are rebuilt
     side_layer: int  # the producer's layer whose attention input is given to encoders
-    tables: Tables | None = (
-        None  # by which all coefficients are coded, in one step, as their errors cost the same; None for float32 numbers
-    )
+    tables: Tables | None = None  # by which all coefficients are coded, in one step, as their errors cost the same
     bits: float | None = None  # of a token in all codes, expected
     _placed: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
@@ -72,7 +62,7 @@ class Maps:
             self._placed[key] = type(weights)(*(None if part is None else part.to(device, dtype) for part in weights))
         return self._placed[key]
 
-    def coefficients(self, code: int, states: Mapping[int, torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
+    def coefficients(self, code: int, states: Mapping[int, Tensor], hidden: Tensor) -> Tensor:
         """Return the coefficients of a code, (tokens, directions), float32, of the producer's states and of the attention's input."""
         sources = self.encoders[code].sources
         device, start = states[sources[-1]].device, 0
@@ -84,20 +74,20 @@ class Maps:
             start += rows.shape[1]
         return numbers
 
-    def pack(self, coefficients: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    def pack(self, coefficients: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Return the record of each code, (bytes,), uint8, on the device of its coefficients; what is no number counts as 0."""
         if self.tables is None:
             return {code: own.flatten().view(torch.uint8) for code, own in coefficients.items()}
-        records: dict[int, torch.Tensor] = {}
+        records: dict[int, Tensor] = {}
         bounded = {code: own.nan_to_num(0.0).clamp_(-_LARGEST, _LARGEST) for code, own in coefficients.items()}
         for device in {own.device for own in bounded.values()}:
             tokens = {code: len(own) for code, own in bounded.items() if own.device == device}
             records |= pack(self._packers(device), tokens, lambda code, block: bounded[code][block].T)
         return records
 
-    def decode(self, records: Mapping[int, torch.Tensor], tokens: int) -> dict[int, torch.Tensor]:
+    def decode(self, records: Mapping[int, Tensor], tokens: int) -> dict[int, Tensor]:
         """Return the coefficients of codes, (tokens, directions), float32, of their records, (bytes,), all on one device."""
-        found: dict[int, torch.Tensor] = {}
+        found: dict[int, Tensor] = {}
         if self.tables is None:
             for code, record in records.items():
                 rank = len(self.encoders[code].weights.shift)
@@ -115,26 +105,23 @@ class Maps:
         if device not in self._placed:
             assert self.tables is not None
             with torch.inference_mode(False), torch.no_grad():
-                tables, coded = self.tables.to(device), enumerate(self.encoders)
-                self._placed[device] = {code: CoefficientPacker(own.plan, own.deviations, tables) for code, own in coded}  # type: ignore[arg-type]
+                tables, coded = self.tables.to(device), enumerate(encoder.coding for encoder in self.encoders)
+                self._placed[device] = {code: CoefficientPacker(*coding, tables) for code, coding in coded if coding is not None}
         packers: dict[int, CoefficientPacker] = self._placed[device]
         return packers
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_placed": {}}
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        tensors: dict[str, torch.Tensor | None] = {}
+    def tensors(self) -> dict[str, Tensor]:
+        parts: dict[str, Mapping[str, Tensor | None]] = {"coding.tables": {} if self.tables is None else self.tables.tensors()}
         for code, encoder in enumerate(self.encoders):
-            tensors |= {f"encoders.{code}.{name}": part for name, part in encoder.weights._asdict().items()}
-            if encoder.plan is not None:
-                parts = encoder.plan.tensors() | {"deviations": encoder.deviations}
-                tensors |= {f"coding.{code}.{name}": part for name, part in parts.items()}
-        for decoder in self.decoders:
-            tensors |= {f"decoders.{decoder.layer}.{name}": part for name, part in decoder.weights._asdict().items()}
-        if self.tables is not None:
-            tensors |= {f"coding.tables.{name}": part for name, part in self.tables.tensors().items()}
-        return {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items() if tensor is not None}
+            parts[f"encoders.{code}"] = encoder.weights._asdict()
+            if encoder.coding is not None:
+                parts[f"coding.{code}"] = encoder.coding[0].tensors() | {"deviations": encoder.coding[1]}
+        parts |= {f"decoders.{decoder.layer}": decoder.weights._asdict() for decoder in self.decoders}
+        named = ((f"{part}.{name}", tensor) for part, tensors in parts.items() for name, tensor in tensors.items())
+        return {name: tensor.detach().contiguous().cpu() for name, tensor in named if tensor is not None}
 
     def metadata(self) -> dict[str, Any]:
         return {
@@ -145,16 +132,16 @@ class Maps:
         }
 
     @classmethod
-    def restore(cls, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, Any]) -> Self:
+    def restore(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> Self:
         bits, tables, encoders = metadata["coding_bits"], None, list[CodeEncoder]()
         if bits is not None:
             tables, bits = Tables(**part_of(tensors, "coding.tables")), float(bits)
             tables.require_valid(TABLES)
         for code, (name, sources) in enumerate(metadata["encoders"]):
-            weights, coding = CodeWeights(**part_of(tensors, f"encoders.{code}")), part_of(tensors, f"coding.{code}")
-            deviations = None if tables is None else coding["deviations"]
-            plan = None if deviations is None else Plan.of(coding, len(deviations))
-            encoders.append(CodeEncoder(name, tuple(sources), weights, plan, deviations))
+            stored, coding = part_of(tensors, f"coding.{code}"), None
+            if bits is not None:
+                coding = Plan.of(stored, len(stored["deviations"])), stored["deviations"]
+            encoders.append(CodeEncoder(name, tuple(sources), CodeWeights(**part_of(tensors, f"encoders.{code}")), coding))
         decoders = (
             LayerDecoder(layer, code, tuple(shape), Decoder(**part_of(tensors, f"decoders.{layer}")))
             for layer, code, shape in metadata["decoders"]
@@ -165,17 +152,13 @@ class Maps:
         return maps
 
     def _fit_together(self) -> bool:
-        layers = [
-            self.side_layer,
-            *(layer for encoder in self.encoders for layer in encoder.sources),
-            *(own.layer for own in self.decoders),
-        ]
+        layers = [self.side_layer, *(decoder.layer for decoder in self.decoders)]
+        layers += chain.from_iterable(encoder.sources for encoder in self.encoders)
         sound = len({*self.names}) == len(self.encoders) and all(type(layer) is int and 0 <= layer < MOST_LAYERS for layer in layers)
         for encoder in self.encoders:
             states, hidden, shift = encoder.weights
-            coded = shift if encoder.plan is None or encoder.deviations is None else encoder.deviations
-            sound &= shift.ndim == 1 and states.shape[1:] == hidden.shape[1:] == shift.shape == coded.shape
-            sound &= encoder.plan is None or encoder.plan.order.shape == shift.shape
+            coded = [] if encoder.coding is None else [encoder.coding[0].order.shape, encoder.coding[1].shape]
+            sound &= shift.ndim == 1 and all(shape == shift.shape for shape in (states.shape[1:], hidden.shape[1:], *coded))
         for decoder in self.decoders:
             (side, coefficients, bias), (heads, *dims) = decoder.weights, decoder.shape
             width, sent = (heads * sum(dims),), None if decoder.code is None else self.encoders[decoder.code].weights.shift.shape

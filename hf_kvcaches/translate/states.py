@@ -6,13 +6,13 @@ side by side.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_kvcaches import compat
@@ -20,17 +20,17 @@ from hf_kvcaches.core.decoder import attention_module, decoder_layers
 from hf_kvcaches.core.rope import Rotation, rotation_of
 from hf_kvcaches.core.source import SourceCache
 from hf_kvcaches.errors import ConfigError, UnsupportedError
-from hf_kvcaches.reuse.partial import PassEnded, ToldModule, name_of, run_module, twin_of, with_layers
+from hf_kvcaches.reuse.partial import Arguments, PassEnded, ToldModule, name_of, run_module, twin_of, with_layers
 
 
 class LayerState(NamedTuple):
     """What a layer computes for some tokens."""
 
-    states: torch.Tensor  # unrotated keys and values side by side, (tokens, width)
+    states: Tensor  # unrotated keys and values side by side, (tokens, width)
     shape: tuple[int, int, int]  # KV heads, and the dimensions of a key and a value
-    hidden: torch.Tensor = torch.empty(0)  # the normalised input of the attention, (tokens, hidden), where that is read
+    hidden: Tensor = torch.empty(0)  # the normalised input of the attention, (tokens, hidden), where that is read
 
-    def sides(self) -> list[torch.Tensor]:
+    def sides(self) -> list[Tensor]:
         """Keys and values, (kv_heads, tokens, head_dim) each."""
         heads, *dims = self.shape
         return [side.unflatten(1, (heads, -1)).transpose(0, 1) for side in self.states.split([heads * dim for dim in dims], dim=1)]
@@ -39,7 +39,7 @@ class LayerState(NamedTuple):
 class PromptTokens(NamedTuple):
     """Prompts as a model reads them."""
 
-    ids: torch.Tensor  # (batch, tokens)
+    ids: Tensor  # (batch, tokens)
     padding: tuple[int, ...]  # slots without a token at the start of each row
     starts: tuple[int, ...]  # the slot of each row from which on states are read
 
@@ -59,23 +59,23 @@ class PromptTokens(NamedTuple):
         expected = f"1 and 0 of the shape {tuple(ids.shape)}, with 0 on the left only"
         raise ConfigError.of("attention_mask", expected, (tuple(mask.shape), mask.dtype))
 
-    def inputs(self, seen: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def inputs(self, seen: int = 0) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return what `run_module` takes for the slots from `seen` on: ids, positions counted without padding, and the mask."""
         positions = torch.arange(self.ids.shape[1], device=self.ids.device) - torch.tensor(self.padding, device=self.ids.device)[:, None]
         mask = (positions >= 0).long() if any(self.padding) else None
         return self.ids[:, seen:], positions.clamp_min(0)[:, seen:], mask
 
-    def rows(self) -> list[torch.Tensor]:
+    def rows(self) -> list[Tensor]:
         """The real ids of each row, on the CPU."""
         return [ids[before:] for ids, before in zip(self.ids.cpu(), self.padding, strict=True)]
 
-    def read_of(self, states: torch.Tensor) -> torch.Tensor:
+    def read_of(self, states: Tensor) -> Tensor:
         """Return the states of all tokens that are read, (tokens, width), of (batch, tokens, width)."""
         rows = [row[start:] for row, start in zip(states, self.starts, strict=True)]
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
-def _batch(argument: str, values: Any) -> torch.Tensor:
+def _batch(argument: str, values: Any) -> Tensor:
     """Return numbers as a tensor; a single row is a batch of one."""
     try:
         tensor = torch.as_tensor(values)
@@ -83,18 +83,6 @@ def _batch(argument: str, values: Any) -> torch.Tensor:
         hint = "Tokenize texts, and pad rows on the left."
         raise ConfigError.of(argument, "a tensor or lists of numbers, (batch, tokens)", type(values).__name__, hint) from error
     return tensor[None] if tensor.ndim == 1 else tensor
-
-
-class ReadingCache(DynamicCache):
-    """Hold nothing, and call `on_layer` with each layer's index, keys and values as the model computes them."""
-
-    def __init__(self, on_layer: Callable[[int, torch.Tensor, torch.Tensor], Any]) -> None:
-        super().__init__()
-        self.on_layer = on_layer
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        self.on_layer(layer_idx, key_states, value_states)
-        return key_states, value_states
 
 
 def rotation_of_model(model: PreTrainedModel) -> Rotation:
@@ -119,44 +107,33 @@ def read(
     last: int | None = None,
 ) -> None:
     """Run a model up to the attention of the last layer, and pass on each state, some with the attention's input, as it is computed."""
-    rotation, layers = rotation_of_model(model), list(decoder_layers(model)[2])
+    rotation, layers, cache = rotation_of_model(model), list(decoder_layers(model)[2]), DynamicCache()
     tokens = tokens._replace(ids=tokens.ids.to(compat.input_device(model)))
-    (ids, positions, mask), inputs = tokens.inputs(), dict[int, torch.Tensor]()
+    (ids, positions, mask), inputs = tokens.inputs(), dict[int, Tensor]()
 
-    def on_layer(layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def update(keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if layer >= len(rotation.layers):
             raise UnsupportedError("model: it runs layers in loops, with keys of each loop, which can't be translated. Use another cache.")
         geometry = rotation.layers[layer]
-        if geometry.kind == "rope":  # learned positions stay in the keys
-            keys = geometry.unrotate(keys, positions.to(keys.device))
-        sides = [tokens.read_of(states.transpose(1, 2).flatten(2)) for states in (keys, values)]
+        content = geometry.unrotate(keys, positions.to(keys.device)) if geometry.kind == "rope" else keys  # learned positions stay in keys
+        sides = [tokens.read_of(states.transpose(1, 2).flatten(2)) for states in (content, values)]
         state = LayerState(torch.cat(sides, dim=1), (keys.shape[1], keys.shape[3], values.shape[3]))
         on_state(layer, state._replace(hidden=tokens.read_of(inputs.pop(layer))) if layer in inputs else state)
         if layer == last:
             raise PassEnded
+        return keys, values
 
+    cache.update = update  # type: ignore[method-assign]  # it holds nothing
     for layer in hidden:
         layers[layer] = with_watched_input(layers[layer], partial(inputs.__setitem__, layer))
     with suppress(PassEnded):
-        run_module(with_layers(model, layers), ReadingCache(on_layer), ids, positions, mask)
+        run_module(with_layers(model, layers), cache, ids, positions, mask)
 
 
-def cache_of(rotation: Rotation, states: Mapping[int, LayerState], dtype: torch.dtype) -> DynamicCache:
-    """Return a cache of one prompt with these states of all layers; gradients pass."""
-    cache = DynamicCache()  # without the model's config no layer drops tokens behind its window, which the attention mask has
-    for layer, state in sorted(states.items()):
-        keys, values = (side[None] for side in state.sides())
-        geometry = rotation.layers[layer]
-        if geometry.kind == "rope":
-            keys = geometry.rotate(keys, torch.arange(keys.shape[2], device=keys.device))
-        cache.update(keys.to(dtype), values.to(dtype), layer)
-    return cache
-
-
-def with_watched_input(layer: nn.Module, watch: Callable[[torch.Tensor], Any]) -> nn.Module:
+def with_watched_input(layer: nn.Module, watch: Callable[[Tensor], Any]) -> nn.Module:
     """Return a twin of a decoder layer that passes its attention's input, (batch, tokens, hidden), to `watch`."""
 
-    def on_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def on_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         watch(args[0] if args else kwargs["hidden_states"])
         return args, kwargs
 

@@ -12,7 +12,7 @@ from transformers import Cache, DynamicCache, GPTNeoXConfig, LlamaConfig, Phi3Co
 from hf_kvcaches.core.decoder import attention_module
 from hf_kvcaches.core.rope import rotation_of
 from hf_kvcaches.translate.cache import TranslatedCache
-from hf_kvcaches.translate.config import TranslatorConfig
+from hf_kvcaches.translate.fit import TranslatorConfig
 from hf_kvcaches.translate.states import LayerState, PromptTokens, read
 from hf_kvcaches.translate.translator import CacheTranslator
 from tests import tiny

@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load
 
+from hf_kvcaches.codec.wire.messages import message_chunks
 from hf_kvcaches.errors import ArtifactError, ConfigError
-from hf_kvcaches.translate.codes import ArrivingCodes, CodedPrompt, CodesHead, Prompt, SemanticCodes, match_prompts, message_of
+from hf_kvcaches.translate.codes import ArrivingCodes, CodedPrompt, CodesHead, Prompt, SemanticCodes, match_prompts
 from tests.translate.code_helpers import codes_of, head_of, message_by_hand, refused, same
 
 # Round trips
@@ -98,9 +99,9 @@ def test_a_part_is_written_and_handed_out_before_the_next_is_computed():
     def parts():
         for part in codes:
             computed.append(part)
-            yield part
+            yield part.codes
 
-    arriving = ArrivingCodes(message_of(codes.head, parts()))
+    arriving = ArrivingCodes(message_chunks(codes.head, parts()))
     assert (arriving.head, computed) == (codes.head, [])
     for number, part in enumerate(arriving, 1):
         assert same([part], [codes.parts[number - 1]])

@@ -12,8 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hf_kvcaches.codec.wire.messages import message_chunks
 from hf_kvcaches.errors import ArtifactError, ConfigError
-from hf_kvcaches.translate.codes import ArrivingCodes, Prompt, SemanticCodes, message_of
+from hf_kvcaches.translate.codes import ArrivingCodes, Prompt, SemanticCodes
 from tests.costs import seconds
 from tests.translate.code_helpers import NAMES, blob, codes_of, head_of, json_of, message, message_by_hand, refused, same
 
@@ -180,9 +181,9 @@ def test_what_is_no_file_is_refused_without_waiting_for_it(tmp_path, kind):
 
 def test_a_head_longer_than_readers_take_is_not_sent_and_60_000_rows_are():
     with pytest.raises(ConfigError, match="Encode fewer rows"):
-        next(message_of(replace(head_of(names=()), prompts=(Prompt.of([1]),) * 70_000), []))
+        next(message_chunks(replace(head_of(names=()), prompts=(Prompt.of([1]),) * 70_000), []))
     head = replace(head_of(names=()), prompts=(Prompt.of([1]),) * 60_000)
-    assert SemanticCodes.from_bytes(next(message_of(head, []))).head == head
+    assert SemanticCodes.from_bytes(next(message_chunks(head, []))).head == head
 
 
 # The last two are as large as they may be, and only the bytes of the parts are missing.

@@ -11,7 +11,7 @@ from hf_kvcaches.errors import ConfigError, KVCacheError
 from hf_kvcaches.evaluate.measures import divergence
 from hf_kvcaches.translate import fit
 from hf_kvcaches.translate.cache import TranslatedCache
-from hf_kvcaches.translate.config import TranslatorConfig
+from hf_kvcaches.translate.fit import TranslatorConfig
 from tests import tiny
 from tests.translate.models import MODELS, error, filled, fitted, made_by, states_by_row, texts_of, traces_of
 
