@@ -27,8 +27,7 @@ from hf_kvcaches.kernels.rebuild import product_type, rebuild
 from hf_kvcaches.reuse.layer import SplicedLayer, SplicingCache
 from hf_kvcaches.reuse.partial import PassEnded, StoppingPass, run_module, with_layers
 from hf_kvcaches.translate.codes import ArrivingCodes, CodedPrompt, SemanticCodes, match_prompts
-from hf_kvcaches.translate.maps import Maps
-from hf_kvcaches.translate.states import PromptTokens, with_watched_input
+from hf_kvcaches.translate.states import Maps, PromptTokens, with_watched_input
 from hf_kvcaches.translate.translator import CacheTranslator
 
 Codes = SemanticCodes | ArrivingCodes

@@ -26,9 +26,9 @@ from hf_kvcaches.evaluate.runner import evaluating
 from hf_kvcaches.evaluate.texts import add_up, sequences
 from hf_kvcaches.kernels.arguments import Decoder
 from hf_kvcaches.stores.catalog import bytes_of_size
-from hf_kvcaches.translate.maps import CodeEncoder, LayerDecoder, Maps
 from hf_kvcaches.translate.pair import SHORTEST, ErrorCosts, Pair, States, split_of
 from hf_kvcaches.translate.regression import LEAST_RIDGE, CodeWeights, Group, Key, Products, Regression, pairs_of, passes_of, regress
+from hf_kvcaches.translate.states import CodeEncoder, LayerDecoder, Maps
 
 Metric = Literal["loss", "plain"]
 # Of expected and of actual logits, (positions, vocabulary) each; greater is better.
@@ -146,8 +146,8 @@ class Fitting:
         self, pair: Pair, texts: Sequence[Tensor], config: TranslatorConfig, lowest: Sequence[int], exact: bool, progress: bool
     ) -> None:
         self.pair, self.config, self.lowest, self.progress = pair, config, list(lowest), progress
-        self.dtype, self._began = torch.float64 if exact else torch.float32, perf_counter()
-        self.texts, self.seconds, self.measured = [ids for ids in texts if len(ids) >= 2], dict[str, float](), dict[str, float]()
+        self.dtype, self.began = torch.float64 if exact else torch.float32, perf_counter()
+        self.texts, self.measured = [ids for ids in texts if len(ids) >= 2], dict[str, float]()
         self.fitted, self.held_out = self.texts, list[Tensor]()
         if len(self.lowest) > 1:
             held_out = [number for number, ids in enumerate(self.texts) if len(ids) >= _LEAST_HELD_OUT][_HELD_OUT - 1 :: _HELD_OUT][
@@ -169,7 +169,6 @@ class Fitting:
         pair, config = self.pair, self.config
         if config.layer_map == "fit":
             pair.fit_sources(self.fitted)
-            self._lap("layers")
         producer, consumer = pair.states(torch.zeros(2, dtype=torch.long), self.lowest)
         self.shapes = {layer: state.shape for layer, state in consumer.items()}
         self.widths = {key: block.shape[1] for key, block in self._blocks(producer, consumer).items()}
@@ -189,12 +188,6 @@ class Fitting:
             self._read_texts(products, weights, first=number == 0)
             for lowest in self.lowest:
                 self._solve(products, some, lowest)
-            self._lap("solving")
-
-    def _lap(self, stage: str) -> None:
-        """Add the time since the stage before to the seconds of a stage."""
-        before, self._began = self._began, perf_counter()
-        self.seconds[stage] = round(self.seconds.get(stage, 0.0) + self._began - before, 3)
 
     def _blocks(self, producer: States, consumer: States) -> dict[Key, Tensor]:
         """Return what products are taken of, (tokens, width) each."""
@@ -212,10 +205,8 @@ class Fitting:
             if number and not mine:  # all begin with the first text, whose means are what products are taken of
                 continue
             producer, consumer = self.pair.states(ids, self.lowest)
-            self._lap("reading")
             if costs is not None and mine and len(ids) >= SHORTEST:
                 weights[number] = costs.add(self.pair, ids, consumer, exact_tokens, number)
-                self._lap("gradients")
             exact = min(exact_tokens, len(ids) - 2)
             blocks = {key: block[exact:] for key, block in self._blocks(producer, consumer).items()}
             products.add(blocks, weights.get(number, torch.ones(len(ids)))[exact:] * mine)
@@ -223,7 +214,6 @@ class Fitting:
                 for key, sample in self.samples.items():
                     chosen = torch.linspace(0, len(ids) - exact - 1, sample.shape[1]).long().to(blocks[key].device)
                     sample[number] = blocks[key][chosen].to(sample)
-            self._lap("products")
         products.finish(processes)
         if first and processes > 1:
             add_up([*self.samples.values(), *chain.from_iterable([] if costs is None else costs.sides.values())])
@@ -259,7 +249,6 @@ class Fitting:
             self.measured[f"{lowest} layers run"] = scores[lowest] = kl
             if score is not None:
                 scores[lowest] = -fmean(float(score(one, other)) for one, other in zip(expected, found, strict=True))
-        self._lap("choice")
         if not all(map(math.isfinite, scores.values())):
             raise ConfigError.of("score", "a finite number for each text", scores)
         return min(scores, key=lambda lowest: scores[lowest])
@@ -283,7 +272,7 @@ class Fitting:
         """Return how the maps of a payload were fitted, where the consumer runs its lowest layers."""
         config, tokens = self.config, sum(map(len, self.texts))
         options = float(payload), lowest, config.exact_tokens, config.metric, self.shared, self.pair.sources
-        return TranslatorSettings(*options, len(self.texts), tokens, self.seconds, self.measured)
+        return TranslatorSettings(*options, len(self.texts), tokens, {"in all": round(perf_counter() - self.began, 3)}, self.measured)
 
     def maps(self, lowest: int, payload: float) -> Maps:
         """Return the maps for a payload, where the consumer runs its lowest layers: codes of a budget of bits, all together."""
@@ -320,5 +309,4 @@ class Fitting:
             samples.append(Sample(order, size[order], (numbers / size)[:, order].T.contiguous()))
             sizes.append(size)
         quantizer = fit_step(samples, 16.0 * payload * width, _LEAST_BITS)
-        self._lap("coding")
         return quantizer, sizes

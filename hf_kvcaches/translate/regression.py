@@ -16,6 +16,7 @@ from torch import Tensor
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.evaluate.texts import add_up
 from hf_kvcaches.kernels.arguments import Decoder
+from hf_kvcaches.translate.states import CodeWeights
 
 Key = tuple[str, int]
 """The name of a block: "producer", "consumer", "producer input" or "consumer input" (of the attention), and a layer."""
@@ -128,14 +129,6 @@ class Products:
         moments = self._moments
         parts = [[moments[row, column] if (row, column) in moments else moments[column, row].T for column in columns] for row in rows]
         return torch.cat([torch.cat(part, dim=1) for part in parts])
-
-
-class CodeWeights(NamedTuple):
-    """An affine map to the coefficients of a code, in steps where these are entropy coded; float32."""
-
-    states: Tensor  # from the states of the producer's layers, side by side, (width, directions)
-    hidden: Tensor  # from the input of one layer's attention, which takes out what follows from it, (hidden, directions)
-    shift: Tensor  # (directions,)
 
 
 class Regression(NamedTuple):

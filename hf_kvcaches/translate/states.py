@@ -1,4 +1,4 @@
-"""Prompts, and the keys, values and attention inputs that a model computes for them, read while the model runs.
+"""What a model computes for prompts, read while it runs, and the maps of a translator: from such states to codes, and back.
 
 Positions and padding are left out: keys are unrotated, and the real tokens of all rows are concatenated, (tokens, width), with the heads
 side by side.
@@ -6,21 +6,31 @@ side by side.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_kvcaches import compat
+from hf_kvcaches.codec.coefficients import CoefficientPacker, pack, unpack
+from hf_kvcaches.codec.entropy import Tables
+from hf_kvcaches.codec.packing import Span
+from hf_kvcaches.codec.plan import TABLES, Plan
 from hf_kvcaches.core.decoder import attention_module, decoder_layers
+from hf_kvcaches.core.files import MOST_LAYERS, part_of
 from hf_kvcaches.core.rope import Rotation, rotation_of
 from hf_kvcaches.core.source import SourceCache
-from hf_kvcaches.errors import ConfigError, UnsupportedError
+from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError
+from hf_kvcaches.kernels.arguments import Decoder
 from hf_kvcaches.reuse.partial import Arguments, PassEnded, ToldModule, name_of, run_module, twin_of, with_layers
+
+_LARGEST = float(2**15 - 1)  # steps of a coefficient
 
 
 class LayerState(NamedTuple):
@@ -139,3 +149,156 @@ def with_watched_input(layer: nn.Module, watch: Callable[[Tensor], Any]) -> nn.M
 
     attention = attention_module(layer)
     return twin_of(layer, {name_of(layer, attention): ToldModule(attention, on_call)})
+
+
+class CodeWeights(NamedTuple):
+    """An affine map to the coefficients of a code, in steps where these are entropy coded; float32."""
+
+    states: Tensor  # from the states of the producer's layers, side by side, (width, directions)
+    hidden: Tensor  # from the input of one layer's attention, which takes out what follows from it, (hidden, directions)
+    shift: Tensor  # (directions,)
+
+
+class CodeEncoder(NamedTuple):
+    """The producer's side of one code."""
+
+    name: str  # of the part that is sent
+    sources: tuple[int, ...]  # the producer's layers whose states are coded
+    weights: CodeWeights
+    coding: tuple[Plan, Tensor] | None = None  # and the coefficients' deviations, in steps; None where float32 numbers are sent
+
+
+class LayerDecoder(NamedTuple):
+    """The consumer's side of one layer."""
+
+    layer: int
+    code: int | None  # the number of the code that it is rebuilt from
+    shape: tuple[int, int, int]  # KV heads, and the dimensions of a key and a value
+    weights: Decoder  # from the attention input of the lowest layer that is not run, and from coefficients, float32
+
+
+@dataclass(frozen=True, eq=False)
+class Maps:
+    """All maps of a translator."""
+
+    encoders: tuple[CodeEncoder, ...]  # in the order in which codes are sent
+    decoders: tuple[LayerDecoder, ...]  # of all layers that are rebuilt
+    side_layer: int  # the producer's layer whose attention input is given to encoders
+    tables: Tables | None = None  # by which all coefficients are coded, in one step, as their errors cost the same
+    bits: float | None = None  # of a token in all codes, expected
+    _placed: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(encoder.name for encoder in self.encoders)
+
+    def placed(self, weights: Any, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
+        """Return weights of an encoder or a decoder on a device; they are kept for later prompts."""
+        key = id(weights), device, dtype
+        if key not in self._placed:
+            self._placed[key] = type(weights)(*(None if part is None else part.to(device, dtype) for part in weights))
+        return self._placed[key]
+
+    def coefficients(self, code: int, states: Mapping[int, Tensor], hidden: Tensor) -> Tensor:
+        """Return the coefficients of a code, (tokens, directions), float32, of the producer's states and of the attention's input."""
+        sources = self.encoders[code].sources
+        device, start = states[sources[-1]].device, 0
+        weights = self.placed(self.encoders[code].weights, device)
+        numbers = torch.addmm(weights.shift, hidden.to(device).float(), weights.hidden)
+        for source in sources:
+            rows = states[source].to(device).float()
+            numbers.addmm_(rows, weights.states[start : start + rows.shape[1]])
+            start += rows.shape[1]
+        return numbers
+
+    def pack(self, coefficients: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Return the record of each code, (bytes,), uint8, on the device of its coefficients; what is no number counts as 0."""
+        if self.tables is None:
+            return {code: own.flatten().view(torch.uint8) for code, own in coefficients.items()}
+        records: dict[int, Tensor] = {}
+        bounded = {code: own.nan_to_num(0.0).clamp_(-_LARGEST, _LARGEST) for code, own in coefficients.items()}
+        for device in {own.device for own in bounded.values()}:
+            tokens = {code: len(own) for code, own in bounded.items() if own.device == device}
+            records |= pack(self._packers(device), tokens, lambda code, block: bounded[code][block].T)
+        return records
+
+    def decode(self, records: Mapping[int, Tensor], tokens: int) -> dict[int, Tensor]:
+        """Return the coefficients of codes, (tokens, directions), float32, of their records, (bytes,), all on one device."""
+        found: dict[int, Tensor] = {}
+        if self.tables is None:
+            for code, record in records.items():
+                rank = len(self.encoders[code].weights.shift)
+                numbers = record.view(torch.float32).view(-1, rank) if len(record) == 4 * rank * tokens else record[:0]
+                found[code] = numbers if bool(numbers.isfinite().all()) else record[:0]
+        elif records:
+            packers = self._packers(next(iter(records.values())).device)
+            for part, digits in unpack(packers, [Span(*record) for record in records.items()]):
+                found[part.layer] = packers[part.layer].coefficients(digits).T
+        if any(len(numbers) != tokens for numbers in found.values()):
+            raise ArtifactError(f"Codes are of other tokens than the {tokens} that their head says, or are damaged. Have them sent again.")
+        return found
+
+    def _packers(self, device: torch.device) -> dict[int, CoefficientPacker]:
+        if device not in self._placed:
+            assert self.tables is not None
+            with torch.inference_mode(False), torch.no_grad():
+                tables, coded = self.tables.to(device), enumerate(encoder.coding for encoder in self.encoders)
+                self._placed[device] = {code: CoefficientPacker(*coding, tables) for code, coding in coded if coding is not None}
+        packers: dict[int, CoefficientPacker] = self._placed[device]
+        return packers
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_placed": {}}
+
+    def tensors(self) -> dict[str, Tensor]:
+        parts: dict[str, Mapping[str, Tensor | None]] = {"coding.tables": {} if self.tables is None else self.tables.tensors()}
+        for code, encoder in enumerate(self.encoders):
+            parts[f"encoders.{code}"] = encoder.weights._asdict()
+            if encoder.coding is not None:
+                parts[f"coding.{code}"] = encoder.coding[0].tensors() | {"deviations": encoder.coding[1]}
+        parts |= {f"decoders.{decoder.layer}": decoder.weights._asdict() for decoder in self.decoders}
+        named = ((f"{part}.{name}", tensor) for part, tensors in parts.items() for name, tensor in tensors.items())
+        return {name: tensor.detach().contiguous().cpu() for name, tensor in named if tensor is not None}
+
+    def metadata(self) -> dict[str, Any]:
+        return {
+            "encoders": [[encoder.name, list(encoder.sources)] for encoder in self.encoders],
+            "decoders": [[decoder.layer, decoder.code, list(decoder.shape)] for decoder in self.decoders],
+            "side_layer": self.side_layer,
+            "coding_bits": self.bits,
+        }
+
+    @classmethod
+    def restore(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> Self:
+        bits, tables, encoders = metadata["coding_bits"], None, list[CodeEncoder]()
+        if bits is not None:
+            tables, bits = Tables(**part_of(tensors, "coding.tables")), float(bits)
+            tables.require_valid(TABLES)
+        for code, (name, sources) in enumerate(metadata["encoders"]):
+            stored, coding = part_of(tensors, f"coding.{code}"), None
+            if bits is not None:
+                coding = Plan.of(stored, len(stored["deviations"])), stored["deviations"]
+            encoders.append(CodeEncoder(name, tuple(sources), CodeWeights(**part_of(tensors, f"encoders.{code}")), coding))
+        decoders = (
+            LayerDecoder(layer, code, tuple(shape), Decoder(**part_of(tensors, f"decoders.{layer}")))
+            for layer, code, shape in metadata["decoders"]
+        )
+        maps = cls(tuple(encoders), tuple(decoders), metadata["side_layer"], tables, bits)
+        if not maps._fit_together():
+            raise ArtifactError("The stored maps don't fit each other. Fit the translator anew.")
+        return maps
+
+    def _fit_together(self) -> bool:
+        layers = [self.side_layer, *(decoder.layer for decoder in self.decoders)]
+        layers += chain.from_iterable(encoder.sources for encoder in self.encoders)
+        sound = len({*self.names}) == len(self.encoders) and all(type(layer) is int and 0 <= layer < MOST_LAYERS for layer in layers)
+        for encoder in self.encoders:
+            states, hidden, shift = encoder.weights
+            coded = [] if encoder.coding is None else [encoder.coding[0].order.shape, encoder.coding[1].shape]
+            sound &= shift.ndim == 1 and all(shape == shift.shape for shape in (states.shape[1:], hidden.shape[1:], *coded))
+        for decoder in self.decoders:
+            (side, coefficients, bias), (heads, *dims) = decoder.weights, decoder.shape
+            width, sent = (heads * sum(dims),), None if decoder.code is None else self.encoders[decoder.code].weights.shift.shape
+            sound &= side is not None and bias is not None and side.shape[1:] == bias.shape == width
+            sound &= coefficients is None if sent is None else coefficients is not None and coefficients.shape == (*sent, *width)
+        return sound

@@ -27,9 +27,8 @@ from hf_kvcaches.kernels.checksum import digest_of
 from hf_kvcaches.reuse.partial import twin_of
 from hf_kvcaches.translate.codes import CodesHead, Part, Prompt, SemanticCodes
 from hf_kvcaches.translate.fit import Score, TranslatorConfig, TranslatorSettings, fit
-from hf_kvcaches.translate.maps import Maps
 from hf_kvcaches.translate.pair import Pair
-from hf_kvcaches.translate.states import LayerState, PromptTokens, read
+from hf_kvcaches.translate.states import LayerState, Maps, PromptTokens, read
 
 # Weights that are moved in and out of a model's own modules are there for one pass at a time.
 _OFFLOADED = threading.Lock()

@@ -7,6 +7,7 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from hf_kvcaches.codec.wire.messages import message_chunks
@@ -59,12 +60,6 @@ def distributed(place: str) -> None:
     send_distributed([start, parts[1], parts[0], parts[2]], dst=0)
     dist.barrier()
     # And a process that ends in the middle.
-    send_distributed_begin(start)
-
-
-def send_distributed_begin(start: bytes) -> None:
-    import torch
-
     dist.send(torch.tensor([len(start)]), 0)
     dist.send(torch.frombuffer(bytearray(start), dtype=torch.uint8), 0)
 

@@ -9,7 +9,7 @@ from torch import nn
 from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.translate.pair import ErrorCosts, Pair, split_of
 from tests import tiny
-from tests.translate.models import MODELS
+from tests.translate.pairs import MODELS
 
 
 def in_float64(model):
