@@ -112,18 +112,6 @@ def test_keys_and_values_are_those_of_the_maps(options: dict[str, Any]) -> None:
     assert float((got - logits_of(models()[1], PROMPT, new=4)).abs().max()) > 1e-3
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_between_equal_models_nothing_is_lost(family: str) -> None:
-    model = FAMILIES[family]()
-    translator = lossless(model)
-    ids, mask = left_padded(PROMPT, OTHER)
-    cache = TranslatedCache(model, translator, translator.encode(model, ids, mask))
-    with last_layer(model) as seen:
-        got = logits_of(model, ids, cache, 4, attention_mask=mask)
-    assert seen == [FIRST, 1, 1, 1, 1]
-    close(got, logits_of(model, ids, None, 4, attention_mask=mask))
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma2", "partial"])
 def test_in_half_precision_what_is_lost_is_rounding(family: str) -> None:
     model = FAMILIES[family]().bfloat16()
@@ -283,19 +271,14 @@ def test_a_turn_whose_codes_leave_a_gap_or_are_of_another_text_is_refused() -> N
 # Prompts that are longer or shorter than the one that was coded
 
 
-def test_a_prompt_that_goes_on_is_run_from_where_the_codes_end() -> None:
-    cache, ids = cache_of(PROMPT), joined(PROMPT, MORE)
-    with last_layer(models()[1]) as seen:
-        got = logits_of(models()[1], ids, cache, 3)
-    assert seen == [FIRST, 12, 1, 1]
-    close(got, expected_logits(ids, PROMPT, 3))
-
-
-@pytest.mark.parametrize("length", [45, 44])
-def test_the_last_token_is_always_run(length: int) -> None:
-    consumer, cache, ids = models()[1], cache_of(PROMPT), PROMPT[:, :length]
-    close(logits_of(consumer, ids, cache, 3), logits_of(consumer, ids, beginning(length - 1), 3))
-    assert cache.report().translated == length - 1
+def test_what_goes_on_behind_the_codes_is_run_and_always_the_last_token() -> None:
+    consumer, ids = models()[1], joined(PROMPT, MORE)
+    for length, filled in ((56, 44), (45, 44), (44, 43)):
+        cache = cache_of(PROMPT)
+        with last_layer(consumer) as seen:
+            got = logits_of(consumer, ids[:, :length], cache, 3)
+        assert (seen, cache.report().translated) == ([FIRST, length - filled, 1, 1], filled)
+        close(got, logits_of(consumer, ids[:, :length], beginning(filled), 3))
     other = torch.cat([PROMPT[:, :-1], (PROMPT[:, -1:] + 1) % 90 + 3], 1)
     close(logits_of(consumer, other, cache_of(PROMPT), 4), expected_logits(other, PROMPT))
 
@@ -383,15 +366,13 @@ def test_a_layer_is_rebuilt_while_the_next_is_on_its_way(monkeypatch: pytest.Mon
 
 
 def test_without_codes_the_model_runs_the_prompt_and_the_next_turn_may_come_as_codes() -> None:
-    (producer, consumer), translator = models(), fitted()
-    cache, text = TranslatedCache(consumer, translator), joined(PROMPT, MORE)
+    (producer, consumer), text, cache = models(), joined(PROMPT, MORE), TranslatedCache(models()[1], fitted())
     close(logits_of(consumer, PROMPT, cache, 1), logits_of(consumer, PROMPT, new=1))
     assert cache.report().translated == 0
-    cache.add(translator.encode(producer, text, first=cache.seen))
+    cache.add(fitted().encode(producer, text, first=cache.seen))
     with last_layer(consumer) as seen:
         answer(consumer, text, cache, 1)
-    assert seen == [1]
-    assert (cache.seen, cache.report().translated) == (56, 10)
+    assert (seen, cache.seen, cache.report().translated) == ([1], 56, 10)
 
 
 # What codes can't serve

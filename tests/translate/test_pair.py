@@ -106,14 +106,6 @@ def test_half_of_a_tokens_weight_is_by_its_gradients_in_layers_that_are_translat
     assert float(weights.mean()) == pytest.approx(1.0, abs=1e-5)
 
 
-def test_predictions_are_those_of_the_whole_text():
-    model = MODELS["llama"]()
-    pair, ids = Pair(model, model, None), tiny.ids(16, seed=3)
-    states = {layer: state._replace(states=state.states[:12]) for layer, state in pair.states(ids)[1].items()}
-    with torch.no_grad():
-        torch.testing.assert_close(pair.predictions(ids, states), model(ids[None]).logits[0, 12:], atol=1e-5, rtol=1e-5)
-
-
 def test_a_model_without_gradients_is_refused_with_what_to_pass():
     model = MODELS["llama"]()
     forward = type(model).forward
