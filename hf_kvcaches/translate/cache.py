@@ -6,7 +6,7 @@ The way of a prompt: find it among the coded ones, run the lowest layers and the
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -24,7 +24,7 @@ from hf_kvcaches.core.report import CacheReport
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ConfigError, UnsupportedError, require_instance
 from hf_kvcaches.kernels.rebuild import product_type, rebuild
-from hf_kvcaches.reuse.layer import SplicedLayer, SplicingCache
+from hf_kvcaches.reuse.layer import SplicingCache
 from hf_kvcaches.reuse.partial import PassEnded, StoppingPass, run_module, with_layers
 from hf_kvcaches.translate.codes import ArrivingCodes, CodedPrompt, SemanticCodes, match_prompts
 from hf_kvcaches.translate.states import Maps, PromptTokens, with_watched_input
@@ -196,17 +196,12 @@ def fill(cache: SplicingCache, translator: CacheTranslator, codes: Codes, prompt
     """Write the keys and values of all layers up to the last of the tokens; none counts as seen in layers that are rebuilt."""
     maps, lowest, dtype, seen = translator.maps, translator.settings.recompute_layers, cache.model.dtype, cache.seen
     side = _run_lowest(cache, lowest, prompt, tokens)
-    modules, like, rebuilt = decoder_layers(cache.model)[2], cache.layers[0].key_buffer, dict[int, SplicedLayer]()
-    for decoder in maps.decoders:
-        rebuilt[decoder.layer], device, (heads, *dims) = (
-            cache.layers[decoder.layer],
-            compat.layer_device(modules[decoder.layer]),
-            decoder.shape,
-        )
-        empty = [like.new_empty(1, heads, 0, dim, device=device) for dim in dims]
-        rebuilt[decoder.layer].open(len(tokens.ids), prompt.slots, *empty, max(tokens.padding))
+    modules, like = decoder_layers(cache.model)[2], cache.layers[0].key_buffer
+    for layer, _, (heads, *dims), _ in maps.decoders:
+        empty = [like.new_empty(1, heads, 0, dim, device=compat.layer_device(modules[layer])) for dim in dims]
+        cache.layers[layer].open(len(tokens.ids), prompt.slots, *empty, max(tokens.padding))
     if prompt.run:
-        _run_first(cache, rebuilt, seen, prompt, tokens)
+        _run_first(cache, maps, seen, prompt, tokens)
     if len(side):
         rows, index = _distinct(side, prompt.of_spans(tokens.ids)) if lowest == 0 and not side.is_cuda else (side, None)
         positions = prompt.of_spans(tokens.inputs()[1])
@@ -222,15 +217,15 @@ def fill(cache: SplicingCache, translator: CacheTranslator, codes: Codes, prompt
 
         for code, coefficients in _coefficients(maps, codes, prompt, side.device):
             for decoder in (decoder for decoder in maps.decoders if decoder.code == code):
-                buffers = rebuilt[decoder.layer].buffers
-                device = buffers[0].device
+                key_buffer, value_buffer = cache.layers[decoder.layer].buffers
+                device = key_buffer.device
                 # Rounding of products is far below that of entropy-coded coefficients, but not of exact ones.
                 precision = torch.promote_types(dtype, torch.float32) if maps.tables is None else product_type(dtype, device)
                 known, options = shared(cache.rotation.layers[decoder.layer], device)
                 sent, weights = None if coefficients is None else coefficients.to(device), maps.placed(decoder.weights, device, precision)
-                rebuild(known, sent, weights, *buffers, prompt.spans, **options, product=precision)
+                rebuild(known, sent, weights, key_buffer, value_buffer, prompt.spans, **options, product=precision)
     for row, source in prompt.copies.items():
-        for buffer in chain.from_iterable(layer.buffers for layer in rebuilt.values()):
+        for buffer in chain.from_iterable(cache.layers[decoder.layer].buffers for decoder in maps.decoders):
             buffer[row, :, seen : prompt.slots] = buffer[source, :, seen : prompt.slots]
 
 
@@ -243,15 +238,15 @@ def _run_lowest(cache: SplicingCache, lowest: int, prompt: CodedPrompt, tokens: 
     return prompt.of_spans(inputs[0], seen)
 
 
-def _run_first(cache: SplicingCache, rebuilt: Mapping[int, SplicedLayer], seen: int, prompt: CodedPrompt, tokens: PromptTokens) -> None:
-    """Run the first tokens of each row through all layers."""
+def _run_first(cache: SplicingCache, maps: Maps, seen: int, prompt: CodedPrompt, tokens: PromptTokens) -> None:
+    """Run the first tokens of each row that begins here through all layers."""
     positions, exact = torch.arange(prompt.run, device=tokens.ids.device), DynamicCache()
     columns = (torch.tensor(tokens.padding, device=positions.device)[:, None] + positions).clamp_max(prompt.slots - 1)
     run_module(cache.model.base_model, exact, tokens.ids.gather(1, columns), positions)
     for row, before in enumerate(tokens.padding):
-        count = min(prompt.run, prompt.slots - before) if before >= seen else 0
-        for number, layer in rebuilt.items():
-            for buffer, states in zip(layer.buffers, (exact.layers[number].keys, exact.layers[number].values), strict=True):
+        count = min(prompt.run, prompt.slots - before)
+        for layer in [decoder.layer for decoder in maps.decoders] if before >= seen else ():
+            for buffer, states in zip(cache.layers[layer].buffers, (exact.layers[layer].keys, exact.layers[layer].values), strict=True):
                 buffer[row, :, before : before + count] = states[row, :, :count]
 
 

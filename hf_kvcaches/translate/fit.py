@@ -27,8 +27,8 @@ from hf_kvcaches.evaluate.texts import add_up, sequences
 from hf_kvcaches.kernels.arguments import Decoder
 from hf_kvcaches.stores.catalog import bytes_of_size
 from hf_kvcaches.translate.pair import SHORTEST, ErrorCosts, Pair, States, split_of
-from hf_kvcaches.translate.regression import LEAST_RIDGE, CodeWeights, Group, Key, Products, Regression, pairs_of, passes_of, regress
-from hf_kvcaches.translate.states import CodeEncoder, LayerDecoder, Maps
+from hf_kvcaches.translate.regression import LEAST_RIDGE, Group, Key, Products, Regression, pairs_of, passes_of, regress
+from hf_kvcaches.translate.states import CodeEncoder, CodeWeights, LayerDecoder, Maps
 
 Metric = Literal["loss", "plain"]
 # Of expected and of actual logits, (positions, vocabulary) each; greater is better.
@@ -150,9 +150,8 @@ class Fitting:
         self.texts, self.measured = [ids for ids in texts if len(ids) >= 2], dict[str, float]()
         self.fitted, self.held_out = self.texts, list[Tensor]()
         if len(self.lowest) > 1:
-            held_out = [number for number, ids in enumerate(self.texts) if len(ids) >= _LEAST_HELD_OUT][_HELD_OUT - 1 :: _HELD_OUT][
-                :_HELD_OUT
-            ]
+            long = [number for number, ids in enumerate(self.texts) if len(ids) >= _LEAST_HELD_OUT]
+            held_out = long[_HELD_OUT - 1 :: _HELD_OUT][:_HELD_OUT]
             self.fitted = [ids for number, ids in enumerate(self.texts) if number not in held_out]
             self.held_out = [self.texts[number] for number in held_out]
             if not held_out:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.evaluate.texts import add_up
-from hf_kvcaches.kernels.arguments import Decoder
 from hf_kvcaches.translate.states import CodeWeights
 
 Key = tuple[str, int]
@@ -145,11 +144,11 @@ class Regression(NamedTuple):
     def coefficients(self, states: Tensor, hidden: Tensor) -> Tensor:
         return states @ self.encode.states + hidden @ self.encode.hidden + self.encode.shift
 
-    def decoder(self, directions: Tensor) -> Decoder:
-        """Return the map from the input of the consumer's attention and from some coefficients."""
+    def decoder(self, directions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the maps from the input of the consumer's attention and from some coefficients, and the bias."""
         decode = self.decode[directions]
         side = self.side - self.side_coefficients[:, directions] @ decode
-        return Decoder(side, decode, self.mean - self.side_mean @ side)
+        return side, decode, self.mean - self.side_mean @ side
 
 
 def regress(products: Products, lowest: int, group: Group, roots: Sequence[Tensor], ridges: tuple[float, float]) -> Regression:

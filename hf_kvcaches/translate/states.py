@@ -133,7 +133,7 @@ def read(
             raise PassEnded
         return keys, values
 
-    cache.update = update  # type: ignore[method-assign]  # it holds nothing
+    cache.update = update  # it holds nothing
     for layer in hidden:
         layers[layer] = with_watched_input(layers[layer], partial(inputs.__setitem__, layer))
     with suppress(PassEnded):
