@@ -197,9 +197,10 @@ def fill(cache: SplicingCache, translator: CacheTranslator, codes: Codes, prompt
     maps, lowest, dtype, seen = translator.maps, translator.settings.recompute_layers, cache.model.dtype, cache.seen
     side = _run_lowest(cache, lowest, prompt, tokens)
     modules, like = decoder_layers(cache.model)[2], cache.layers[0].key_buffer
-    for layer, _, (heads, *dims), _ in maps.decoders:
-        empty = [like.new_empty(1, heads, 0, dim, device=compat.layer_device(modules[layer])) for dim in dims]
-        cache.layers[layer].open(len(tokens.ids), prompt.slots, *empty, max(tokens.padding))
+    for number, _, (heads, *dims), _ in maps.decoders:
+        device = compat.layer_device(modules[number])
+        empty = [like.new_empty(1, heads, 0, dim, device=device) for dim in dims]
+        cache.layers[number].open(len(tokens.ids), prompt.slots, *empty, max(tokens.padding))
     if prompt.run:
         _run_first(cache, maps, seen, prompt, tokens)
     if len(side):
@@ -217,13 +218,13 @@ def fill(cache: SplicingCache, translator: CacheTranslator, codes: Codes, prompt
 
         for code, coefficients in _coefficients(maps, codes, prompt, side.device):
             for decoder in (decoder for decoder in maps.decoders if decoder.code == code):
-                key_buffer, value_buffer = cache.layers[decoder.layer].buffers
-                device = key_buffer.device
+                layer = cache.layers[decoder.layer]
+                device = layer.key_buffer.device
                 # Rounding of products is far below that of entropy-coded coefficients, but not of exact ones.
                 precision = torch.promote_types(dtype, torch.float32) if maps.tables is None else product_type(dtype, device)
                 known, options = shared(cache.rotation.layers[decoder.layer], device)
                 sent, weights = None if coefficients is None else coefficients.to(device), maps.placed(decoder.weights, device, precision)
-                rebuild(known, sent, weights, key_buffer, value_buffer, prompt.spans, **options, product=precision)
+                rebuild(known, sent, weights, layer.key_buffer, layer.value_buffer, prompt.spans, **options, product=precision)
     for row, source in prompt.copies.items():
         for buffer in chain.from_iterable(cache.layers[decoder.layer].buffers for decoder in maps.decoders):
             buffer[row, :, seen : prompt.slots] = buffer[source, :, seen : prompt.slots]
@@ -245,9 +246,10 @@ def _run_first(cache: SplicingCache, maps: Maps, seen: int, prompt: CodedPrompt,
     run_module(cache.model.base_model, exact, tokens.ids.gather(1, columns), positions)
     for row, before in enumerate(tokens.padding):
         count = min(prompt.run, prompt.slots - before)
-        for layer in [decoder.layer for decoder in maps.decoders] if before >= seen else ():
-            for buffer, states in zip(cache.layers[layer].buffers, (exact.layers[layer].keys, exact.layers[layer].values), strict=True):
-                buffer[row, :, before : before + count] = states[row, :, :count]
+        for number in [decoder.layer for decoder in maps.decoders] if before >= seen else ():
+            layer, found = cache.layers[number], exact.layers[number]
+            layer.key_buffer[row, :, before : before + count] = found.keys[row, :, :count]
+            layer.value_buffer[row, :, before : before + count] = found.values[row, :, :count]
 
 
 def _coefficients(maps: Maps, codes: Codes, prompt: CodedPrompt, device: torch.device) -> Iterator[tuple[int | None, torch.Tensor | None]]:
