@@ -52,10 +52,10 @@ def test_gradients_are_those_of_one_layers_keys_and_values_before_the_predicted_
 
 
 def test_gradients_do_not_depend_on_whether_parameters_or_the_caller_ask_for_some():
-    found = []
+    found, ids = [], tiny.ids(12)
     for freeze in (False, True):
         model = MODELS["llama"]().requires_grad_(not freeze)
-        pair, ids = Pair(model, model, None), tiny.ids(12)
+        pair = Pair(model, model, None)
         with torch.inference_mode():
             found.append(pair.gradients(ids, pair.states(ids)[1], 0))
     for layer, rows in found[0].items():

@@ -225,8 +225,8 @@ def test_weights_that_changed_since_are_refused() -> None:
 
 def test_another_model_is_refused_and_models_in_each_others_place() -> None:
     (producer, consumer), translator = models(), fitted()
-    codes, third = translator.encode(producer, PROMPT), tiny.llama(seed=5)
-    for model in (third, tiny.llama(num_hidden_layers=2)):
+    codes = translator.encode(producer, PROMPT)
+    for model in (tiny.llama(seed=5), tiny.llama(num_hidden_layers=2)):
         with pytest.raises(FingerprintMismatch, match="translator's producer"):
             translator.encode(model, PROMPT)
         with pytest.raises(FingerprintMismatch, match="translator's consumer"):
@@ -248,9 +248,9 @@ def test_codes_of_another_translator_are_refused() -> None:
 
 
 def test_adapters_belong_to_a_model() -> None:
-    producer, (consumer, other) = tiny.llama(), (tiny.llama(), tiny.llama())
+    producer, *consumers = (tiny.llama() for _ in range(3))  # whose making seeds what adapters are drawn from
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
-    consumer, other = (get_peft_model(model, config).eval() for model in (consumer, other))
+    consumer, other = (get_peft_model(model, config).eval() for model in consumers)
     translator = fit(producer, consumer, **HALF)
     codes = translator.encode(producer, PROMPT)
     for wrong in (producer, other):
@@ -278,8 +278,8 @@ def test_tokenizers_that_differ_are_refused_with_what_differs() -> None:
 
 
 def test_pairs_that_can_not_be_translated_are_refused() -> None:
-    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    for pair in ((models()[0], tiny.llama(rope_parameters=dynamic)), (tiny.llama(rope_parameters=dynamic), models()[1])):
+    dynamic = tiny.llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
+    for pair in ((models()[0], dynamic), (dynamic, models()[1])):
         with pytest.raises(UnsupportedError):
             fit(*pair)
 
@@ -341,10 +341,9 @@ def test_what_was_saved_makes_the_same_codes_and_keys(tmp_path: Path, options: d
 
 def test_a_card_says_how_it_was_made(tmp_path: Path) -> None:
     translator = fitted()
-    lines = translator.describe_calibration().splitlines()
-    assert lines[:2] == ["| | |", "|---|---|"]
-    assert all(line.startswith("| ") and line.endswith(" |") and line.count("|") == 3 for line in lines[2:])
     told = translator.describe_calibration()
+    assert told.splitlines()[:2] == ["| | |", "|---|---|"]
+    assert all(line.startswith("| ") and line.endswith(" |") and line.count("|") == 3 for line in told.splitlines()[2:])
     for said in ("8, 800 tokens", "Metric | loss |", "0.5 of bfloat16", "layer.1: ", "in all", "bytes of a token"):
         assert said in told
     translator.save_pretrained(tmp_path)
