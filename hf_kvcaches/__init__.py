@@ -32,7 +32,7 @@ _PUBLIC = {
     "translate.codes": "ArrivingCodes SemanticCodes",
     "translate.translator": "CacheTranslator",
     "translate.cache": "TranslatedCache",
-    "translate.config": "TranslatorConfig",
+    "translate.fit": "TranslatorConfig",
     "warmstart.paper.maps": "SlotProjector TrainedAdapters",
     "warmstart.cache": "WarmStartCache",
     "warmstart.gate": "WarmStartGate",

@@ -42,7 +42,7 @@ from hf_kvcaches.subspace.paper.settings import AdaptiveSubspace as AdaptiveSubs
 from hf_kvcaches.translate.cache import TranslatedCache as TranslatedCache
 from hf_kvcaches.translate.codes import ArrivingCodes as ArrivingCodes
 from hf_kvcaches.translate.codes import SemanticCodes as SemanticCodes
-from hf_kvcaches.translate.config import TranslatorConfig as TranslatorConfig
+from hf_kvcaches.translate.fit import TranslatorConfig as TranslatorConfig
 from hf_kvcaches.translate.translator import CacheTranslator as CacheTranslator
 from hf_kvcaches.warmstart.cache import WarmStartCache as WarmStartCache
 from hf_kvcaches.warmstart.gate import WarmStartGate as WarmStartGate

@@ -17,7 +17,7 @@ from hf_kvcaches.codec.codec import KVCodec
 from hf_kvcaches.engines import engine_codec
 from hf_kvcaches.errors import ConfigError, require
 from hf_kvcaches.segments.calibration import calibrate as calibrate_policy
-from hf_kvcaches.translate.config import TranslatorConfig
+from hf_kvcaches.translate.fit import TranslatorConfig
 from hf_kvcaches.translate.translator import CacheTranslator
 from hf_kvcaches.warmstart.calibration import CLOSED, calibrate_gate
 

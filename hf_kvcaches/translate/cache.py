@@ -6,7 +6,7 @@ The way of a prompt: find it among the coded ones, run the lowest layers and the
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -27,8 +27,7 @@ from hf_kvcaches.kernels.rebuild import product_type, rebuild
 from hf_kvcaches.reuse.layer import SplicingCache
 from hf_kvcaches.reuse.partial import PassEnded, StoppingPass, run_module, with_layers
 from hf_kvcaches.translate.codes import ArrivingCodes, CodedPrompt, SemanticCodes, match_prompts
-from hf_kvcaches.translate.maps import Maps
-from hf_kvcaches.translate.states import PromptTokens, with_watched_input
+from hf_kvcaches.translate.states import Maps, PromptTokens, with_watched_input
 from hf_kvcaches.translate.translator import CacheTranslator
 
 Codes = SemanticCodes | ArrivingCodes
@@ -198,32 +197,36 @@ def fill(cache: SplicingCache, translator: CacheTranslator, codes: Codes, prompt
     maps, lowest, dtype, seen = translator.maps, translator.settings.recompute_layers, cache.model.dtype, cache.seen
     side = _run_lowest(cache, lowest, prompt, tokens)
     modules, like = decoder_layers(cache.model)[2], cache.layers[0].key_buffer
-    for decoder in maps.decoders:
-        device, (heads, *dims) = compat.layer_device(modules[decoder.layer]), decoder.shape
+    for number, _, (heads, *dims), _ in maps.decoders:
+        device = compat.layer_device(modules[number])
         empty = [like.new_empty(1, heads, 0, dim, device=device) for dim in dims]
-        cache.layers[decoder.layer].open(len(tokens.ids), prompt.slots, *empty, max(tokens.padding))
-    buffers = {
-        decoder.layer: (cache.layers[decoder.layer].key_buffer, cache.layers[decoder.layer].value_buffer) for decoder in maps.decoders
-    }
+        cache.layers[number].open(len(tokens.ids), prompt.slots, *empty, max(tokens.padding))
     if prompt.run:
-        _run_first(cache, buffers, seen, prompt, tokens)
+        _run_first(cache, maps, seen, prompt, tokens)
     if len(side):
         rows, index = _distinct(side, prompt.of_spans(tokens.ids)) if lowest == 0 and not side.is_cuda else (side, None)
         positions = prompt.of_spans(tokens.inputs()[1])
-        side_on = functools.cache(lambda device: (rows.to(device), None if index is None else index.to(device)))
-        tables_of = functools.cache(lambda geometry, device: _tables(geometry, positions.to(device)))
+
+        @functools.cache
+        def shared(geometry: RotaryGeometry, device: torch.device) -> tuple[torch.Tensor, dict[str, Any]]:
+            """What the layers of a device have in common that rotate keys alike."""
+            options = {"side_rows": None if index is None else index.to(device)}
+            if geometry.kind != "rope":
+                return rows.to(device), options
+            cos, sin = (table * geometry.attention_scaling for table in geometry.cos_sin(positions.to(device)))
+            return rows.to(device), options | {"cos": cos, "sin": sin, "layout": geometry.layout}
+
         for code, coefficients in _coefficients(maps, codes, prompt, side.device):
             for decoder in (decoder for decoder in maps.decoders if decoder.code == code):
-                key_buffer, value_buffer = buffers[decoder.layer]
-                device = key_buffer.device
+                layer = cache.layers[decoder.layer]
+                device = layer.key_buffer.device
                 # Rounding of products is far below that of entropy-coded coefficients, but not of exact ones.
                 precision = torch.promote_types(dtype, torch.float32) if maps.tables is None else product_type(dtype, device)
-                weights, (known, side_rows) = maps.placed(decoder.weights, device, precision), side_on(device)
-                sent = None if coefficients is None else coefficients.to(device)
-                options = tables_of(cache.rotation.layers[decoder.layer], device) | {"side_rows": side_rows, "product": precision}
-                rebuild(known, sent, weights, key_buffer, value_buffer, prompt.spans, **options)
+                known, options = shared(cache.rotation.layers[decoder.layer], device)
+                sent, weights = None if coefficients is None else coefficients.to(device), maps.placed(decoder.weights, device, precision)
+                rebuild(known, sent, weights, layer.key_buffer, layer.value_buffer, prompt.spans, **options, product=precision)
     for row, source in prompt.copies.items():
-        for buffer in chain.from_iterable(buffers.values()):
+        for buffer in chain.from_iterable(cache.layers[decoder.layer].buffers for decoder in maps.decoders):
             buffer[row, :, seen : prompt.slots] = buffer[source, :, seen : prompt.slots]
 
 
@@ -236,16 +239,17 @@ def _run_lowest(cache: SplicingCache, lowest: int, prompt: CodedPrompt, tokens: 
     return prompt.of_spans(inputs[0], seen)
 
 
-def _run_first(cache: SplicingCache, buffers: Mapping[int, Any], seen: int, prompt: CodedPrompt, tokens: PromptTokens) -> None:
-    """Run the first tokens of each row through all layers."""
+def _run_first(cache: SplicingCache, maps: Maps, seen: int, prompt: CodedPrompt, tokens: PromptTokens) -> None:
+    """Run the first tokens of each row that begins here through all layers."""
     positions, exact = torch.arange(prompt.run, device=tokens.ids.device), DynamicCache()
     columns = (torch.tensor(tokens.padding, device=positions.device)[:, None] + positions).clamp_max(prompt.slots - 1)
     run_module(cache.model.base_model, exact, tokens.ids.gather(1, columns), positions)
     for row, before in enumerate(tokens.padding):
-        count = min(prompt.run, prompt.slots - before) if before >= seen else 0
-        for layer, sides in buffers.items():
-            for buffer, states in zip(sides, (exact.layers[layer].keys, exact.layers[layer].values), strict=True):
-                buffer[row, :, before : before + count] = states[row, :, :count]
+        count = min(prompt.run, prompt.slots - before)
+        for number in [decoder.layer for decoder in maps.decoders] if before >= seen else ():
+            layer, found = cache.layers[number], exact.layers[number]
+            layer.key_buffer[row, :, before : before + count] = found.keys[row, :, :count]
+            layer.value_buffer[row, :, before : before + count] = found.values[row, :, :count]
 
 
 def _coefficients(maps: Maps, codes: Codes, prompt: CodedPrompt, device: torch.device) -> Iterator[tuple[int | None, torch.Tensor | None]]:
@@ -254,8 +258,7 @@ def _coefficients(maps: Maps, codes: Codes, prompt: CodedPrompt, device: torch.d
     ranges = [torch.arange(start, start + span.tokens) for start, span in zip(prompt.starts, prompt.spans, strict=True)]
     indices = torch.cat(ranges).to(device)
     numbered = enumerate(part.codes.to(device) for part in codes)
-    groups = [dict(numbered)] if isinstance(codes, SemanticCodes) else ({code: record} for code, record in numbered)
-    for records in groups:
+    for records in [dict(numbered)] if isinstance(codes, SemanticCodes) else ({code: record} for code, record in numbered):
         for code, coefficients in maps.decode(records, codes.head.tokens).items():
             yield code, coefficients[indices]
 
@@ -268,11 +271,3 @@ def _distinct(side: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torc
     index = ids.unique(return_inverse=True)[1].to(side.device)
     rows = side.new_empty(int(index.max()) + 1, side.shape[1]).index_copy_(0, index, side)
     return (rows, index) if torch.equal(rows[index], side) else (side, None)
-
-
-def _tables(geometry: RotaryGeometry, positions: torch.Tensor) -> dict[str, Any]:
-    """Return the kernel's tables for keys at some positions; nothing where keys are not rotated."""
-    if geometry.kind != "rope":
-        return {}
-    cos, sin = (table * geometry.attention_scaling for table in geometry.cos_sin(positions))
-    return {"cos": cos, "sin": sin, "layout": geometry.layout}

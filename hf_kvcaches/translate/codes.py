@@ -34,17 +34,11 @@ TokenIds = Tensor | Sequence[int] | np.ndarray[Any, Any]
 
 
 class Prompt(NamedTuple):
-    """A coded prompt, identified by the digest of its token ids.
+    """A coded prompt, identified by the digest of its token ids."""
 
-    Args:
-        tokens: How many, without padding.
-        digest: Of their ids, as from `Prompt.of`.
-        first: The first token with codes; those before it are in the cache already, or are run by the consumer.
-    """
-
-    tokens: int
-    digest: str
-    first: int = 0
+    tokens: int  # without padding
+    digest: str  # of their ids
+    first: int = 0  # the first token with codes; those before it are in the cache already, or are run by the consumer
 
     @classmethod
     def of(cls, ids: TokenIds, first: int = 0) -> Self:
@@ -69,19 +63,13 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class CodesHead:
-    """What a consumer is told before the codes.
-
-    Args:
-        translator: The translator's digest.
-        prompts: In the order of their tokens.
-        names: Of the parts, such as `layer.3` or `layers.1-3`, as they are sent; none where all is rebuilt from the token ids.
-    """
+    """What a consumer is told before the codes."""
 
     kind: ClassVar[str] = "semantic codes"
 
-    translator: str
-    prompts: tuple[Prompt, ...]
-    names: tuple[str, ...]
+    translator: str  # the translator's digest
+    prompts: tuple[Prompt, ...]  # in the order of their tokens
+    names: tuple[str, ...]  # of the parts, such as `layer.3` or `layers.1-3`; none where all is rebuilt from the token ids
 
     @cached_property
     def tokens(self) -> int:
@@ -108,17 +96,6 @@ class CodesHead:
         return head
 
 
-def message_of(head: CodesHead, parts: Iterable[Part]) -> Iterator[bytes]:
-    """Return the bytes of codes: the head, then part by part as they are computed."""
-
-    def records() -> Iterator[Tensor]:
-        for name, part in zip(head.names, parts, strict=True):
-            assert part.name == name, f"the head says {name}, got {part.name}"
-            yield part.codes
-
-    return message_chunks(head, records())
-
-
 class SemanticCodes:
     """All codes of one or more prompts, in memory.
 
@@ -138,7 +115,7 @@ class SemanticCodes:
 
     def chunks(self) -> Iterator[bytes]:
         """The bytes to send: the head, then part by part."""
-        return message_of(self.head, self.parts)
+        return message_chunks(self.head, (part.codes for part in self.parts))
 
     def to_bytes(self) -> bytes:
         return b"".join(self.chunks())
@@ -246,12 +223,13 @@ def match_prompts(head: CodesHead, texts: Sequence[Tensor], padding: Sequence[in
             "codes: left padding makes one row start at or after the slot where another row's codes end. Encode the whole batch, or "
             "use one cache for each row."
         )
-    found, offsets = CodedPrompt([], [], {}, most, 0), [0, *accumulate(prompt.coded for prompt in head.prompts)]
+    spans, starts, copies, first_run = list[RowSpan](), list[int](), dict[int, int](), 0
+    offsets = [0, *accumulate(prompt.coded for prompt in head.prompts)]
     for (number, before), (row, *others) in rows.items():
         coded = before + head.prompts[number].first  # the slot of the first token with codes
         start = max(seen, coded)
-        found.spans.append(RowSpan(row, start, max(0, most - start)))
-        found.starts.append(offsets[number] + start - coded)
-        found.copies.update(dict.fromkeys(others, row))
-        found = found._replace(run=max(found.run, coded - before if seen <= before else 0))
-    return found
+        spans.append(RowSpan(row, start, max(0, most - start)))
+        starts.append(offsets[number] + start - coded)
+        copies |= dict.fromkeys(others, row)
+        first_run = max(first_run, coded - before if seen <= before else 0)
+    return CodedPrompt(spans, starts, copies, most, first_run)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from statistics import fmean
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from hf_kvcaches import compat
@@ -19,19 +20,21 @@ from hf_kvcaches.codec.plan import Sample, StepQuantizer
 from hf_kvcaches.codec.plan import fit as fit_step
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.identity import require_identity
-from hf_kvcaches.errors import ConfigError, is_number, whole_number
+from hf_kvcaches.errors import ConfigError, is_number, require_choice, whole_number
 from hf_kvcaches.evaluate.measures import divergence
 from hf_kvcaches.evaluate.runner import evaluating
 from hf_kvcaches.evaluate.texts import add_up, sequences
 from hf_kvcaches.kernels.arguments import Decoder
-from hf_kvcaches.translate.config import TranslatorConfig, TranslatorSettings
-from hf_kvcaches.translate.maps import CodeEncoder, CodeWeights, LayerDecoder, Maps
+from hf_kvcaches.stores.catalog import bytes_of_size
 from hf_kvcaches.translate.pair import SHORTEST, ErrorCosts, Pair, States, split_of
 from hf_kvcaches.translate.regression import LEAST_RIDGE, Group, Key, Products, Regression, pairs_of, passes_of, regress
+from hf_kvcaches.translate.states import CodeEncoder, CodeWeights, LayerDecoder, Maps
 
+Metric = Literal["loss", "plain"]
 # Of expected and of actual logits, (positions, vocabulary) each; greater is better.
-Score = Callable[[torch.Tensor, torch.Tensor], float]
-Code = tuple[Group, Regression]
+Score = Callable[[Tensor, Tensor], float]
+# Defaults: at most 4 layers and 2,048 numbers a token share a code; moments and transforms take the square.
+_MOST_SHARING, _WIDEST_CODE = 4, 2048
 # Beyond the first payload, integers of the directions that vary most would have more than 16 bits; with the second, none are rounded.
 _LARGEST_CODED, EXACT = 0.5, 2.0
 # Directions that take fewer bits are worth less than these bits, and each costs time in every token.
@@ -40,6 +43,77 @@ _LEAST_BITS, _TINY = 0.2, 1e-30
 _SAMPLED, _LEAST_SAMPLE, _MOST_SAMPLE = 1 << 22, 256, 4096
 # Every eighth text of so many tokens is held out to choose layers on, up to eight texts.
 _HELD_OUT, _LEAST_HELD_OUT = 8, 16
+
+
+@dataclass(frozen=True)
+class TranslatorConfig:
+    """Options of `CacheTranslator.fit` that have good defaults.
+
+    Args:
+        layers_per_code: How many consecutive layers share a code. More layers lose less at the same bytes, but rebuilding takes more time,
+            and fitting more memory. None: up to 4, as long as their keys and values together have at most 2,048 numbers a token.
+        metric: What errors cost: by gradients of the predictions after a text (`"loss"`), or all of a layer the same (`"plain"`).
+        layer_map: The producer's layer that predicts each layer of the consumer. None: the one nearest in depth; `"fit"`: the best one on
+            the first texts, none below that of the layer before.
+        prefill_share: The share of the consumer's layers that `recompute_layers="auto"` may run.
+        exact_tokens: How many first tokens of a prompt the consumer runs itself. They are unlike all others, which attend to them.
+        ridge: Regularisation, as a share of the mean variance. None: less the more tokens there are.
+        memory: What the sums over texts may take, in bytes or such as `"8GiB"`. Where they take more, layers are fitted in groups, and both
+            models read the texts once for each group.
+    """
+
+    layers_per_code: int | None = None
+    metric: Metric = "loss"
+    layer_map: Sequence[int] | Literal["fit"] | None = None
+    prefill_share: float = 0.25
+    exact_tokens: int = 4
+    ridge: float | None = None
+    memory: int | str = "8GiB"
+
+    def __post_init__(self) -> None:
+        require_choice("metric", self.metric, get_args(Metric))
+        if self.layers_per_code is not None:
+            whole_number("layers_per_code", self.layers_per_code, 1)
+        whole_number("exact_tokens", self.exact_tokens, 0)
+        if self.layer_map not in (None, "fit"):
+            expected = "a layer of the producer for each of the consumer's, or 'fit'"
+            object.__setattr__(self, "layer_map", tuple(whole_number("layer_map", layer, 0, expected) for layer in self.layer_map or ()))
+        if not is_number(self.prefill_share) or not 0 <= self.prefill_share <= 1:
+            raise ConfigError.of("prefill_share", "a share of 0 to 1", self.prefill_share)
+        if self.ridge is not None and (not isinstance(self.ridge, float) or not 0 < self.ridge < 1):
+            raise ConfigError.of("ridge", "a small share above 0, as 1e-8, or None", self.ridge)
+        memory = bytes_of_size("memory", self.memory)
+        if memory is None:
+            raise ConfigError.of("memory", "a number of bytes, or such as '8GiB'", self.memory)
+        object.__setattr__(self, "memory", memory)
+
+    def layers_of_width(self, width: int) -> int:
+        """Return `layers_per_code`, or its default for layers with `width` key and value numbers a token."""
+        return self.layers_per_code or max(1, min(_MOST_SHARING, _WIDEST_CODE // width))
+
+    def run_layers(self, recompute_layers: Any, layers: int) -> list[int]:
+        """Return the numbers of layers, of so many, that the consumer may run: with "auto" 0, 1, 2, 4 and so on."""
+        if recompute_layers == "auto":
+            most = min(layers - 1, int(self.prefill_share * layers))
+            return [0, *(1 << power for power in range(most.bit_length()))]
+        expected = f"'auto', or fewer than the {layers} layers there are"
+        return [whole_number("recompute_layers", recompute_layers, 0, expected, most=layers - 1)]
+
+
+@dataclass(frozen=True)
+class TranslatorSettings:
+    """How a translator was fitted: the options in use, how much it read, and KL divergences on held-out texts."""
+
+    payload: float
+    recompute_layers: int
+    exact_tokens: int
+    metric: Metric
+    layers_per_code: int
+    layer_map: tuple[int, ...]
+    texts: int = 0
+    tokens: int = 0
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    measured: Mapping[str, float] = field(default_factory=dict)
 
 
 @torch.no_grad()
@@ -69,18 +143,20 @@ class Fitting:
     """
 
     def __init__(
-        self, pair: Pair, texts: Sequence[torch.Tensor], config: TranslatorConfig, lowest: Sequence[int], exact: bool, progress: bool
+        self, pair: Pair, texts: Sequence[Tensor], config: TranslatorConfig, lowest: Sequence[int], exact: bool, progress: bool
     ) -> None:
         self.pair, self.config, self.lowest, self.progress = pair, config, list(lowest), progress
-        self.dtype, self._began = torch.float64 if exact else torch.float32, perf_counter()
-        self.texts, self.seconds, self.measured = [ids for ids in texts if len(ids) >= 2], dict[str, float](), dict[str, float]()
-        long = [number for number, ids in enumerate(self.texts) if len(self.lowest) > 1 and len(ids) >= _LEAST_HELD_OUT]
-        held_out = long[_HELD_OUT - 1 :: _HELD_OUT][:_HELD_OUT]
-        if len(self.lowest) > 1 and not held_out:
-            warnings.warn(f"'auto' needs 8 texts of {_LEAST_HELD_OUT} tokens or more to choose on: no layers are run.", stacklevel=5)
-            self.lowest = [0]
-        self.fitted = [ids for number, ids in enumerate(self.texts) if number not in held_out]
-        self.held_out = [self.texts[number] for number in held_out]
+        self.dtype, self.began = torch.float64 if exact else torch.float32, perf_counter()
+        self.texts, self.measured = [ids for ids in texts if len(ids) >= 2], dict[str, float]()
+        self.fitted, self.held_out = self.texts, list[Tensor]()
+        if len(self.lowest) > 1:
+            long = [number for number, ids in enumerate(self.texts) if len(ids) >= _LEAST_HELD_OUT]
+            held_out = long[_HELD_OUT - 1 :: _HELD_OUT][:_HELD_OUT]
+            self.fitted = [ids for number, ids in enumerate(self.texts) if number not in held_out]
+            self.held_out = [self.texts[number] for number in held_out]
+            if not held_out:
+                warnings.warn(f"'auto' needs 8 texts of {_LEAST_HELD_OUT} tokens or more to choose on: no layers are run.", stacklevel=5)
+                self.lowest = [0]
         if config.metric == "loss" and max(map(len, self.fitted), default=0) < SHORTEST:
             raise ConfigError.of("texts", f"one of {SHORTEST} tokens at least", self.texts, "Or pass TranslatorConfig(metric='plain').")
         if len(self.fitted) < compat.process()[1]:
@@ -92,7 +168,6 @@ class Fitting:
         pair, config = self.pair, self.config
         if config.layer_map == "fit":
             pair.fit_sources(self.fitted)
-            self._lap("layers")
         producer, consumer = pair.states(torch.zeros(2, dtype=torch.long), self.lowest)
         self.shapes = {layer: state.shape for layer, state in consumer.items()}
         self.widths = {key: block.shape[1] for key, block in self._blocks(producer, consumer).items()}
@@ -105,28 +180,22 @@ class Fitting:
         # Tokens that codes are chosen on: as many of each text, in rows of its own, so that those of processes can be added up.
         sampled = [("producer input", layer) for layer in self.lowest] + [key for group in groups for key in group.keys[0]]
         self.samples = {key: torch.zeros(texts, -(-sample // texts), self.widths[key], device=device) for key in sampled}
-        self.codes: dict[int, list[Code]] = {lowest: [] for lowest in self.lowest}
-        weights: dict[int, torch.Tensor] = {}
+        self.codes: dict[int, list[tuple[Group, Regression]]] = {lowest: [] for lowest in self.lowest}
+        weights: dict[int, Tensor] = {}
         for number, some in enumerate(passes_of(groups, self.widths, self.lowest, plain, sample, int(config.memory))):
             products = Products(pairs_of(some, self.lowest, plain), self.dtype, device)
             self._read_texts(products, weights, first=number == 0)
             for lowest in self.lowest:
                 self._solve(products, some, lowest)
-            self._lap("solving")
 
-    def _lap(self, stage: str) -> None:
-        """Add the time since the stage before to the seconds of a stage."""
-        before, self._began = self._began, perf_counter()
-        self.seconds[stage] = round(self.seconds.get(stage, 0.0) + self._began - before, 3)
-
-    def _blocks(self, producer: States, consumer: States) -> dict[Key, torch.Tensor]:
+    def _blocks(self, producer: States, consumer: States) -> dict[Key, Tensor]:
         """Return what products are taken of, (tokens, width) each."""
         blocks = {("producer", layer): state.states for layer, state in producer.items()}
         blocks |= {("consumer", layer): state.states for layer, state in consumer.items()}
         blocks |= {("consumer input", layer): consumer[layer].hidden for layer in self.lowest}
         return blocks | {("producer input", layer): producer[self.pair.sources[layer]].hidden for layer in self.lowest}
 
-    def _read_texts(self, products: Products, weights: dict[int, torch.Tensor], first: bool) -> None:
+    def _read_texts(self, products: Products, weights: dict[int, Tensor], first: bool) -> None:
         """Add all texts to products, and what is read of them first to weights; each process reads its share, and gets the sums of all."""
         (process, processes), exact_tokens = compat.process(), self.config.exact_tokens
         hidden, costs = not self.progress or process > 0, self.costs if first else None
@@ -135,10 +204,8 @@ class Fitting:
             if number and not mine:  # all begin with the first text, whose means are what products are taken of
                 continue
             producer, consumer = self.pair.states(ids, self.lowest)
-            self._lap("reading")
             if costs is not None and mine and len(ids) >= SHORTEST:
                 weights[number] = costs.add(self.pair, ids, consumer, exact_tokens, number)
-                self._lap("gradients")
             exact = min(exact_tokens, len(ids) - 2)
             blocks = {key: block[exact:] for key, block in self._blocks(producer, consumer).items()}
             products.add(blocks, weights.get(number, torch.ones(len(ids)))[exact:] * mine)
@@ -146,7 +213,6 @@ class Fitting:
                 for key, sample in self.samples.items():
                     chosen = torch.linspace(0, len(ids) - exact - 1, sample.shape[1]).long().to(blocks[key].device)
                     sample[number] = blocks[key][chosen].to(sample)
-            self._lap("products")
         products.finish(processes)
         if first and processes > 1:
             add_up([*self.samples.values(), *chain.from_iterable([] if costs is None else costs.sides.values())])
@@ -182,7 +248,6 @@ class Fitting:
             self.measured[f"{lowest} layers run"] = scores[lowest] = kl
             if score is not None:
                 scores[lowest] = -fmean(float(score(one, other)) for one, other in zip(expected, found, strict=True))
-        self._lap("choice")
         if not all(map(math.isfinite, scores.values())):
             raise ConfigError.of("score", "a finite number for each text", scores)
         return min(scores, key=lambda lowest: scores[lowest])
@@ -190,55 +255,49 @@ class Fitting:
     def _translated(self, maps: Maps, lowest: int, producer: States, consumer: States) -> States:
         """Return the consumer's states of a text as they are rebuilt from the producer's."""
         states, known = {layer: state.states for layer, state in producer.items()}, consumer[lowest].hidden
-        coefficients: dict[int | None, torch.Tensor] = {}
-        for code in range(len(maps.encoders)):
-            sent = maps.pack({code: maps.coefficients(code, states, producer[maps.side_layer].hidden)})
-            coefficients[code] = maps.decode(sent, len(known))[code].to(known.device)
-        found, exact = dict(consumer), self.config.exact_tokens
-        for decoder in maps.decoders:
-            side, decode, bias = maps.placed(decoder.weights, known.device)
+        hidden, translated, exact = producer[maps.side_layer].hidden, dict(consumer), self.config.exact_tokens
+        sent = maps.pack({code: maps.coefficients(code, states, hidden) for code in range(len(maps.encoders))})
+        coefficients = maps.decode({code: record.to(known.device) for code, record in sent.items()}, len(known))
+        for layer, code, _, weights in maps.decoders:
+            side, decode, bias = maps.placed(weights, known.device)
             rebuilt = known.float() @ side + bias
-            if decode is not None:
-                rebuilt += coefficients[decoder.code] @ decode
-            true = consumer[decoder.layer]
-            found[decoder.layer] = true._replace(states=torch.cat([true.states[:exact].to(rebuilt), rebuilt[exact:]]))
-        return found
+            if code is not None:
+                rebuilt += coefficients[code] @ decode
+            true = consumer[layer].states[:exact].to(rebuilt)
+            translated[layer] = consumer[layer]._replace(states=torch.cat([true, rebuilt[exact:]]))
+        return translated
 
     def settings(self, lowest: int, payload: float) -> TranslatorSettings:
         """Return how the maps of a payload were fitted, where the consumer runs its lowest layers."""
-        of_texts = len(self.texts), sum(map(len, self.texts)), self.seconds, self.measured
-        own = self.config.exact_tokens, self.config.metric, self.shared, self.pair.sources
-        return TranslatorSettings(float(payload), lowest, *own, *of_texts)
+        config, tokens = self.config, sum(map(len, self.texts))
+        options = float(payload), lowest, config.exact_tokens, config.metric, self.shared, self.pair.sources
+        return TranslatorSettings(*options, len(self.texts), tokens, {"in all": round(perf_counter() - self.began, 3)}, self.measured)
 
     def maps(self, lowest: int, payload: float) -> Maps:
         """Return the maps for a payload, where the consumer runs its lowest layers: codes of a budget of bits, all together."""
-        codes, tables, bits, step = sorted(self.codes[lowest], key=lambda code: max(code[0].sources)), None, None, 1.0
-        # Of each code: the directions that are sent, and how.
-        chosen: list[tuple[Any, ...]] = [(torch.arange(len(own.strengths) if payload == EXACT else 0), None, None) for _, own in codes]
-        if codes and 0 < payload < EXACT:
-            quantizer, sizes = self._quantizer(codes, lowest, payload)
-            tables, bits, step = quantizer.tables, quantizer.bits, quantizer.step
-            orders = [replace(plan, order=torch.arange(len(plan.order))) for plan in quantizer.plans]
-            deviations = [size[plan.order] / step for size, plan in zip(sizes, quantizer.plans, strict=True)]
-            self._lap("coding")
-            chosen = [*zip([plan.integers for plan in quantizer.plans], orders, deviations, strict=True)]
-        encoders, decoders = list[CodeEncoder](), list[LayerDecoder]()
-        for (group, regression), (directions, *coding) in zip(codes, chosen, strict=True):
-            kept, number = directions.to(regression.decode.device), len(encoders) if len(directions) else None
-            if number is not None:
-                maps = regression.encode, regression.encode_side, regression.shift
-                weights = CodeWeights(*((part[..., kept] / step).cpu().contiguous() for part in maps))
-                encoders.append(CodeEncoder(group.name, group.sources, weights, *coding))
+        codes = sorted(self.codes[lowest], key=lambda code: max(code[0].sources))
+        quantizer, sizes = self._quantizer(codes, lowest, payload) if codes and 0 < payload < EXACT else (None, [])
+        step, encoders, decoders = 1.0 if quantizer is None else quantizer.step, list[CodeEncoder](), list[LayerDecoder]()
+        for number, (group, regression) in enumerate(codes):
+            kept, coding = torch.arange(len(regression.strengths) if payload == EXACT else 0), None
+            if quantizer is not None:  # weights are in the order in which their directions are coded
+                plan = quantizer.plans[number]
+                kept, coding = plan.integers, (replace(plan, order=torch.arange(len(plan.order))), sizes[number][plan.order] / step)
+            kept, code = kept.to(regression.decode.device), len(encoders) if len(kept) else None
+            if code is not None:
+                weights = CodeWeights(*((part[..., kept] / step).cpu().contiguous() for part in regression.encode))
+                encoders.append(CodeEncoder(group.name, group.sources, weights, coding))
             side, decode, bias = regression.decoder(kept)
             widths = [self.widths["consumer", layer] for layer in group.layers]
             parts = zip(*(part.cpu().split(widths, dim=-1) for part in (side, decode * step, bias)), strict=True)
             for layer, (known, sent, shift) in zip(group.layers, parts, strict=True):
-                decoder = Decoder(known.contiguous(), None if number is None else sent.contiguous(), shift.contiguous())
-                decoders.append(LayerDecoder(layer, number, self.shapes[layer], decoder))
+                decoder = Decoder(known.contiguous(), None if code is None else sent.contiguous(), shift.contiguous())
+                decoders.append(LayerDecoder(layer, code, self.shapes[layer], decoder))
         decoders.sort(key=lambda decoder: decoder.layer)
+        tables, bits = (None, None) if quantizer is None else (quantizer.tables, quantizer.bits)
         return Maps(tuple(encoders), tuple(decoders), self.pair.sources[lowest], tables, bits)
 
-    def _quantizer(self, codes: Sequence[Code], lowest: int, payload: float) -> tuple[StepQuantizer, list[torch.Tensor]]:
+    def _quantizer(self, codes: Sequence[tuple[Group, Regression]], lowest: int, payload: float) -> tuple[StepQuantizer, list[Tensor]]:
         """Return the quantizer with which codes have the payload, and the deviations of each code's coefficients."""
         samples, sizes, width = [], [], sum(width for (kind, _), width in self.widths.items() if kind == "consumer")
         for group, regression in codes:
@@ -248,4 +307,5 @@ class Fitting:
             order = size.argsort(descending=True, stable=True)
             samples.append(Sample(order, size[order], (numbers / size)[:, order].T.contiguous()))
             sizes.append(size)
-        return fit_step(samples, 16.0 * payload * width, _LEAST_BITS), sizes
+        quantizer = fit_step(samples, 16.0 * payload * width, _LEAST_BITS)
+        return quantizer, sizes

@@ -12,14 +12,19 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
+from transformers import DynamicCache
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.decoder import decoder_layers
 from hf_kvcaches.core.fingerprint import tokenizer_parts
+from hf_kvcaches.core.rope import Rotation
+from hf_kvcaches.core.tokenizer_digest import tokenizer_parts
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedError
 from hf_kvcaches.evaluate.texts import Tokenized, require_whole
-from hf_kvcaches.translate.states import LayerState, PromptTokens, cache_of, read, rotation_of_model
+from hf_kvcaches.translate.regression import factor
+from hf_kvcaches.translate.states import LayerState, PromptTokens, read, rotation_of_model
 
 SHORTEST = 8
 """Tokens of a text that has a share to predict."""
@@ -31,6 +36,18 @@ _PREDICTED, _MOST_PREDICTED = 0.25, 256
 _DAMPING, _LAYER_DAMPING, _TINY = 0.2, 0.1, 1e-30
 
 States = Mapping[int, LayerState]
+
+
+def cache_of(rotation: Rotation, states: States, dtype: torch.dtype) -> DynamicCache:
+    """Return a cache of one prompt with these states of all layers; gradients pass."""
+    cache = DynamicCache()  # without the model's config no layer drops tokens behind its window, which the attention mask has
+    for layer, state in sorted(states.items()):
+        keys, values = (side[None] for side in state.sides())
+        geometry = rotation.layers[layer]
+        if geometry.kind == "rope":
+            keys = geometry.rotate(keys, torch.arange(keys.shape[2], device=keys.device))
+        cache.update(keys.to(dtype), values.to(dtype), layer)
+    return cache
 
 
 class Pair:
@@ -57,23 +74,21 @@ class Pair:
         sizes = tuple(model.get_input_embeddings().weight.shape[0] for model in (self.producer, self.consumer))
         self.tokenizer = _shared_tokenizer(tokenizer, sizes)
 
-    def states(self, ids: torch.Tensor, inputs: Collection[int] = ()) -> tuple[States, States]:
+    def states(self, ids: Tensor, inputs: Collection[int] = ()) -> tuple[States, States]:
         """Return both models' states of a text, (tokens,), with attention inputs of some of the consumer's layers and of their sources."""
-        found: list[States] = []
-        for model, hidden in ((self.producer, {self.sources[layer] for layer in inputs}), (self.consumer, {*inputs})):
-            states: dict[int, LayerState] = {}
-            read(model, PromptTokens.of(ids), states.__setitem__, hidden=hidden)
-            found.append(states)
-        return found[0], found[1]
+        theirs, own = dict[int, LayerState](), dict[int, LayerState]()
+        read(self.producer, PromptTokens.of(ids), theirs.__setitem__, hidden={self.sources[layer] for layer in inputs})
+        read(self.consumer, PromptTokens.of(ids), own.__setitem__, hidden={*inputs})
+        return theirs, own
 
-    def predictions(self, ids: torch.Tensor, states: States) -> torch.Tensor:
+    def predictions(self, ids: Tensor, states: States) -> Tensor:
         """Return the consumer's logits of a text's last tokens, (tokens, vocabulary), given the states of those before."""
         model, cache = self.consumer, cache_of(self.rotation, states, self.consumer.dtype)
         asked = ids[None, split_of(len(ids)) :].clone().to(compat.input_device(model))
-        logits: torch.Tensor = model(input_ids=asked, **compat.cache_kwargs(model, cache)).logits[0]
+        logits: Tensor = model(input_ids=asked, **compat.cache_kwargs(model, cache)).logits[0]
         return logits
 
-    def gradients(self, ids: torch.Tensor, states: States, seed: int) -> dict[int, torch.Tensor]:
+    def gradients(self, ids: Tensor, states: States, seed: int) -> dict[int, Tensor]:
         """Return gradients at the unrotated keys and values of the tokens before those that are predicted, (tokens, width) by layer.
 
         Gradients are at one layer's keys and values with those of the others fixed, as each layer is translated by itself.
@@ -91,7 +106,7 @@ class Pair:
             raise UnsupportedError(f"metric: 'loss' needs finite gradients at the keys and values of {name}, and there are none. {hint}")
         return dict(zip(leaves, found, strict=True))
 
-    def fit_sources(self, texts: Sequence[torch.Tensor]) -> None:
+    def fit_sources(self, texts: Sequence[Tensor]) -> None:
         """Set `sources` to the layers that predict the consumer's best on the first texts, none below that of the layer before."""
         lengths = accumulate(map(len, texts), initial=0)
         read_texts = [self.states(ids) for ids, before in zip(texts, lengths, strict=False) if before < _TOKENS]
@@ -107,9 +122,7 @@ class Pair:
         for x in producer:
             # Fitted on the even tokens, measured on the odd ones.
             even, odd = (x - x.mean(0))[::2], (x - x.mean(0))[1::2]
-            regular = even.T @ even
-            regular.diagonal().add_(_RIDGE * regular.diagonal().mean() + torch.finfo(torch.float64).tiny)
-            residual = target[1::2] - odd @ torch.linalg.solve(regular, even.T @ target[::2])
+            residual = target[1::2] - odd @ torch.cholesky_solve(even.T @ target[::2], factor(even.T @ even, _RIDGE))
             errors.append(residual.unflatten(1, (-1, _PROJECTIONS)).square().sum((0, 2)))
         self.sources = tuple(torch.stack(errors, 1).argmin(1).cummax(0).values.tolist())
 
@@ -123,10 +136,11 @@ class ErrorCosts:
 
     def __init__(self, shapes: Mapping[int, tuple[int, int, int]]) -> None:
         # Also in a process whose texts are all too short for gradients: those of all processes are added up.
-        sizes = {layer: [(heads, dim, dim) for dim in dims] for layer, (heads, *dims) in shapes.items()}
-        self.sides = {layer: [torch.zeros(size, dtype=torch.float64) for size in sides] for layer, sides in sizes.items()}
+        self.sides = {
+            layer: [torch.zeros(heads, dim, dim, dtype=torch.float64) for dim in dims] for layer, (heads, *dims) in shapes.items()
+        }
 
-    def add(self, pair: Pair, ids: torch.Tensor, states: States, exact_tokens: int, seed: int) -> torch.Tensor:
+    def add(self, pair: Pair, ids: Tensor, states: States, exact_tokens: int, seed: int) -> Tensor:
         """Add the gradients of a text, whose first tokens have no errors, and return its tokens' weights, (tokens,), 1 on average."""
         exact, weights = min(exact_tokens, split_of(len(ids)) - 1), torch.ones(len(ids))
         by_layer = pair.gradients(ids, states, seed)
@@ -138,16 +152,16 @@ class ErrorCosts:
             self.sides[layer] = [total.to(moment) + moment for total, moment in zip(self.sides[layer], moments, strict=True)]
         return weights
 
-    def roots(self, layer: int) -> list[torch.Tensor]:
+    def roots(self, layer: int) -> list[Tensor]:
         """Return the square roots of the costs of a layer's keys and of its values."""
-        found = []
+        roots = []
         for total in self.sides[layer]:
             mean = total.diagonal(dim1=1, dim2=2).mean(1)
             damping = _DAMPING * mean + _LAYER_DAMPING * mean.mean()
             values, vectors = torch.linalg.eigh(total)
             spread = torch.where(damping > 0, damping, torch.ones_like(damping))[:, None] + values.clamp_min(0)
-            found.append((vectors * spread.sqrt()[:, None]) @ vectors.mT)
-        return found
+            roots.append((vectors * spread.sqrt()[:, None]) @ vectors.mT)
+        return roots
 
 
 def split_of(tokens: int) -> int:
@@ -160,9 +174,9 @@ def _shared_tokenizer(tokenizer: Any, sizes: tuple[int, ...]) -> Tokenized:
     if isinstance(tokenizer, tuple | list):
         if len(tokenizer) != 2:
             raise ConfigError.of("tokenizer", "one tokenizer, or the producer's and the consumer's", f"{len(tokenizer)} of them")
-        first, second = (tokenizer_parts(each) for each in tokenizer)
+        first, second = map(tokenizer_parts, tokenizer)
         # A template says how texts are made, not which tokens a text becomes.
-        different = [name for name in {**first, **second} if name != "chat template" and first.get(name) != second.get(name)]
+        different = [name for name in first if name != "chat template" and first[name] != second[name]]
         if different:
             raise FingerprintMismatch(
                 f"tokenizer: the producer's and the consumer's differ in {', '.join(different)}, so the same text becomes different "

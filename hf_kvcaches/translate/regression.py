@@ -11,9 +11,11 @@ from itertools import chain, combinations_with_replacement, product
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.evaluate.texts import add_up
+from hf_kvcaches.translate.states import CodeWeights
 
 Key = tuple[str, int]
 """The name of a block: "producer", "consumer", "producer input" or "consumer input" (of the attention), and a layer."""
@@ -47,31 +49,27 @@ class Group(NamedTuple):
 
 def pairs_of(groups: Sequence[Group], lowest: Sequence[int], plain: bool) -> Iterator[tuple[Key, Key]]:
     """Yield the pairs of blocks whose products are needed; where all errors of a layer cost the same, also for their variance."""
-    for layer in lowest:
-        inputs: tuple[Key, Key] = ("consumer input", layer), ("producer input", layer)
-        yield from combinations_with_replacement(inputs, 2)
-        for group in groups:
-            if group.layers[-1] > layer:
-                yield from product(inputs, chain(*group.keys))
-    for xs, ys in (group.keys for group in groups):
+    for group in groups:
+        xs, ys = group.keys
         yield from chain(combinations_with_replacement(xs, 2), product(xs, ys), zip(ys, ys, strict=True) if plain else ())
+        for layer in lowest:
+            if group.layers[-1] > layer:
+                inputs: list[Key] = [("consumer input", layer), ("producer input", layer)]
+                yield from chain(combinations_with_replacement(inputs, 2), product(inputs, [*xs, *ys]))
 
 
 def passes_of(
     groups: Sequence[Group], widths: Mapping[Key, int], lowest: Sequence[int], plain: bool, sample: int, memory: int
 ) -> list[list[Group]]:
     """Return the groups of layers whose sums fit the memory, beside all regressions and a sample of tokens, in each pass over the texts."""
-    kept = 0
-    for layer in lowest:
-        theirs, own = widths["producer input", layer], widths["consumer input", layer]
-        kept += 4 * sample * theirs
-        for x, y in ([sum(map(widths.__getitem__, keys)) for keys in group.keys] for group in groups if group.layers[-1] > layer):
-            kept += 4 * (min(x, y) * (x + y + theirs + own) + own * y)  # a regression, in float32
-    kept += 4 * sample * sum(widths[key] for group in groups for key in group.keys[0])
-
-    def taken(groups: Sequence[Group]) -> int:
-        return kept + 8 * sum(widths[one] * widths[other] for one, other in {*pairs_of(groups, lowest, plain)})
-
+    kept = sum(sample * widths["producer input", layer] for layer in lowest)  # numbers in float32
+    for group in groups:
+        x, y = (sum(widths[key] for key in keys) for keys in group.keys)
+        kept += sample * x
+        for layer in (layer for layer in lowest if layer < group.layers[-1]):  # a regression
+            theirs, own = widths["producer input", layer], widths["consumer input", layer]
+            kept += min(x, y) * (x + y + theirs + own) + own * y
+    taken = lambda groups: 4 * kept + 8 * sum(widths[x] * widths[y] for x, y in {*pairs_of(groups, lowest, plain)})  # noqa: E731
     least = max((taken([group]) for group in groups), default=0)
     if least > memory:
         raise ConfigError.of("memory", f"{least:,} bytes or more for these models", memory, "Or give layers_per_code=1.")
@@ -89,18 +87,18 @@ class Products:
     def __init__(self, pairs: Iterable[tuple[Key, Key]], dtype: torch.dtype, device: torch.device) -> None:
         self.pairs, self.dtype, self.device = list(dict.fromkeys(pairs)), dtype, device
         self.tokens = torch.zeros((), dtype=torch.float64)  # by their weights
-        self.means: dict[Key, torch.Tensor] = {}
-        self._shifts: dict[Key, torch.Tensor] = {}
-        self._moments: dict[tuple[Key, Key], torch.Tensor] = {}
+        self.means: dict[Key, Tensor] = {}
+        self._shifts: dict[Key, Tensor] = {}
+        self._moments: dict[tuple[Key, Key], Tensor] = {}
 
-    def add(self, blocks: Mapping[Key, torch.Tensor], weights: torch.Tensor) -> None:
+    def add(self, blocks: Mapping[Key, Tensor], weights: Tensor) -> None:
         """Add the tokens of a text, (tokens, width) for each block, each by its weight, (tokens,)."""
         weights = weights.to(self.device, self.dtype)
-        roots = weights.sqrt()[:, None]
-        rows = {name: blocks[name].to(self.device, self.dtype) for name in dict.fromkeys(chain.from_iterable(self.pairs))}
-        for name, block in rows.items():
-            rows[name] = (block - self._shifts.setdefault(name, block.mean(0))) * roots
-            self.means[name] = self.means.get(name, 0) + (rows[name] * roots).sum(0, dtype=torch.float64)
+        roots, rows = weights.sqrt()[:, None], dict[Key, Tensor]()
+        for key in dict.fromkeys(chain.from_iterable(self.pairs)):
+            block = blocks[key].to(self.device, self.dtype)
+            rows[key] = (block - self._shifts.setdefault(key, block.mean(0))) * roots
+            self.means[key] = self.means.get(key, 0) + (rows[key] * roots).sum(0, dtype=torch.float64)
         for pair in self.pairs:
             moment = rows[pair[0]].T @ rows[pair[1]]
             self._moments[pair] = self._moments[pair].add_(moment) if pair in self._moments else moment.double()
@@ -115,17 +113,17 @@ class Products:
             total /= float(self.tokens)
         for (first, second), moment in self._moments.items():
             moment -= torch.outer(self.means[first], self.means[second])
-        for name, mean in self.means.items():
-            mean += self._shifts[name].double()
+        for key, mean in self.means.items():
+            mean += self._shifts[key].double()
             if not bool(mean.isfinite().all()):
-                model, hint = name[0].split()[0], "Load it in bfloat16 or float32, or leave out texts of which it computes them."
-                raise UnsupportedError(f"{model}: its layer {name[1]} has infinities or NaN. {hint}")
+                model, hint = key[0].split()[0], "Load it in bfloat16 or float32, or leave out texts of which it computes them."
+                raise UnsupportedError(f"{model}: its layer {key[1]} has infinities or NaN. {hint}")
 
-    def mean(self, keys: Sequence[Key]) -> torch.Tensor:
+    def mean(self, keys: Sequence[Key]) -> Tensor:
         """Of some blocks side by side, (width,)."""
         return torch.cat([self.means[key] for key in keys])
 
-    def covariance(self, rows: Sequence[Key], columns: Sequence[Key]) -> torch.Tensor:
+    def covariance(self, rows: Sequence[Key], columns: Sequence[Key]) -> Tensor:
         """Of some blocks side by side with others, (width of rows, width of columns)."""
         moments = self._moments
         parts = [[moments[row, column] if (row, column) in moments else moments[column, row].T for column in columns] for row in rows]
@@ -135,27 +133,25 @@ class Products:
 class Regression(NamedTuple):
     """A regression at full rank, of which any directions can be taken, in float32. An error of a coefficient costs its square."""
 
-    strengths: torch.Tensor  # by how much each direction reduces the cost of errors, as square roots, descending
-    encode: torch.Tensor  # from the producer's states, (producer, directions)
-    encode_side: torch.Tensor  # from the input of the producer's attention, (hidden, directions)
-    shift: torch.Tensor  # (directions,)
-    decode: torch.Tensor  # to the consumer's states, (directions, consumer)
-    side: torch.Tensor  # from the input of the consumer's attention, without codes, (hidden, consumer)
-    side_coefficients: torch.Tensor  # from that input to the coefficients, (hidden, directions)
-    side_mean: torch.Tensor  # of that input, (hidden,)
-    mean: torch.Tensor  # of the consumer's states, (consumer,)
+    strengths: Tensor  # by how much each direction reduces the cost of errors, as square roots, descending
+    encode: CodeWeights
+    decode: Tensor  # to the consumer's states, (directions, consumer)
+    side: Tensor  # from the input of the consumer's attention, without codes, (hidden, consumer)
+    side_coefficients: Tensor  # from that input to the coefficients, (hidden, directions)
+    side_mean: Tensor  # of that input, (hidden,)
+    mean: Tensor  # of the consumer's states, (consumer,)
 
-    def coefficients(self, states: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        return states @ self.encode + hidden @ self.encode_side + self.shift
+    def coefficients(self, states: Tensor, hidden: Tensor) -> Tensor:
+        return states @ self.encode.states + hidden @ self.encode.hidden + self.encode.shift
 
-    def decoder(self, directions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def decoder(self, directions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the maps from the input of the consumer's attention and from some coefficients, and the bias."""
         decode = self.decode[directions]
         side = self.side - self.side_coefficients[:, directions] @ decode
         return side, decode, self.mean - self.side_mean @ side
 
 
-def regress(products: Products, lowest: int, group: Group, roots: Sequence[torch.Tensor], ridges: tuple[float, float]) -> Regression:
+def regress(products: Products, lowest: int, group: Group, roots: Sequence[Tensor], ridges: tuple[float, float]) -> Regression:
     """Find the few combinations of a producer's states from which a consumer's follow with the least cost of errors.
 
     What follows from the producer's own attention input is taken out of its states, and what follows from the consumer's out of both.
@@ -184,12 +180,12 @@ def regress(products: Products, lowest: int, group: Group, roots: Sequence[torch
     strengths, vectors = strengths[:count], vectors.flip(1)[:, :count]
     encode = torch.linalg.solve_triangular(root.T, vectors * strengths, upper=True)
     encode_side = -slopes @ encode
-    shift = -(products.mean(x) @ encode + products.mean(theirs) @ encode_side)
-    parts = strengths, encode, encode_side, shift, (vectors / strengths).T @ whitened, of_y, of_x @ encode
-    return Regression(*(part.float() for part in (*parts, products.mean(mine), products.mean(y))))
+    encoder = encode, encode_side, -(products.mean(x) @ encode + products.mean(theirs) @ encode_side)
+    rest_of = (vectors / strengths).T @ whitened, of_y, of_x @ encode, products.mean(mine), products.mean(y)
+    return Regression(strengths.float(), CodeWeights(*(part.float() for part in encoder)), *(part.float() for part in rest_of))
 
 
-def factor(covariance: torch.Tensor, ridge: float, scale: torch.Tensor | None = None) -> torch.Tensor:
+def factor(covariance: Tensor, ridge: float, scale: Tensor | None = None) -> Tensor:
     """Return the lower Cholesky factor with a ridge, a share of the mean variance (of `scale`), which grows where rounding asks for it."""
     covariance = (covariance + covariance.T) / 2
     size = (covariance if scale is None else scale).diagonal().mean().clamp_min(1e-250)

@@ -9,13 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import cached_property
+from itertools import chain
 from queue import SimpleQueue
 from typing import Any, ClassVar, Literal, Self
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_kvcaches import compat
+from hf_kvcaches.codec.wire.messages import message_chunks
 from hf_kvcaches.core.files import checked_layers
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.hub import Artifact
@@ -24,12 +25,10 @@ from hf_kvcaches.core.parallel import require_all_heads
 from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch, UnsupportedError, require_instance, whole_number
 from hf_kvcaches.kernels.checksum import digest_of
 from hf_kvcaches.reuse.partial import twin_of
-from hf_kvcaches.translate.codes import CodesHead, Part, Prompt, SemanticCodes, message_of
-from hf_kvcaches.translate.config import TranslatorConfig, TranslatorSettings
-from hf_kvcaches.translate.fit import Score, fit
-from hf_kvcaches.translate.maps import Maps
+from hf_kvcaches.translate.codes import CodesHead, Part, Prompt, SemanticCodes
+from hf_kvcaches.translate.fit import Score, TranslatorConfig, TranslatorSettings, fit
 from hf_kvcaches.translate.pair import Pair
-from hf_kvcaches.translate.states import LayerState, PromptTokens, read
+from hf_kvcaches.translate.states import LayerState, Maps, PromptTokens, read
 
 # Weights that are moved in and out of a model's own modules are there for one pass at a time.
 _OFFLOADED = threading.Lock()
@@ -61,7 +60,7 @@ class CacheEncoder:
             first: The index of the first token with codes: the `seen` of the consumer's cache.
         """
         head, tokens = self._begin(input_ids, attention_mask, first)
-        model, coefficients = self.check_producer(producer), dict[int, torch.Tensor]()
+        model, coefficients = self.check_producer(producer), dict[int, Tensor]()
         if head.names:
             self._run(model, tokens, coefficients.__setitem__)
         records = self.maps.pack(coefficients)
@@ -70,7 +69,8 @@ class CacheEncoder:
     def stream(self, producer: Any, input_ids: Any, attention_mask: Any = None, *, first: int = 0) -> Iterator[bytes]:
         """Yield the bytes of `encode`, each part as soon as the producer, in another thread, has its layers."""
         head, tokens = self._begin(input_ids, attention_mask, first)
-        yield from message_of(head, self._parts_in_thread(head, self.check_producer(producer), tokens))
+        model = self.check_producer(producer)
+        yield from message_chunks(head, self._records_in_thread(model, tokens) if head.names else ())
 
     def check_producer(self, model: Any) -> Any:
         """Return the model without its PEFT wrapper; refuse one that this was not fitted for."""
@@ -86,9 +86,9 @@ class CacheEncoder:
         if identity.reason:
             raise FingerprintMismatch(f"{what} is not what it was fitted for: {identity.reason}")
         if identity.digest != self.models[role].digest:
-            swapped = next((other for other, fingerprint in self.models.items() if fingerprint.digest == identity.digest), None)
-            if swapped is not None:
-                raise FingerprintMismatch(f"{what} is another model. It is the {swapped} that the translator was fitted for.")
+            for other, fingerprint in self.models.items():
+                if fingerprint.digest == identity.digest:
+                    raise FingerprintMismatch(f"{what} is another model. It is the {other} that the translator was fitted for.")
             self.models[role].require_model(identity.fingerprint, what)
         return base
 
@@ -100,44 +100,41 @@ class CacheEncoder:
             hint = "The consumer runs the last one itself."
             raise ConfigError.of("input_ids", "at least two tokens a row", tuple(tokens.ids.shape), hint)
         first = whole_number("first", first, 0, f"an index before the last one, {last}", "Encode the whole conversation.", most=last - 1)
-        tokens = tokens._replace(ids=tokens.ids[:, :last])
         starts = tuple(first if first > before else min(before + self.exact_tokens, last) for before in tokens.padding)
+        tokens = PromptTokens(tokens.ids[:, :last], tokens.padding, starts)
         rows = zip(tokens.rows(), starts, tokens.padding, strict=True)
         prompts = tuple(Prompt.of(ids, start - before) for ids, start, before in rows)
         names = self.maps.names if any(prompt.coded for prompt in prompts) else ()
-        return CodesHead(self.digest, prompts, names), tokens._replace(starts=starts)
+        return CodesHead(self.digest, prompts, names), tokens
 
-    def _run(self, model: Any, tokens: PromptTokens, on_code: Callable[[int, torch.Tensor], Any]) -> None:
+    def _run(self, model: Any, tokens: PromptTokens, on_code: Callable[[int, Tensor], Any]) -> None:
         """Pass on the coefficients of each code as soon as the producer has its layers."""
-        maps, states, known = self.maps, dict[int, torch.Tensor](), list[torch.Tensor]()
-        sources = [encoder.sources for encoder in maps.encoders]
-        pending = list(range(len(sources)))
+        maps, states, inputs = self.maps, dict[int, Tensor](), list[Tensor]()
+        complete = [max(maps.side_layer, *encoder.sources) for encoder in maps.encoders]  # the layer with which a code is, ascending
 
         def on_state(layer: int, state: LayerState) -> None:
             states[layer] = state.states
             if layer == maps.side_layer:
-                known.append(state.hidden)
-            while pending and known and states.keys() >= {*sources[pending[0]]}:
-                code = pending.pop(0)
-                on_code(code, maps.coefficients(code, states, known[0]))
-            for unused in states.keys() - {layer for code in pending for layer in sources[code]}:
+                inputs.append(state.hidden)
+            for code, last in enumerate(complete):
+                if last == layer:
+                    on_code(code, maps.coefficients(code, states, inputs[0]))
+            waiting = (encoder.sources for encoder, last in zip(maps.encoders, complete, strict=True) if last > layer)
+            for unused in states.keys() - {*chain.from_iterable(waiting)}:
                 del states[unused]
 
-        last = max(maps.side_layer, *(layer for layers in sources for layer in layers))
         offloaded = any(compat.offloaded_weights(module) is not None for module in compat.modules_of(model))
         with _OFFLOADED if offloaded else nullcontext():
-            read(in_evaluation(model), tokens, on_state, hidden=[maps.side_layer], last=last)
+            read(in_evaluation(model), tokens, on_state, hidden=[maps.side_layer], last=complete[-1])
 
-    def _parts_in_thread(self, head: CodesHead, model: Any, tokens: PromptTokens) -> Iterator[Part]:
-        """Yield each part while the producer runs in another thread; what is packed here does not keep it waiting."""
-        if not head.names:
-            return
-        codes: SimpleQueue[tuple[int, torch.Tensor] | None] = SimpleQueue()
+    def _records_in_thread(self, model: Any, tokens: PromptTokens) -> Iterator[Tensor]:
+        """Yield each record while the producer runs in another thread; what is packed here does not keep it waiting."""
+        codes: SimpleQueue[tuple[int, Tensor] | None] = SimpleQueue()
         with ThreadPoolExecutor(1) as executor:
             running = executor.submit(self._run, model, tokens, lambda *code: codes.put(code))
             running.add_done_callback(lambda _: codes.put(None))
             for code, coefficients in iter(codes.get, None):
-                yield Part(head.names[code], self.maps.pack({code: coefficients})[code].cpu())
+                yield self.maps.pack({code: coefficients})[code].cpu()
             running.result()
 
 
@@ -218,7 +215,7 @@ class CacheTranslator(CacheEncoder, Artifact):
         if head.names != (self.maps.names if head.tokens else ()):
             raise ArtifactError("codes: their head does not fit the translator that it names. Have them sent again.")
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         return self.maps.tensors()
 
     def metadata(self) -> dict[str, Any]:
@@ -226,7 +223,7 @@ class CacheTranslator(CacheEncoder, Artifact):
         return {"maps": self.maps.metadata(), "settings": asdict(self.settings), **models}
 
     @classmethod
-    def restore(cls, tensors: dict[str, torch.Tensor], metadata: Mapping[str, Any]) -> Self:
+    def restore(cls, tensors: dict[str, Tensor], metadata: Mapping[str, Any]) -> Self:
         settings = TranslatorSettings(**metadata["settings"] | {"layer_map": tuple(metadata["settings"]["layer_map"])})
         if checked_layers(settings.recompute_layers) >= (layers := checked_layers(len(settings.layer_map))):
             raise ArtifactError(f"recompute_layers: expected fewer than {layers}, got {settings.recompute_layers}. Fit it anew.")
@@ -275,7 +272,7 @@ class CacheTranslator(CacheEncoder, Artifact):
         return "| | |\n|---|---|\n" + "\n".join(f"| {name} | {value} |" for name, value in rows.items())
 
 
-def in_evaluation(model: torch.nn.Module) -> Any:
+def in_evaluation(model: nn.Module) -> Any:
     """Return a model in evaluation mode, or else a twin that shares all weights: other threads' passes stay in training mode."""
     if not any(module.training for module in model.modules()):
         return model

@@ -7,9 +7,10 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
-from hf_kvcaches.translate.codes import message_of
+from hf_kvcaches.codec.wire.messages import message_chunks
 from hf_kvcaches.translate.transports import receive_distributed, send, send_distributed
 from tests.translate.code_helpers import codes_of, head_of
 
@@ -31,9 +32,9 @@ def in_step(port: str) -> None:
         def parts():
             for part in codes:
                 assert sock.recv(1) == b"+"
-                yield part
+                yield part.codes
 
-        send(sock, message_of(codes.head, parts()))
+        send(sock, message_chunks(codes.head, parts()))
         assert sock.recv(1) == b"+"
 
 
@@ -50,21 +51,15 @@ def distributed(place: str) -> None:
     def parts():
         for part in codes:
             dist.barrier()
-            yield part
+            yield part.codes
 
-    send_distributed(message_of(codes.head, parts()), dst=0)
+    send_distributed(message_chunks(codes.head, parts()), dst=0)
     assert receive_distributed(src=0).collect().to_bytes() == codes_of(seed=3).to_bytes()
     # Then codes with a damaged part.
     start, *parts = codes_of().chunks()
     send_distributed([start, parts[1], parts[0], parts[2]], dst=0)
     dist.barrier()
     # And a process that ends in the middle.
-    send_distributed_begin(start)
-
-
-def send_distributed_begin(start: bytes) -> None:
-    import torch
-
     dist.send(torch.tensor([len(start)]), 0)
     dist.send(torch.frombuffer(bytearray(start), dtype=torch.uint8), 0)
 

@@ -18,7 +18,7 @@ from hf_kvcaches.translate.codes import ArrivingCodes
 from hf_kvcaches.translate.translator import CacheTranslator
 from tests import tiny
 from tests.translate import pairs
-from tests.translate.pairs import FAMILIES, last_layer, lossless, models, reference
+from tests.translate.pairs import FAMILIES, close, last_layer, lossless, models, reference
 from tests.warmstart.warm import answer, forced, left_padded, logits_of
 
 PROMPT = tiny.ids(1, 45, seed=1)
@@ -36,16 +36,23 @@ def fitted(**options: Any) -> CacheTranslator:
     return pairs.fitted(**{"payload": PAYLOADS[0], **options})
 
 
-def close(actual: torch.Tensor, expected: torch.Tensor, atol: float = 1e-4) -> None:
-    torch.testing.assert_close(actual.float(), expected.float(), atol=atol, rtol=0)
-
-
 def same_but_for_steps(actual: torch.Tensor, expected: torch.Tensor, payload: float) -> None:
     """Keys or values are the same, but for the few of which a coefficient may have been rounded the other way."""
     if payload in (0.0, 2.0):
         close(actual, expected)
     else:
         assert float(((actual - expected).abs() > 1e-4).float().mean()) < 0.03
+
+
+def same_caches(found: Any, expected: Any, payload: float) -> None:
+    for layer, other in zip(found.layers, expected.layers, strict=True):
+        same_but_for_steps(layer.keys, other.keys, payload)
+        same_but_for_steps(layer.values, other.values, payload)
+
+
+def tolerance(payload: float) -> float:
+    """Of logits."""
+    return 1e-4 if payload in (0.0, 2.0) else 2e-2
 
 
 def joined(*parts: torch.Tensor) -> torch.Tensor:
@@ -98,25 +105,11 @@ ROUNDED: list[dict[str, Any]] = [
 def test_keys_and_values_are_those_of_the_maps(options: dict[str, Any]) -> None:
     cache, expected = cache_of(PROMPT, **options), reference(fitted(**options), PROMPT)
     assert cache.prefill(PROMPT) == 44
-    for own, wanted in zip(cache.layers, expected.layers, strict=True):
-        same_but_for_steps(own.keys, wanted.keys, options["payload"])
-        same_but_for_steps(own.values, wanted.values, options["payload"])
+    same_caches(cache, expected, options["payload"])
     got = logits_of(models()[1], PROMPT, cache, 4)
-    close(got, expected_logits(PROMPT, **options), 1e-4 if options["payload"] in (0.0, 2.0) else 2e-2)
+    close(got, expected_logits(PROMPT, **options), tolerance(options["payload"]))
     # Or nothing would be measured here.
     assert float((got - logits_of(models()[1], PROMPT, new=4)).abs().max()) > 1e-3
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_between_equal_models_nothing_is_lost(family: str) -> None:
-    model = FAMILIES[family]()
-    translator = lossless(model)
-    ids, mask = left_padded(PROMPT, OTHER)
-    cache = TranslatedCache(model, translator, translator.encode(model, ids, mask))
-    with last_layer(model) as seen:
-        got = logits_of(model, ids, cache, 4, attention_mask=mask)
-    assert seen == [FIRST, 1, 1, 1, 1]
-    close(got, logits_of(model, ids, None, 4, attention_mask=mask))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "partial"])
@@ -145,7 +138,7 @@ def test_rows_with_padding_are_those_of_the_prompts_alone(payload: float) -> Non
         tokens = expected.get_seq_length()
         for layer, other in zip(cache.layers, expected.layers, strict=True):
             same_but_for_steps(layer.keys[number : number + 1, :, 44 - tokens : 44], other.keys, payload)
-        close(got[number : number + 1], expected_logits(row, payload=payload), 1e-4 if payload == 2 else 2e-2)
+        close(got[number : number + 1], expected_logits(row, payload=payload), tolerance(payload))
 
 
 @pytest.mark.parametrize("payload", PAYLOADS)
@@ -196,14 +189,6 @@ def test_several_questions_behind_one_document() -> None:
         close(got[number : number + 1], logits_of(models()[1], row, beginning(count), 4))
 
 
-def test_a_batch_in_which_a_row_begins_behind_all_codes_is_refused() -> None:
-    ids, mask = left_padded(joined(PROMPT, OTHER, MORE), OTHER)
-    cache = cache_of(PROMPT, OTHER)
-    with pytest.raises(ConfigError, match="one row start at or after the slot"):
-        answer(models()[1], ids, cache, attention_mask=mask)
-    assert (cache.seen, cache.report().translated) == (0, 0)
-
-
 def chat(cache: TranslatedCache, *turns: torch.Tensor, **options: Any) -> list[torch.Tensor]:
     """What the consumer says behind each turn, of which all but the last token come as codes, and what it has read by then."""
     (producer, consumer), translator, text, said = models(), fitted(**options), PROMPT, list[torch.Tensor]()
@@ -242,13 +227,10 @@ def test_a_turn_that_is_translated_has_the_keys_and_values_of_the_whole_text(pay
     cache.add(translator.encode(producer, OTHER))
     cache.add(translator.encode(producer, text, first=cache.seen))
     assert cache.prefill(text[:, 44:]) == 55
-    expected = reference(translator, text)
-    for layer, other in zip(cache.layers, expected.layers, strict=True):
-        same_but_for_steps(layer.keys, other.keys, payload)
-        same_but_for_steps(layer.values, other.values, payload)
+    same_caches(cache, reference(translator, text), payload)
     assert cache.report().translated == 55
     cache.reset()
-    close(logits_of(consumer, PROMPT, cache, 3), expected_logits(PROMPT, new=3, payload=payload), 1e-4 if payload == 2 else 2e-2)
+    close(logits_of(consumer, PROMPT, cache, 3), expected_logits(PROMPT, new=3, payload=payload), tolerance(payload))
 
 
 @pytest.mark.parametrize("payload", PAYLOADS)
@@ -289,19 +271,14 @@ def test_a_turn_whose_codes_leave_a_gap_or_are_of_another_text_is_refused() -> N
 # Prompts that are longer or shorter than the one that was coded
 
 
-def test_a_prompt_that_goes_on_is_run_from_where_the_codes_end() -> None:
-    cache, ids = cache_of(PROMPT), joined(PROMPT, MORE)
-    with last_layer(models()[1]) as seen:
-        got = logits_of(models()[1], ids, cache, 3)
-    assert seen == [FIRST, 12, 1, 1]
-    close(got, expected_logits(ids, PROMPT, 3))
-
-
-@pytest.mark.parametrize("length", [45, 44])
-def test_the_last_token_is_always_run(length: int) -> None:
-    consumer, cache, ids = models()[1], cache_of(PROMPT), PROMPT[:, :length]
-    close(logits_of(consumer, ids, cache, 3), logits_of(consumer, ids, beginning(length - 1), 3))
-    assert cache.report().translated == length - 1
+def test_what_goes_on_behind_the_codes_is_run_and_always_the_last_token() -> None:
+    consumer, ids = models()[1], joined(PROMPT, MORE)
+    for length, filled in ((56, 44), (45, 44), (44, 43)):
+        cache = cache_of(PROMPT)
+        with last_layer(consumer) as seen:
+            got = logits_of(consumer, ids[:, :length], cache, 3)
+        assert (seen, cache.report().translated) == ([FIRST, length - filled, 1, 1], filled)
+        close(got, logits_of(consumer, ids[:, :length], beginning(filled), 3))
     other = torch.cat([PROMPT[:, :-1], (PROMPT[:, -1:] + 1) % 90 + 3], 1)
     close(logits_of(consumer, other, cache_of(PROMPT), 4), expected_logits(other, PROMPT))
 
@@ -358,9 +335,11 @@ def test_what_was_emptied_is_filled_again(arriving: bool) -> None:
         assert cache.report().translated == 44
         cache.reset()
         assert (cache.seen, cache.report().translated) == (0, 0)
-    cache.reset(fitted().encode(models()[0], OTHER))
-    close(logits_of(consumer, OTHER, cache, 3), expected_logits(OTHER, new=3))
-    assert cache.report().translated == 30
+    for payload in PAYLOADS[0], 0.0:  # codes of no parts take the place of others, too
+        cache = cache_of(PROMPT, payload=payload)
+        cache.reset(fitted(payload=payload).encode(models()[0], OTHER))
+        close(logits_of(consumer, OTHER, cache, 3), expected_logits(OTHER, new=3, payload=payload))
+        assert cache.report().translated == 30
 
 
 def test_copies_of_a_cache_whose_codes_are_arriving_all_get_them() -> None:
@@ -373,35 +352,27 @@ def test_copies_of_a_cache_whose_codes_are_arriving_all_get_them() -> None:
 
 
 def test_a_layer_is_rebuilt_while_the_next_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    consumer, codes, rebuilt = models()[1], cache_of(PROMPT).codes, list[int]()
-    held, rebuild = list[int](), cache_file.rebuild
-
-    def counting(*args: Any, **kwargs: Any) -> None:
-        rebuilt.append(1)
-        rebuild(*args, **kwargs)
+    codes, rebuilt, held, rebuild = cache_of(PROMPT).codes, list[int](), list[int](), cache_file.rebuild
+    monkeypatch.setattr(cache_file, "rebuild", lambda *args, **options: (rebuilt.append(1), rebuild(*args, **options)))
 
     def arrive() -> Any:
         for piece in codes.chunks():
             held.append(len(rebuilt))
             yield piece
 
-    monkeypatch.setattr(cache_file, "rebuild", counting)
-    cache = TranslatedCache(consumer, fitted(), ArrivingCodes(arrive()))
-    cache.prefill(PROMPT)
+    TranslatedCache(models()[1], fitted(), ArrivingCodes(arrive())).prefill(PROMPT)
     # The head comes first; before the part of layer 2 the consumer has layer 1, and so on.
     assert held == [0, 0, 1, 2]
 
 
 def test_without_codes_the_model_runs_the_prompt_and_the_next_turn_may_come_as_codes() -> None:
-    (producer, consumer), translator = models(), fitted()
-    cache, text = TranslatedCache(consumer, translator), joined(PROMPT, MORE)
+    (producer, consumer), text, cache = models(), joined(PROMPT, MORE), TranslatedCache(models()[1], fitted())
     close(logits_of(consumer, PROMPT, cache, 1), logits_of(consumer, PROMPT, new=1))
     assert cache.report().translated == 0
-    cache.add(translator.encode(producer, text, first=cache.seen))
+    cache.add(fitted().encode(producer, text, first=cache.seen))
     with last_layer(consumer) as seen:
         answer(consumer, text, cache, 1)
-    assert seen == [1]
-    assert (cache.seen, cache.report().translated) == (56, 10)
+    assert (seen, cache.seen, cache.report().translated) == ([1], 56, 10)
 
 
 # What codes can't serve
@@ -438,13 +409,6 @@ def test_logits_of_the_last_few_tokens_leave_the_others_to_the_codes() -> None:
         got = consumer(input_ids=PROMPT, past_key_values=cache, logits_to_keep=5).logits
         close(got, consumer(input_ids=PROMPT[:, -5:], past_key_values=beginning(40)).logits)
     assert cache.report().translated == 40
-
-
-def test_codes_without_parts_take_the_place_of_others() -> None:
-    translator, producer, consumer = fitted(payload=0.0), *models()
-    cache = TranslatedCache(consumer, translator, translator.encode(producer, PROMPT))
-    cache.reset(translator.encode(producer, OTHER))
-    close(logits_of(consumer, OTHER, cache, 3), expected_logits(OTHER, new=3, payload=0.0))
 
 
 def test_padding_that_is_not_on_the_left_or_that_the_model_would_number_itself_is_refused() -> None:
@@ -484,10 +448,7 @@ def test_padding_that_is_not_on_the_left_or_that_the_model_would_number_itself_i
 )
 def test_another_prompt_is_refused_and_the_right_one_taken_then(wrong: torch.Tensor) -> None:
     consumer, cache = models()[1], cache_of(PROMPT)
-    for ask in (
-        lambda: answer(consumer, wrong, cache),
-        lambda: cache.prefill(wrong),
-    ):
+    for ask in (lambda: answer(consumer, wrong, cache), lambda: cache.prefill(wrong)):
         with pytest.raises(ConfigError, match=r"another prompt \(rows of 44 tokens\).*Encode this prompt"):
             ask()
         assert (cache.seen, cache.report().translated) == (0, 0)
@@ -495,12 +456,14 @@ def test_another_prompt_is_refused_and_the_right_one_taken_then(wrong: torch.Ten
     close(logits_of(consumer, PROMPT, cache, 4), expected_logits(PROMPT))
 
 
-def test_a_batch_with_one_row_that_was_not_coded_is_refused() -> None:
+def test_a_batch_with_a_row_that_was_not_coded_or_begins_behind_all_codes_is_refused() -> None:
     cache = cache_of(PROMPT, OTHER)
-    ids, mask = left_padded(OTHER, joined(MORE, MORE), PROMPT)
-    with pytest.raises(ConfigError, match="rows of 44, 30 tokens"):
-        answer(models()[1], ids, cache, attention_mask=mask)
-    assert cache.seen == 0
+    refusals = {"rows of 44, 30 tokens": (OTHER, joined(MORE, MORE), PROMPT), "start at or after": (joined(PROMPT, OTHER, MORE), OTHER)}
+    for match, rows in refusals.items():
+        ids, mask = left_padded(*rows)
+        with pytest.raises(ConfigError, match=match):
+            answer(models()[1], ids, cache, attention_mask=mask)
+        assert (cache.seen, cache.report().translated) == (0, 0)
     ids, mask = left_padded(OTHER, PROMPT)
     logits_of(models()[1], ids, cache, attention_mask=mask)
     assert cache.report().translated == 74
@@ -508,16 +471,13 @@ def test_a_batch_with_one_row_that_was_not_coded_is_refused() -> None:
 
 @pytest.mark.parametrize("cut", [0.4, 0.99])
 def test_codes_that_break_off_leave_an_empty_cache(cut: float) -> None:
-    consumer, codes = models()[1], cache_of(PROMPT).codes
-    content = codes.to_bytes()
+    consumer, content = models()[1], cache_of(PROMPT).codes.to_bytes()
     cache = TranslatedCache(consumer, fitted(), ArrivingCodes([content[: int(cut * len(content))]]))
     for _ in range(2):
         with pytest.raises(ArtifactError, match="too early"):
             answer(consumer, PROMPT, cache)
         assert cache.seen == 0
         assert not any(layer.is_initialized for layer in cache.layers)
-    cache = TranslatedCache(consumer, fitted(), codes)
-    close(logits_of(consumer, PROMPT, cache, 4), expected_logits(PROMPT))
 
 
 def test_a_filling_that_was_broken_off_is_made_up_for_with_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,9 @@ from hf_kvcaches.errors import ConfigError, KVCacheError
 from hf_kvcaches.evaluate.measures import divergence
 from hf_kvcaches.translate import fit
 from hf_kvcaches.translate.cache import TranslatedCache
-from hf_kvcaches.translate.config import TranslatorConfig
+from hf_kvcaches.translate.fit import TranslatorConfig
 from tests import tiny
-from tests.translate.models import MODELS, error, filled, fitted, made_by, states_by_row, texts_of, traces_of
+from tests.translate.pairs import MODELS, error, filled, made_by, plain, states_by_row, texts_of, traces_of
 
 FULL = {"payload": 2.0, "ridge": 1e-9}
 PROMPT = tiny.ids(1, 30, seed=77)
@@ -31,7 +31,7 @@ CASES = [
 @pytest.mark.parametrize(("family", "options", "dtype", "tolerance"), CASES, ids=str)
 def test_a_model_gets_its_own_keys_and_values_back(family, options, dtype, tolerance):
     model = MODELS[family]().to(dtype)
-    translator = fitted(model, model, **{**FULL, **options})
+    translator = plain(model, model, **{**FULL, **options})
     own = made_by(model, PROMPT[:, :-1])
     for layer, (keys, values) in filled(translator, model, model, PROMPT).items():
         assert error(keys.float(), own[layer].keys[0].float()) < tolerance
@@ -49,42 +49,33 @@ def with_ones(inputs: Tensor) -> Tensor:
 @pytest.mark.parametrize("recompute", [0, 1])
 def test_between_two_models_it_is_least_squares_on_what_is_known_and_the_producers_states(recompute):
     producer, consumer, texts = MODELS["llama"](seed=1), MODELS["qwen3"](seed=2), texts_of()
-    translator = fitted(producer, consumer, texts, recompute_layers=recompute, exact_tokens=0, **FULL)
-    theirs, ours = (states_by_row(model, texts, hidden=[recompute]) for model in (producer, consumer))
-    (new_theirs,), (new_ours,) = (states_by_row(model, PROMPT[:, :-1], hidden=[recompute]) for model in (producer, consumer))
-    found = filled(translator, producer, consumer, PROMPT)
+    theirs, ours = (states_by_row(model, [*texts, PROMPT[:, :-1]], hidden=[recompute]) for model in (producer, consumer))
+    have, known = (torch.cat([row[recompute].hidden for row in rows]).double() for rows in (theirs, ours))
+    fitted = len(known) - 29  # the tokens of all texts, before those of the prompt
+    options = {"recompute_layers": recompute, "exact_tokens": 0}
+    whole, nothing = (
+        filled(plain(producer, consumer, texts, **options, **more), producer, consumer, PROMPT) for more in (FULL, FULL | {"payload": 0})
+    )
     for layer in range(recompute + 1, 4):
         # What is sent is what does not follow from what the producer itself has in the place of what is known.
-        have, states = torch.cat([row[recompute].hidden for row in theirs]), torch.cat([row[layer].states for row in theirs])
-        follows = least_squares(have, states)
-        known = torch.cat([row[recompute].hidden for row in ours]).double()
-        targets = torch.cat([row[layer].states for row in ours])
-        weights = least_squares(torch.cat([known, states - with_ones(have) @ follows], dim=1), targets)
-        left = new_theirs[layer].states - with_ones(new_theirs[recompute].hidden) @ follows
-        new = with_ones(torch.cat([new_ours[recompute].hidden.double(), left], dim=1))
-        assert error(torch.cat(found[layer], dim=1).double(), new @ weights) < LOSSLESS
+        states, targets = (torch.cat([row[layer].states for row in rows]).double() for rows in (theirs, ours))
+        left = states - with_ones(have) @ least_squares(have[:fitted], states[:fitted])
+        for found, inputs in ((whole, torch.cat([known, left], dim=1)), (nothing, known)):
+            expected = with_ones(inputs[fitted:]) @ least_squares(inputs[:fitted], targets[:fitted])
+            assert error(torch.cat(found[layer], dim=1).double(), expected) < LOSSLESS
 
 
 @pytest.mark.parametrize("layers_per_code", [1, 4])
-def test_a_payload_of_0_sends_nothing_and_leaves_least_squares_on_what_is_known(layers_per_code):
-    producer, consumer, texts = MODELS["llama"](seed=1), MODELS["llama"](seed=2), texts_of()
-    translator = fitted(producer, consumer, texts, layers_per_code=layers_per_code, payload=0, ridge=1e-9, exact_tokens=0)
-    assert not translator.maps.encoders
-    assert [decoder.code for decoder in translator.maps.decoders] == [None] * 3
-    codes = translator.encode(producer, PROMPT)
+def test_a_payload_of_0_sends_nothing(layers_per_code):
+    model = MODELS["llama"]()
+    codes = plain(model, model, layers_per_code=layers_per_code, payload=0).encode(model, PROMPT)
     assert (len(codes), codes.head.names) == (0, ())
-    ours = states_by_row(consumer, texts, hidden=[0])
-    (new,) = states_by_row(consumer, PROMPT[:, :-1], hidden=[0])
-    found = filled(translator, producer, consumer, PROMPT)
-    for layer in (1, 2, 3):
-        weights = least_squares(torch.cat([own[0].hidden for own in ours]), torch.cat([own[layer].states for own in ours]))
-        assert error(torch.cat(found[layer], dim=1).double(), with_ones(new[0].hidden) @ weights) < LOSSLESS
 
 
 @pytest.mark.parametrize("exact_tokens", [1, 4, 100])
 def test_the_first_tokens_are_the_consumers_own(exact_tokens):
     producer, consumer = MODELS["llama"](seed=1), MODELS["llama"](seed=2)
-    translator = fitted(producer, consumer, payload=0.2, exact_tokens=exact_tokens)
+    translator = plain(producer, consumer, payload=0.2, exact_tokens=exact_tokens)
     own, found = made_by(consumer, PROMPT[:, :-1]), filled(translator, producer, consumer, PROMPT)
     for layer in (1, 2, 3):
         assert error(found[layer][0][:exact_tokens], own[layer].keys[0, :exact_tokens]) < 1e-5
@@ -92,32 +83,23 @@ def test_the_first_tokens_are_the_consumers_own(exact_tokens):
     assert translator.encode(producer, PROMPT).head.tokens == max(0, 29 - exact_tokens)
 
 
-@pytest.mark.parametrize(("width", "shared"), [(16, 4), (512, 4), (1024, 2), (2048, 1), (16384, 1)])
-def test_wide_layers_have_a_code_each_where_nothing_else_is_asked_for(width, shared):
-    assert TranslatorConfig().layers_of_width(width) == shared
-    assert TranslatorConfig(layers_per_code=3).layers_of_width(width) == 3
-
-
 @pytest.mark.parametrize("layers_per_code", [1, 2, 4, None])
-def test_consecutive_layers_share_a_code(layers_per_code):
+def test_consecutive_layers_share_a_code_and_wide_ones_have_one_each(layers_per_code):
     producer, consumer = MODELS["llama"](seed=1), MODELS["llama"](seed=2)
-    translator = fitted(producer, consumer, payload=0.3, layers_per_code=layers_per_code)
+    widths = [TranslatorConfig(layers_per_code=layers_per_code).layers_of_width(width) for width in (16, 512, 1024, 2048, 16384)]
+    assert widths == ([layers_per_code] * 5 if layers_per_code else [4, 4, 2, 1, 1])
+    translator = plain(producer, consumer, payload=0.3, layers_per_code=layers_per_code)
     names = {1: ("layer.1", "layer.2", "layer.3"), 2: ("layers.1-2", "layer.3")}.get(layers_per_code, ("layers.1-3",))
     assert translator.maps.names == names
     assert translator.settings.layers_per_code == (layers_per_code or 4)
-    for decoder in translator.maps.decoders:
-        encoder = translator.maps.encoders[decoder.code]
-        assert decoder.layer in encoder.sources
-        assert (decoder.shape, decoder.weights.side.shape) == ((2, 8, 8), (32, 32))
-        assert decoder.weights.codes.shape == (len(encoder.weights.shift), 32)
-        assert encoder.weights.states.shape == (32 * len(encoder.sources), len(encoder.weights.shift))
+    assert all(decoder.layer in translator.maps.encoders[decoder.code].sources for decoder in translator.maps.decoders)
 
 
 def test_more_payload_costs_less_in_the_metric_of_the_texts():
     producer, consumer, texts = MODELS["llama"](seed=1), MODELS["llama"](seed=2), texts_of()
     ours, errors = states_by_row(consumer, texts), []
     for payload in (0, 0.05, 0.1, 2.0):
-        translator, total = fitted(producer, consumer, texts, payload=payload), 0.0
+        translator, total = plain(producer, consumer, texts, payload=payload), 0.0
         for text, own in zip(texts, ours, strict=True):
             for layer, pair in filled(translator, producer, consumer, torch.tensor([[*text, 5]])).items():
                 total += float((torch.cat(pair, dim=1) - own[layer].states).square().sum() / own[layer].states.var(0).sum())
@@ -130,7 +112,7 @@ def test_more_payload_costs_less_in_the_metric_of_the_texts():
 @pytest.mark.parametrize("layers_per_code", [1, 4])
 def test_models_of_other_depths_are_translated_from_the_layers_nearest_in_depth(layers, others, layers_per_code):
     producer, consumer = (tiny.llama(seed, num_hidden_layers=count) for seed, count in enumerate((others, layers)))
-    translator = fitted(producer, consumer, payload=0.5, layers_per_code=layers_per_code)
+    translator = plain(producer, consumer, payload=0.5, layers_per_code=layers_per_code)
     used = [layer for encoder in translator.maps.encoders for layer in encoder.sources]
     # What the producer's layer 0 computes follows from the token.
     assert {*used} - {0} == {round(layer * (others - 1) / (layers - 1)) for layer in range(1, layers)} - {0}
@@ -152,47 +134,41 @@ def test_a_fitted_map_of_layers_finds_the_layers_that_a_consumer_has_of_its_prod
         layer.self_attn.layer_idx = number
     consumer.config.num_hidden_layers = len(kept)
     texts = [tiny.ids(80, seed=number).tolist() for number in range(12)]
-    translator = fitted(producer, consumer, texts, layer_map="fit", payload=0.5)
+    translator = plain(producer, consumer, texts, layer_map="fit", payload=0.5)
     assert translator.settings.layer_map == kept
 
 
 def test_a_map_of_layers_is_taken_as_it_is():
     model = tiny.llama()
-    translator = fitted(model, model, layer_map=(0, 3, 2, 1), payload=0.5)
+    translator = plain(model, model, layer_map=(0, 3, 2, 1), payload=0.5)
     # In the order in which the producer has them.
-    assert [(encoder.name, encoder.sources) for encoder in translator.maps.encoders] == [
-        ("layer.3", (1,)),
-        ("layer.2", (2,)),
-        ("layer.1", (3,)),
-    ]
+    assert [(code.name, code.sources) for code in translator.maps.encoders] == [("layer.3", (1,)), ("layer.2", (2,)), ("layer.1", (3,))]
     assert len(filled(translator, model, model, PROMPT)) == 4
 
 
 @pytest.mark.parametrize("layers", [(0, 1), (0, 1, 2, 4), "0123", (0, 1, 2, -1)])
 def test_a_map_of_other_layers_is_refused(layers):
     with pytest.raises(ConfigError, match="layer_map"):
-        fitted(tiny.llama(), tiny.llama(), layer_map=layers)
+        plain(tiny.llama(), tiny.llama(), layer_map=layers)
 
 
 def test_layers_to_run_are_chosen_by_measurement_within_the_share_of_the_prefill():
     producer, consumer = MODELS["llama"](seed=1), MODELS["llama"](seed=2)
-    translator = fitted(producer, consumer, recompute_layers="auto", prefill_share=0.5)
+    translator = plain(producer, consumer, recompute_layers="auto", prefill_share=0.5)
     measured = dict(translator.settings.measured)
     assert list(measured) == ["0 layers run", "1 layers run", "2 layers run"]
     assert measured[f"{translator.settings.recompute_layers} layers run"] == min(measured.values())
-    assert fitted(producer, consumer, recompute_layers="auto", prefill_share=0.2).settings.recompute_layers == 0
+    assert plain(producer, consumer, recompute_layers="auto", prefill_share=0.2).settings.recompute_layers == 0
 
 
 def test_what_is_measured_on_held_out_texts_is_what_a_filled_cache_says():
     producer, consumer, texts = MODELS["llama"](seed=1), MODELS["llama"](seed=2), texts_of(16, 40)
     options = {"payload": 2.0, "prefill_share": 0.5}
-    measured = fitted(producer, consumer, texts, recompute_layers="auto", **options).settings.measured
+    measured = plain(producer, consumer, texts, recompute_layers="auto", **options).settings.measured
     held_out = [torch.tensor(text) for text in texts[7::8]]
     for run in (0, 1, 2):
-        translator = fitted(
-            producer, consumer, [text for number, text in enumerate(texts) if number % 8 != 7], recompute_layers=run, **options
-        )
-        total = 0.0
+        kept, total = [text for number, text in enumerate(texts) if number % 8 != 7], 0.0
+        translator = plain(producer, consumer, kept, recompute_layers=run, **options)
         for ids in held_out:
             split = len(ids) - max(2, len(ids) // 4)
             own = DynamicCache(config=consumer.config)
@@ -214,19 +190,19 @@ def test_the_callers_own_score_decides_and_divergences_are_told_all_the_same():
         asked.append((alone.shape, found.shape))
         return float(divergence(alone, found).mean())
 
-    scored = fitted(producer, consumer, score=far, **options).settings
-    assert scored.measured == fitted(producer, consumer, **options).settings.measured
+    scored = plain(producer, consumer, score=far, **options).settings
+    assert scored.measured == plain(producer, consumer, **options).settings.measured
     assert scored.measured[f"{scored.recompute_layers} layers run"] == max(scored.measured.values())
     assert asked
     assert all(one == other for one, other in asked)
     with pytest.raises(ConfigError, match="score: expected a finite number"):
-        fitted(producer, consumer, score=lambda alone, found: float("nan"), **options)
+        plain(producer, consumer, score=lambda alone, found: float("nan"), **options)
 
 
 def test_short_texts_are_fitted_to_and_none_is_held_out_and_that_is_said():
     model = MODELS["llama"]()
     with pytest.warns(UserWarning, match="'auto' needs 8 texts"):
-        translator = fitted(model, model, texts_of(30, 12), recompute_layers="auto", prefill_share=0.5)
+        translator = plain(model, model, texts_of(30, 12), recompute_layers="auto", prefill_share=0.5)
     assert translator.settings.recompute_layers == 0
     assert dict(translator.settings.measured) == {}
 
@@ -234,8 +210,8 @@ def test_short_texts_are_fitted_to_and_none_is_held_out_and_that_is_said():
 def test_texts_without_a_continuation_have_no_gradients_and_are_refused():
     model = MODELS["llama"]()
     with pytest.raises(ConfigError, match=r"texts: expected one of 8 tokens at least.*metric='plain'"):
-        fitted(model, model, [[3, 4, 5, 6, 7]] * 9, metric="loss", payload=0.5)
-    assert fitted(model, model, [[3, 4, 5, 6, 7]] * 9, metric="plain", payload=0.5).settings.metric == "plain"
+        plain(model, model, [[3, 4, 5, 6, 7]] * 9, metric="loss", payload=0.5)
+    assert plain(model, model, [[3, 4, 5, 6, 7]] * 9, metric="plain", payload=0.5).settings.metric == "plain"
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -245,7 +221,7 @@ def test_both_models_are_left_as_they_were_found(fails, monkeypatch):
     if fails:
         monkeypatch.setattr(fit, "regress", lambda *_: (_ for _ in ()).throw(KVCacheError("broken")))
         with pytest.raises(KVCacheError, match="broken"):
-            fitted(producer, consumer, metric="loss")
+            plain(producer, consumer, metric="loss")
     else:
-        fitted(producer, consumer, metric="loss", recompute_layers="auto")
+        plain(producer, consumer, metric="loss", recompute_layers="auto")
     assert (traces_of(producer), traces_of(consumer)) == before

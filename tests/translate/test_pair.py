@@ -9,7 +9,7 @@ from torch import nn
 from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.translate.pair import ErrorCosts, Pair, split_of
 from tests import tiny
-from tests.translate.models import MODELS
+from tests.translate.pairs import MODELS
 
 
 def in_float64(model):
@@ -52,10 +52,10 @@ def test_gradients_are_those_of_one_layers_keys_and_values_before_the_predicted_
 
 
 def test_gradients_do_not_depend_on_whether_parameters_or_the_caller_ask_for_some():
-    found = []
+    found, ids = [], tiny.ids(12)
     for freeze in (False, True):
         model = MODELS["llama"]().requires_grad_(not freeze)
-        pair, ids = Pair(model, model, None), tiny.ids(12)
+        pair = Pair(model, model, None)
         with torch.inference_mode():
             found.append(pair.gradients(ids, pair.states(ids)[1], 0))
     for layer, rows in found[0].items():
@@ -104,14 +104,6 @@ def test_half_of_a_tokens_weight_is_by_its_gradients_in_layers_that_are_translat
     # Tokens without gradients, and those that the consumer runs, count 1.
     assert weights[:4].tolist() + weights[split:].tolist() == [1.0] * (4 + 24 - split)
     assert float(weights.mean()) == pytest.approx(1.0, abs=1e-5)
-
-
-def test_predictions_are_those_of_the_whole_text():
-    model = MODELS["llama"]()
-    pair, ids = Pair(model, model, None), tiny.ids(16, seed=3)
-    states = {layer: state._replace(states=state.states[:12]) for layer, state in pair.states(ids)[1].items()}
-    with torch.no_grad():
-        torch.testing.assert_close(pair.predictions(ids, states), model(ids[None]).logits[0, 12:], atol=1e-5, rtol=1e-5)
 
 
 def test_a_model_without_gradients_is_refused_with_what_to_pass():

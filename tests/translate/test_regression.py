@@ -13,8 +13,7 @@ from torch import Tensor
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.translate.regression import Group, Products, Regression, pairs_of, passes_of, regress
 from tests import tiny
-from tests.translate.models import filled, fitted
-from tests.translate.pairs import models
+from tests.translate.pairs import filled, models, plain
 
 TINY = 1e-10
 SEEDS = st.integers(0, 10**6)
@@ -218,7 +217,7 @@ def test_less_memory_takes_more_passes_and_all_settings_that_are_compared_share_
 def test_a_fit_in_several_passes_gives_the_translator_of_one():
     producer, consumer = models()
     ids, texts = tiny.ids(1, 30, seed=7), [tiny.ids(60, seed=number).tolist() for number in range(6)]
-    whole, parted = (fitted(producer, consumer, texts, metric="loss", payload=2.0, memory=memory) for memory in (GIB, 2_240_000))
+    whole, parted = (plain(producer, consumer, texts, metric="loss", payload=2.0, memory=memory) for memory in (GIB, 2_240_000))
     for layer, own in filled(whole, producer, consumer, ids).items():
         for found, expected in zip(filled(parted, producer, consumer, ids)[layer], own, strict=True):
             assert float((found - expected).abs().max()) < 1e-3

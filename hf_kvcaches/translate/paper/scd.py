@@ -9,20 +9,19 @@ from statistics import fmean
 from typing import Any, NamedTuple, Self
 
 import torch
+from torch import Tensor
 from transformers import DynamicCache
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.decoder import attention_module, decoder_layers
 from hf_kvcaches.evaluate.measures import divergence
-from hf_kvcaches.reuse.partial import ToldModule, name_of, twin_of
-from hf_kvcaches.translate.pair import Pair, split_of
+from hf_kvcaches.reuse.partial import Arguments, ToldModule, name_of, twin_of
+from hf_kvcaches.translate.pair import Pair, cache_of, split_of
 from hf_kvcaches.translate.paper.layers import Aligner, Translator, fit_reuse, train_aligner
-from hf_kvcaches.translate.states import LayerState, PromptTokens, cache_of, read, rotation_of_model
+from hf_kvcaches.translate.states import LayerState, PromptTokens, read, rotation_of_model
 
 # By layer: of keys and of values, or of the attention's input, (tokens, rank) each, in float16.
-Codes = dict[int, tuple[torch.Tensor, ...]]
-
-
+Codes = dict[int, tuple[Tensor, ...]]
 # The score with exactly these layers patched and all others reused; greater is better.
 Score = Callable[[frozenset[int]], float]
 
@@ -63,8 +62,8 @@ def select(score: Score, layers: Sequence[int], *, pool: int, most: int) -> Rout
 class SemanticCacheDistillation:
     """The paper's method for a pair of models with as many layers and heads: translators of each layer's keys and values, and patches."""
 
-    reuse: dict[int, tuple[Translator, Translator]]
-    patches: dict[int, tuple[torch.Tensor, Aligner]]  # from the producer's attention input to codes, and from these to the consumer's
+    reuse: dict[int, list[Translator]]  # of keys and of values
+    patches: dict[int, tuple[Tensor, Aligner]]  # from the producer's attention input to codes, and from these to the consumer's
     route: Route
     shapes: Sequence[tuple[int, int, int]]  # of the consumer's layers, as in `LayerState`
 
@@ -93,8 +92,7 @@ class SemanticCacheDistillation:
         theirs, own = (_traces(model, fitted) for model in (producer, consumer))
         reuse, patches = {}, {}
         for layer, (one, other) in enumerate(zip(theirs, own, strict=True)):
-            keys, values = (fit_reuse(*side) for side in zip(_sides(one), _sides(other), ranks[:2], strict=True))
-            reuse[layer] = keys, values
+            reuse[layer] = [fit_reuse(*side) for side in zip(_sides(one), _sides(other), ranks[:2], strict=True)]
         chosen = range(len(own)) if patched is None else patched
         for layer in chosen:
             source, target = theirs[layer].hidden.float(), own[layer].hidden.float()
@@ -105,13 +103,15 @@ class SemanticCacheDistillation:
             return cls(reuse, patches, Route(tuple(sorted(patched))), shapes)
         whole, pair = cls(reuse, patches, Route(()), shapes), Pair(producer, consumer, None)
 
-        def divergence_of(layers: frozenset[int], ids: torch.Tensor) -> float:
-            """How far the consumer's predictions of a text's end are from those with its own cache."""
-            before = ids[: split_of(len(ids))]
-            found = whole._states(pair.consumer, whole.encode(producer, before.tolist(), layers))
-            return float(divergence(*(pair.predictions(ids, states) for states in (pair.states(before)[1], found))).mean())
+        def score(layers: frozenset[int]) -> float:
+            """How near the consumer's predictions of texts' ends are to those with its own cache."""
+            losses = []
+            for ids in (torch.tensor(list(text)) for text in held_out):
+                before = ids[: split_of(len(ids))]
+                found = pair.states(before)[1], whole._states(pair.consumer, whole.encode(producer, before.tolist(), layers))
+                losses.append(float(divergence(*(pair.predictions(ids, states) for states in found)).mean()))
+            return -fmean(losses)
 
-        score = lambda layers: -fmean(divergence_of(layers, torch.tensor(list(text))) for text in held_out)  # noqa: E731
         route = select(score, list(chosen), pool=pool, most=most)
         return cls(reuse, {layer: patches[layer] for layer in route.patched}, route, shapes)
 
@@ -155,16 +155,16 @@ def _traces(model: Any, texts: Sequence[Sequence[int]]) -> list[LayerState]:
     return [LayerState(whole(layer, "states"), found[0][layer].shape, whole(layer, "hidden")) for layer in layers]
 
 
-def _sides(state: LayerState) -> list[torch.Tensor]:
+def _sides(state: LayerState) -> list[Tensor]:
     """Keys and values, (tokens, width) each, float32."""
     return [side.transpose(0, 1).flatten(1).float() for side in state.sides()]
 
 
-def _state_of_input(model: Any, layer: int, hidden: torch.Tensor) -> LayerState:
+def _state_of_input(model: Any, layer: int, hidden: Tensor) -> LayerState:
     """Return the keys and values that a layer computes from an input of its attention, (tokens, hidden)."""
     attention = attention_module(decoder_layers(model)[2][layer])
 
-    def exchange(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def exchange(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         own = hidden[None].to(args[0] if args else kwargs["hidden_states"])
         return ((own, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": own})
 

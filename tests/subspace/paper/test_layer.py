@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_kvcaches import AdaptiveSubspace, SubspaceCache
-from hf_kvcaches.errors import UnsupportedError
+from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.subspace.paper.settings import Bases
 from tests import tiny
 from tests.scripts.running import import_script
@@ -196,3 +196,30 @@ def test_exact_tokens_are_taken_back_and_coded_ones_are_not() -> None:
 def test_a_cache_with_calibrated_bases_is_not_saved(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="save"):
         make(rank=4, bases=calibrated("aware")).save(tmp_path / "cache.safetensors")
+
+
+# Options
+
+RULES, FD = "bytes_ratio, rank, energy", {"sketch": "fd"}
+# The option that is named, and what is given; with a rank of 3 where a single value is.
+WRONG: list[tuple[str, Any]] = [
+    *((RULES, options) for options in ({}, {"rank": 3, "bytes_ratio": 0.5})),
+    *(("rank", {"rank": rank}) for rank in (0, (3, 4, 5), (3, True))),
+    *(("bytes_ratio", {"bytes_ratio": 0.0}), ("bytes_ratio", {"bytes_ratio": 1.5}), ("energy", {"energy": True})),
+    *(("sketch_size", FD | options) for options in ({"rank": 3, "sketch_size": 0}, {"rank": 9, "sketch_size": 8}, {"energy": 0.9})),
+    *(("sketch_size", 8), ("sketch", "svd"), ("chunk", 40), ("chunk", 0), ("warmup", 10), ("warmup", None), ("tau_k", -0.1)),
+    *(("tau_v", 1.1), ("rotation", "before"), ("gamma", 1), ("decay", float("nan")), ("decay", None)),
+]
+
+
+@pytest.mark.parametrize(("name", "wrong"), WRONG)
+def test_settings_that_make_no_sense_are_refused_by_name(name: str, wrong: Any) -> None:
+    with pytest.raises(ConfigError, match=f"^{name}: "):
+        AdaptiveSubspace(**wrong if isinstance(wrong, dict) else {"rank": 3, name: wrong})
+
+
+def test_a_rank_above_the_head_size_and_settings_as_a_dict_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^rank: .*1 to 8 for keys"):
+        make(rank=(3, 9))
+    with pytest.raises(ConfigError, match="adaptive: "):
+        SubspaceCache(exact_model(), adaptive={"rank": 3})

@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
-from hf_kvcaches.translate.paper.layers import fit_reuse, fit_ridge, train_aligner
+from hf_kvcaches.translate.paper.layers import fit_reuse, fit_ridge, stability_constants, train_aligner
 from hf_kvcaches.translate.paper.scd import SemanticCacheDistillation, select
-from hf_kvcaches.translate.paper.stability import stability_constants
 from tests import tiny
-from tests.translate.models import MODELS
+from tests.translate.pairs import MODELS
 
 SEEDS = st.integers(0, 10**6)
 
