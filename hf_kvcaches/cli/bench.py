@@ -13,9 +13,9 @@ import transformers
 from transformers import Cache, DynamicCache
 
 from hf_kvcaches import compat
-from hf_kvcaches.cli.inputs import begin, load, load_config
-from hf_kvcaches.cli.specs import CallSpec, makers
-from hf_kvcaches.cli.tables import Row, environment, hardware, print_environment, print_json, show, write_csv
+from hf_kvcaches.cli.arguments import CallSpec
+from hf_kvcaches.cli.inputs import begin, from_pretrained, load, makers
+from hf_kvcaches.cli.tables import Row, emit, environment, hardware, print_environment, show
 from hf_kvcaches.core.rope_families import head_sizes
 from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.evaluate.measures import cache_bytes
@@ -48,18 +48,13 @@ def run_bench(args: argparse.Namespace) -> int:
         times = {"prefill_s": statistics.median(prefill), **ratios(base_prefill, prefill, "prefill_ratio")}
         times |= {**spread("decode", decode, 1e3), **ratios(base_decode, decode, "decode_ratio")}
         rows.append({**shape, "cache": spec.name, "setting": spec.arguments, **times, "mib": round(mebibytes[-1], 2)})
-    if args.json:
-        print_json({"environment": environment(device), "model": args.model, "caches": rows})
-    else:
-        print(show(rows, COLUMNS))
-    if args.csv:
-        write_csv(args.csv, rows)
+    emit(args, {"environment": environment(device), "model": args.model, "caches": rows}, show(rows, COLUMNS), rows, {})
     return 0
 
 
 def _random_model(name: str, device: torch.device, dtype: str) -> Any:
     """A model with random weights; `auto` is the dtype that its config names."""
-    config = load_config(name)
+    config = from_pretrained(transformers.AutoConfig, name)
     chosen = (getattr(config, "dtype", None) or torch.float32) if dtype == "auto" else getattr(torch, dtype)
     torch.manual_seed(0)
     with device:

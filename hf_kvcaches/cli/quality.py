@@ -16,10 +16,9 @@ from tqdm import tqdm
 from transformers import Cache
 
 from hf_kvcaches.cli import prompts, suite
-from hf_kvcaches.cli.inputs import begin, load, read_text, read_texts, spaced, token_ids
-from hf_kvcaches.cli.specs import makers
+from hf_kvcaches.cli.inputs import begin, load, makers, read_text, read_texts, spaced, token_ids
 from hf_kvcaches.cli.suite import MakeCache
-from hf_kvcaches.cli.tables import Row, environment, print_json, show, write_csv
+from hf_kvcaches.cli.tables import Row, emit, environment, print_json, show
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.evaluate.verify import verify, verify_text
 
@@ -71,16 +70,12 @@ def run_eval(args: argparse.Namespace) -> int:
     caches = makers(args.cache, model, tokenizer)
     fixed = {**environment(device), "model": args.model, "dtype": str(model.dtype).removeprefix("torch.")}
     if args.suite:
-        summaries = rows = _suite_rows(args, model, tokenizer, caches)
+        rows = _suite_rows(args, model, tokenizer, caches)
+        emit(args, {"environment": fixed, "caches": rows}, show(rows, SUITE_COLUMNS), rows, fixed)
     else:
         rows = _text_rows(model, caches, spaced(texts, args.limit), args.following)
         summaries = [_summary(name, [row for row in rows if row["cache"] == name]) for name in caches]
-    if args.json:
-        print_json({"environment": fixed, "caches": summaries, **({} if args.suite else {"rows": rows})})
-    else:
-        print(show(summaries, SUITE_COLUMNS if args.suite else COLUMNS))
-    if args.csv:
-        write_csv(args.csv, rows, fixed)
+        emit(args, {"environment": fixed, "caches": summaries, "rows": rows}, show(summaries, COLUMNS), rows, fixed)
     return 0
 
 

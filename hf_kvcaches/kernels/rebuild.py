@@ -7,16 +7,38 @@ them, and from what it knows of each token for nothing; the keys are rotated to 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hf_kvcaches.kernels.arguments import Decoder, RowSpan
 from hf_kvcaches.kernels.rotation import Layout, rotate_
 
 # Numbers that are made at a time before they are written: 32 MB in float32. Matrix products of fewer tokens take longer for each, as the
 # weights are read again.
 BLOCK = 2**23
+
+
+class Decoder(NamedTuple):
+    """The linear map to C numbers a token, floating point: [keys of head 0, keys of head 1, ..., values of head 0, ...].
+
+    Args:
+        side: (d, C), or None where nothing but codes is given.
+        codes: (rank, C), or None where there are no codes.
+        bias: (C,), or None.
+    """
+
+    side: Tensor | None = None
+    codes: Tensor | None = None
+    bias: Tensor | None = None
+
+
+class RowSpan(NamedTuple):
+    """Consecutive tokens and the consecutive slots of a row that they go to."""
+
+    row: int
+    first: int
+    tokens: int
 
 
 def product_type(dtype: torch.dtype, device: torch.device) -> torch.dtype:

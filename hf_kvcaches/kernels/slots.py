@@ -13,10 +13,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hf_kvcaches.kernels.arguments import Attended, RotationTables
 from hf_kvcaches.kernels.blocks import attention
 from hf_kvcaches.kernels.launch import Backend, choose
-from hf_kvcaches.kernels.rotation import rotate_, swap_pairs
+from hf_kvcaches.kernels.rotation import RotationTables, rotate_, swap_pairs
+
+Attended = tuple[Tensor, Tensor | None]
+"""The output, and the weights if they were asked for."""
 
 
 def slot_attention(

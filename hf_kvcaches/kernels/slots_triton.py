@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_kvcaches.kernels.arguments import Attended, RotationTables
 from hf_kvcaches.kernels.common_triton import capped, combine, dot, finite, partners, rotated, store_part
 from hf_kvcaches.kernels.launch import padded, split_tokens, strided
+from hf_kvcaches.kernels.rotation import RotationTables
 
 
 @triton.jit
@@ -161,7 +161,7 @@ def attend(
     *,
     splits: int | None = None,
     block: int | None = None,
-) -> Attended:
+) -> tuple[Tensor, Tensor | None]:
     """`slot_attention`, whose arguments these are, and two more.
 
     Args:

@@ -12,9 +12,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from hf_kvcaches.kernels.arguments import Packed
 from hf_kvcaches.kernels.launch import Backend, choose
-from hf_kvcaches.kernels.quantization import dequantize
+from hf_kvcaches.kernels.quantization import Packed, dequantize
 from hf_kvcaches.kernels.rotation import Layout, Tables, rotate_
 
 # Numbers that are dequantized at a time: 1 MB in float32 and at most twice as much besides. A quarter or four times as many take a seventh

@@ -19,7 +19,7 @@ import torch
 from hf_kvcaches import compat
 from hf_kvcaches.core.decoder import decoder_layers
 from hf_kvcaches.core.rope import RotaryGeometry
-from hf_kvcaches.kernels.arguments import Packed
+from hf_kvcaches.kernels.quantization import Packed
 from hf_kvcaches.kernels.splice import splice
 from hf_kvcaches.reuse.index import Piece
 from hf_kvcaches.reuse.layer import SplicedLayer, SplicingCache

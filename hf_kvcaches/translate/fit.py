@@ -23,7 +23,7 @@ from hf_kvcaches.errors import ConfigError, is_number, whole_number
 from hf_kvcaches.evaluate.measures import divergence
 from hf_kvcaches.evaluate.runner import evaluating
 from hf_kvcaches.evaluate.texts import add_up, sequences
-from hf_kvcaches.kernels.arguments import Decoder
+from hf_kvcaches.kernels.rebuild import Decoder
 from hf_kvcaches.translate.config import TranslatorConfig, TranslatorSettings
 from hf_kvcaches.translate.maps import CodeEncoder, CodeWeights, LayerDecoder, Maps
 from hf_kvcaches.translate.pair import SHORTEST, ErrorCosts, Pair, States, split_of

@@ -14,7 +14,7 @@ from hf_kvcaches.codec.packing import Span
 from hf_kvcaches.codec.plan import TABLES, Plan
 from hf_kvcaches.core.files import MOST_LAYERS, part_of
 from hf_kvcaches.errors import ArtifactError
-from hf_kvcaches.kernels.arguments import Decoder
+from hf_kvcaches.kernels.rebuild import Decoder
 
 _LARGEST = float(2**15 - 1)  # steps of a coefficient
 

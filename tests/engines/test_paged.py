@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_kvcaches import UnsupportedError
-from hf_kvcaches.engines.paged import BlockLayout
+from hf_kvcaches.engines.chunks import BlockLayout
 
 HEADS, TOKENS, DIMS = 3, 8, (4, 6)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_kvcaches.equip.storage import Ragged
-from hf_kvcaches.kernels.arguments import RotationTables
+from hf_kvcaches.kernels.rotation import RotationTables
 from hf_kvcaches.kernels.slots import slot_attention
 
 ROOMS = torch.tensor([[3, 10, 5], [7, 1, 10]])[..., None]

@@ -7,7 +7,7 @@ import torch
 
 from hf_kvcaches.kernels import blocks
 from hf_kvcaches.kernels.blocks import Visibility, block_attention
-from tests.kernels import codes_cases as reference
+from tests.kernels import reference
 
 BATCH, HEADS, KV_HEADS, KEPT, TOKENS, DIM = 2, 6, 2, 5, 7, 4
 
@@ -33,7 +33,7 @@ def test_a_query_sees_the_slots_that_are_held_and_new_tokens_up_to_its_own(
     visible = Visibility(held, KEPT, real) if padded else Visibility(None, KEPT, None)
     output, observed = block_attention(query, keys, values, DIM**-0.5, visible, softcap=softcap)
     assert observed is None
-    torch.testing.assert_close(output, reference.attention(query, keys, values, DIM**-0.5, seen, softcap)[0])
+    torch.testing.assert_close(output, reference.attention(query, keys, values, DIM**-0.5, seen[:, None], softcap)[0])
 
 
 def test_observers_count_what_keys_receive_as_a_mean_over_the_heads_of_a_group() -> None:

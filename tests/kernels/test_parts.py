@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_kvcaches.kernels.parts import exact_part, merged
-from tests.kernels import codes_cases as reference
+from tests.kernels import reference
 from tests.kernels.cases import NAN, Draws
 from tests.kernels.codes_cases import assert_part
 
@@ -33,7 +33,7 @@ def test_parts_merge_to_plain_softmax_to_a_millionth(lengths: list[int], size: f
     masks = visible.split(lengths, 2) if hidden else [None] * len(lengths)
     sides = zip(keys.split(lengths, 2), values.split(lengths, 2), masks, strict=True)
     parts = [exact_part(query, *side[:2], 1.0, side[2]) for side in sides]
-    expected, _ = reference.attention(query, keys, values, 1.0, visible if hidden else None)
+    expected = reference.attention(query, keys, values, 1.0, visible[:, None] if hidden else None)[0]
     torch.testing.assert_close(merged(parts).double(), expected, atol=1e-6, rtol=1e-6)
 
 
@@ -47,8 +47,9 @@ def test_exact_attention_equals_the_reference(dtype: torch.dtype, softcap: float
         visible = torch.rand(2, 1 if mask == "rows" else 3, 37, generator=case.generator) < 0.6
         visible[0, 0], visible[..., 5] = False, False
         keys[:, :, 5] = NAN
-    arguments = (query, keys, values, 0.4, visible, softcap)
-    assert_part(exact_part(*arguments), reference.attention(*arguments), dtype, torch.promote_types(dtype, torch.float32))
+    expected = reference.attention(query, keys, values, 0.4, None if visible is None else visible[:, None], softcap)[:2]
+    part = exact_part(query, keys, values, 0.4, visible, softcap)
+    assert_part(part, expected, dtype, torch.promote_types(dtype, torch.float32))
 
 
 def test_a_query_that_no_part_shows_anything_gets_zeros() -> None:

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.kernels.arguments import RotationTables
+from hf_kvcaches.kernels.rotation import RotationTables
 from hf_kvcaches.kernels.slots import slot_attention, write_slots
-from tests.kernels import reference_slots as reference
+from tests.kernels import reference
 from tests.kernels.cases import NAN, Draws
 from tests.kernels.triton_process import BACKEND, DTYPES, IN_TRITON, moved
 
