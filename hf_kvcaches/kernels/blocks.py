@@ -130,11 +130,7 @@ def block_attention(
 
 
 def observers(window: int | None, valid: Tensor | None, tokens: int, device: torch.device) -> Tensor:
-    """1 for the last `window` real tokens of each row (None: for all real ones), (batch or 1, tokens).
-
-    Args:
-        valid: True where a token is real, (batch, tokens), or None for all.
-    """
+    """1 for the last `window` real (`valid`) tokens of each row (None: for all real ones), (batch or 1, tokens)."""
     real = torch.ones(1, tokens, dtype=torch.bool, device=device) if valid is None else valid
     if window is None:
         return real.float()

@@ -69,13 +69,9 @@ def rans_kernel(
 def decode_tiles(
     codes: Sequence[Tensor], places: Tensor, symbols: Tensor, slots: Tensor, values: Tensor, size: int, precision: int, levels: int
 ) -> tuple[Tensor, Tensor]:
-    """Return all digits, (size,), float32, and whether the codes are whole, on their device.
+    """Return all digits, (size,), float32, and whether the codes, a `CodedTiles` of `codec/entropy.py`, are whole.
 
-    Args:
-        codes: The tensors of a `CodedTiles` of `codec/entropy.py`.
-        places: (tiles, 4), int64, and `symbols`, (all, 6), int32: as the kernel takes them; `slots` and `values` as `Tables` has them.
-        precision: Bits of a slot.
-        levels: Of tokens.
+    `places` and `symbols` are as the kernel takes them, `slots` and `values` as `Tables` has them; `precision` is the bits of a slot.
     """
     digits = torch.empty(size, dtype=torch.float32, device=slots.device)
     lanes, states, words, escaped, counts = codes

@@ -162,12 +162,7 @@ def attend(
     splits: int | None = None,
     block: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`slot_attention`, whose arguments these are, and two more.
-
-    Args:
-        splits: How many programs share the slots of a row and KV head; None: enough to fill the GPU.
-        block: Slots that a program takes at a time, a power of two from 16 on; None: what fits into registers.
-    """
+    """`slot_attention`, in blocks of slots (a power of two from 16 on), of which `splits` programs share those of a row and KV head."""
     (batch, heads), kv_heads, value_dim = query.shape[:2], keys.shape[1], values.shape[3]
     group, rows, shape = heads // kv_heads, batch * kv_heads, (batch, kv_heads, slots)
     block = block or block_size(query.shape[3], value_dim, rotation is not None)
