@@ -78,9 +78,6 @@ def model_source(name: str) -> str:
     return name
 
 
-# Types of arguments.
-
-
 def stated(read: Callable[[str], Any]) -> Callable[[str], Any]:
     """A type whose `ConfigError` argparse prints."""
 
@@ -122,8 +119,6 @@ def tokens(text: str) -> int:
         raise argparse.ArgumentTypeError(f"expected a number of tokens, such as 4096 or 32k, got {text!r}")
     return int(match[1]) * (1024 if match[2] else 1)
 
-
-# Options, by the command or the commands that have them.
 
 COUNT = at_least(1)
 OPTIONS: dict[str, dict[str, Any]] = {

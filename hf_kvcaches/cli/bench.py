@@ -6,7 +6,7 @@ import argparse
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import transformers
@@ -21,7 +21,6 @@ from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.evaluate.measures import cache_bytes
 from hf_kvcaches.evaluate.runner import ModelRunner
 
-T = TypeVar("T")
 COLUMNS = {
     "cache": "{cache}({setting})",
     "prefill s": "{prefill_s:.4f}",
@@ -97,11 +96,11 @@ def _shape(model: Any, args: argparse.Namespace) -> Row:
     }
 
 
-def in_turns(works: Mapping[str, Callable[[int], T]], rounds: int, warm_up: int = 0) -> dict[str, list[T]]:
+def in_turns(works: Mapping[str, Callable[[int], Any]], rounds: int, warm_up: int = 0) -> dict[str, list[Any]]:
     """Call every work with the number of the round, round by round, each time another one first: what slows the computer for a while
     slows all. Results of the warm-up rounds are dropped."""
     names = list(works)
-    results: dict[str, list[T]] = {name: [] for name in names}
+    results: dict[str, list[Any]] = {name: [] for name in names}
     for index in range(-warm_up, rounds):
         first = index % len(names)
         for name in names[first:] + names[:first]:

@@ -46,11 +46,8 @@ def pick_device(name: str) -> torch.device:
         raise ConfigError.of("--device", "auto, cpu, cuda, mps or another device of torch", name) from None
 
 
-# Models and their caches. Names of models are as in `model_source`.
-
-
 def load(name: str, device: torch.device, dtype: str = "auto") -> tuple[Any, Any]:
-    """A model and its tokenizer."""
+    """A model, by a name as in `model_source`, and its tokenizer."""
     tokenizer = from_pretrained(transformers.AutoTokenizer, name)
     model = from_pretrained(transformers.AutoModelForCausalLM, name, dtype=dtype)
     if dtype == "auto" and device.type == "cpu" and model.dtype == torch.float16:
@@ -101,9 +98,6 @@ def _made(value: Any, model: Any, tokenizer: Any) -> Any:
     except TypeError as error:
         raise ConfigError(f"--cache: {value}: {error}. Look up the arguments of {value.name}.") from None
     return make(*args, **options)
-
-
-# Texts.
 
 
 def read_text(path: Path) -> str:

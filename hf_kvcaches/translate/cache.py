@@ -220,8 +220,8 @@ def fill(cache: SplicingCache, translator: CacheTranslator, codes: Codes, prompt
                 precision = torch.promote_types(dtype, torch.float32) if maps.tables is None else product_type(dtype, device)
                 weights, (known, side_rows) = maps.placed(decoder.weights, device, precision), side_on(device)
                 sent = None if coefficients is None else coefficients.to(device)
-                options = tables_of(cache.rotation.layers[decoder.layer], device) | {"side_rows": side_rows, "product": precision}
-                rebuild(known, sent, weights, key_buffer, value_buffer, prompt.spans, **options)
+                tables = tables_of(cache.rotation.layers[decoder.layer], device)
+                rebuild(known, sent, weights, key_buffer, value_buffer, prompt.spans, precision, side_rows=side_rows, **tables)
     for row, source in prompt.copies.items():
         for buffer in chain.from_iterable(buffers.values()):
             buffer[row, :, seen : prompt.slots] = buffer[source, :, seen : prompt.slots]

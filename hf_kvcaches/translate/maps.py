@@ -156,7 +156,7 @@ class Maps:
             plan = None if deviations is None else Plan.of(coding, len(deviations))
             encoders.append(CodeEncoder(name, tuple(sources), weights, plan, deviations))
         decoders = (
-            LayerDecoder(layer, code, tuple(shape), Decoder(**part_of(tensors, f"decoders.{layer}")))
+            LayerDecoder(layer, code, tuple(shape), Decoder(**{"codes": None, **part_of(tensors, f"decoders.{layer}")}))
             for layer, code, shape in metadata["decoders"]
         )
         maps = cls(tuple(encoders), tuple(decoders), metadata["side_layer"], tables, bits)
@@ -179,6 +179,6 @@ class Maps:
         for decoder in self.decoders:
             (side, coefficients, bias), (heads, *dims) = decoder.weights, decoder.shape
             width, sent = (heads * sum(dims),), None if decoder.code is None else self.encoders[decoder.code].weights.shift.shape
-            sound &= side is not None and bias is not None and side.shape[1:] == bias.shape == width
+            sound &= side.shape[1:] == bias.shape == width
             sound &= coefficients is None if sent is None else coefficients is not None and coefficients.shape == (*sent, *width)
         return sound
