@@ -20,15 +20,14 @@ class RotationTables(NamedTuple):
         positions: Row of the tables for each slot, (batch or 1, kv_heads or 1, slots), integers; an invalid slot may have -1.
         cos: (rows, rotary_dim / 2), with the model's `attention_scaling`, if it has one; and `sin`. Further dimensions pass unchanged.
         layout: Which dimensions form a pair, as in `rotate_`.
-        full: The same tables for each dimension, cosines before signed sines, (rows, 2 * rotary_dim): fewer operations for the torch
-            back-end. None: made of `cos` and `sin`.
+        full: The same tables for each dimension, cosines before signed sines, (rows, 2 * rotary_dim), which the torch back-end takes.
     """
 
     positions: Tensor
     cos: Tensor
     sin: Tensor
-    layout: Layout = "half"
-    full: Tensor | None = None
+    layout: Layout
+    full: Tensor
 
 
 def check_layout(name: str, layout: str) -> None:
