@@ -33,7 +33,7 @@ from shared.sides import FULL, SIDES, Bench, Side, ask, feed
 from tqdm import tqdm
 
 from hf_kvcaches import GrowingCache, SegmentReuseCache, SegmentStore
-from hf_kvcaches.cli.bench import in_turns
+from hf_kvcaches.cli.measure import in_turns
 from hf_kvcaches.cli.tables import Row, environment, print_environment, write_csv
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.evaluate.measures import cache_bytes

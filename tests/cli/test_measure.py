@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_kvcaches import EquipCache, verify
-from hf_kvcaches.cli import bench
+from hf_kvcaches.cli import measure
 from hf_kvcaches.evaluate.verify import verify_text
 from tests import testbed, tiny
 from tests.cli.running import BASE, run, succeed
@@ -118,7 +118,7 @@ def test_bench_writes_a_speed_table(capsys, tmp_path):
 def test_bench_times_nothing_where_logits_are_not_finite(capsys, tmp_path, monkeypatch):
     model = tiny.llama()
     torch.nn.init.constant_(model.lm_head.weight, float("nan"))
-    monkeypatch.setattr(bench, "load", lambda *_: (model, None))
+    monkeypatch.setattr(measure, "load", lambda *_: (model, None))
     done = run(capsys, "bench", "--model", tmp_path, "--cache", "GrowingCache", "--context", 5, "--steps", 2, "--rounds", 2)
     assert done.code == 2
     assert "not finite" in done.err
