@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hf_kvcaches.kernels.attention import AttentionPart, exponentials, joined
 from hf_kvcaches.kernels.code_format import TILE, Counts, unpack
 from hf_kvcaches.kernels.launch import Backend, choose
-from hf_kvcaches.kernels.parts import AttentionPart, exponentials, joined
 from hf_kvcaches.kernels.rotation import Layout, rotated_back
 
 # Levels of a block: 1 MB in float32, so that they are still in cache when values are summed up.

@@ -16,10 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_kvcaches.errors import UnsupportedError
+from hf_kvcaches.kernels.attention import AttentionPart
 from hf_kvcaches.kernels.code_format import TILE, Counts
 from hf_kvcaches.kernels.common_triton import capped, combine, dot, finite, store_part
 from hf_kvcaches.kernels.launch import padded, split_tokens, strided
-from hf_kvcaches.kernels.parts import AttentionPart
 from hf_kvcaches.kernels.rotation import Layout
 
 A_TILE = tl.constexpr(TILE)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hf_kvcaches.kernels.blocks import attention
+from hf_kvcaches.kernels.attention import attention
 from hf_kvcaches.kernels.launch import Backend, choose
 from hf_kvcaches.kernels.rotation import RotationTables, swap_pairs
 

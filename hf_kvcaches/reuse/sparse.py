@@ -25,7 +25,7 @@ from hf_kvcaches.core.refusal import Refusal
 from hf_kvcaches.core.source import TensorView
 from hf_kvcaches.core.view import previous_implementation, why_not_answering
 from hf_kvcaches.errors import UnsupportedError
-from hf_kvcaches.kernels.parts import AttentionPart, exact_part, exponentials, merged
+from hf_kvcaches.kernels.attention import AttentionPart, exact_part, exponentials, merged
 from hf_kvcaches.reuse.layer import SplicedLayer
 from hf_kvcaches.reuse.plan import PROBING, Indices
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from hf_kvcaches.kernels.attention import AttentionPart, merged
 from hf_kvcaches.kernels.code_format import PLANES, TILE, CodeLayout, Counts
 from hf_kvcaches.kernels.codes import CodeMap, TileRotation
-from hf_kvcaches.kernels.parts import AttentionPart, merged
 from hf_kvcaches.kernels.rotation import rotate_
 from tests.kernels import reference
 from tests.kernels.cases import NAN, TOLERANCE, Draws

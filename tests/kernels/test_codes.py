@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.kernels import codes as kernels
+from hf_kvcaches.kernels.attention import AttentionPart, merged
 from hf_kvcaches.kernels.code_format import TILE
 from hf_kvcaches.kernels.code_format import WIDTHS as ALL_WIDTHS
 from hf_kvcaches.kernels.codes import CodeMap, TileRotation, code_part, decode
-from hf_kvcaches.kernels.parts import AttentionPart, merged
 from tests.kernels.cases import TOLERANCE, within
 from tests.kernels.codes_cases import WIDTHS, Case, assert_part, decoded
 from tests.kernels.triton_process import DTYPES, IN_TRITON, moved, of_triton
