@@ -31,7 +31,7 @@ from shared.results import Results, read_csv, tabulated
 from shared.sides import FULL, SIDES, Bench, Side, ask, check
 from tqdm import tqdm
 
-from hf_kvcaches.cli.bench import in_turns
+from hf_kvcaches.cli.measure import in_turns
 from hf_kvcaches.cli.tables import Row, environment, print_environment, write_csv
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.evaluate.measures import cache_bytes

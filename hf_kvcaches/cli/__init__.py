@@ -14,9 +14,9 @@ from hf_kvcaches.version import __version__
 # Name -> what it does, what adds its options, and its module, which has `run_NAME(args)`.
 COMMANDS = {
     "recommend": ("show what caches cost for a model's config, and which one fits into memory", options.recommend, "recommend"),
-    "verify": ("compare a cache with the full cache on what the model itself writes", options.verify, "quality"),
-    "eval": ("measure what caches lose on texts", options.evaluate, "quality"),
-    "bench": ("time prefill and decode steps of caches", options.bench, "bench"),
+    "verify": ("compare a cache with the full cache on what the model itself writes", options.verify, "measure"),
+    "eval": ("measure what caches lose on texts", options.evaluate, "measure"),
+    "bench": ("time prefill and decode steps of caches", options.bench, "measure"),
     "calibrate": ("make a codec, a segment policy, a warm-start gate or a translator", options.calibrate, "calibrate"),
 }
 

@@ -1,17 +1,98 @@
-"""The options of all commands. Their types refuse what is wrong before torch and transformers, which take seconds, are imported."""
+"""What may be typed: the options of all commands. Mistakes are refused here, before torch, which takes seconds, is imported."""
 
 from __future__ import annotations
 
 import argparse
+import ast
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_kvcaches.cli.specs import CACHE_HELP, CallSpec, parse
-from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.errors import ConfigError, require_choice
 
 REAL_MODELS = ("smollm2", "gemma3")  # folders that `make models` makes
+CACHES = ("GrowingCache", "EquipCache", "SubspaceCache", "SegmentReuseCache", "WarmStartCache")
+CACHE_HELP = (
+    "such as \"EquipCache(policy='streaming', budget=512)\", \"SubspaceCache(KVCodec('FOLDER'))\" or "
+    "\"SegmentReuseCache(SegmentStore('memory'))\""
+)
+
+
+@dataclass(frozen=True, repr=False)
+class CallSpec:
+    """A call of a public class, whose arguments are literals and other calls: `EquipCache(policy='streaming', budget=512)`."""
+
+    name: str
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+    @property
+    def arguments(self) -> str:
+        """The arguments as they are typed."""
+        return ", ".join([*map(repr, self.args), *(f"{name}={value!r}" for name, value in self.options.items())])
+
+    def __repr__(self) -> str:
+        return f"{self.name}({self.arguments})"
+
+
+def parse(text: str) -> CallSpec:
+    """Read the name or the call of a cache, without evaluating anything."""
+    try:
+        spec = _read(ast.parse(text.strip(), mode="eval").body)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):  # what `ast` raises on text that is no literal
+        spec = None
+    if not isinstance(spec, CallSpec):
+        expected = "a class, or a call of it with literals and other calls as arguments"
+        raise ConfigError.of("cache", expected, text, f"Write it {CACHE_HELP}.")
+    hint = "It starts from the codes of a single prompt: call hf_kvcaches.verify with a function that makes it."
+    require_choice("cache", spec.name, CACHES, hint=hint if spec.name == "TranslatedCache" else "")
+    return spec
+
+
+def _read(node: ast.expr) -> Any:
+    """A call as a `CallSpec`, anything else as the literal that it must be."""
+    if isinstance(node, ast.Name):
+        return CallSpec(node.id, (), {})
+    if not isinstance(node, ast.Call):
+        return ast.literal_eval(node)
+    options = {keyword.arg: _read(keyword.value) for keyword in node.keywords if keyword.arg is not None}
+    if not isinstance(node.func, ast.Name) or len(options) != len(node.keywords):
+        raise ValueError
+    return CallSpec(node.func.id, tuple(map(_read, node.args)), options)
+
+
+def model_source(name: str) -> str:
+    """The folder or the hub id that a model's name on the command line stands for."""
+    if Path(name).is_dir():
+        return name
+    if name in REAL_MODELS:
+        for folder in (Path.cwd(), *Path.cwd().parents):
+            if (folder / ".models" / name).is_dir():
+                return str(folder / ".models" / name)
+        hint = "`make models`, in a checkout of the repository, makes it; then run this there."
+        raise ConfigError.of("model", f"a folder .models/{name} here or in a folder above", name, hint)
+    if not re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", name):
+        raise ConfigError.of("model", "a folder that exists, or a hub id such as owner/name", name, "There is no such folder.")
+    return name
+
+
+def stated(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """A type whose `ConfigError` argparse prints."""
+
+    def convert(text: str) -> Any:
+        try:
+            return read(text)
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return convert
+
+
+def model(text: str) -> str:
+    model_source(text)
+    return text
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -39,47 +120,18 @@ def tokens(text: str) -> int:
     return int(match[1]) * (1024 if match[2] else 1)
 
 
-def cache(text: str) -> CallSpec:
-    try:
-        return parse(text)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def model(text: str) -> str:
-    try:
-        model_source(text)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
-
-
-def model_source(name: str) -> str:
-    """The folder or the hub id that a model's name on the command line stands for."""
-    if Path(name).is_dir():
-        return name
-    if name in REAL_MODELS:
-        for folder in (Path.cwd(), *Path.cwd().parents):
-            if (folder / ".models" / name).is_dir():
-                return str(folder / ".models" / name)
-        hint = "`make models`, in a checkout of the repository, makes it; then run this there."
-        raise ConfigError.of("model", f"a folder .models/{name} here or in a folder above", name, hint)
-    if not re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", name):
-        raise ConfigError.of("model", "a folder that exists, or a hub id such as owner/name", name, "There is no such folder.")
-    return name
-
-
+COUNT = at_least(1)
 OPTIONS: dict[str, dict[str, Any]] = {
-    "model": {"required": True, "type": model, "help": "a folder, a hub id, or smollm2 or gemma3 after make models"},
+    "model": {"required": True, "type": stated(model), "help": "a folder, a hub id, or smollm2 or gemma3 after make models"},
     "device": {"default": "auto", "help": "cpu, cuda, mps, or auto for the first accelerator that works"},
     "dtype": {"default": "auto", "choices": ("auto", "float32", "bfloat16", "float16"), "help": "of the weights; auto: as they are saved"},
-    "threads": {"type": at_least(1), "help": "of the CPU; default: as torch has it"},
+    "threads": {"type": COUNT, "help": "of the CPU; default: as torch has it"},
     "metric": {"choices": ("loss", "plain"), "default": "loss", "help": "what errors cost"},
     "push-to-hub": {"metavar": "ID", "help": "also uploads it, as owner/name"},
     "csv": {"type": Path, "help": "write every number here"},
     "json": {"action": "store_true", "help": "print one JSON document in place of tables"},
 }
-CACHE: dict[str, Any] = {"required": True, "type": cache, "metavar": "SPEC", "help": CACHE_HELP}
+CACHE: dict[str, Any] = {"required": True, "type": stated(parse), "metavar": "SPEC", "help": CACHE_HELP}
 SEVERAL_CACHES = CACHE | {"action": "append", "help": f"{CACHE_HELP}; may be given several times"}
 TEXTS: dict[str, Any] = {"type": existing_file, "nargs": "+", "metavar": "FILE", "help": "text files, or .jsonl with one text a line"}
 
@@ -93,7 +145,7 @@ def add_options(parser: argparse.ArgumentParser, *names: str) -> None:
 def recommend(parser: argparse.ArgumentParser) -> None:
     add_options(parser, "model", "dtype", "csv", "json")
     parser.add_argument("--context", type=tokens, default="8k", help="tokens of prompt and answer, such as 32k; default: 8k")
-    parser.add_argument("--batch", type=at_least(1), default=1, help="rows at a time")
+    parser.add_argument("--batch", type=COUNT, default=1, help="rows at a time")
     parser.add_argument("--memory", help="of the device, such as 16GiB, for weights and cache")
     parser.add_argument("--device", **OPTIONS["device"] | {"help": "where it will run, for the nearest row of the speed table"})
     parser.add_argument("--speed", type=existing_file, help="a file of hf-kvcaches bench --csv, in place of the package's speed table")
@@ -105,9 +157,9 @@ def verify(parser: argparse.ArgumentParser) -> None:
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", help="the prompt")
     prompt.add_argument("--file", type=existing_file, help="a text file with the prompt")
-    parser.add_argument("--context", type=at_least(1), help="take so many tokens of it at most")
-    parser.add_argument("--max-new-tokens", type=at_least(1), default=64, help="how many steps to compare at most")
-    parser.add_argument("--prefill-chunk-size", type=at_least(1), help="feed the prompt to the cache in chunks of so many tokens")
+    parser.add_argument("--context", type=COUNT, help="take so many tokens of it at most")
+    parser.add_argument("--max-new-tokens", type=COUNT, default=64, help="how many steps to compare at most")
+    parser.add_argument("--prefill-chunk-size", type=COUNT, help="feed the prompt to the cache in chunks of so many tokens")
     parser.add_argument("--exact", action="store_true", help="exit with 1 where the text differs")
 
 
@@ -115,11 +167,9 @@ def evaluate(parser: argparse.ArgumentParser) -> None:
     add_options(parser, "model", "device", "dtype", "threads", "csv", "json")
     parser.add_argument("--cache", **SEVERAL_CACHES)
     parser.add_argument("--texts", **TEXTS)
-    parser.add_argument("--context", type=at_least(1), default=1024, help="tokens of a text that are read as its prompt, at most")
-    parser.add_argument("--following", type=at_least(1), default=64, help="tokens of a text after its prompt, which are fed one by one")
-    parser.add_argument(
-        "--limit", type=at_least(1), default=16, help="texts at most, from all over the files; prompts of a kind in a suite"
-    )
+    parser.add_argument("--context", type=COUNT, default=1024, help="tokens of a text that are read as its prompt, at most")
+    parser.add_argument("--following", type=COUNT, default=64, help="tokens of a text after its prompt, which are fed one by one")
+    parser.add_argument("--limit", type=COUNT, default=16, help="texts at most, from all over the files; prompts of a kind in a suite")
     suites = "made-up prompts with known answers, in place of texts; the first of --texts is the prose around facts, if given"
     parser.add_argument("--suite", nargs="+", choices=("needles", "requests", "pairs"), help=suites)
     parser.add_argument("--state", type=Path, help="a file where rows of a suite are kept, so that a run that is cut off goes on there")
@@ -129,9 +179,9 @@ def bench(parser: argparse.ArgumentParser) -> None:
     add_options(parser, "model", "device", "dtype", "threads", "csv", "json")
     parser.add_argument("--cache", **SEVERAL_CACHES)
     parser.add_argument("--random", action="store_true", help="random weights for the model's config: nothing but that is downloaded")
-    parser.add_argument("--context", type=at_least(1), default=1024, help="tokens of the prompt")
-    parser.add_argument("--batch", type=at_least(1), default=1, help="rows of the prompt")
-    parser.add_argument("--steps", type=at_least(1), default=32, help="decode steps of a round")
+    parser.add_argument("--context", type=COUNT, default=1024, help="tokens of the prompt")
+    parser.add_argument("--batch", type=COUNT, default=1, help="rows of the prompt")
+    parser.add_argument("--steps", type=COUNT, default=32, help="decode steps of a round")
     parser.add_argument("--rounds", type=at_least(2), default=5, help="rounds after one that is not counted")
 
 
@@ -157,7 +207,7 @@ def codec(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bytes-ratio", type=float, default=0.125, help="bytes of a token, as a share of exact ones in 16 bits")
     parser.add_argument("--for", dest="engine", choices=("vllm", "lmcache"), help="the engine that will load it; it decides the rotation")
     parser.add_argument("--recent", type=int, help="newest tokens that are exact where the codec is used (default 64, of engines 0)")
-    parser.add_argument("--shards", type=at_least(1), default=1, help="processes that will share the heads under tensor parallelism")
+    parser.add_argument("--shards", type=COUNT, default=1, help="processes that will share the heads under tensor parallelism")
     parser.add_argument("--rotation", choices=("aware", "post"), help="keys before (default) or after they are rotated")
     parser.add_argument("--length", type=at_least(2), help="of a text, in tokens at most (default 512, for lmcache 4096)")
     parser.add_argument("--max-tokens", type=at_least(2), help="stop after so many; default: read all")
@@ -165,8 +215,8 @@ def codec(parser: argparse.ArgumentParser) -> None:
 
 def segments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=existing_file, required=True, help="one prompt a line, as JSON, in the order of requests")
-    parser.add_argument("--requests", type=at_least(1), default=40, help="how many prompts to take at most")
-    parser.add_argument("--asked", type=at_least(1), default=16, help="tokens at the end of each prompt that are withheld and compared")
+    parser.add_argument("--requests", type=COUNT, default=40, help="how many prompts to take at most")
+    parser.add_argument("--asked", type=COUNT, default=16, help="tokens at the end of each prompt that are withheld and compared")
     parser.add_argument("--bound", type=float, default=0.05, help="the most that the mean KL divergence may be, in nats")
     parser.add_argument("--worst", type=float, default=float("inf"), help="the most that it may be for a single prompt")
     parser.add_argument("--least-same", type=float, default=0.0, help="the least share of next tokens that are the model's own")
@@ -184,12 +234,12 @@ def warmstart(parser: argparse.ArgumentParser) -> None:
 
 
 def translator(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--producer", required=True, type=model, help="the model that will read prompts: a folder or a hub id")
-    parser.add_argument("--consumer", required=True, type=model, help="the model that will answer: a folder or a hub id")
+    parser.add_argument("--producer", **OPTIONS["model"] | {"help": "the model that will read prompts: a folder or a hub id"})
+    parser.add_argument("--consumer", **OPTIONS["model"] | {"help": "the model that will answer: a folder or a hub id"})
     add_options(parser, "push-to-hub", "metric")
     parser.add_argument("--texts", required=True, **TEXTS)
-    parser.add_argument("--prefixes", type=at_least(1), default=64, help="texts at most, taken from all over the files")
-    parser.add_argument("--length", type=at_least(1), default=512, help="of a text, in tokens at most")
+    parser.add_argument("--prefixes", type=COUNT, default=64, help="texts at most, taken from all over the files")
+    parser.add_argument("--length", type=COUNT, default=512, help="of a text, in tokens at most")
     parser.add_argument("--payload", type=float, default=0.025, help="bytes that are sent, as a share of bfloat16 keys and values")
     parser.add_argument("--layers-per-code", type=int, help="how many consecutive layers share a code; default: by their width")
     parser.add_argument("--recompute-layers", default="0", help="how many of its lowest layers the consumer runs itself, or auto")

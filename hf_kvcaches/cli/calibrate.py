@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -41,29 +41,24 @@ def codec(args: argparse.Namespace, device: torch.device) -> None:
         engine_codec.checkpoint_digest(model_source(args.model))
     model, tokenizer = load(args.model, device, args.dtype)
     texts = read_texts(args.texts, tokenizer, length)
-    options = {name: getattr(args, name) for name in ("metric", "max_tokens", "shards")} | {"block": length}
-    began = time.perf_counter()
-    made = KVCodec.calibrate(model, tokenizer, texts, args.bytes_ratio, rotation=rotation, recent=recent, **options)
-    seconds = time.perf_counter() - began
+    options = {name: getattr(args, name) for name in ("metric", "max_tokens", "shards")}
+    options |= {"bytes_ratio": args.bytes_ratio, "rotation": rotation, "recent": recent, "block": length}
+    made, seconds = _timed(KVCodec.calibrate, model, tokenizer, texts, **options)
     if args.engine:
         engine_codec.save(made, args.out, args.engine, model_source(args.model))
     else:
         made.save_pretrained(args.out)
     print(f"{made}\n{made.settings.tokens} tokens of {len(texts)} texts, {seconds:.0f} s; written to {args.out}")
-    if args.push_to_hub:
-        print(f"uploaded: {made.push_to_hub(args.push_to_hub)}")
+    _upload(made, args)
 
 
 def segments(args: argparse.Namespace, device: torch.device) -> None:
     model, tokenizer = load(args.model, device, args.dtype)
     prompts = [token_ids(text, tokenizer) for [text] in read_lines(args.prompts, "prompt")][: args.requests]
-    quantization = None if args.quantization == "none" else args.quantization
-    if args.codec is not None:
-        quantization = KVCodec.from_pretrained(args.codec, model=model)
+    quantization = KVCodec.from_pretrained(args.codec, model=model) if args.codec is not None else _quantization(args)
     bounds = {"bound": args.bound, "worst": args.worst, "least_same": args.least_same}
-    began = time.perf_counter()
-    policy = calibrate_policy(model, tokenizer, {args.prompts.stem: prompts}, **bounds, asked=args.asked, quantization=quantization)
-    seconds = time.perf_counter() - began
+    workload = {args.prompts.stem: prompts}
+    policy, seconds = _timed(calibrate_policy, model, tokenizer, workload, **bounds, asked=args.asked, quantization=quantization)
     policy.save_pretrained(args.out)
     print(f"{_measured(policy.measured)}\n\n{seconds:.0f} s; written to {args.out}: {policy}\n")
 
@@ -71,10 +66,9 @@ def segments(args: argparse.Namespace, device: torch.device) -> None:
 def warmstart(args: argparse.Namespace, device: torch.device) -> None:
     pairs = [(source, target) for source, target in read_lines(args.pairs, "source", "target")]
     model, tokenizer = load(args.model, device, args.dtype)
-    options = {"encoder": args.encoder, "quantization": None if args.quantization == "none" else args.quantization}
-    began = time.perf_counter()
-    gate = calibrate_gate(model, tokenizer, options, pairs, bound=args.bound, worst=args.worst, following=args.following)
-    seconds = time.perf_counter() - began
+    library = {"encoder": args.encoder, "quantization": _quantization(args)}
+    bounds = {"bound": args.bound, "worst": args.worst, "following": args.following}
+    gate, seconds = _timed(calibrate_gate, model, tokenizer, library, pairs, **bounds)
     gate.save_pretrained(args.out)
     reusable = f"{gate.reusable:.4f}" if gate.reusable < CLOSED else f"{gate.reusable:g}, which refuses everything"
     print(f"{_measured(gate.measured)}\n\n{len(pairs)} pairs, {seconds:.0f} s; written to {args.out}")
@@ -95,15 +89,26 @@ def translator(args: argparse.Namespace, device: torch.device) -> None:
         "config": TranslatorConfig(layers_per_code=args.layers_per_code, metric=args.metric, memory=args.memory),
         "max_length": max(args.length, 8),
     }
-    began = time.perf_counter()
-    made = CacheTranslator.fit(producer, consumer, (one, other), texts, progress=first, **options)
-    seconds = time.perf_counter() - began
+    made, seconds = _timed(CacheTranslator.fit, producer, consumer, (one, other), texts, progress=first, **options)
     if first:
         made.save_pretrained(args.out)
-        print(f"{made.describe_calibration()}\n")
-        print(f"{len(texts)} texts, {seconds:.1f} s; written to {args.out}")
-        if args.push_to_hub:
-            print(f"uploaded: {made.push_to_hub(args.push_to_hub)}")
+        print(f"{made.describe_calibration()}\n\n{len(texts)} texts, {seconds:.1f} s; written to {args.out}")
+        _upload(made, args)
+
+
+def _timed(calibrate: Callable[..., Any], *args: Any, **options: Any) -> tuple[Any, float]:
+    """What a calibration made, and its seconds."""
+    began = time.perf_counter()
+    return calibrate(*args, **options), time.perf_counter() - began
+
+
+def _quantization(args: argparse.Namespace) -> Any:
+    return None if args.quantization == "none" else args.quantization
+
+
+def _upload(made: Any, args: argparse.Namespace) -> None:
+    if args.push_to_hub:
+        print(f"uploaded: {made.push_to_hub(args.push_to_hub)}")
 
 
 def _measured(rows: Iterable[Mapping[str, Any]]) -> str:

@@ -1,10 +1,12 @@
-"""What commands read: models from folders or the Hub, texts, prompts and pairs of prompts from files."""
+"""What arguments stand for: models and caches, and texts, prompts and pairs of prompts from files."""
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,17 @@ import torch
 import transformers
 from transformers.utils import logging
 
-from hf_kvcaches.cli.arguments import model_source
-from hf_kvcaches.errors import ConfigError
+import hf_kvcaches
+from hf_kvcaches.cli.arguments import CACHES, CallSpec, model_source
+from hf_kvcaches.errors import ConfigError, require_choice
 
 Text = str | list[int]
+# What arguments of a cache may be made of.
+ARGUMENTS = [
+    *"AdaptiveSubspace HeadBudgets KVCodec KeepProbe PagePool QueryStatistics SegmentPolicy SegmentStore SlotProjector".split(),
+    *("WarmStartGate", "WarmStartLibrary"),
+    *(name for name in hf_kvcaches.__all__ if name.endswith("Policy") and name not in ("Policy", "SegmentPolicy")),
+]
 
 
 def begin(args: argparse.Namespace) -> torch.device:
@@ -38,20 +47,16 @@ def pick_device(name: str) -> torch.device:
 
 
 def load(name: str, device: torch.device, dtype: str = "auto") -> tuple[Any, Any]:
-    """A model and its tokenizer; `name` is as in `model_source`."""
-    tokenizer = _from_pretrained(transformers.AutoTokenizer, name)
-    model = _from_pretrained(transformers.AutoModelForCausalLM, name, dtype=dtype)
+    """A model, by a name as in `model_source`, and its tokenizer."""
+    tokenizer = from_pretrained(transformers.AutoTokenizer, name)
+    model = from_pretrained(transformers.AutoModelForCausalLM, name, dtype=dtype)
     if dtype == "auto" and device.type == "cpu" and model.dtype == torch.float16:
         model = model.float()  # half precision on a CPU is a storage format
     return model.to(device).eval(), tokenizer
 
 
-def load_config(name: str) -> Any:
-    """The config of a model; `name` is as in `model_source`."""
-    return _from_pretrained(transformers.AutoConfig, name)
-
-
-def _from_pretrained(kind: Any, name: str, **options: Any) -> Any:
+def from_pretrained(kind: Any, name: str, **options: Any) -> Any:
+    """A model, a config or a tokenizer, by one of transformers' Auto classes."""
     source = model_source(name)
     try:
         return kind.from_pretrained(source, **options)
@@ -62,8 +67,40 @@ def _from_pretrained(kind: Any, name: str, **options: Any) -> Any:
         raise ConfigError.of("model", "a folder that exists, or a model of the Hub", name, hint) from error
 
 
+def makers(specs: Sequence[CallSpec], model: Any, tokenizer: Any = None) -> dict[str, Callable[[], Any]]:
+    """By the spec, what makes a new cache for each text; stores, codecs and what else a spec calls are made or loaded once.
+
+    Classes that are saved in folders (`KVCodec`, `SegmentPolicy`, `WarmStartLibrary` and others) are loaded from the folder or Hub
+    repository that they are given, and other classes are called. The model and its tokenizer are passed where a class takes them.
+    """
+    return {repr(spec): partial(_made(spec, model, tokenizer).new_cache, model) for spec in specs}
+
+
+def _made(value: Any, model: Any, tokenizer: Any) -> Any:
+    """What an argument stands for: a literal, the `per_call` of a cache, or an object of another class."""
+    if not isinstance(value, CallSpec):
+        return value
+    is_cache = value.name in CACHES
+    if not is_cache:
+        require_choice("--cache", value.name, ARGUMENTS)
+    kind = getattr(hf_kvcaches, value.name)
+    make = kind if is_cache else getattr(kind, "from_pretrained", kind)
+    args = [_made(part, model, tokenizer) for part in value.args]
+    names, taken = list(inspect.signature(make).parameters), {"model": model, "tokenizer": tokenizer}
+    if names[:1] == ["model"]:
+        args.insert(0, model)
+    options = {name: taken[name] for name in names[len(args) :] if name in taken}
+    options |= {name: _made(part, model, tokenizer) for name, part in value.options.items()}
+    if is_cache:
+        return hf_kvcaches.per_call(kind, *args[1:], **options)
+    try:
+        inspect.signature(make).bind(*args, **options)
+    except TypeError as error:
+        raise ConfigError(f"--cache: {value}: {error}. Look up the arguments of {value.name}.") from None
+    return make(*args, **options)
+
+
 def read_text(path: Path) -> str:
-    """The content of a text file."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:

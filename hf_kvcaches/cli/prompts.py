@@ -58,7 +58,7 @@ class NeedlePrompt(NamedTuple):
 class _Prose:
     """Sentences of a text in turn, from a random one on; made-up ones without a text."""
 
-    def __init__(self, prose: str | None, rng: random.Random) -> None:
+    def __init__(self, tokenizer: Any, prose: str | None, rng: random.Random) -> None:
         if prose is None:
             made_up = random.Random(f"prose {rng.randrange(1 << 30)}")
             prose = " ".join(made_up.choice(clauses) for _ in range(400) for clauses in _CLAUSES)
@@ -67,21 +67,20 @@ class _Prose:
         if not kept:
             raise ConfigError.of("prose", "a text of sentences", prose[:80], "Leave it out for made-up sentences.")
         start = rng.randrange(len(kept))
-        self._sentences = itertools.cycle([*kept[start:], *kept[:start]])
+        self._tokenizer, self._sentences = tokenizer, itertools.cycle([*kept[start:], *kept[:start]])
 
-    def paragraph(self, tokenizer: Any, tokens: int) -> str:
+    def paragraph(self, tokens: int) -> str:
         """Sentences that come to about that many tokens, the last one cut short."""
-        words, rest = self.split(tokenizer, tokens, 0)
+        words, rest = self.split(tokens, 0)
         return f"{words}." if rest else words
 
-    def split(self, tokenizer: Any, tokens: int, following: int) -> tuple[str, str]:
+    def split(self, tokens: int, following: int) -> tuple[str, str]:
         """The words of about that many tokens, and what follows them: at least so many tokens."""
         text = next(self._sentences)
-        while len(ids := encode(tokenizer, text)) < tokens + following:
+        while len(ids := encode(self._tokenizer, text)) < tokens + following:
             text = f"{text} {next(self._sentences)}"
-        words: str = tokenizer.decode(ids[: max(1, tokens)])
-        # The last word may be cut within.
-        words = words.rpartition(" ")[0] or words
+        words: str = self._tokenizer.decode(ids[: max(1, tokens)])
+        words = words.rpartition(" ")[0] or words  # the last one may be cut within
         return (words, text[len(words) :]) if len(ids) > tokens and text.startswith(words) else (text, "")
 
 
@@ -99,12 +98,12 @@ def needle_prompts(
     prompts = []
     for number in range(count):
         rng = random.Random(f"needles {kind} {needles} {seed} {number}")
-        facts, text = _needles(rng, kind, needles), _Prose(prose, rng)
+        facts, text = _needles(rng, kind, needles), _Prose(tokenizer, prose, rng)
         room = max(1, tokens - sum(len(encode(tokenizer, fact.note)) for fact in facts))
         shares = [rng.uniform(0.5, 1.5) for _ in range(needles + 1)]
         lengths = [int(room * share / sum(shares)) for share in shares]
-        body = "".join(f"{text.paragraph(tokenizer, length)} {fact.note} " for fact, length in zip(facts, lengths, strict=False))
-        last, following = text.split(tokenizer, lengths[-1], _FOLLOWING)
+        body = "".join(f"{text.paragraph(length)} {fact.note} " for fact, length in zip(facts, lengths, strict=False))
+        last, following = text.split(lengths[-1], _FOLLOWING)
         asked = [(encode(tokenizer, fact.question), encode(tokenizer, fact.answer)) for fact in rng.sample(facts, needles)]
         continuation = encode(tokenizer, following)[:_FOLLOWING]
         prompts.append(NeedlePrompt(encode(tokenizer, body + last, begins=True), [*asked, (continuation[:1], continuation[1:])]))
@@ -116,7 +115,7 @@ def agent_prompts(
 ) -> list[list[int]]:
     """Requests of one agent, one after another: a system text, some pages of a pool in a random order, and a question."""
     rng = random.Random(f"agents {seed}")
-    written, head = _pages(tokenizer, rng, pool, page_tokens, prose), _system(rng)
+    written, head = _pages(tokenizer, rng, pool, page_tokens, prose)
     prompts = []
     for _ in range(count):
         chosen = rng.sample(written, pages)
@@ -136,14 +135,18 @@ def prompt_pairs(
     pairs = []
     for number in range(count):
         rng = random.Random(f"pairs {kind} {seed} {number}")
-        written, head = _pages(tokenizer, rng, 2 * pages, page_tokens, prose), _system(rng)
+        written, head = _pages(tokenizer, rng, 2 * pages, page_tokens, prose)
         before, after = written[:pages], written[:pages]
         changed = {"words": 0, "paragraph": 1, "pages": pages // 2}[kind]
         for index in rng.sample(range(1, pages), changed) if changed else ():
             after[index] = written[pages + index]
         earlier, later = (_prompt(head, side, before[0]) for side in (before, after))
         if kind == "words":
-            later = _with_other_words(rng, later)
+            words = re.split(r"(\s+)", later)
+            long = [index for index, word in enumerate(words) if word.isalpha() and word.islower() and len(word) > 4]
+            for index in rng.sample(long, min(4, len(long))):
+                words[index] = rng.choice("copper quiet golden narrow distant gentle hollow silver".split())
+            later = "".join(words)
         pairs.append((encode(tokenizer, earlier, begins=True), encode(tokenizer, later, begins=True)))
     return pairs
 
@@ -165,36 +168,21 @@ def _needles(rng: random.Random, kind: str, count: int) -> list[Needle]:
     return facts
 
 
-class _Page(NamedTuple):
-    """A page with a heading, prose and a fact."""
-
-    text: str
-    fact: Needle
+_Page = tuple[str, str]
+"""A heading, prose and a fact; and the question that asks for the fact."""
 
 
-def _pages(tokenizer: Any, rng: random.Random, count: int, tokens: int, prose: str | None) -> list[_Page]:
-    source, pages = _Prose(prose, rng), []
+def _pages(tokenizer: Any, rng: random.Random, count: int, tokens: int, prose: str | None) -> tuple[list[_Page], str]:
+    """Pages, and a system text."""
+    source, pages = _Prose(tokenizer, prose, rng), []
     for number in range(1, count + 1):
         fact = _needles(rng, rng.choice(NEEDLE_KINDS), 1)[0]
         half = max(1, (tokens - len(encode(tokenizer, fact.note))) // 2)
-        before, after = source.paragraph(tokenizer, half), source.paragraph(tokenizer, half)
-        pages.append(_Page(f"# Page {number}\n{before} {fact.note} {after}", fact))
-    return pages
+        text = f"# Page {number}\n{source.paragraph(half)} {fact.note} {source.paragraph(half)}"
+        pages.append((text, fact.question.strip()))
+    return pages, " ".join([f"You are {rng.choice(_ROLES)}.", *rng.sample(_RULES, 4)])
 
 
 def _prompt(head: str, pages: Sequence[_Page], asked: _Page) -> str:
     """The text of a prompt with pages, which ends with the question about one."""
-    return "\n\n".join([head, *(page.text for page in pages), asked.fact.question.strip()])
-
-
-def _system(rng: random.Random) -> str:
-    return " ".join([f"You are {rng.choice(_ROLES)}.", *rng.sample(_RULES, 4)])
-
-
-def _with_other_words(rng: random.Random, text: str, words: int = 4) -> str:
-    """The text with a few long words replaced by others."""
-    pieces = re.split(r"(\s+)", text)
-    long = [index for index, piece in enumerate(pieces) if piece.isalpha() and piece.islower() and len(piece) > 4]
-    for index in rng.sample(long, min(words, len(long))):
-        pieces[index] = rng.choice("copper quiet golden narrow distant gentle hollow silver".split())
-    return "".join(pieces)
+    return "\n\n".join([head, *(text for text, _ in pages), asked[1]])

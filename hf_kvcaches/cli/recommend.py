@@ -6,18 +6,18 @@ import argparse
 import csv
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from hf_kvcaches import compat
-from hf_kvcaches.cli.inputs import begin, load_config
+from hf_kvcaches.cli.inputs import begin, from_pretrained
 from hf_kvcaches.cli.sizes import ModelSize, model_size
-from hf_kvcaches.cli.tables import Row, print_json, show, write_csv
+from hf_kvcaches.cli.tables import Row, emit, show
 from hf_kvcaches.errors import ArtifactError
 from hf_kvcaches.stores.catalog import bytes_of_size
 
@@ -78,10 +78,9 @@ def choices(size: ModelSize, tokens: int) -> list[CacheChoice]:
     for ratio in (0.25, 0.125):
         setup = f"codec = KVCodec.calibrate(model, tokenizer, texts, bytes_ratio={ratio})  # once; texts: strings like your prompts"
         offered.append(CacheChoice("SubspaceCache", "codec", size.codes(tokens, ratio), measured="codec", setup=setup))
-    for part in (2, 4, 8):
-        budget = max(64, tokens // part)
-        exact, int8 = size.slots(tokens, budget), size.int8_slots(tokens, budget)
-        offered.append(CacheChoice("EquipCache", f"budget={budget}", exact, measured="policy='future'"))
+    for budget in (max(64, tokens // part) for part in (2, 4, 8)):
+        int8 = size.int8_slots(tokens, budget)
+        offered.append(CacheChoice("EquipCache", f"budget={budget}", size.slots(tokens, budget), measured="policy='future'"))
         offered.append(CacheChoice("EquipCache", f"budget={budget}, storage='int8'", int8, measured="storage='int8'"))
     store = 'store = SegmentStore("disk:segments", max_bytes="4GiB")'
     offered.append(CacheChoice("SegmentReuseCache", "store, tokenizer", growing, exact=True, setup=store))
@@ -90,41 +89,41 @@ def choices(size: ModelSize, tokens: int) -> list[CacheChoice]:
 
 
 def run_recommend(args: argparse.Namespace) -> int:
-    device, memory, config = begin(args), bytes_of_size("--memory", args.memory), load_config(args.model)
+    device, memory, config = begin(args), bytes_of_size("--memory", args.memory), from_pretrained(AutoConfig, args.model)
     dtype: Any = getattr(config, "dtype", None) if args.dtype == "auto" else getattr(torch, args.dtype)
     dtype = dtype if isinstance(dtype, torch.dtype) else torch.float32
     size, text, (family, support) = model_size(config, dtype), compat.decoder_config(config), family_of(config)
     case = {"hidden": getattr(text, "hidden_size", None), "layers": len(size.layers), "batch": args.batch, "context": args.context}
     case |= {"dtype": str(dtype).removeprefix("torch."), "device": device.type}
-    offered = choices(size, args.context)
-    answers = [_answer(choice, support, latents=getattr(text, "kv_lora_rank", None) is not None) for choice in offered]
     # What was measured on a CPU says nothing about a GPU.
     table = [row for row in speed_table(args.speed) if row["device"] == device.type]
-    speeds = [nearest(table, choice.cache, choice.measured, case) for choice in offered]
-    rows = [_row(*each, size, case, memory) for each in zip(offered, answers, speeds, strict=True)]
-    fitting = [
-        choice for choice, row in zip(offered, rows, strict=True) if "gib" in row and row["fits"] != "no" and choice.cache not in SOURCES
-    ]
-    chosen = {"cache": str(fitting[0]), "code": fitting[0].code} if fitting else None
+    latents = getattr(text, "kv_lora_rank", None) is not None
+    offered, rows, speeds, chosen = choices(size, args.context), [], [], None
+    for choice in offered:
+        speed = nearest(table, choice.cache, choice.measured, case)
+        rows.append(_row(choice, _answer(choice, support, latents), speed, size, case, memory))
+        if "gib" in rows[-1]:
+            speeds += [speed] if choice.family and speed is not None else []
+            if chosen is None and rows[-1]["fits"] != "no" and choice.cache not in SOURCES:
+                chosen = {"cache": str(choice), "code": choice.code}
     full_layers = len(size.full_layers)
-    if args.json:
-        about = {"model": args.model, "family": family, **case, "full_attention_layers": full_layers}
-        print_json({**about, "weight_bytes": size.weight_bytes, "memory_bytes": memory, "caches": rows, "choice": chosen})
+    about = {"model": args.model, "family": family, **case, "full_attention_layers": full_layers, "weight_bytes": size.weight_bytes}
+    lines = [
+        f"{args.model}: {family}, {len(size.layers)} layers, {case['dtype']}; {args.batch} x {args.context:,} tokens",
+        f"weights: {size.weight_bytes / GIB:.2f} GiB; activations come on top of what is listed\n\n{show(rows, COLUMNS)}\n",
+    ]
+    if full_layers < len(size.layers):
+        lines.append(
+            f"pruning and codes apply to {full_layers} of {len(size.layers)} layers; the others keep windows or states of their own."
+        )
+    lines += [*_support(family, support, offered), _where_measured(speeds, device.type), ""]
+    if chosen is not None:
+        lines.append(f"The first that fits and works is {chosen['cache']}:\n\n{chosen['code']}")
     else:
-        print(f"{args.model}: {family}, {len(size.layers)} layers, {case['dtype']}; {args.batch} x {args.context:,} tokens")
-        print(f"weights: {size.weight_bytes / GIB:.2f} GiB; activations come on top of what is listed\n\n{show(rows, COLUMNS)}\n")
-        if full_layers < len(size.layers):
-            print(f"pruning and codes apply to {full_layers} of {len(size.layers)} layers; the others keep windows or states of their own.")
-        _print_support(family, support, offered)
-        shown = zip(offered, rows, speeds, strict=True)
-        _print_measured([speed for choice, row, speed in shown if choice.family and "gib" in row], device.type)
-        if chosen is not None:
-            print(f"\nThe first that fits and works is {chosen['cache']}:\n\n{chosen['code']}")
-        else:
-            others = "make the batch smaller, or quantize the weights" if size.weight_bits is None else "or make the batch smaller"
-            print(f"\nNothing fits: shorten the context, {others}.")
-    if args.csv:
-        write_csv(args.csv, rows, {"model": args.model, **case})
+        others = "make the batch smaller, or quantize the weights" if size.weight_bits is None else "or make the batch smaller"
+        lines.append(f"Nothing fits: shorten the context, {others}.")
+    document = {**about, "memory_bytes": memory, "caches": rows, "choice": chosen}
+    emit(args, document, "\n".join(lines), rows, {"model": args.model, **case})
     return 1 if chosen is None else 0
 
 
@@ -154,30 +153,25 @@ def _row(choice: CacheChoice, answer: str, speed: Measured | None, size: ModelSi
     return row | ({} if speed is None else {name: float(speed[name]) for name in ("prefill_ratio", "decode_ratio")})
 
 
-def _print_support(family: str, support: Measured | None, offered: Sequence[CacheChoice]) -> None:
-    """Why caches are refused."""
+def _support(family: str, support: Measured | None, offered: Sequence[CacheChoice]) -> list[str]:
+    """Lines that say why caches are refused."""
     if support is None:
-        print(f"family: {family!r} was not tried; run hf-kvcaches verify.")
-        return
-    for column in dict.fromkeys(choice.family for choice in offered if choice.family):
-        if support[column] != "yes":
-            print(f"{column} with {family}: {support[column]}")
-    print(f"TranslatedCache, from codes of another model: {_verdict(support['TranslatedCache'])}")
+        return [f"family: {family!r} was not tried; run hf-kvcaches verify."]
+    columns = dict.fromkeys(choice.family for choice in offered if choice.family)
+    refused = [f"{column} with {family}: {support[column]}" for column in columns if support[column] != "yes"]
+    return [*refused, f"TranslatedCache, from codes of another model: {_verdict(support['TranslatedCache'])}"]
 
 
-def _print_measured(speeds: Sequence[Measured | None], device: str) -> None:
-    """Where the speeds come from."""
+def _where_measured(speeds: Iterable[Measured], device: str) -> str:
     case = "{hidden} x {layers} layers, {dtype}, {batch} x {context} tokens, {hardware}"
-    cases = dict.fromkeys(case.format(**speed) for speed in speeds if speed is not None)
-    if cases:
-        print(f"prefill, step: times as fast as DynamicCache where it was measured nearest ({'; '.join(cases)}); sources with a hit.")
-    else:
-        print(f"prefill, step: nothing was measured on {device}; measure with hf-kvcaches bench --csv FILE, and pass it as --speed.")
+    if cases := "; ".join(dict.fromkeys(case.format(**speed) for speed in speeds)):
+        return f"prefill, step: times as fast as DynamicCache where it was measured nearest ({cases}); sources with a hit."
+    return f"prefill, step: nothing was measured on {device}; measure with hf-kvcaches bench --csv FILE, and pass it as --speed."
 
 
 def family_of(config: PreTrainedConfig) -> tuple[str, Measured | None]:
     """The name of a config's family in `docs/families.md`, and for each cache "yes", or "no" with the reason; None if it is not there."""
-    rows = {name: row for row in _rows(_PACKAGED / "families.csv") for name in row["families"].split()}
+    rows = {name: row for row in _reader(_PACKAGED / "families.csv") for name in row["families"].split()}
     kind = config.model_type
     names = [f"{kind}+alibi"] if getattr(config, "alibi", False) else []
     if getattr(config, "sliding_window", None) is None:
@@ -188,15 +182,17 @@ def family_of(config: PreTrainedConfig) -> tuple[str, Measured | None]:
 
 def speed_table(path: Path | None = None) -> list[Measured]:
     """The rows that `hf-kvcaches bench --csv` wrote, or of the table that comes with the package."""
-    rows = _rows(path or _PACKAGED / "speed.csv")
-    missing = {"hardware", "cache", "setting", "prefill_ratio", "decode_ratio", *_NUMBERS, *_NAMES} - set(rows[0] if rows else ())
-    if missing:
-        raise ArtifactError(f"{path}: expected a file of hf-kvcaches bench --csv, the columns {sorted(missing)} are missing.")
+    reader = _reader(path or _PACKAGED / "speed.csv")
+    missing = {"hardware", "cache", "setting", "prefill_ratio", "decode_ratio", *_NUMBERS, *_NAMES} - {*(reader.fieldnames or ())}
+    rows = list(reader)
+    if missing or not rows:
+        fault = f"the columns {sorted(missing)} are missing" if missing else "it has no rows. Measure again"
+        raise ArtifactError(f"{path}: expected a file of hf-kvcaches bench --csv, {fault}.")
     return rows
 
 
-def _rows(source: Any) -> list[Measured]:
-    return list(csv.DictReader(source.read_text(encoding="utf-8").splitlines()))
+def _reader(source: Any) -> csv.DictReader[str]:
+    return csv.DictReader(source.read_text(encoding="utf-8").splitlines())
 
 
 def nearest(rows: Sequence[Measured], cache: str, setting: str, wanted: Mapping[str, object]) -> Measured | None:
@@ -206,11 +202,12 @@ def nearest(rows: Sequence[Measured], cache: str, setting: str, wanted: Mapping[
         """What makes a cache's steps another matter."""
         return next((name for name in ("storage", "page_size", "adaptive", "codec=") if name in setting), "")
 
-    def distance(row: Measured) -> float:
-        """Doublings between two cases, over all columns."""
+    def distance(row: Measured) -> tuple[bool, float]:
+        """Whether the part is missing; doublings between two cases, over all columns."""
         names = sum(cost for name, cost in _NAMES.items() if row[name] != wanted[name])
         numbers = [(row[name], wanted[name]) for name in _NUMBERS if row[name]]
-        return names + sum(abs(math.log2(float(number) / other)) for number, other in numbers if isinstance(other, int))
+        doublings = sum(abs(math.log2(float(number) / other)) for number, other in numbers if isinstance(other, int))
+        return setting not in row["setting"], names + doublings
 
     own = [row for row in rows if row["cache"].partition("(")[0] == cache and kind(row["setting"]) == kind(setting)]
-    return min([row for row in own if setting in row["setting"]] or own, key=distance, default=None)
+    return min(own, key=distance, default=None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +18,6 @@ from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.kernels.code_format import TILE
 from hf_kvcaches.subspace.rows import Ends, room_for
 
-# Of families that can't be run without weights, only these layers are known from the config.
-_PLAIN = ("full_attention", "sliding_attention")
 # What a `SubspaceCache` keeps exact by default.
 _ENDS = Ends(sinks=4, recent=64)
 # Bits of the methods of quantization whose configs do not say them.
@@ -41,41 +38,37 @@ class LayerSize(NamedTuple):
 class ModelSize:
     """What a model and its caches are made of; the methods give the bytes of one row of a cache."""
 
-    def __init__(self, layers: Sequence[LayerSize], weight_bytes: int, element: int, weight_bits: int | None) -> None:
+    def __init__(self, layers: list[LayerSize], weight_bytes: int, element: int, weight_bits: int | None) -> None:
         self.layers, self.weight_bytes, self.element, self.weight_bits = layers, weight_bytes, element, weight_bits
         # The other layers have windows or states, which are in every cache as transformers has them.
         self.full_layers = [layer for layer in layers if layer.window is None and layer.numbers]
         self.numbers = sum(layer.numbers for layer in self.full_layers)
         self.heads = sum(layer.heads for layer in self.full_layers)
-        self.token = self.numbers * element
 
-    def _others(self, tokens: int) -> int:
-        held = sum(layer.numbers * self.element * min(tokens, layer.window) for layer in self.layers if layer.window is not None)
-        return held + sum(layer.state for layer in self.layers)
-
-    def full(self, tokens: int) -> float:
-        """A `DynamicCache`."""
-        return self._others(tokens) + tokens * self.token
+    def full(self, tokens: int, kept: int | None = None) -> float:
+        """A `DynamicCache`; with `kept`, as many tokens in the layers that would hold all."""
+        windows = sum(layer.numbers * min(tokens, layer.window) for layer in self.layers if layer.window is not None)
+        whole = self.numbers * (tokens if kept is None else kept)
+        return sum(layer.state for layer in self.layers) + self.element * (windows + whole)
 
     def growing(self, tokens: int) -> float:
         """A `GrowingCache`, with its reserve."""
-        return self._others(tokens) + capacity_for(tokens) * self.token
+        return self.full(tokens, capacity_for(tokens))
 
     def slots(self, tokens: int, budget: int) -> float:
         """An `EquipCache`: beside keys and values, a slot has a position, a score, a place and a mask."""
         slots = min(budget, capacity_for(tokens))
-        return self._others(tokens) + slots * (self.token + (12 + self.element) * self.heads)
+        return self.full(tokens, slots) + slots * (12 + self.element) * self.heads
 
     def int8_slots(self, tokens: int, budget: int) -> float:
         """The same with `storage="int8"`: keys and values have scales, and each channel of keys a center and a size."""
         slots, scales = min(budget, capacity_for(tokens)), 4 + (4 if self.element <= 2 else 8)
-        return self._others(tokens) + slots * (self.numbers + (scales + 12) * self.heads) + self.token
+        return self.full(tokens, 1) + slots * (self.numbers + (scales + 12) * self.heads)
 
     def codes(self, tokens: int, ratio: float) -> float:
         """A `SubspaceCache` with a codec of that share of the bytes of 16 bits."""
         coded = TILE * _ENDS.tiles(tokens)
-        capacity = room_for(coded) if coded else 0
-        return self._others(tokens) + (tokens - coded) * self.token + capacity * 2 * ratio * self.numbers
+        return self.full(tokens, tokens - coded) + (room_for(coded) if coded else 0) * 2 * ratio * self.numbers
 
 
 def model_size(config: PreTrainedConfig, dtype: torch.dtype) -> ModelSize:
@@ -141,7 +134,8 @@ def _from_config(config: PreTrainedConfig) -> list[LayerSize]:
     layers = []
     for index, (layer_type, layer) in enumerate(compat.layer_plan(text)):
         sizes = head_sizes(text, index)
-        if layer_type not in _PLAIN or sizes is None or heads is None or getattr(text, "kv_lora_rank", None):
+        plain = layer_type in ("full_attention", "sliding_attention") and not getattr(text, "kv_lora_rank", None)
+        if not plain or sizes is None or heads is None:
             raise UnsupportedError(f"recommend: the sizes of {type(text).__name__} can't be told without weights. Use hf-kvcaches bench.")
         window = getattr(layer, "sliding_window", None)
         layers.append(LayerSize(heads * sum(sizes), heads, None if window is None else window - 1))

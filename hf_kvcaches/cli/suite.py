@@ -6,6 +6,7 @@ import copy
 import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -60,6 +61,11 @@ class Log:
             self._rows[task, cache, item] = rows
         return self._rows[task, cache, item]
 
+    def measured_all(self, task: str, items: Sequence[Any], sides: Mapping[str, Callable[[Any], list[Row]]]) -> list[Row]:
+        """Measure each item with all sides, by the names of their caches."""
+        numbered = enumerate(tqdm(items, desc=task))
+        return [row for number, item in numbered for name, side in sides.items() for row in self.measured(task, name, number, side, item)]
+
 
 class Answer(NamedTuple):
     """How a known continuation fares behind a cache: its mean loss in nats, and whether greedy decoding writes exactly its tokens."""
@@ -100,29 +106,25 @@ def answers(model: Any, cache: Cache, questions: Sequence[tuple[Sequence[int], S
 
 def ask_needles(log: Log, model: Any, task: str, prompts: Sequence[NeedlePrompt], caches: Mapping[str, MakeCache]) -> list[Row]:
     """Ask needles behind a context that was read before, of the full cache and of others; measure how the context's text goes on, too."""
+
+    def ask(make: MakeCache, prompt: NeedlePrompt) -> list[Row]:
+        *asked, continued = answers(model, read_context(model, make(), prompt.context), prompt.asked)
+        numbers = {"tokens": len(prompt.context), "continuation": continued.loss}
+        return [{**numbers, "right": [answer.matches for answer in asked], "losses": [answer.loss for answer in asked]}]
+
     full = lambda: DynamicCache(config=compat.base_model(model).config)  # noqa: E731
-    rows = []
-    for sample, prompt in enumerate(tqdm(prompts, desc=task)):
-        for name, make in {FULL_CACHE: full, **caches}.items():
-            rows += log.measured(task, name, sample, _asked, model, prompt, make)
-    return rows
-
-
-def _asked(model: Any, prompt: NeedlePrompt, make: MakeCache) -> list[Row]:
-    *asked, continued = answers(model, read_context(model, make(), prompt.context), prompt.asked)
-    numbers = {"tokens": len(prompt.context), "continuation": continued.loss}
-    return [{**numbers, "right": [answer.matches for answer in asked], "losses": [answer.loss for answer in asked]}]
+    return log.measured_all(task, prompts, {name: partial(ask, make) for name, make in {FULL_CACHE: full, **caches}.items()})
 
 
 def follow_requests(log: Log, model: Any, requests: Sequence[Sequence[int]], caches: Mapping[str, MakeCache]) -> list[Row]:
     """Read requests one after another; from the second on compare what follows each. What caches share should be empty at first."""
 
-    def measured(make: MakeCache) -> list[Row]:
+    def followed(make: MakeCache) -> list[Row]:
         read_context(model, make(), requests[0])
         later = enumerate(tqdm(requests[1:], desc="requests"), 1)
         return [_followed(model, make(), ids) | {"sample": number} for number, ids in later]
 
-    return [row for name, make in caches.items() for row in log.measured("requests", name, -1, measured, make)]
+    return [row for name, make in caches.items() for row in log.measured("requests", name, -1, followed, make)]
 
 
 def follow_pairs(
@@ -130,26 +132,20 @@ def follow_pairs(
 ) -> list[Row]:
     """Compare what follows the later prompts of pairs; `prepares` get the earlier one and return a new cache that may use it."""
 
-    def measured(prepare: Callable[[list[int]], Cache], earlier: list[int], later: list[int]) -> list[Row]:
-        return [_followed(model, prepare(earlier), later)]
+    def followed(prepare: Callable[[list[int]], Cache], pair: tuple[list[int], list[int]]) -> list[Row]:
+        return [_followed(model, prepare(pair[0]), pair[1])]
 
-    rows = []
-    for sample, pair in enumerate(tqdm(pairs, desc=task)):
-        for name, prepare in prepares.items():
-            rows += log.measured(task, name, sample, measured, prepare, *pair)
-    return rows
+    return log.measured_all(task, pairs, {name: partial(followed, prepare) for name, prepare in prepares.items()})
 
 
 def _followed(model: Any, cache: Any, ids: Sequence[int]) -> Row:
     """Return the divergence over what the full cache writes behind a prompt, and what the cache did not compute of the prompt."""
     compared = verify(model, lambda: cache, torch.tensor([list(ids)]), FOLLOWING)
     report: Any = cache.report() if hasattr(cache, "report") else None
-    # Of operations, where they are counted, else of tokens.
-    saved = getattr(report, "flops_saved", None)
+    saved = getattr(report, "flops_saved", None)  # where operations are not counted, of tokens
     if saved is None and hasattr(report, "reused_tokens"):
         saved = report.reused_tokens / max(1, report.reused_tokens + report.computed_tokens)
-    numbers = {"kl": compared.mean_kl, "max_kl": max(compared.kl), "agreement": compared.agreement}
-    return {"tokens": len(ids), **numbers, "saved": saved}
+    return {"tokens": len(ids), "kl": compared.mean_kl, "max_kl": max(compared.kl), "agreement": compared.agreement, "saved": saved}
 
 
 def needle_summary(rows: Sequence[Row], cache: str) -> Row:
@@ -169,12 +165,12 @@ def needle_summary(rows: Sequence[Row], cache: str) -> Row:
 def reuse_summary(rows: Sequence[Row], cache: str) -> Row:
     """Return means over requests or pairs, and the worst of them."""
     own = [row for row in rows if row["cache"] == cache]
-    saved, kls = [row["saved"] for row in own if row["saved"] is not None], [row["kl"] for row in own]
+    mean = lambda name: fmean(row[name] for row in own if row[name] is not None)  # noqa: E731
     summary = {
         "cache": cache,
         "prompts": len(own),
-        "kl": fmean(kls),
-        "worst": max(kls),
-        "agreement": fmean(row["agreement"] for row in own),
+        "kl": mean("kl"),
+        "worst": max(row["kl"] for row in own),
+        "agreement": mean("agreement"),
     }
-    return summary | ({"saved": fmean(saved)} if saved else {})
+    return summary | ({} if all(row["saved"] is None for row in own) else {"saved": mean("saved")})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 import platform
@@ -65,6 +66,16 @@ def show(rows: Iterable[Row], columns: Mapping[str, str]) -> str:
             return ""
 
     return table(list(columns), [[cell(template, row) for template in columns.values()] for row in rows])
+
+
+def emit(args: argparse.Namespace, document: Mapping[str, Any], text: str, rows: Sequence[Row], fixed: Mapping[str, Any]) -> None:
+    """Print what a command found, with `--json` its document, and write rows to `--csv`, behind `fixed` columns, the same in all."""
+    if args.json:
+        print_json(document)
+    else:
+        print(text)
+    if args.csv:
+        write_csv(args.csv, rows, fixed)
 
 
 def print_json(document: Mapping[str, Any]) -> None:

@@ -14,7 +14,6 @@ from hf_kvcaches.codec.packing import DAMAGED, Span, SpanTiles, read, record, ti
 from hf_kvcaches.codec.plan import TABLES, Plan, rounded, token_levels, token_weights
 from hf_kvcaches.errors import ArtifactError, ConfigError
 from hf_kvcaches.kernels.launch import Backend, choose
-from hf_kvcaches.kernels.rans import decode_tiles
 
 # Tokens whose intervals are found at a time: their numbers stay in the cache, and a long prompt needs no more memory.
 _PIECE = 16 * TILE
@@ -191,6 +190,8 @@ def _digits_by_triton(
     coded: CodedTiles, parts: Sequence[SpanTiles], packers: Sequence[CoefficientPacker]
 ) -> tuple[Iterator[torch.Tensor], torch.Tensor]:
     """Like `_digits`."""
+    from hf_kvcaches.kernels.rans_triton import decode_tiles
+
     tables, places = packers[0].tables, list[tuple[int, int, int, int]]()
     shapes = [(packer.plan.digits, TILE * len(part.counts)) for part, packer in zip(parts, packers, strict=True)]
     first, size = 0, 0

@@ -1,4 +1,4 @@
-"""Chunks of prompts as blobs: the chain of their keys in a store, their codes, and a thread that encodes and stores them."""
+"""Keys and values in an engine's blocks, and as chunks in a store: the chain of their names, their codes, and a thread that stores them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from transformers import PreTrainedConfig
 from hf_kvcaches.codec.codec import KVCodec
 from hf_kvcaches.codec.packing import cut, join
 from hf_kvcaches.core.rope import RotaryGeometry, rotation_of
-from hf_kvcaches.errors import ArtifactError, KVCacheError, whole_number
+from hf_kvcaches.errors import ArtifactError, KVCacheError, UnsupportedError, whole_number
 from hf_kvcaches.kernels.rotation import Layout, rotate_
 from hf_kvcaches.stores.blobs import BlobStore
 
@@ -22,8 +23,8 @@ _PENDING = 1 << 28  # bytes of keys and values that may wait for the thread; chu
 
 States = tuple[torch.Tensor, torch.Tensor]
 """Keys and values, (layers, heads, tokens, dim) each; of one layer without the first dimension."""
-RotationTables = tuple[torch.Tensor, torch.Tensor, Layout]
-"""Cosines and sines, (tokens, pairs), and which dimensions form a pair."""
+Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""Writes keys and values, (tokens, heads, dim) each, into a cache's slots, (tokens,)."""
 
 
 def chain(root: bytes, ids: Sequence[int], size: int) -> list[str]:
@@ -87,9 +88,9 @@ class ChunkCoder:
                 keys[:, :exact], values[:, :exact] = (blobs[0][name][layer, :, skip:] for name in ("first_keys", "first_values"))
             yield keys, values
 
-    def _rotations(self, first: int, tokens: int, device: torch.device, back: bool = False) -> dict[int, RotationTables]:
-        """By layer, what rotates keys from position `first` on, or undoes that."""
-        positions, tables = torch.arange(first, first + tokens, device=device), dict[RotaryGeometry, RotationTables]()
+    def _rotations(self, first: int, tokens: int, device: torch.device, back: bool = False) -> dict[int, tuple[Any, Any, Layout]]:
+        """By layer, what rotates keys from position `first` on, or undoes that: arguments of `rotate_`."""
+        positions, tables = torch.arange(first, first + tokens, device=device), dict[RotaryGeometry, Any]()
         for geometry in set(self._geometries.values()):
             cos, sin = geometry.cos_sin(positions)
             scaling = 1 / geometry.attention_scaling if back else geometry.attention_scaling
@@ -162,3 +163,52 @@ class ChunkWriter:
         while excess > 0 and self._sizes:
             excess -= self._sizes.pop(key := next(iter(self._sizes)))
             self._store.delete(key)
+
+
+class BlockLayout:
+    """Where the numbers of keys and values lie in a block: found by writing some and looking.
+
+    Backends of attention lay out blocks each in their own way, and some in an order that the shape of the cache does not show. All have an
+    operation that writes keys and values into slots, and that is what is asked.
+
+    Args:
+        cache: Of a layer, (blocks, ...). The first block, which holds no tokens, is written to and restored.
+        write: The backend's operation.
+        heads: Of keys and values.
+        dims: Of a key and of a value.
+        block: Tokens of a block as the scheduler counts them, which a backend may divide into several.
+    """
+
+    def __init__(self, cache: torch.Tensor, write: Write, heads: int, dims: tuple[int, int], block: int) -> None:
+        size, before, device = cache[0].numel(), cache[0].clone(), cache.device
+        tokens = size // (heads * sum(dims))
+        self._heads, self._dims, self._tokens, self._parts = heads, dims, tokens, block // tokens
+        numbers = torch.arange(heads * tokens * sum(dims), device=device).split([heads * tokens * dim for dim in dims])
+        order, slots = torch.zeros(size, dtype=torch.long, device=device), torch.arange(tokens, device=device)
+        # Each number is told by its bits, which every dtype can hold.
+        for bit in range(size.bit_length()):
+            keys, values = ((side >> bit & 1).to(cache.dtype).view(heads, tokens, -1).transpose(0, 1).contiguous() for side in numbers)
+            write(keys, values, cache, slots)
+            order |= (cache[0].flatten() == 1).long() << bit
+        cache[0] = before
+        if block % tokens or not torch.equal(order.sort().values, torch.arange(size, device=device)):
+            raise UnsupportedError(
+                f"vLLM: blocks of {tuple(cache.shape[1:])} {cache.dtype} hold other things than plain keys and values of {heads} heads. "
+                "Use a backend of attention and a kv_cache_dtype that keep them as they are."
+            )
+        self._stored, self._plain = order, order.argsort()
+
+    def read(self, cache: torch.Tensor, blocks: Sequence[int]) -> States:
+        """Return a copy of keys and values in blocks, (heads, tokens, dim) each."""
+        rows = cache[self._rows(blocks, cache)].flatten(1).index_select(1, self._plain)
+        sides = rows.split([self._heads * self._tokens * dim for dim in self._dims], 1)
+        keys, values = (side.view(len(rows), self._heads, self._tokens, -1).transpose(0, 1).flatten(1, 2) for side in sides)
+        return keys, values
+
+    def write(self, cache: torch.Tensor, blocks: Sequence[int], states: Sequence[torch.Tensor]) -> None:
+        """Write keys and values, (heads, tokens, dim) each, into blocks, which they fill."""
+        sides = [side.to(cache.dtype).unflatten(1, (-1, self._tokens)).transpose(0, 1).flatten(1) for side in states]
+        cache[self._rows(blocks, cache)] = torch.cat(sides, 1).index_select(1, self._stored).view(-1, *cache.shape[1:])
+
+    def _rows(self, blocks: Sequence[int], cache: torch.Tensor) -> torch.Tensor:
+        return torch.tensor([block * self._parts + part for block in blocks for part in range(self._parts)], device=cache.device)

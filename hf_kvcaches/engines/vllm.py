@@ -22,9 +22,8 @@ from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from hf_kvcaches.engines.chunks import ChunkCoder, ChunkWriter, chain
+from hf_kvcaches.engines.chunks import BlockLayout, ChunkCoder, ChunkWriter, chain
 from hf_kvcaches.engines.engine_codec import EngineCodec, require_version
-from hf_kvcaches.engines.paged import BlockLayout
 from hf_kvcaches.errors import ConfigError, KVCacheError, UnsupportedError, whole_number
 from hf_kvcaches.kernels.checksum import digest_of
 from hf_kvcaches.stores.catalog import TIMEOUT, open_blobs
@@ -91,7 +90,9 @@ class CodecConnector(KVConnectorBase_V1):
         engine_codec.require_checkpoint(model.model, model.revision)
         self._store = open_blobs(options["store"], options["timeout"])
         if role is KVConnectorRole.SCHEDULER:
-            self._root = _root(engine_codec, model, self._chunk)
+            # What keys and values depend on besides tokens, and codes besides these.
+            facts = [_FORMAT, self._chunk, engine_codec.codec.digest, engine_codec.checkpoint, str(model.dtype), str(model.quantization)]
+            self._root = digest_of([*facts, str(getattr(model.hf_text_config, "rope_parameters", None))]).encode()
             self._keys, self._blocks, self._lookups = dict[str, list[str]](), dict[str, list[int]](), dict[str, Lookup]()
             self._loads, self._reader = list[Any](), ThreadPoolExecutor(1, "hf-kvcaches-reader")
         else:
@@ -103,7 +104,10 @@ class CodecConnector(KVConnectorBase_V1):
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         name, start = request.request_id, num_computed_tokens // self._chunk
         if name not in self._keys:
-            self._keys[name] = self._chain(request)
+            # No chunks where keys and values depend on more than tokens.
+            more = request.prompt_embeds is not None or request.mm_features or request.lora_request
+            root, ids = self._root + (request.cache_salt or "").encode(), None if more else request.prompt_token_ids
+            self._keys[name] = chain(root, ids or [], self._chunk)
         keys, lookup = self._keys[name], self._lookups.get(name)
         if lookup is None or lookup.start > start:
             if start >= len(keys) or request.skip_reading_prefix_cache or not self._kv_transfer_config.is_kv_consumer:
@@ -212,12 +216,6 @@ class CodecConnector(KVConnectorBase_V1):
             self._blocks[name] = known + (list(blocks[0]) if blocks else [])
             yield name, self._blocks[name], computed
 
-    def _chain(self, request: Any) -> list[str]:
-        """The keys of a prompt's chunks; none where keys and values depend on more than its tokens."""
-        if request.prompt_token_ids is None or request.prompt_embeds is not None or request.mm_features or request.lora_request:
-            return []
-        return chain(self._root + (request.cache_salt or "").encode(), request.prompt_token_ids, self._chunk)
-
     def _read(self, keys: list[str]) -> list[Blob]:
         """The blobs of the first of these chunks that are in the store, as far as it answers in time."""
         blobs: list[Blob] = []
@@ -246,9 +244,3 @@ def require_served(vllm_config: Any, kv_cache_config: Any, engine_codec: EngineC
     }
     if refused := [reason for reason, applies in reasons.items() if applies]:
         raise UnsupportedError(f"CodecConnector does not serve {refused[0]}. Use a connector that keeps keys and values as they are.")
-
-
-def _root(engine_codec: EngineCodec, model: Any, chunk: int) -> bytes:
-    """What keys and values depend on besides tokens, and codes besides these."""
-    facts = [_FORMAT, chunk, engine_codec.codec.digest, engine_codec.checkpoint, str(model.dtype), str(model.quantization)]
-    return digest_of([*facts, str(getattr(model.hf_text_config, "rope_parameters", None))]).encode()

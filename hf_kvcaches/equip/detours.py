@@ -23,7 +23,7 @@ from hf_kvcaches.core.step import Pass
 from hf_kvcaches.equip.policies.future import even_chunks, most_received
 from hf_kvcaches.equip.rollback import Undo
 from hf_kvcaches.errors import ConfigError, UnsupportedError
-from hf_kvcaches.kernels.blocks import Visibility
+from hf_kvcaches.kernels.attention import Visibility
 
 
 @contextmanager

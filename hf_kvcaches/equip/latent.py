@@ -23,8 +23,8 @@ from hf_kvcaches.core.decoder import EXPANSION, Attachment
 from hf_kvcaches.core.view import LayerView, previous_attention
 from hf_kvcaches.equip.storage import Flat, Raw, read_decoded
 from hf_kvcaches.errors import UnsupportedError
-from hf_kvcaches.kernels.arguments import Attended
 from hf_kvcaches.kernels.launch import Backend
+from hf_kvcaches.kernels.slots import Attended
 
 _by_model: WeakKeyDictionary[PreTrainedModel, dict[int, nn.Module]] = WeakKeyDictionary()
 

@@ -16,7 +16,7 @@ from hf_kvcaches.equip.rotation import Turn
 from hf_kvcaches.equip.slot_layer import ModuleCall
 from hf_kvcaches.equip.storage import Flat, Slots
 from hf_kvcaches.errors import UnsupportedError
-from hf_kvcaches.kernels.arguments import Attended
+from hf_kvcaches.kernels.slots import Attended
 
 
 class EquipLayer(PromptLayer):

@@ -18,8 +18,8 @@ from hf_kvcaches.compat import split_model
 from hf_kvcaches.equip.storage import Flat, Raw, Slots, read_decoded
 from hf_kvcaches.errors import ConfigError, PoolExhausted, UnsupportedError, whole_number
 from hf_kvcaches.kernels import slots as kernels
-from hf_kvcaches.kernels.arguments import Attended
 from hf_kvcaches.kernels.launch import Backend
+from hf_kvcaches.kernels.slots import Attended
 from hf_kvcaches.reuse.record import Event, wait_for
 
 _lock = threading.Lock()

@@ -18,7 +18,7 @@ from hf_kvcaches.equip.pruning import Incoming, KeysAndValues, PruningLayer, joi
 from hf_kvcaches.equip.settings import QUESTION_ADOPTED
 from hf_kvcaches.equip.slot_layer import ModuleCall
 from hf_kvcaches.errors import UnsupportedError
-from hf_kvcaches.kernels.blocks import Visibility, block_attention, observers
+from hf_kvcaches.kernels.attention import Visibility, block_attention, observers
 
 # Arguments of the model's attention with one entry for each new token.
 _BY_TOKEN = ("hidden_states", "position_embeddings")

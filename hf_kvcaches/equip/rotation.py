@@ -15,8 +15,7 @@ import torch
 
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.equip.slots import SlotTable
-from hf_kvcaches.kernels.arguments import RotationTables
-from hf_kvcaches.kernels.rotation import Layout, swap_pairs
+from hf_kvcaches.kernels.rotation import Layout, RotationTables, swap_pairs
 
 # Tokens up to which a rotation streams: further on the model's float32 angles are off by more than 4e-3 radians.
 LONGEST = 1 << 16

@@ -16,8 +16,9 @@ import torch
 
 from hf_kvcaches.core.layers import other_rows
 from hf_kvcaches.kernels import slots as kernels
-from hf_kvcaches.kernels.arguments import Attended, RotationTables
 from hf_kvcaches.kernels.launch import Backend, choose
+from hf_kvcaches.kernels.rotation import RotationTables
+from hf_kvcaches.kernels.slots import Attended
 
 # Slots of every row and head: (batch, 1 or kv_heads, tokens).
 Slots = torch.Tensor

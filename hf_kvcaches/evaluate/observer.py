@@ -15,25 +15,6 @@ from hf_kvcaches.core.view import LayerView, previous_attention
 from hf_kvcaches.errors import UnsupportedError
 
 
-class PassingLayer(KVLayer):
-    """Holds nothing, and counts the tokens of each pass. For caches that only look on."""
-
-    kept = 0
-
-    def __init__(self, cache: Any, layer_idx: int) -> None:
-        super().__init__()
-        self.cache, self.layer_idx = cache, layer_idx
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.is_initialized = True
-
-    def owned_tensors(self) -> dict[str, torch.Tensor]:
-        return {}
-
-    def reset(self) -> None:
-        self.seen = 0
-
-
 class Attended(NamedTuple):
     """What one call of attention was given; states are (batch, heads or KV heads, tokens, head_dim), queries and keys rotated."""
 
@@ -66,11 +47,28 @@ class WatchedView(LayerView):
         raise UnsupportedError(f"This model reads {name!r} from the keys or values of its cache, so its attention can't be measured.")
 
 
-class _WatchedLayer(PassingLayer):
+class PassingLayer(KVLayer):
+    """Holds nothing, counts the tokens of each pass, and shows its cache what attention is given. For caches that only look on."""
+
+    kept = 0
+
+    def __init__(self, cache: Any, layer_idx: int) -> None:
+        super().__init__()
+        self.cache, self.layer_idx = cache, layer_idx
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.is_initialized = True
+
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         self.seen += key_states.shape[-2]
         view = WatchedView(self.cache.watch, self.layer_idx, key_states, value_states)
         return view, view
+
+    def owned_tensors(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def reset(self) -> None:
+        self.seen = 0
 
 
 class WatchingCache(KVCache):
@@ -83,4 +81,4 @@ class WatchingCache(KVCache):
         """Told of each layer's attention before it is computed."""
 
     def make_layer(self, layer_idx: int) -> KVLayer:
-        return _WatchedLayer(self, layer_idx)
+        return PassingLayer(self, layer_idx)

@@ -104,11 +104,7 @@ def sample(tensor: Tensor) -> Tensor:
 
 
 def plain(value: Any, counts: Callable[[str, Any], bool] = lambda key, value: True) -> Any:
-    """Return a value as JSON, equal in every process. What can't be looked into counts as its type alone.
-
-    Args:
-        counts: Which entries of mappings to keep.
-    """
+    """Return a value as JSON, equal in every process, with the entries of mappings that count. Of what can't be read there is the type."""
     if isinstance(value, Mapping):
         return {str(key): plain(item, counts) for key, item in value.items() if counts(str(key), item)}
     if isinstance(value, list | tuple | set | frozenset):

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hf_kvcaches.kernels.attention import AttentionPart, exponentials, joined
 from hf_kvcaches.kernels.code_format import TILE, Counts, unpack
 from hf_kvcaches.kernels.launch import Backend, choose
-from hf_kvcaches.kernels.parts import AttentionPart, exponentials, joined
 from hf_kvcaches.kernels.rotation import Layout, rotated_back
 
 # Levels of a block: 1 MB in float32, so that they are still in cache when values are summed up.
@@ -68,24 +68,11 @@ def code_part(
         codes: (batch, groups, rows, tokens), uint8, the last dimension contiguous; with `rotation` whole tiles.
         visible: Which tokens a query sees, (batch or 1, queries or 1, tokens), or None for all.
         softcap: If given, scores are softcap * tanh(scores * scaling / softcap).
-        backend: "torch", "triton" (CUDA, no gradients), or "auto": Triton for CUDA tensors.
     """
     if choose(backend, query) == "triton":
         from hf_kvcaches.kernels import codes_triton
 
         return codes_triton.code_part(query, codes, code_map, scaling, rotation, visible, softcap)
-    return _part_torch(query, codes, code_map, scaling, rotation, visible, softcap)
-
-
-def _part_torch(
-    query: Tensor,
-    codes: Tensor,
-    code_map: CodeMap,
-    scaling: float,
-    rotation: TileRotation | None,
-    visible: Tensor | None,
-    softcap: float | None,
-) -> AttentionPart:
     query = query.to(torch.float64 if query.dtype == torch.float64 else torch.float32) * scaling
     keys, values = code_map.keys.to(query.dtype), code_map.values.to(query.dtype)
     (batch, heads, queries, dim), (groups, kv_heads, _, width), tokens = query.shape, keys.shape, codes.shape[-1]

@@ -16,10 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_kvcaches.errors import UnsupportedError
+from hf_kvcaches.kernels.attention import AttentionPart
 from hf_kvcaches.kernels.code_format import TILE, Counts
 from hf_kvcaches.kernels.common_triton import capped, combine, dot, finite, store_part
 from hf_kvcaches.kernels.launch import padded, split_tokens, strided
-from hf_kvcaches.kernels.parts import AttentionPart
 from hf_kvcaches.kernels.rotation import Layout
 
 A_TILE = tl.constexpr(TILE)
@@ -154,10 +154,7 @@ def value_kernel(
 def sizes(queries: int, dim: int, pairs: int, single: bool) -> tuple[dict[str, int], dict[str, int]]:
     """Constants of both kernels with which registers hardly spill and shared memory suffices, as compiled for sm_80, 90 and 100.
 
-    Args:
-        queries: Of all heads that share a key head.
-        pairs: Of dimensions that rotate.
-        single: Whether products are in float32.
+    There are `queries` of all heads that share a key head, `pairs` of dimensions rotate, and `single` products are in float32.
     """
     tokens, most = 64, (64 if single else 128) // (2 if dim > 128 else 1)
     tiles = tokens // TILE if pairs else 1
@@ -178,11 +175,7 @@ def code_part(
     softcap: float | None,
     splits: int | None = None,
 ) -> AttentionPart:
-    """`codes.code_part`, whose arguments these are, and one more. Sums are normalized.
-
-    Args:
-        splits: How many programs share the tokens of a row and key head; None: enough to fill the GPU.
-    """
+    """`codes.code_part`, with normalized sums, by so many programs for each row and key head; None: enough to fill the GPU."""
     counts, keys, values = code_map
     (batch, heads, queries, dim), tokens, levels = query.shape, codes.shape[3], sum(counts)
     kv_heads, width = keys.shape[0] * keys.shape[1], keys.shape[3]

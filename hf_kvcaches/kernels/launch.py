@@ -61,10 +61,9 @@ def strided(tensor: Tensor | None, shape: tuple[int, ...] | None = None) -> tupl
 
 
 def split_tokens(count: int, block: int, rows: int, splits: int | None, device: torch.device) -> tuple[int, int]:
-    """How many slots or tokens of a row and KV head each program has, in whole blocks, and how many programs that makes.
+    """How many slots or tokens of a row and KV head each of `splits` programs has, in whole blocks, and how many programs that makes.
 
-    Args:
-        splits: How many programs to share among; None: enough to fill the GPU.
+    None: enough to fill the GPU.
     """
     splits = splits or -(-2 * _processors(device) // rows)
     chunk = -(-count // (splits * block)) * block

@@ -37,6 +37,21 @@ class Quantized(NamedTuple):
     zero: Tensor
 
 
+class Packed(NamedTuple):
+    """Tokens of several layers, quantized or plain, the last dimension of each tensor contiguous.
+
+    Args:
+        data: (layers, heads, tokens, width), as in `Quantized`; or floating point: the numbers themselves.
+        scale: (layers, heads, tokens, groups); None for plain data. And `zero`.
+        group: Consecutive channels that share a scale; the last group may be shorter. None: all.
+    """
+
+    data: Tensor
+    scale: Tensor | None = None
+    zero: Tensor | None = None
+    group: int | None = None
+
+
 def quantize(x: Tensor, bits: int = 8, group: int | None = None, check_finite: bool = True) -> Quantized:
     """Quantize a tensor, group by group along its last axis.
 

@@ -1,12 +1,16 @@
-"""The Triton kernel behind `rans.py`, which decodes the packed form of a codec; `codec/entropy.py` defines the code.
+"""Entropy codes on a GPU. `codec/entropy.py` defines the code, and decodes it where there is no Triton.
 
 Import it inside a function: it needs Triton as soon as it is imported. One program decodes a tile, and each of its 32 threads a lane.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 
 @triton.jit
@@ -60,3 +64,22 @@ def rans_kernel(
                 tl.store(to, tl.where(escapes, stored.to(tl.float32), usual), mask=live)
     whole = (tl.sum((state != LOWEST).to(tl.int32), 0) == 0) & (word == word_end) & (escape == escaped_end)
     tl.store(valid + tile, whole.to(tl.int8))
+
+
+def decode_tiles(
+    codes: Sequence[Tensor], places: Tensor, symbols: Tensor, slots: Tensor, values: Tensor, size: int, precision: int, levels: int
+) -> tuple[Tensor, Tensor]:
+    """Return all digits, (size,), float32, and whether the codes, a `CodedTiles` of `codec/entropy.py`, are whole.
+
+    `places` and `symbols` are as the kernel takes them, `slots` and `values` as `Tables` has them; `precision` is the bits of a slot.
+    """
+    digits = torch.empty(size, dtype=torch.float32, device=slots.device)
+    lanes, states, words, escaped, counts = codes
+    valid = torch.ones(len(states), dtype=torch.int8, device=slots.device)
+    if len(states):
+        ends = counts.cumsum(0, dtype=torch.int64)
+        rans_kernel[(len(states),)](
+            lanes, states, words, escaped, counts, ends, places, symbols, slots, values, values.shape[1] // 512, digits, valid,
+            LANES=states.shape[1], PRECISION=precision, LOWEST=1 << 15, LEVELS=levels, num_warps=1,
+        )  # fmt: skip
+    return digits, valid.all()

@@ -7,16 +7,32 @@ them, and from what it knows of each token for nothing; the keys are rotated to 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hf_kvcaches.kernels.arguments import Decoder, RowSpan
 from hf_kvcaches.kernels.rotation import Layout, rotate_
 
 # Numbers that are made at a time before they are written: 32 MB in float32. Matrix products of fewer tokens take longer for each, as the
 # weights are read again.
 BLOCK = 2**23
+
+
+class Decoder(NamedTuple):
+    """The affine map to C numbers a token, floating point: [keys of head 0, keys of head 1, ..., values of head 0, ...]."""
+
+    side: Tensor  # (d, C)
+    codes: Tensor | None  # (rank, C); None where nothing is sent
+    bias: Tensor  # (C,)
+
+
+class RowSpan(NamedTuple):
+    """Consecutive tokens and the consecutive slots of a row that they go to."""
+
+    row: int
+    first: int
+    tokens: int
 
 
 def product_type(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -32,18 +48,18 @@ def product_type(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
 @torch.no_grad()
 def rebuild(
-    side: Tensor | None,
+    side: Tensor,
     codes: Tensor | None,
     decoder: Decoder,
     key_out: Tensor,
     value_out: Tensor,
     spans: Sequence[RowSpan],
+    product: torch.dtype,
     *,
     side_rows: Tensor | None = None,
     cos: Tensor | None = None,
     sin: Tensor | None = None,
     layout: Layout = "half",
-    product: torch.dtype | None = None,
 ) -> None:
     """Writes `side @ decoder.side + codes @ decoder.codes + decoder.bias`, keys rotated, to the slots of `spans`. Nothing else is written.
 
@@ -51,30 +67,28 @@ def rebuild(
     largest that these hold. There are no gradients, and arguments are not checked.
 
     Args:
-        side: What is known of each of the N tokens beside its codes, (N, d), floating point; or None.
+        side: What is known of each of the N tokens beside its codes, (N, d), floating point.
         codes: What was sent of each token, (N, rank); or None.
         key_out: The cache's buffer, (batch, kv_heads, capacity, key_dim); and `value_out`.
         spans: Where the N tokens go, in their order. No slot twice.
+        product: The type in which to multiply; each of the two products is rounded to it. With bfloat16, processors that have it take a
+            fourth of the time.
         side_rows: Which row of `side` each token has, (N,), int64, where several have the same one; None for a row each.
         cos: Of the angle by which each key is rotated, times what the model scales it with, (N, rotary_dim / 2), float32 or float64; and
             `sin`, and `layout` as in `rotate_`.
-        product: The type in which to multiply; each of the two products is rounded to it. With bfloat16, processors that have it take a
-            fourth of the time. None: the type that is summed up in.
     """
     exact, heads = torch.promote_types(key_out.dtype, torch.float32), key_out.shape[1]
     widths = [heads * key_out.shape[3], heads * value_out.shape[3]]
-    initial = torch.zeros(1, sum(widths), dtype=exact, device=key_out.device)  # of each token, before codes are added
-    if decoder.bias is not None:
-        initial += decoder.bias
-    terms = [] if codes is None or decoder.codes is None else [(codes, decoder.codes.to(product or exact))]
-    if side is not None and decoder.side is not None:
-        terms.append((side, decoder.side.to(product or exact)))
-        if side_rows is not None:
-            initial = _add_product(initial.repeat(len(side), 1), *terms.pop())
-    for here, row, slots in _pieces(spans, max(1, BLOCK // max(1, sum(widths)))):
-        numbers = initial.repeat(here.stop - here.start, 1) if side_rows is None or len(initial) == 1 else initial[side_rows[here]]
-        for x, weights in terms:
-            _add_product(numbers, x[here], weights)
+    bias, weights = decoder.bias.to(exact)[None], decoder.side.to(product)
+    sent = None if decoder.codes is None else decoder.codes.to(product)
+    known = None if side_rows is None else _add_product(bias.repeat(len(side), 1), side, weights)
+    for here, row, slots in _pieces(spans, max(1, BLOCK // sum(widths))):
+        if known is None or side_rows is None:
+            numbers = _add_product(bias.repeat(here.stop - here.start, 1), side[here], weights)
+        else:
+            numbers = known[side_rows[here]]
+        if codes is not None and sent is not None:
+            _add_product(numbers, codes[here], sent)
         keys, values = (part.unflatten(1, (heads, -1)).transpose(0, 1) for part in numbers.split(widths, 1))
         if cos is not None and sin is not None:
             rotate_(keys, cos[here], sin[here], layout)

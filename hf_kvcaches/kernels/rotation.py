@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,42 +13,57 @@ Layout = Literal["half", "interleaved"]
 Tables = tuple[Tensor, Tensor]
 
 
+class RotationTables(NamedTuple):
+    """Rotary positions for keys that are stored without any.
+
+    Args:
+        positions: Row of the tables for each slot, (batch or 1, kv_heads or 1, slots), integers; an invalid slot may have -1.
+        cos: (rows, rotary_dim / 2), with the model's `attention_scaling`, if it has one; and `sin`. Further dimensions pass unchanged.
+        layout: Which dimensions form a pair, as in `rotate_`.
+        full: The same tables for each dimension, cosines before signed sines, (rows, 2 * rotary_dim), which the torch back-end takes.
+    """
+
+    positions: Tensor
+    cos: Tensor
+    sin: Tensor
+    layout: Layout
+    full: Tensor
+
+
 def check_layout(name: str, layout: str) -> None:
     """Refuse what is no layout."""
     if layout not in ("half", "interleaved"):
         raise ConfigError.of(name, "'half' or 'interleaved'", layout)
 
 
-def rotate_(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, *, back: bool = False) -> Tensor:
+def rotate_(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
     """Rotates the first dimensions of `x`, in place, and returns it. Gradients pass, unless `x` is a leaf.
 
     Args:
         x: (..., dim). Dimensions beyond those of the tables stay as they are.
         cos: Of each pair's angle, (..., rotary_dim / 2); and `sin`.
         layout: Which dimensions form a pair: `"half"`: i and i + rotary_dim / 2; `"interleaved"`: 2i and 2i + 1.
-        back: By the negative angles.
     """
     half = cos.shape[-1]
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     if layout == "interleaved" and not torch.compiler.is_compiling() and _is_complex(x):  # a tenth of the time of strided halves
-        torch.view_as_complex(x[..., : 2 * half].unflatten(-1, (half, 2))).mul_(torch.complex(cos, -sin if back else sin))
+        torch.view_as_complex(x[..., : 2 * half].unflatten(-1, (half, 2))).mul_(torch.complex(cos, sin))
         return x
-    first, second = (
-        (x[..., : 2 * half : 2], x[..., 1 : 2 * half : 2]) if layout == "interleaved" else (x[..., :half], x[..., half : 2 * half])
-    )
+    step, others = (2, slice(1, 2 * half, 2)) if layout == "interleaved" else (1, slice(half, 2 * half))
+    first, second = x[..., : step * half : step], x[..., others]
     cross = first * sin
-    first.mul_(cos).addcmul_(second, sin, value=1 if back else -1)
-    second.mul_(cos).add_(cross, alpha=-1 if back else 1)
+    first.mul_(cos).addcmul_(second, sin, value=-1)
+    second.mul_(cos).add_(cross)
     return x
 
 
 def rotated_back(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
     """A rotated copy of `x`, by the negative angles; arguments as for `rotate_`. `x` may be expanded, which costs nothing."""
     half, out = cos.shape[-1], torch.empty_like(x, memory_format=torch.contiguous_format)
-    step, second = (2, slice(1, 2 * half, 2)) if layout == "interleaved" else (1, slice(half, 2 * half))
-    one, two = x[..., : step * half : step], x[..., second]
-    torch.mul(one, cos, out=out[..., : step * half : step]).addcmul_(two, sin)
-    torch.mul(two, cos, out=out[..., second]).addcmul_(one, sin, value=-1)
+    step, others = (2, slice(1, 2 * half, 2)) if layout == "interleaved" else (1, slice(half, 2 * half))
+    first, second = x[..., : step * half : step], x[..., others]
+    torch.mul(first, cos, out=out[..., : step * half : step]).addcmul_(second, sin)
+    torch.mul(second, cos, out=out[..., others]).addcmul_(first, sin, value=-1)
     if 2 * half < x.shape[-1]:
         out[..., 2 * half :] = x[..., 2 * half :]
     return out

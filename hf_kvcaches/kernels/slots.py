@@ -13,10 +13,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hf_kvcaches.kernels.arguments import Attended, RotationTables
-from hf_kvcaches.kernels.blocks import attention
+from hf_kvcaches.kernels.attention import attention
 from hf_kvcaches.kernels.launch import Backend, choose
-from hf_kvcaches.kernels.rotation import rotate_, swap_pairs
+from hf_kvcaches.kernels.rotation import RotationTables, swap_pairs
+
+Attended = tuple[Tensor, Tensor | None]
+"""The output, and the weights if they were asked for."""
 
 
 def slot_attention(
@@ -118,9 +120,6 @@ def put_in_pages(stores: Sequence[Tensor], tables: Tensor, slots: Tensor, states
 
 def rotated_keys(keys: Tensor, rotation: RotationTables) -> Tensor:
     """Keys, (batch, kv_heads, slots, head_dim), rotated to their positions."""
-    if rotation.full is None:
-        keys = keys.to(torch.promote_types(keys.dtype, rotation.cos.dtype), copy=True)
-        return rotate_(keys, rotation.cos[rotation.positions], rotation.sin[rotation.positions], rotation.layout)
     dims = rotation.full.shape[1] // 2
     cos, sin = rotation.full[rotation.positions].split(dims, -1)
     pairs = keys if dims == keys.shape[-1] else keys[..., :dims]

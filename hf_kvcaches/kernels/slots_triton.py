@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_kvcaches.kernels.arguments import Attended, RotationTables
 from hf_kvcaches.kernels.common_triton import capped, combine, dot, finite, partners, rotated, store_part
 from hf_kvcaches.kernels.launch import padded, split_tokens, strided
+from hf_kvcaches.kernels.rotation import RotationTables
 
 
 @triton.jit
@@ -161,13 +161,8 @@ def attend(
     *,
     splits: int | None = None,
     block: int | None = None,
-) -> Attended:
-    """`slot_attention`, whose arguments these are, and two more.
-
-    Args:
-        splits: How many programs share the slots of a row and KV head; None: enough to fill the GPU.
-        block: Slots that a program takes at a time, a power of two from 16 on; None: what fits into registers.
-    """
+) -> tuple[Tensor, Tensor | None]:
+    """`slot_attention`, in blocks of slots (a power of two from 16 on), of which `splits` programs share those of a row and KV head."""
     (batch, heads), kv_heads, value_dim = query.shape[:2], keys.shape[1], values.shape[3]
     group, rows, shape = heads // kv_heads, batch * kv_heads, (batch, kv_heads, slots)
     block = block or block_size(query.shape[3], value_dim, rotation is not None)

@@ -12,9 +12,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from hf_kvcaches.kernels.arguments import Packed
 from hf_kvcaches.kernels.launch import Backend, choose
-from hf_kvcaches.kernels.quantization import dequantize
+from hf_kvcaches.kernels.quantization import Packed, dequantize
 from hf_kvcaches.kernels.rotation import Layout, Tables, rotate_
 
 # Numbers that are dequantized at a time: 1 MB in float32 and at most twice as much besides. A quarter or four times as many take a seventh
@@ -47,13 +46,10 @@ def splice(
             `rotate_`. None for values, and for keys that stay where they were.
         backend: "torch" (fast on CPUs), "triton" (one launch a layer; CUDA, no float64), or "auto": Triton for CUDA tensors where it can.
     """
-    if not outs:
-        return None
-    backend = choose(backend, outs[0])
-    if slots.numel() == 0:
+    if not outs or not slots.numel():
         return None
     tables = None if cos is None or sin is None else (cos, sin)
-    if backend == "torch":
+    if choose(backend, outs[0]) == "torch":
         return _splice_torch(packed, outs, slots, tables, layout)
     from hf_kvcaches.kernels import splice_triton
 

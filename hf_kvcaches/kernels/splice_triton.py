@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_kvcaches.kernels.arguments import Packed
 from hf_kvcaches.kernels.common_triton import partners, rotated
 from hf_kvcaches.kernels.launch import padded, strided
+from hf_kvcaches.kernels.quantization import Packed
 from hf_kvcaches.kernels.rotation import Layout, Tables
 
 # Of float16, which float32 numbers can exceed.

@@ -21,8 +21,7 @@ from hf_kvcaches.core.decoder import decoder_layers
 from hf_kvcaches.core.files import MOST_LAYERS
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ArtifactError, ConfigError, require_choice
-from hf_kvcaches.kernels.arguments import Packed
-from hf_kvcaches.kernels.quantization import quantize
+from hf_kvcaches.kernels.quantization import Packed, quantize
 from hf_kvcaches.kernels.splice import splice
 from hf_kvcaches.reuse.index import Piece
 from hf_kvcaches.reuse.layer import SplicedLayer, SplicingCache

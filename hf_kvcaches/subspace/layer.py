@@ -14,10 +14,10 @@ from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.core.step import Pass, Passes
 from hf_kvcaches.core.view import previous_attention
 from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError
+from hf_kvcaches.kernels.attention import AttentionPart, exact_part, merged
 from hf_kvcaches.kernels.code_format import TILE
 from hf_kvcaches.kernels.codes import TileRotation, code_part
 from hf_kvcaches.kernels.launch import Backend
-from hf_kvcaches.kernels.parts import AttentionPart, exact_part, merged
 from hf_kvcaches.kernels.rotation import cos_sin
 from hf_kvcaches.subspace.rows import Encoded, Ends, Move, Seen, move, visible
 

@@ -224,7 +224,7 @@ def fill(cache: SplicingCache, translator: CacheTranslator, codes: Codes, prompt
                 precision = torch.promote_types(dtype, torch.float32) if maps.tables is None else product_type(dtype, device)
                 known, options = shared(cache.rotation.layers[decoder.layer], device)
                 sent, weights = None if coefficients is None else coefficients.to(device), maps.placed(decoder.weights, device, precision)
-                rebuild(known, sent, weights, layer.key_buffer, layer.value_buffer, prompt.spans, **options, product=precision)
+                rebuild(known, sent, weights, layer.key_buffer, layer.value_buffer, prompt.spans, precision, **options)
     for row, source in prompt.copies.items():
         for buffer in chain.from_iterable(cache.layers[decoder.layer].buffers for decoder in maps.decoders):
             buffer[row, :, seen : prompt.slots] = buffer[source, :, seen : prompt.slots]

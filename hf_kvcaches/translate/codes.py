@@ -22,7 +22,7 @@ from torch import Tensor
 from hf_kvcaches.codec.wire.messages import MessageReader, message_chunks
 from hf_kvcaches.core.files import MOST_LAYERS
 from hf_kvcaches.errors import ArtifactError, ConfigError
-from hf_kvcaches.kernels.arguments import RowSpan
+from hf_kvcaches.kernels.rebuild import RowSpan
 from hf_kvcaches.stores.files import Bytes, opened, write_atomically
 
 VERSION = 2

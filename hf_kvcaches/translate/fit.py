@@ -24,7 +24,7 @@ from hf_kvcaches.errors import ConfigError, is_number, require_choice, whole_num
 from hf_kvcaches.evaluate.measures import divergence
 from hf_kvcaches.evaluate.runner import evaluating
 from hf_kvcaches.evaluate.texts import add_up, sequences
-from hf_kvcaches.kernels.arguments import Decoder
+from hf_kvcaches.kernels.rebuild import Decoder
 from hf_kvcaches.stores.catalog import bytes_of_size
 from hf_kvcaches.translate.pair import SHORTEST, ErrorCosts, Pair, States, split_of
 from hf_kvcaches.translate.regression import LEAST_RIDGE, Group, Key, Products, Regression, pairs_of, passes_of, regress

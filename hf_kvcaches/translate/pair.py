@@ -20,7 +20,6 @@ from hf_kvcaches import compat
 from hf_kvcaches.core.decoder import decoder_layers
 from hf_kvcaches.core.fingerprint import tokenizer_parts
 from hf_kvcaches.core.rope import Rotation
-from hf_kvcaches.core.tokenizer_digest import tokenizer_parts
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedError
 from hf_kvcaches.evaluate.texts import Tokenized, require_whole
 from hf_kvcaches.translate.regression import factor

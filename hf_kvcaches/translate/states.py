@@ -27,7 +27,7 @@ from hf_kvcaches.core.files import MOST_LAYERS, part_of
 from hf_kvcaches.core.rope import Rotation, rotation_of
 from hf_kvcaches.core.source import SourceCache
 from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError
-from hf_kvcaches.kernels.arguments import Decoder
+from hf_kvcaches.kernels.rebuild import Decoder
 from hf_kvcaches.reuse.partial import Arguments, PassEnded, ToldModule, name_of, run_module, twin_of, with_layers
 
 _LARGEST = float(2**15 - 1)  # steps of a coefficient
@@ -280,7 +280,7 @@ class Maps:
                 coding = Plan.of(stored, len(stored["deviations"])), stored["deviations"]
             encoders.append(CodeEncoder(name, tuple(sources), CodeWeights(**part_of(tensors, f"encoders.{code}")), coding))
         decoders = (
-            LayerDecoder(layer, code, tuple(shape), Decoder(**part_of(tensors, f"decoders.{layer}")))
+            LayerDecoder(layer, code, tuple(shape), Decoder(**{"codes": None, **part_of(tensors, f"decoders.{layer}")}))
             for layer, code, shape in metadata["decoders"]
         )
         maps = cls(tuple(encoders), tuple(decoders), metadata["side_layer"], tables, bits)
@@ -299,6 +299,6 @@ class Maps:
         for decoder in self.decoders:
             (side, coefficients, bias), (heads, *dims) = decoder.weights, decoder.shape
             width, sent = (heads * sum(dims),), None if decoder.code is None else self.encoders[decoder.code].weights.shift.shape
-            sound &= side is not None and bias is not None and side.shape[1:] == bias.shape == width
+            sound &= side.shape[1:] == bias.shape == width
             sound &= coefficients is None if sent is None else coefficients is not None and coefficients.shape == (*sent, *width)
         return sound

@@ -14,7 +14,7 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from hf_kvcaches import EquipCache
-from hf_kvcaches.cli.bench import in_turns, ratios, spread
+from hf_kvcaches.cli.measure import in_turns, ratios, spread
 from hf_kvcaches.cli.tables import Row
 from shared import baselines
 from shared.models import Shape, bytes_free, random_ids, with_attention

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_kvcaches.cli.bench import in_turns, ratios, spread
+from hf_kvcaches.cli.measure import in_turns, ratios, spread
 from hf_kvcaches.cli.tables import Row
 from shared.sides import FULL, PROMPTS, STORED, Bench, Way, aligned, ask, check, cold, copied, pages_of, segments
 

@@ -34,3 +34,10 @@ def run(capsys: pytest.CaptureFixture[str], *options: Any) -> Done:
         except SystemExit as end:
             code = end.code
     return Done(code, *capsys.readouterr())
+
+
+def succeed(capsys: pytest.CaptureFixture[str], *options: Any) -> Done:
+    """Runs it, and it ends with 0."""
+    done = run(capsys, *options)
+    assert done.code == 0, done.err
+    return done

@@ -1,6 +1,5 @@
 """recommend tells the bytes of caches from a config alone, and they are those that caches have."""
 
-import csv
 import re
 
 import pytest
@@ -19,10 +18,12 @@ from transformers import (
 from hf_kvcaches import EquipCache, GrowingCache, KVCodec, SubspaceCache
 from hf_kvcaches.cli.recommend import choices, family_of, nearest, speed_table
 from hf_kvcaches.cli.sizes import model_size
+from hf_kvcaches.cli.tables import write_csv
 from hf_kvcaches.errors import ArtifactError
 from hf_kvcaches.evaluate.measures import cache_bytes
 from tests import testbed, tiny
-from tests.cli.running import BASE, run
+from tests.cli.running import BASE, run, succeed
+from tests.scripts.running import rows_of
 
 TOKENS, BUDGET = 300, 100
 NEEDS_WEIGHTS = RoFormerConfig(
@@ -79,8 +80,7 @@ def test_states_of_linear_attention_do_not_grow():
 
 def test_the_first_setting_that_fits_comes_with_its_code(capsys):
     options = ("recommend", "--model", BASE, "--context", "32k", "--batch", 8)
-    done = run(capsys, *options, "--memory", "400MiB")
-    assert done.code == 0, done.err
+    done = succeed(capsys, *options, "--memory", "400MiB")
     assert "llama, 4 layers, float32; 8 x 32,768 tokens" in done.out
     lines = {line.split("  ")[0]: line.split() for line in done.out.splitlines()}
     assert lines["DynamicCache()"][1:7] == ["1.00", "100%", "1.01", "no", "same", "yes"]
@@ -175,17 +175,15 @@ def test_the_nearest_row_is_of_the_same_cache_and_kind_of_setting():
 
 
 def test_a_speed_table_of_ones_own_is_read_and_another_file_is_refused(capsys, tmp_path):
-    with (tmp_path / "speed.csv").open("w", newline="") as file:
-        measured = row("GrowingCache", prefill_ratio=1.25, decode_ratio=3.5)
-        writer = csv.DictWriter(file, measured)
-        writer.writeheader()
-        writer.writerow(measured)
-    done = run(capsys, "recommend", "--model", BASE, "--speed", tmp_path / "speed.csv")
+    measured, path = row("GrowingCache", prefill_ratio=1.25, decode_ratio=3.5), tmp_path / "speed.csv"
+    write_csv(path, [measured])
+    done = run(capsys, "recommend", "--model", BASE, "--speed", path)
     assert re.search(r"GrowingCache\(\).* 1\.25x  3\.50x", done.out)
     assert "measured nearest (1024 x 28 layers, float32, 1 x 2048 tokens, Abacus)" in done.out
-    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
-    with pytest.raises(ArtifactError, match="hf-kvcaches bench --csv"):
-        speed_table(tmp_path / "other.csv")
+    for content, reason in (("a,b\n1,2\n", "the columns .* are missing"), (",".join(measured), "no rows")):
+        path.write_text(content)
+        with pytest.raises(ArtifactError, match=f"speed.csv: expected a file of hf-kvcaches bench --csv, .*{reason}"):
+            speed_table(path)
 
 
 def test_json_and_csv_have_the_rows_of_the_table(capsys, tmp_path):
@@ -193,8 +191,7 @@ def test_json_and_csv_have_the_rows_of_the_table(capsys, tmp_path):
     found = run(capsys, *options, "--memory", "1GiB", "--csv", tmp_path / "rows.csv").document
     assert (found["family"], found["layers"], found["full_attention_layers"], found["context"]) == ("llama", 4, 4, 2048)
     assert found["memory_bytes"] == 2**30
-    with (tmp_path / "rows.csv").open(encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
+    rows = rows_of(tmp_path / "rows.csv")
     assert len(rows) == 12
     assert [(row["cache"], row["gib"]) for row in found["caches"]] == [(row["cache"], float(row["gib"])) for row in rows]
     assert {row["context"] for row in rows} == {"2048"}

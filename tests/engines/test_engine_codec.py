@@ -45,12 +45,9 @@ def test_a_newer_format_is_refused_by_its_version(tmp_path):
         EngineCodec.load(tmp_path, "vllm")
 
 
-def test_the_rotation_has_to_be_the_engines(tmp_path, checkpoint):
+def test_a_codec_with_another_rotation_or_without_codes_of_all_layers_is_not_saved(tmp_path, checkpoint):
     with pytest.raises(ConfigError, match="rotation: expected 'post' for lmcache, got 'aware'"):
         save(calibrate(), tmp_path, "lmcache", checkpoint)
-
-
-def test_layers_without_codes_are_refused(tmp_path, checkpoint):
     with pytest.raises(UnsupportedError, match="window"):
         save(calibrate(tiny.gemma2()), tmp_path, "vllm", checkpoint)
 

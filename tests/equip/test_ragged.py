@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hf_kvcaches.equip.storage import Ragged
-from hf_kvcaches.kernels.arguments import RotationTables
 from hf_kvcaches.kernels.slots import slot_attention
+from tests.kernels.cases import rotation_tables
 
 ROOMS = torch.tensor([[3, 10, 5], [7, 1, 10]])[..., None]
 ROWS, HEADS, SLOTS, DIM = 2, 3, 10, 6
@@ -44,7 +44,7 @@ EXISTING = torch.arange(SLOTS) < ROOMS
 def test_attention_is_that_of_the_padded_buffer(ragged: Ragged, padded: Any, rotated: bool) -> None:
     angles = torch.arange(SLOTS)[:, None] * torch.tensor([1.0, 0.1, 0.01])
     options: dict[str, Any] = {"valid": EXISTING, "want_weights": True, "softcap": 5.0, "sink_logits": states(HEADS * 2)}
-    options["rotation"] = RotationTables(torch.arange(SLOTS).flip(0)[None, None], angles.cos(), angles.sin()) if rotated else None
+    options["rotation"] = rotation_tables(torch.arange(SLOTS).flip(0)[None, None], angles) if rotated else None
     query = states(ROWS, HEADS * 2, 1, DIM, seed=3)
     torch.testing.assert_close(ragged.attend(query, SLOTS, 0.3, **options), slot_attention(query, *padded, 0.3, **options))
 
@@ -56,7 +56,7 @@ def test_triton_reads_heads_where_they_lie(padded: Any, rotated: bool) -> None:
     ragged = filled((keys, values), ROOMS.cuda())
     angles = torch.arange(SLOTS, device="cuda")[:, None] * torch.ones(8, device="cuda")
     options: dict[str, Any] = {"valid": EXISTING.cuda(), "want_weights": True}
-    options["rotation"] = RotationTables(torch.arange(SLOTS, device="cuda")[None, None], angles.cos(), angles.sin()) if rotated else None
+    options["rotation"] = rotation_tables(torch.arange(SLOTS, device="cuda")[None, None], angles) if rotated else None
     query = states(ROWS, HEADS * 2, 1, 16, seed=3).cuda()
     expected = slot_attention(query, keys, values, 0.3, backend="torch", **options)
     torch.testing.assert_close(ragged.attend(query, SLOTS, 0.3, **options), expected, atol=1e-3, rtol=1e-3)

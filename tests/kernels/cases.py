@@ -3,6 +3,7 @@
 import torch
 
 from hf_kvcaches.kernels.quantization import dequantize, quantize
+from hf_kvcaches.kernels.rotation import Layout, RotationTables
 
 NAN = float("nan")
 TOLERANCE = {torch.float32: 3e-5, torch.float64: 1e-6, torch.bfloat16: 4e-2, torch.float16: 6e-3}
@@ -25,6 +26,13 @@ class Draws:
         valid[..., -1] = True
         valid[0, 0] = self.shape[2] == 1
         return valid
+
+
+def rotation_tables(positions: torch.Tensor, angles: torch.Tensor, layout: Layout = "half") -> RotationTables:
+    """Tables of angles, (rows, rotary_dim / 2)."""
+    cos, sin, axis = angles.cos(), angles.sin(), 1 if layout == "half" else 2
+    full = torch.cat([torch.stack(pair, axis).flatten(1) for pair in ([cos, cos], [-sin, sin])], 1)
+    return RotationTables(positions, cos, sin, layout, full)
 
 
 def within(x: torch.Tensor, filling: float = NAN) -> torch.Tensor:

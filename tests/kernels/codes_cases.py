@@ -1,16 +1,16 @@
 """Cases for attention over codes, and what must come out: every token is decoded and rotated, with loops and in float64."""
 
-import math
 from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
 import torch
 
+from hf_kvcaches.kernels.attention import AttentionPart, merged
 from hf_kvcaches.kernels.code_format import PLANES, TILE, CodeLayout, Counts
 from hf_kvcaches.kernels.codes import CodeMap, TileRotation
-from hf_kvcaches.kernels.parts import AttentionPart, merged
 from hf_kvcaches.kernels.rotation import rotate_
+from tests.kernels import reference
 from tests.kernels.cases import NAN, TOLERANCE, Draws
 
 WIDTHS = {
@@ -84,7 +84,8 @@ class Case(Draws):
     def expected(self, softcap: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """The output and log sum exp."""
         keys, values = decoded(self.codes, self.code_map, self.options["rotation"])
-        return attention(self.query, keys, values, 0.3, self.options["visible"], softcap)
+        visible = self.options["visible"]
+        return reference.attention(self.query, keys, values, 0.3, None if visible is None else visible[:, None], softcap)[:2]
 
     def hide_tiles(self) -> None:
         """Has no query of the first row see its first tile, whose angles are no numbers."""
@@ -122,30 +123,6 @@ def decoded(codes: torch.Tensor, code_map: CodeMap, rotation: TileRotation | Non
         keys[b, g * heads + h, token] = key
         values[b, g * heads + h, token] = code_map.values[g, h].double() @ levels[b, g, :, token]
     return keys, values
-
-
-def attention(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scaling: float,
-    visible: torch.Tensor | None = None,
-    softcap: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention, one query at a time: the output, (batch, queries, heads, value_dim), and log sum exp, (batch, heads, queries)."""
-    (batch, heads, queries, _), (kv_heads, tokens) = query.shape, keys.shape[1:3]
-    shown = torch.ones(batch, queries, tokens, dtype=torch.bool) if visible is None else visible.expand(batch, queries, tokens)
-    output = torch.zeros(batch, queries, heads, values.shape[3], dtype=torch.float64)
-    lse = torch.full((batch, heads, queries), -math.inf, dtype=torch.float64)
-    for b, head, q in product(range(batch), range(heads), range(queries)):
-        h = head // (heads // kv_heads)
-        seen = [token for token in range(tokens) if shown[b, q, token]]
-        if seen:
-            scores = keys[b, h, seen].double() @ query[b, head, q].double() * scaling
-            scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-            output[b, q, head] = scores.softmax(0) @ values[b, h, seen].double()
-            lse[b, head, q] = scores.logsumexp(0)
-    return output, lse
 
 
 def assert_part(part: AttentionPart, expected: tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype, exactness: torch.dtype) -> None:

@@ -10,7 +10,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from hf_kvcaches.kernels import codes_triton, common_triton, rans_triton, slots_triton, splice_triton
-from hf_kvcaches.kernels.rans import decode_tiles
 from tests.kernels import codes_cases, test_slots, test_splice
 from tests.kernels.triton_process import SHARED_MEMORY
 
@@ -73,7 +72,7 @@ def codes() -> None:
 def rans() -> None:
     ints, shorts = torch.zeros(2, 32, dtype=torch.int32), torch.zeros(9, dtype=torch.int16)
     coded, places = (ints[:, :2], ints, shorts, shorts, ints[:, :2]), torch.zeros(2, 4, dtype=torch.int64)
-    decode_tiles(coded, places, ints[:, :6], ints, torch.zeros(4, 512), 100, 12, 16)
+    rans_triton.decode_tiles(coded, places, ints[:, :6], ints, torch.zeros(4, 512), 100, 12, 16)
 
 
 def slots() -> None:

@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.kernels.arguments import RotationTables
 from hf_kvcaches.kernels.slots import slot_attention, write_slots
-from tests.kernels import reference_slots as reference
-from tests.kernels.cases import NAN, Draws
+from tests.kernels import reference
+from tests.kernels.cases import NAN, Draws, rotation_tables
 from tests.kernels.triton_process import BACKEND, DTYPES, IN_TRITON, moved
 
 pytestmark = pytest.mark.usefixtures("unwritten_memory_is_not_a_number")
@@ -60,11 +59,11 @@ class Case(Draws):
         given: dict[str, Any] = {"softcap": softcap, "want_weights": want_weights, "valid": self.valid if valid else None}
         given |= {"sink_logits": self.randn(self.query.shape[1]) * 2 if sinks else None, "rotation": None}
         if turn and dim > 1:
-            angles = torch.rand((40, max(1, dim // 3)), generator=self.generator, dtype=torch.float64) * 6
+            angles = torch.rand((40, max(1, dim // 3) if dim % 4 else dim // 2), generator=self.generator, dtype=torch.float64) * 6
             precision = torch.promote_types(self.dtype, torch.float32)
             positions = torch.randint(0, 40, (self.shape[0], 1, slots), generator=self.generator)
             positions = torch.where(self.valid, positions, -1) if valid else positions
-            given["rotation"] = RotationTables(positions, angles.cos().to(precision), angles.sin().to(precision), turn)  # type: ignore[arg-type]
+            given["rotation"] = rotation_tables(positions, angles.to(precision), turn)  # type: ignore[arg-type]
         return given
 
     def paged(self, page: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -197,22 +196,6 @@ def test_the_reference_equals_pytorch(valid: bool) -> None:
     expected = torch.nn.functional.scaled_dot_product_attention(case.query, keys, values, attn_mask=mask, scale=0.3)
     got = reference.slot_attention(*case.tensors, 0.3, **case.options(valid, "", want_weights=False))
     torch.testing.assert_close(got[0], expected.transpose(1, 2))
-
-
-@pytest.mark.parametrize("layout", ["half", "interleaved"])
-@pytest.mark.parametrize("rotary_dim", [12, 20])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_tables_for_each_dimension_give_the_attention_of_those_for_each_pair(layout: Any, rotary_dim: int, dtype: torch.dtype) -> None:
-    case = Case(slots=19, dim=20, dtype=dtype)
-    angles = torch.rand((40, rotary_dim // 2), generator=case.generator) * 6
-    positions = torch.where(case.valid, torch.randint(0, 40, case.shape, generator=case.generator), -1)
-    rotation = RotationTables(positions, angles.cos(), angles.sin(), layout)
-    # Tables of both dimensions of each pair: all first ones before all second ones, or in turns.
-    axis = 1 if layout == "half" else 2
-    cos, sin = (torch.stack(tables, axis).flatten(1) for tables in ([rotation.cos, rotation.cos], [-rotation.sin, rotation.sin]))
-    full, options = rotation._replace(full=torch.cat([cos, sin], 1)), {"valid": case.valid, "want_weights": True, "backend": "torch"}
-    got, expected = (slot_attention(*case.tensors, 0.3, rotation=tables, **options) for tables in (full, rotation))
-    assert_same(got, expected, dtype)
 
 
 @pytest.mark.parametrize("page", [4, 8])

@@ -16,8 +16,8 @@ from hf_kvcaches.core.rope import undoable_rotation
 from hf_kvcaches.core.rope_families import head_sizes
 from hf_kvcaches.core.step import Pass, Passes
 from hf_kvcaches.errors import ArtifactError, ConfigError
+from hf_kvcaches.kernels.attention import AttentionPart, exact_part
 from hf_kvcaches.kernels.code_format import TILE
-from hf_kvcaches.kernels.parts import AttentionPart, exact_part
 from hf_kvcaches.subspace.layer import CodedLayer
 from hf_kvcaches.subspace.paper.settings import AdaptiveSubspace
 from hf_kvcaches.subspace.paper.side import Rule, Side

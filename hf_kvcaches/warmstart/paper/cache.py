@@ -18,7 +18,6 @@ from hf_kvcaches.core.identity import identity_of, require_identity
 from hf_kvcaches.core.parallel import require_all_heads
 from hf_kvcaches.core.rope import rotation_of
 from hf_kvcaches.core.source import PrefillCall
-from hf_kvcaches.core.view import LayerView
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedError, require_choice, require_instance, whole_number
 from hf_kvcaches.reuse.layer import PlainCache, SplicingCache
 from hf_kvcaches.reuse.partial import run_span

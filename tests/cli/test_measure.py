@@ -1,24 +1,19 @@
 """verify, eval and bench measure caches beside a DynamicCache; `--json` prints one document on stdout, and nothing else."""
 
-import csv
 import json
 
 import pytest
 import torch
 
 from hf_kvcaches import EquipCache, verify
-from hf_kvcaches.cli import bench
+from hf_kvcaches.cli import measure
 from hf_kvcaches.evaluate.verify import verify_text
 from tests import testbed, tiny
-from tests.cli.running import BASE, run
+from tests.cli.running import BASE, run, succeed
+from tests.scripts.running import rows_of
 
 PROSE = testbed.FOLDER / "prose.txt"
 PRUNED = "EquipCache('streaming', budget=16)"
-
-
-def rows_of(path):
-    with path.open(encoding="utf-8") as file:
-        return list(csv.DictReader(file))
 
 
 def texts(folder):
@@ -29,8 +24,7 @@ def texts(folder):
 
 def test_verify_prints_the_report_and_has_it_as_json(capsys):
     options = ("verify", "--model", BASE, "--cache", PRUNED, "--file", PROSE, "--context", 40, "--max-new-tokens", 4)
-    done = run(capsys, *options)
-    assert done.code == 0, done.err
+    done = succeed(capsys, *options)
     model, tokenizer = testbed.load()
     ids = tokenizer(PROSE.read_text(), return_tensors="pt", verbose=False)["input_ids"][:, :40]
     report = verify(model, lambda: EquipCache(model, "streaming", budget=16), ids, max_new_tokens=4)
@@ -55,8 +49,7 @@ def test_a_text_that_must_be_the_same_ends_with_1_where_it_differs(cache, code, 
 def test_eval_gives_each_cache_its_loss_on_the_following_tokens(capsys, tmp_path):
     caches = ("--cache", "GrowingCache", "--cache", "EquipCache('keydiff', budget=16)", "--cache", "GrowingCache()")
     options = (*caches, "--context", 48, "--following", 8, "--texts", texts(tmp_path), "--csv", tmp_path / "found" / "all.csv")
-    done = run(capsys, "eval", "--model", BASE, *options, "--json")
-    assert done.code == 0, done.err
+    done = succeed(capsys, "eval", "--model", BASE, *options, "--json")
     rows = rows_of(tmp_path / "found" / "all.csv")
     assert [(row["cache"], row["text"], row["tokens"]) for row in rows] == [
         (cache, text, "56") for text in "01" for cache in ("GrowingCache()", "EquipCache('keydiff', budget=16)")
@@ -84,8 +77,7 @@ def test_eval_asks_a_suite_and_goes_on_where_it_was_cut_off(capsys, tmp_path):
     pruned = "EquipCache('streaming', budget=32)"
     files = ("--state", tmp_path / "rows.jsonl", "--csv", tmp_path / "a.csv")
     options = ("--cache", "GrowingCache", "--cache", pruned, "--suite", "needles", "pairs", "--context", 120, "--limit", 1, *files)
-    done = run(capsys, "eval", "--model", BASE, *options)
-    assert done.code == 0, done.err
+    done = succeed(capsys, "eval", "--model", BASE, *options)
     rows = rows_of(tmp_path / "a.csv")
     tasks = [f"needles {kind} {count}" for kind in ("digits", "words") for count in (1, 4)]
     assert [row["task"] for row in rows if row["cache"] == "GrowingCache()"] == [*tasks, "pairs words", "pairs paragraph", "pairs pages"]
@@ -106,8 +98,7 @@ def test_bench_writes_a_speed_table(capsys, tmp_path):
     lengths = ("--context", 12, "--batch", 2, "--steps", 3, "--rounds", 2)
     how = ("--random", "--dtype", "bfloat16", "--device", "cpu", "--threads", 1, "--csv", tmp_path / "a.csv", *lengths)
     pruned = "EquipCache('keydiff', budget=8)"
-    done = run(capsys, "bench", "--model", tmp_path, "--cache", "GrowingCache", "--cache", pruned, *how)
-    assert done.code == 0, done.err
+    done = succeed(capsys, "bench", "--model", tmp_path, "--cache", "GrowingCache", "--cache", pruned, *how)
     assert pruned in done.out
     rows = rows_of(tmp_path / "a.csv")
     assert [row["cache"] for row in rows] == ["DynamicCache", "GrowingCache", "EquipCache"]
@@ -127,7 +118,7 @@ def test_bench_writes_a_speed_table(capsys, tmp_path):
 def test_bench_times_nothing_where_logits_are_not_finite(capsys, tmp_path, monkeypatch):
     model = tiny.llama()
     torch.nn.init.constant_(model.lm_head.weight, float("nan"))
-    monkeypatch.setattr(bench, "load", lambda *_: (model, None))
+    monkeypatch.setattr(measure, "load", lambda *_: (model, None))
     done = run(capsys, "bench", "--model", tmp_path, "--cache", "GrowingCache", "--context", 5, "--steps", 2, "--rounds", 2)
     assert done.code == 2
     assert "not finite" in done.err
