@@ -279,10 +279,10 @@ class Maps:
             if bits is not None:
                 coding = Plan.of(stored, len(stored["deviations"])), stored["deviations"]
             encoders.append(CodeEncoder(name, tuple(sources), CodeWeights(**part_of(tensors, f"encoders.{code}")), coding))
-        decoders = (
-            LayerDecoder(layer, code, tuple(shape), Decoder(**{"codes": None, **part_of(tensors, f"decoders.{layer}")}))
-            for layer, code, shape in metadata["decoders"]
-        )
+        decoders = list[LayerDecoder]()
+        for layer, code, shape in metadata["decoders"]:
+            stored = part_of(tensors, f"decoders.{layer}")
+            decoders.append(LayerDecoder(layer, code, tuple(shape), Decoder(stored["side"], stored.get("codes"), stored["bias"])))
         maps = cls(tuple(encoders), tuple(decoders), metadata["side_layer"], tables, bits)
         if not maps._fit_together():
             raise ArtifactError("The stored maps don't fit each other. Fit the translator anew.")
