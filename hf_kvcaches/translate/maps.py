@@ -8,9 +8,8 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from hf_kvcaches.codec.coefficients import CoefficientPacker, pack, unpack
 from hf_kvcaches.codec.entropy import Tables
-from hf_kvcaches.codec.packing import Span
+from hf_kvcaches.codec.packing import CoefficientPacker, Span, pack, unpack
 from hf_kvcaches.codec.plan import TABLES, Plan
 from hf_kvcaches.core.files import MOST_LAYERS, part_of
 from hf_kvcaches.errors import ArtifactError

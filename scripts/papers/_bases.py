@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from hf_kvcaches.codec.calibrate import measure
-from hf_kvcaches.codec.meter import Reading
-from hf_kvcaches.codec.moments import descending
-from hf_kvcaches.codec.statistics import LayerStatistics
+from hf_kvcaches.codec.moments import LayerStatistics, descending
+from hf_kvcaches.codec.settings import Reading
 from hf_kvcaches.subspace.paper.settings import Bases
 
 

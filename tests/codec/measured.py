@@ -7,7 +7,9 @@ import torch
 from transformers import DynamicCache
 
 from hf_kvcaches import KVCodec, RotaryGeometry
-from hf_kvcaches.codec.meter import EXACT, LayerSums, MeterCache, Reading
+from hf_kvcaches.codec.meter import MeterCache
+from hf_kvcaches.codec.moments import EXACT, LayerSums
+from hf_kvcaches.codec.settings import Reading
 from tests import tiny
 
 IDS = tiny.ids(3, 40, seed=5)

@@ -13,8 +13,9 @@ from transformers import BloomConfig, DynamicCache, GraniteConfig, MistralConfig
 from hf_kvcaches import ConfigError, KVCodec, RotaryGeometry, UnsupportedError, enable
 from hf_kvcaches.codec import calibrate as calibration
 from hf_kvcaches.codec.calibrate import ending_of, gradient_of_drawn, read_batch
-from hf_kvcaches.codec.meter import LayerSums, MeterCache, Reading, before_rotation
-from hf_kvcaches.codec.statistics import LayerStatistics
+from hf_kvcaches.codec.meter import MeterCache, before_rotation
+from hf_kvcaches.codec.moments import LayerStatistics, LayerSums
+from hf_kvcaches.codec.settings import Reading
 from hf_kvcaches.evaluate.texts import batches_of, blocks_of
 from hf_kvcaches.kernels.code_format import TILE, WIDTHS
 from tests import testbed, tiny
@@ -83,7 +84,7 @@ def test_directions_diagonalise_the_covariance_in_the_metric(metric: str) -> Non
         for number, row in enumerate(IDS):
             read_batch(model, cache, [number], row[None], ending_of(model) if metric == "loss" else None)
         for index, basis in codec.packed.bases.items():
-            sums, encode = cache.sums[index], basis.basis.transform
+            sums, encode = cache.sums[index], basis.transform
             covariance = LayerStatistics.of(sums, metric).covariance
             assert_diagonal(encode @ covariance @ encode.mT)
             # An error costs as much as the sum of squares of its coefficients.
@@ -137,7 +138,7 @@ def test_distortions_are_the_squared_errors_of_the_sampled_tokens(width: int) ->
         _, keys, _, values = held(model, index)
         vectors = joined(layer, coded(keys), coded(values))
         error = vectors - vectors_of(layer, integers_of(layer, vectors))
-        found = torch.einsum("gij,bgtj->bgti", layer.basis.transform, error).square().mean((0, 2))
+        found = torch.einsum("gij,bgtj->bgti", layer.transform, error).square().mean((0, 2))
         torch.testing.assert_close(found, layer.distortions[..., 1 + WIDTHS.index(width)].double(), rtol=2e-2, atol=1e-6)
 
 
@@ -146,8 +147,8 @@ def test_no_other_step_loses_much_less() -> None:
     model, ids = tiny.llama(num_hidden_layers=2), tiny.ids(24, 132)
     layer = calibrate(model, ids.tolist(), metric="plain").slots.layers[1]
     _, keys, _, values = held(model, 1, ids)
-    vectors = joined(layer, coded(keys), coded(values)) - layer.basis.mean.double()[:, None]
-    coefficients = torch.einsum("gij,bgtj->gbti", layer.basis.transform, vectors).flatten(1, 2)
+    vectors = joined(layer, coded(keys), coded(values)) - layer.mean.double()[:, None]
+    coefficients = torch.einsum("gij,bgtj->gbti", layer.transform, vectors).flatten(1, 2)
     # From 6 bits on steps reach all of the sample, whatever loses least.
     for place, width in enumerate(WIDTHS[:5]):
         top, errors = 2 ** (width - 1) - 0.5, []

@@ -51,8 +51,8 @@ def states(form: FixedForm, tokens: int = 50, size: float = 1.0) -> Pairs:
     for index, layer in form.layers.items():
         spread = layer.distortions[..., 0].double().sqrt()[:, None]
         drawn = torch.randn(2, layer.shape.groups, tokens, layer.shape.size, generator=torch.Generator().manual_seed(index)).double()
-        vectors = torch.einsum("gij,bgtj->bgti", torch.linalg.inv(layer.basis.transform), drawn * spread * size)
-        found.append(layer.shape.split((vectors + layer.basis.mean.double()[:, None]).float()))
+        vectors = torch.einsum("gij,bgtj->bgti", torch.linalg.inv(layer.transform), drawn * spread * size)
+        found.append(layer.shape.split((vectors + layer.mean.double()[:, None]).float()))
     return found
 
 
@@ -60,8 +60,8 @@ def near_a_step(layer: FixedLayer, pair: tuple[torch.Tensor, torch.Tensor]) -> t
     """Where float32 may choose another integer than float64, (batch, groups, tokens)."""
     places = torch.tensor([WIDTHS.index(width) if width else 0 for width in layer.widths.tolist()])
     steps = layer.steps.double().gather(2, places.expand(layer.shape.groups, -1)[..., None])[..., 0]
-    vectors = joined(layer, *pair).double() - layer.basis.mean.double()[:, None]
-    coefficients = torch.einsum("gij,bgtj->bgti", layer.basis.transform, vectors) / steps[:, None]
+    vectors = joined(layer, *pair).double() - layer.mean.double()[:, None]
+    coefficients = torch.einsum("gij,bgtj->bgti", layer.transform, vectors) / steps[:, None]
     return (((coefficients - coefficients.round()).abs() < 1e-3) & (layer.widths > 0)).any(-1)
 
 
@@ -88,8 +88,8 @@ def test_wide_codes_lose_a_small_share_of_every_direction(name: str, width: int,
     form = form_of(name, width)
     pairs = states(form)
     for layer, pair, found in zip(form.layers.values(), pairs, decode(form, encode(form, pairs), torch.float64), strict=True):
-        whole, error = joined(layer, *pair).double() - layer.basis.mean.double()[:, None], joined(layer, *found) - joined(layer, *pair)
-        sizes = [(torch.einsum("gij,bgtj->bgti", layer.basis.transform, own)).square().mean((0, 2)).sqrt() for own in (error, whole)]
+        whole, error = joined(layer, *pair).double() - layer.mean.double()[:, None], joined(layer, *found) - joined(layer, *pair)
+        sizes = [(torch.einsum("gij,bgtj->bgti", layer.transform, own)).square().mean((0, 2)).sqrt() for own in (error, whole)]
         assert float((sizes[0] / sizes[1]).max()) < loss
 
 
@@ -172,7 +172,7 @@ def test_a_layer_without_bits_is_its_mean() -> None:
     assert form.nbytes == 0
     for layer, pair in zip(form.layers.values(), decode(form, codes), strict=True):
         vectors = joined(layer, *pair)
-        torch.testing.assert_close(vectors, layer.basis.mean[:, None].expand_as(vectors), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(vectors, layer.mean[:, None].expand_as(vectors), rtol=1e-5, atol=1e-6)
 
 
 # Other bits

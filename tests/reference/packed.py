@@ -16,7 +16,7 @@ def joined(keys: torch.Tensor, values: torch.Tensor, group: int) -> torch.Tensor
 
 def coefficients(codec: KVCodec, layer: int, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """In steps, (directions, tokens)."""
-    basis = codec.packed.bases[layer].basis
+    basis = codec.packed.bases[layer]
     apart = joined(keys, values, basis.shape.group) - basis.mean.double()[:, None]
     return torch.cat([transform @ own.T for transform, own in zip(basis.transform, apart, strict=True)]) / codec.packed.quantizer.step
 
@@ -32,7 +32,7 @@ def integers(codec: KVCodec, layer: int, keys: torch.Tensor, values: torch.Tenso
 
 def states_of(codec: KVCodec, layer: int, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values, (kv_heads, tokens, dim), if each integer stood for just so many steps."""
-    basis = codec.packed.bases[layer].basis
+    basis = codec.packed.bases[layer]
     heads, key_dim, value_dim, group = basis.shape
     size = basis.shape.size
     keys, values = torch.empty(heads, whole.shape[1], key_dim), torch.empty(heads, whole.shape[1], value_dim)
