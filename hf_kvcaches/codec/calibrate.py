@@ -30,7 +30,7 @@ from hf_kvcaches.errors import ConfigError, KVCacheError, UnsupportedError
 from hf_kvcaches.evaluate.runner import evaluating
 from hf_kvcaches.evaluate.texts import Block, Tokenized, add_up, batches_of, blocks_of, process_device, sequences
 
-_HALF = (torch.bfloat16, torch.float16)
+_HALF = {torch.bfloat16, torch.float16}
 # Logits that exist at a time: 64 MiB in float32, 64 positions of a vocabulary of 262,144 tokens.
 _LOGITS = 1 << 24
 
@@ -91,9 +91,8 @@ def _read(base: PreTrainedModel, cache: MeterCache, blocks: Iterable[Block], lis
 
         for numbers, ids in batches_of(counted(), reading.block, reading.batch_size):
             read_batch(base, cache, numbers, ids, ending)
-            for index in cache.geometries:
-                if index not in cache.sums:
-                    raise UnsupportedError(f"calibrate: layer {index} did not ask the cache's attention, so it can't be measured.")
+            if missing := cache.geometries.keys() - cache.sums.keys():
+                raise UnsupportedError(f"calibrate: layer {min(missing)} did not ask the cache's attention, so it can't be measured.")
     if totals[0] == 0:
         hint = "Pass strings or token ids; one token has nothing to attend to."
         raise ConfigError(f"texts: expected a text of at least 2 tokens, got none. {hint}")
@@ -176,8 +175,8 @@ def ending_of(model: PreTrainedModel) -> Ending:
         logits, states = whole.run(ids, None), apart.run(ids, None)
         if cap is None:
             raw = projection(states).double()
-            found = float((raw * logits).sum() / raw.square().sum())
-            scale = 1.0 if abs(found - 1) < 1e-3 else found
+            factor = float((raw * logits).sum() / raw.square().sum())
+            scale = 1.0 if abs(factor - 1) < 1e-3 else factor
         found, tolerance = head(states), 16 * torch.finfo(logits.dtype).eps * float(logits.abs().max())
         if found.shape == logits.shape and torch.allclose(found.to(logits.dtype), logits, rtol=0, atol=tolerance):
             return apart
@@ -209,15 +208,12 @@ def gradient_of_drawn(states: torch.Tensor, head: Callable[[torch.Tensor], torch
 
 def _in_float32(model: PreTrainedModel) -> PreTrainedModel:
     """Return a float32 copy of a half-precision model on a CPU, which is many times slower in half precision; else the model itself."""
-    tensors = list(itertools.chain(model.parameters(), model.buffers()))
-    half = [tensor for tensor in tensors if tensor.dtype in _HALF]
-    if not half or any(tensor.device.type != "cpu" or type(tensor) not in (torch.Tensor, nn.Parameter) for tensor in tensors):
+    tensors = [*model.parameters(), *model.buffers()]
+    dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    plain = all(tensor.device.type == "cpu" and type(tensor) in (torch.Tensor, nn.Parameter) for tensor in tensors)
+    if not plain or not dtypes & _HALF or dtypes - _HALF - {torch.float32}:
         return model
-    copies = {id(tensor): tensor.detach().float() for tensor in half}
-    parameters = [tensor for tensor in half if isinstance(tensor, nn.Parameter)]
-    copies |= {id(tensor): nn.Parameter(copies[id(tensor)], requires_grad=False) for tensor in parameters}
-    # Deep copies find the tensors in the memo, so each is copied once and tied ones stay tied.
-    return copy.deepcopy(model, copies)
+    return nn.Module.float(copy.deepcopy(model))  # transformers' own method refuses models that say that they are quantized
 
 
 def _activations_on_cpu(model: nn.Module) -> contextlib.AbstractContextManager[None]:

@@ -68,12 +68,6 @@ class FixedLayer(Basis):
         """Bytes of a token."""
         return self.shape.groups * packed_bytes(self.widths)
 
-    @property
-    def loss(self) -> float:
-        """What is lost with these bits, in units of the metric."""
-        places = [(0, *WIDTHS).index(width) for width in self.widths.tolist()]
-        return float(self.distortions.double()[:, torch.arange(len(places)), places].sum())
-
     def of_heads(self, shard: HeadShard) -> Self:
         groups = self.groups_of(shard)
         return replace(super().of_heads(shard), steps=self.steps[groups], distortions=self.distortions[groups])
@@ -119,7 +113,11 @@ class FixedForm(Maker):
     @property
     def divergence(self) -> float:
         """What is expected of a prediction to change, in nats, where errors of layers do not add up; with the metric "loss"."""
-        return sum(layer.loss for layer in self.layers.values()) / 2
+        lost = 0.0
+        for layer in self.layers.values():
+            places = [(0, *WIDTHS).index(width) for width in layer.widths.tolist()]
+            lost += float(layer.distortions.double()[:, torch.arange(len(places)), places].sum())
+        return lost / 2
 
     def facts(self) -> list[dict[str, Any]]:
         """What a model card says of each layer."""
@@ -160,9 +158,7 @@ class FixedForm(Maker):
 class LayerCoder:
     """Encodes and decodes one layer's keys and values of a dtype on a device; coefficients are in float32, or in float64 where it is that.
 
-    Attributes:
-        map: How kernels read the codes.
-        rows: Bytes of a token in each group.
+    `map` is how kernels read the codes.
     """
 
     def __init__(self, layer: FixedLayer, dtype: torch.dtype, device: torch.device) -> None:
@@ -179,7 +175,7 @@ class LayerCoder:
         offset = mean + decode @ (0.5 - middle) + columns @ 2.0 ** (layout.bits.double() - 1)
         vectors = torch.cat([columns, offset[..., None]], -1).mT  # [G, levels + 1, size]
         keys, values = (side.unflatten(0, (layer.shape.groups, -1)).mT for side in layer.shape.split(vectors))
-        self.shape, self.rows, self._wide = layer.shape, packed_bytes(widths), wide
+        self._shape, self._wide = layer.shape, wide
         self.map = CodeMap(layout.counts, keys.to(device, wide).contiguous(), values.to(device, wide).contiguous())
         self._layout, self._encode = layout.to(device), rows.to(device, wide)
         self._shift = (middle[:, None] - rows @ mean[..., None]).to(device, wide)
@@ -191,7 +187,7 @@ class LayerCoder:
         """The codes, (batch, groups, rows, tokens), uint8, of keys, as the codec sees them, and values, (batch, kv_heads, tokens, dim)."""
         tokens, pieces = max(1, _PIECE // max(1, len(keys))), []
         for own in zip(keys.split(tokens, 2), values.split(tokens, 2), strict=True):
-            steps = (self._encode @ self.shape.join(*own, self._wide).mT).add_(self._shift)
+            steps = (self._encode @ self._shape.join(*own, self._wide).mT).add_(self._shift)
             # What is no number counts as 0; the rest is cut off by the conversion. These operations are vectorized, `fmax` is not.
             integers = torch.minimum(steps.nan_to_num_(0.0).clamp_min_(0.0), self._top, out=steps).to(self._integers)
             pieces.append(self._layout.pack(integers))

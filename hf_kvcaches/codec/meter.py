@@ -113,7 +113,8 @@ class _MeterView(LayerView):
         if not torch.is_grad_enabled():
             return previous_attention(module, query, self.keys, self.values, mask, **kwargs)
         if not recent:
-            return previous_attention(module, query, *self.copies, mask, **kwargs)
+            keys, values = self.copies
+            return previous_attention(module, query, keys, values, mask, **kwargs)
         call = Call(module, mask, kwargs)
         call.check("KVCodec.calibrate(recent=...)", sinks=True)
         # Of a short sequence the second half has queries that are far from something. Weights are computed again on the way back.

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -87,11 +87,8 @@ def cut(record: torch.Tensor, tokens: int) -> list[torch.Tensor]:
     return [_record(part.tokens, part.counts, *part.sections) for part in _read(spans)]
 
 
-def _read(spans: Sequence[Span], limits: Sequence[tuple[int, int]] | None = None) -> list[SpanTiles]:
-    """The tiles of spans of records on one device; an `ArtifactError` where sizes make no sense.
-
-    `limits` are the most words and escaped integers that a token of each span can have: sizes are bounded before they are believed.
-    """
+def _read(spans: Sequence[Span]) -> list[SpanTiles]:
+    """The tiles of spans of records on one device; an `ArtifactError` where sizes make no sense."""
     if any(span.data.ndim != 1 or span.data.dtype != torch.uint8 or len(span.data) < _TOKENS for span in spans):
         raise ArtifactError(_DAMAGED)
     if not spans:
@@ -101,30 +98,23 @@ def _read(spans: Sequence[Span], limits: Sequence[tuple[int, int]] | None = None
     if any(count < 0 or len(span.data) < _TOKENS + _HEAD * number for span, count, number in zip(spans, tokens, tiles, strict=True)):
         raise ArtifactError(_DAMAGED)
     heads = torch.cat([span.data[_TOKENS : _TOKENS + _HEAD * number] for span, number in zip(spans, tiles, strict=True)]).cpu()
-    counts = heads.view(torch.int32).view(-1, 2)
+    counts = heads.view(torch.int32).view(-1, 2).split(tiles)
+    return [_span_tiles(*parts) for parts in zip(spans, tokens, counts, strict=True)]
+
+
+def _span_tiles(span: Span, tokens: int, counts: torch.Tensor) -> SpanTiles:
+    """The tiles of a span of a record with so many tokens, whose tiles have so many words and escaped integers."""
     own = counts.numpy()  # which takes a fraction of PyTorch's time for so few numbers
-    if (own < 0).any() or (limits is not None and (own > TILE * np.repeat(limits, tiles, 0)).any()):
-        raise ArtifactError(_DAMAGED)
     ends = np.concatenate([np.zeros((1, 2), np.int64), own.cumsum(0, dtype=np.int64)])
-    places = [slice(stop - number, stop) for number, stop in zip(tiles, accumulate(tiles), strict=True)]
-    return [
-        _span_tiles(span, count, counts[own], ends[own.start : own.stop + 1])
-        for span, count, own in zip(spans, tokens, places, strict=True)
-    ]
-
-
-def _span_tiles(span: Span, tokens: int, counts: torch.Tensor, ends: np.ndarray[Any, Any]) -> SpanTiles:
-    """The tiles of a span, of a record with so many tokens, whose tiles have so many words and escaped integers, and these sums of them."""
     start, stop, _ = slice(span.start, span.stop).indices(tokens)
     first, last = start // TILE, max(start // TILE, _tiles_for(stop))
     before, behind = (min(tokens, tile * TILE) for tile in (first, last))
-    lanes = [_STATE * _lanes_of(count) for count in (before, behind, tokens)]
-    words, escaped = ([_INTEGER * int(ends[tile, column] - ends[0, column]) for tile in (first, last, len(counts))] for column in range(2))
-    sections, offset = [], _TOKENS + _HEAD * len(counts)
-    for low, high, size in (lanes, words, escaped):
+    bounds = [[_STATE * _lanes_of(count) for count in (before, behind, tokens)], *(_INTEGER * ends[[first, last, -1]]).T.tolist()]
+    sections, offset = [], _TOKENS + _HEAD * len(own)
+    for low, high, size in bounds:
         sections.append(span.data[offset + low : offset + high])
         offset += size
-    if offset != len(span.data):
+    if (own < 0).any() or offset != len(span.data):
         raise ArtifactError(_DAMAGED)
     return SpanTiles(span.layer, behind - before, slice(start - before, stop - before), counts[first:last], sections)
 
@@ -273,7 +263,7 @@ def unpack(
     if not spans:
         return
     valid = []
-    found = _read(spans, [(len(packers[span.layer].symbols), packers[span.layer].plan.digits) for span in spans])
+    found = _read(spans)
     digits_of = _digits_by_triton if choose(backend, packers[spans[0].layer].tables.values) == "triton" else _digits
     for batch in _batches({place: len(part.counts) for place, part in enumerate(found)}):
         parts = [found[place] for place in batch]

@@ -6,16 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_kvcaches import ArtifactError
-from hf_kvcaches.codec.entropy import (
-    LANES,
-    LARGEST,
-    CodedTiles,
-    Tables,
-    decode,
-    encode,
-    tables_of,
-    uniform_tables,
-)
+from hf_kvcaches.codec.entropy import LANES, LARGEST, CodedTiles, Tables, decode, encode, tables_of, uniform_tables
 
 
 def laplace(scales: torch.Tensor) -> torch.Tensor:

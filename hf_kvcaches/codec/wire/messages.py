@@ -50,8 +50,7 @@ _LONGEST_HEAD, _MOST_COMMAS, _LONGEST_RECORD = 16 << 20, 1 << 17, 1 << 40
 class Head(Protocol):
     """What is known of a message before its parts come."""
 
-    kind: ClassVar[str]
-    """What the codes are, in small letters: in the head, and in errors."""
+    kind: ClassVar[str]  # what the codes are, in small letters: in the head, and in errors
 
     @property
     def names(self) -> Sequence[str]: ...  # of the parts, for errors
@@ -82,19 +81,15 @@ def message_chunks(head: Head, records: Iterable[Tensor]) -> Iterator[bytes]:
 
 
 class MessageReader(Generic[SomeHead]):
-    """The one reader of messages: iterate over it, once, for the records of the parts, (bytes,), uint8.
+    """Reads a message: the head when it is made, and the records of the parts, (bytes,), uint8, by iterating over it, once.
 
-    The head is read when it is made. Whatever is wrong is an `ArtifactError`, then and each time one asks again; records that were handed
-    out before stay good, but are no longer all of the message.
+    Whatever is wrong is an `ArtifactError`, then and each time one asks again; records that were handed out before stay good, but are no
+    longer all of the message. `nbytes` counts what was read.
 
     Args:
         source: The bytes of one message and no more, whole or in pieces of any sizes, or a function that returns between 1 and the given
             number of bytes, and none at the end. Such a function is asked for no byte beyond the message.
-        head_type: Of the message.
         ending: How it is said that no more bytes come.
-
-    Attributes:
-        nbytes: That were read.
     """
 
     def __init__(self, source: Source, head_type: type[SomeHead], ending: str = "") -> None:
@@ -123,9 +118,8 @@ class MessageReader(Generic[SomeHead]):
     def _read_head(self, head_type: type[SomeHead]) -> tuple[SomeHead, bytes]:
         start = self._take(_START.size)
         if not start.startswith(_MAGIC[: len(start)]):
-            raise ArtifactError(
-                f"Expected {self._codes}, got bytes that begin with {bytes(start[:8])!r}. Give what was sent, from its start."
-            )
+            got = f"got bytes that begin with {bytes(start[:8])!r}"
+            raise ArtifactError(f"Expected {self._codes}, {got}. Give what was sent, from its start.")
         self._require(start, _START.size)
         _, version, length = _START.unpack(start)
         if version != _VERSION:
