@@ -267,13 +267,8 @@ class KVCodec(Artifact, Maker):
         """What a saved cache has of layers, see `CacheCodec`: a record for each row, and the first tokens of all."""
         stored: dict[int, dict[str, Tensor]] = {layer: {} for layer in layers}
         for row, start in enumerate(padding):
-            own: dict[int, States] = {}
-            for layer, (keys, values) in layers.items():
-                keys = keys[row : row + 1, :, start:]
-                if (geometry := self.geometry(config, layer)) is not None:
-                    keys = geometry.unrotate(keys.float(), torch.arange(keys.shape[2], device=keys.device))
-                own[layer] = keys[0], values[row, :, start:]
-            for layer, record in self.packed.pack(own, EXACT).items():
+            own = {layer: self.unrotated_keys(config, layer, keys[row : row + 1, :, start:])[0] for layer, (keys, _) in layers.items()}
+            for layer, record in self.pack(own, {layer: values[row, :, start:] for layer, (_, values) in layers.items()}, EXACT).items():
                 stored[layer][f"codes.{row}"] = record
         for layer, states in layers.items():
             for name, exact in zip(("first_keys", "first_values"), states, strict=True):
@@ -313,6 +308,11 @@ class KVCodec(Artifact, Maker):
     def geometry(self, config: PreTrainedConfig, layer_idx: int) -> RotaryGeometry | None:
         """How a layer rotates keys, which the codec takes before that; None where it takes them as they are cached."""
         return undoable_rotation(config, layer_idx, "codec", "Calibrate with rotation='post'.") if self.unrotated else None
+
+    def unrotated_keys(self, config: PreTrainedConfig, layer_idx: int, keys: Tensor) -> Tensor:
+        """What the codec takes of keys from position 0 on, (batch, kv_heads, tokens, head_dim)."""
+        geometry, positions = self.geometry(config, layer_idx), torch.arange(keys.shape[2], device=keys.device)
+        return keys if geometry is None else geometry.unrotate(keys.float(), positions)
 
     def __repr__(self) -> str:
         made, layers = self.settings, f"{len(self.in_place.layers)} of {self.layer_count} layers"

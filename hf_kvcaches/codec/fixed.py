@@ -156,10 +156,7 @@ class FixedForm(Maker):
 
 
 class LayerCoder:
-    """Encodes and decodes one layer's keys and values of a dtype on a device; coefficients are in float32, or in float64 where it is that.
-
-    `map` is how kernels read the codes.
-    """
+    """Encodes and decodes one layer's keys and values of a dtype on a device, by way of coefficients in float32, or in float64."""
 
     def __init__(self, layer: FixedLayer, dtype: torch.dtype, device: torch.device) -> None:
         wide = torch.promote_types(dtype, torch.float32)
@@ -176,6 +173,7 @@ class LayerCoder:
         vectors = torch.cat([columns, offset[..., None]], -1).mT  # [G, levels + 1, size]
         keys, values = (side.unflatten(0, (layer.shape.groups, -1)).mT for side in layer.shape.split(vectors))
         self._shape, self._wide = layer.shape, wide
+        # How kernels read the codes.
         self.map = CodeMap(layout.counts, keys.to(device, wide).contiguous(), values.to(device, wide).contiguous())
         self._layout, self._encode = layout.to(device), rows.to(device, wide)
         self._shift = (middle[:, None] - rows @ mean[..., None]).to(device, wide)
