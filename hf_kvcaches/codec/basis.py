@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Self
 
@@ -17,11 +17,7 @@ States = tuple[torch.Tensor, torch.Tensor]
 
 
 class Shape(NamedTuple):
-    """A layer's sizes.
-
-    Args:
-        group: How many heads share a basis; it divides `heads`.
-    """
+    """A layer's sizes. Keys and values of `group` heads, which divides `heads`, have one basis."""
 
     heads: int
     key_dim: int
@@ -63,7 +59,7 @@ class Shape(NamedTuple):
         return keys, values
 
     def _sides(self, joined: torch.Tensor) -> States:
-        """(..., groups, group, tokens, dim) of each side."""
+        """Views of keys and values, (..., groups, group, tokens, dim)."""
         sides = joined.split([self.group * self.key_dim, self.group * self.value_dim], -1)
         keys, values = (side.unflatten(-1, (self.group, -1)).transpose(-3, -2) for side in sides)
         return keys, values
@@ -71,19 +67,12 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Basis:
-    """A vector x of a group has the coefficients `transform @ (x - mean)`. Rounded rows are as good as others: the inverse is theirs.
-
-    Args:
-        shape: Of the layer.
-        mean: (groups, size), float32.
-        rows: Of the transform, the directions with the largest coefficients first, (groups, size, size), float16, up to 1.
-        scales: By which the rows are multiplied, (groups, size), float32.
-    """
+    """A vector x of a group has the coefficients `transform @ (x - mean)`. Rounded rows are as good as others: the inverse is theirs."""
 
     shape: Shape
-    mean: torch.Tensor
-    rows: torch.Tensor
-    scales: torch.Tensor
+    mean: torch.Tensor  # (groups, size), float32
+    rows: torch.Tensor  # of the transform, the directions with the largest coefficients first, (groups, size, size), float16, up to 1
+    scales: torch.Tensor  # by which the rows are multiplied, (groups, size), float32
 
     @classmethod
     def rounded(cls, shape: Shape, mean: torch.Tensor, transform: torch.Tensor) -> Self:
@@ -112,26 +101,26 @@ class Basis:
         return slice(span.start // group, span.stop // group)
 
     def of_heads(self, shard: HeadShard) -> Self:
+        """That of the heads of a process."""
         groups, span = self.groups_of(shard), shard.span(self.shape.heads)
         shape = self.shape._replace(heads=span.stop - span.start)
-        return type(self)(shape, self.mean[groups], self.rows[groups], self.scales[groups])
+        return replace(self, shape=shape, mean=self.mean[groups], rows=self.rows[groups], scales=self.scales[groups])
+
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the tensors."""
+        lead = self.shape.groups, self.shape.size
+        return {"mean": lead, "rows": (*lead, self.shape.size), "scales": lead}
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        return {"mean": self.mean, "rows": self.rows, "scales": self.scales}
+        return {name: getattr(self, name) for name in self.sizes()}
 
     @classmethod
-    def of(cls, sizes: Sequence[int], tensors: Mapping[str, torch.Tensor]) -> Self:
-        shape = Shape(*sizes)
-        lead = shape.groups, shape.size
-        return cls(shape, *in_shapes(tensors, mean=lead, rows=(*lead, shape.size), scales=lead))
-
-
-def in_shapes(tensors: Mapping[str, torch.Tensor], **shapes: tuple[int, ...]) -> list[torch.Tensor]:
-    """The tensors of these names, if they have these shapes; an `ArtifactError` otherwise."""
-    found = [tensors[name] for name in shapes]
-    if [tuple(tensor.shape) for tensor in found] != list(shapes.values()):
-        raise ArtifactError(f"The tensors {', '.join(shapes)} of a layer don't fit each other. Calibrate anew.")
-    return found
+    def of(cls, shape: Sequence[int], tensors: Mapping[str, torch.Tensor]) -> Self:
+        """From `tensors`, if they fit; an `ArtifactError` otherwise."""
+        basis = cls(Shape(*shape), **{name: tensors[name] for name in cls.__dataclass_fields__ if name != "shape"})
+        if any(tuple(getattr(basis, name).shape) != size for name, size in basis.sizes().items()):
+            raise ArtifactError(f"The tensors {', '.join(basis.sizes())} of a layer don't fit each other. Calibrate anew.")
+        return basis
 
 
 class Maker:

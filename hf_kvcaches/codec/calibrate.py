@@ -21,25 +21,27 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
-from hf_kvcaches.codec.meter import LayerSums, MeterCache, Reading
+from hf_kvcaches.codec.meter import MeterCache
+from hf_kvcaches.codec.moments import LayerSums
+from hf_kvcaches.codec.settings import Reading
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.core.view import require_answering
 from hf_kvcaches.errors import ConfigError, KVCacheError, UnsupportedError
 from hf_kvcaches.evaluate.runner import evaluating
 from hf_kvcaches.evaluate.texts import Block, Tokenized, add_up, batches_of, blocks_of, process_device, sequences
 
-_HALF = (torch.bfloat16, torch.float16)
+_HALF = {torch.bfloat16, torch.float16}
 # Logits that exist at a time: 64 MiB in float32, 64 positions of a vocabulary of 262,144 tokens.
 _LOGITS = 1 << 24
 
 
 class Measurements(NamedTuple):
-    """What was measured, by the index of the layer; `reading` has the metric that was used, and `layers` counts those of the model."""
+    """What was measured."""
 
-    reading: Reading
-    sums: dict[int, LayerSums]
+    reading: Reading  # with the metric that was used
+    sums: dict[int, LayerSums]  # by the index of the layer; and `geometries`
     geometries: dict[int, RotaryGeometry | None]
-    layers: int
+    layers: int  # of the model
     blocks: int
     tokens: int
     used_tokenizer: bool
@@ -89,13 +91,11 @@ def _read(base: PreTrainedModel, cache: MeterCache, blocks: Iterable[Block], lis
 
         for numbers, ids in batches_of(counted(), reading.block, reading.batch_size):
             read_batch(base, cache, numbers, ids, ending)
-            for index in cache.geometries:
-                if index not in cache.sums:
-                    raise UnsupportedError(f"calibrate: layer {index} did not ask the cache's attention, so it can't be measured.")
+            if missing := cache.geometries.keys() - cache.sums.keys():
+                raise UnsupportedError(f"calibrate: layer {min(missing)} did not ask the cache's attention, so it can't be measured.")
     if totals[0] == 0:
-        raise ConfigError(
-            "texts: expected a text of at least 2 tokens, got none. Pass strings or token ids; one token has nothing to attend to."
-        )
+        hint = "Pass strings or token ids; one token has nothing to attend to."
+        raise ConfigError(f"texts: expected a text of at least 2 tokens, got none. {hint}")
     return totals[0], totals[1]
 
 
@@ -151,46 +151,36 @@ def _join_processes(base: PreTrainedModel, cache: MeterCache) -> None:
 class Ending(NamedTuple):
     """The end of a model's forward pass, in two steps, so that logits need not exist for all positions at once."""
 
-    run: Callable[[torch.Tensor, Any], torch.Tensor]
-    """From token ids and a cache to the last hidden states, (batch, tokens, hidden)."""
-    head: Callable[[torch.Tensor], torch.Tensor]
-    """From these to logits; works on any of the tokens."""
+    run: Callable[[torch.Tensor, Any], torch.Tensor]  # from token ids and a cache to the last hidden states, (batch, tokens, hidden)
+    head: Callable[[torch.Tensor], torch.Tensor]  # from those of any tokens to logits
 
 
 def ending_of(model: PreTrainedModel) -> Ending:
-    """Return a model's ending, tried on two tokens; where its head can't be run by itself, the states are the logits."""
+    """Return a model's ending, tried on two tokens. Where the head is no projection, scaled or capped, the states are the logits."""
 
-    def logits_of(ids: torch.Tensor, cache: Any) -> torch.Tensor:
-        logits: torch.Tensor = model(input_ids=ids, **compat.cache_kwargs(model, cache)).logits
-        return logits
-
-    def states_of(ids: torch.Tensor, cache: Any) -> torch.Tensor:
-        states: torch.Tensor = decoder(input_ids=ids, **compat.cache_kwargs(decoder, cache)).last_hidden_state
-        return states
-
-    decoder, projection, head = model.base_model, model.get_output_embeddings(), None
-    if decoder is not model and projection is not None:
-        ids = torch.zeros(1, 2, dtype=torch.long, device=compat.input_device(model))
-        with contextlib.suppress(RuntimeError, TypeError, ValueError, AttributeError), torch.no_grad():
-            head = _head(model, projection, logits_of(ids, None), states_of(ids, None))
-    return Ending(logits_of, lambda logits: logits) if head is None else Ending(states_of, head)
-
-
-def _head(model: PreTrainedModel, projection: nn.Module, logits: torch.Tensor, states: torch.Tensor) -> Callable[..., torch.Tensor] | None:
-    """Return what computes these logits from these states: the projection, scaled or with a soft cap; None where it is something else."""
-    raw = projection(states)
-    cap = getattr(compat.decoder_config(model.config), "final_logit_softcapping", None)
-    scale = 1.0 if cap is not None else float((raw.double() * logits).sum() / raw.double().square().sum())
-    scale = 1.0 if abs(scale - 1) < 1e-3 else scale
+    def run(module: nn.Module, output: str) -> Callable[[torch.Tensor, Any], torch.Tensor]:
+        return lambda ids, cache: getattr(module(input_ids=ids, **compat.cache_kwargs(module, cache)), output)
 
     def head(states: torch.Tensor) -> torch.Tensor:
         projected: torch.Tensor = projection(states)
         return projected * scale if cap is None else cap * torch.tanh(projected / cap)
 
-    found = head(states)
-    tolerance = 16 * torch.finfo(logits.dtype).eps * float(logits.abs().max())
-    same = found.shape == logits.shape and torch.allclose(found.to(logits.dtype), logits, rtol=0, atol=tolerance)
-    return head if same else None
+    whole, decoder, projection = Ending(run(model, "logits"), lambda logits: logits), model.base_model, model.get_output_embeddings()
+    if decoder is model or projection is None:
+        return whole
+    cap, scale = getattr(compat.decoder_config(model.config), "final_logit_softcapping", None), 1.0
+    apart = Ending(run(decoder, "last_hidden_state"), head)
+    ids = torch.zeros(1, 2, dtype=torch.long, device=compat.input_device(model))
+    with contextlib.suppress(RuntimeError, TypeError, ValueError, AttributeError), torch.no_grad():
+        logits, states = whole.run(ids, None), apart.run(ids, None)
+        if cap is None:
+            raw = projection(states).double()
+            factor = float((raw * logits).sum() / raw.square().sum())
+            scale = 1.0 if abs(factor - 1) < 1e-3 else factor
+        found, tolerance = head(states), 16 * torch.finfo(logits.dtype).eps * float(logits.abs().max())
+        if found.shape == logits.shape and torch.allclose(found.to(logits.dtype), logits, rtol=0, atol=tolerance):
+            return apart
+    return whole
 
 
 def gradient_of_drawn(states: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor], seeds: Sequence[int]) -> torch.Tensor:
@@ -218,16 +208,12 @@ def gradient_of_drawn(states: torch.Tensor, head: Callable[[torch.Tensor], torch
 
 def _in_float32(model: PreTrainedModel) -> PreTrainedModel:
     """Return a float32 copy of a half-precision model on a CPU, which is many times slower in half precision; else the model itself."""
-    tensors = list(itertools.chain(model.parameters(), model.buffers()))
-    half = [tensor for tensor in tensors if tensor.dtype in _HALF]
-    if not half or any(tensor.device.type != "cpu" or type(tensor) not in (torch.Tensor, nn.Parameter) for tensor in tensors):
+    tensors = [*model.parameters(), *model.buffers()]
+    dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    plain = all(tensor.device.type == "cpu" and type(tensor) in (torch.Tensor, nn.Parameter) for tensor in tensors)
+    if not plain or not dtypes & _HALF or dtypes - _HALF - {torch.float32}:
         return model
-    copies = {id(tensor): tensor.detach().float() for tensor in half}
-    for tensor in half:
-        if isinstance(tensor, nn.Parameter):
-            copies[id(tensor)] = nn.Parameter(copies[id(tensor)], requires_grad=False)
-    # Deep copies find the tensors in the memo, so each is copied once and tied ones stay tied.
-    return copy.deepcopy(model, copies)
+    return nn.Module.float(copy.deepcopy(model))  # transformers' own method refuses models that say that they are quantized
 
 
 def _activations_on_cpu(model: nn.Module) -> contextlib.AbstractContextManager[None]:

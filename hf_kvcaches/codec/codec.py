@@ -17,14 +17,13 @@ from hf_kvcaches.codec.basis import Maker, States
 from hf_kvcaches.codec.calibrate import measure
 from hf_kvcaches.codec.fixed import FixedForm, FixedLayer
 from hf_kvcaches.codec.joint import JointBasis, PackedForm
-from hf_kvcaches.codec.meter import EXACT, Metric, Reading
+from hf_kvcaches.codec.moments import EXACT, LayerStatistics
 from hf_kvcaches.codec.packing import Span
-from hf_kvcaches.codec.settings import CodecSettings, card_of, check_ratio
-from hf_kvcaches.codec.statistics import LayerStatistics
-from hf_kvcaches.codec.wire.messages import Codes, codes_from_bytes, codes_to_bytes
+from hf_kvcaches.codec.settings import CodecSettings, Metric, Reading, check_ratio
+from hf_kvcaches.codec.wire.messages import CodecHead, MessageReader, message_chunks
 from hf_kvcaches.core.files import checked_layers, part_of
 from hf_kvcaches.core.fingerprint import ModelFingerprint
-from hf_kvcaches.core.hub import Artifact
+from hf_kvcaches.core.hub import Artifact, markdown_table
 from hf_kvcaches.core.identity import fingerprint_of
 from hf_kvcaches.core.parallel import HeadShard
 from hf_kvcaches.core.rope import RotaryGeometry, undoable_rotation
@@ -41,15 +40,14 @@ _LARGEST_BASIS = 512
 class KVCodec(Artifact, Maker):
     """Codes of a model's keys and values: bases in which errors cost alike, and bits where they count.
 
-    One codec serves memory (`SubspaceCache`, slots of `EquipCache`), stores and the wire, from one calibration:
+    One codec serves memory (`SubspaceCache`, slots of `EquipCache`), stores and the wire, from one calibration ("Online Subspace Projection
+    for KV Caches", sections 4 and 10):
 
     - `packed`: keys and values of all heads of a layer have one basis, all coefficients of the model one step, and integers are entropy
       coded. It is for whatever is stored or sent.
     - `in_place`: codes of fixed widths that attention reads where they lie, in bases of up to 512 numbers. Keys are rotated from the first
       of 16 tokens to their own place, so that no key needs to be decoded: the query is rotated back instead, once for 16 tokens.
     - `slots`: codes of fixed widths with a basis for each head, whose keys and values come and go by themselves.
-
-    "Online Subspace Projection for KV Caches", sections 4 and 10.
 
     **Departs from the paper**: bases are oblique and lose least where the model's predictions feel it (`metric="plain"` is the paper's);
     keys are projected before their rotation (`rotation="post"` is the paper's main text); keys and values share a basis, heads too; each
@@ -134,18 +132,20 @@ class KVCodec(Artifact, Maker):
                 nothing but rounding of float32 is lost. Bits go where they save most, over all layers, heads, keys and values together.
         """
         ratio = check_ratio(bytes_ratio)
-        forms = self.in_place.at(ratio), self.slots.at(ratio), PackedForm.fit(self.packed.bases, ratio)
-        return KVCodec(*forms, replace(self.settings, bytes_ratio=ratio), self.layer_count, self.fingerprint)
+        forms = {name: form.at(ratio) for name, form in self._forms.items()}
+        return replace(self, **forms, settings=replace(self.settings, bytes_ratio=ratio))
 
     def of_heads(self, shard: HeadShard | None) -> KVCodec:
         """The codec of the heads that a process has under tensor parallelism; this one where it has all."""
         if shard is None:
             return self
         if (key := (shard.rank, shard.size)) not in self._made:
-            forms = self.in_place.of_heads(shard), self.slots.of_heads(shard), self.packed.of_heads(shard)
-            self._made[key] = KVCodec(*forms, self.settings, self.layer_count, self.fingerprint)
-        codec: KVCodec = self._made[key]
-        return codec
+            self._made[key] = replace(self, **{name: form.of_heads(shard) for name, form in self._forms.items()})
+        return self._made[key]
+
+    @property
+    def _forms(self) -> dict[str, Any]:
+        return {"packed": self.packed, "in_place": self.in_place, "slots": self.slots}
 
     @property
     def unrotated(self) -> bool:
@@ -180,16 +180,7 @@ class KVCodec(Artifact, Maker):
             values: Like `keys`.
             left_out: First tokens that are kept elsewhere, and are coded as the mean.
         """
-        return self._pack({layer: (own, values[layer]) for layer, own in keys.items()}, left_out)
-
-    def _pack(self, states: Mapping[int, States], left_out: int = 0) -> dict[int, Tensor]:
-        for layer, (keys, values) in states.items():
-            if layer not in self.packed.bases:
-                raise ConfigError.of("keys", f"layers of {sorted(self.packed.bases)}", f"layer {layer}")
-            shape, got = self.packed.bases[layer].basis.shape, [tuple(keys.shape), tuple(values.shape)]
-            if got != [(shape.heads, keys.shape[1], dim) for dim in (shape.key_dim, shape.value_dim)]:
-                raise ConfigError.of(f"layer {layer}", f"keys and values of {shape}, of the same tokens", got)
-        return self.packed.pack(states, left_out)
+        return self.packed.pack({layer: (own, values[layer]) for layer, own in keys.items()}, left_out)
 
     def unpack(self, spans: Sequence[tuple[int, Tensor, int, int | None]], dtype: torch.dtype = torch.float32) -> list[States]:
         """Keys and values, (kv_heads, tokens, head_dim) each, of what `pack` returned; anything else is an `ArtifactError`.
@@ -228,7 +219,7 @@ class KVCodec(Artifact, Maker):
             states[layer] = one, other
         if len(batches := {len(side) for pair in states.values() for side in pair}) > 1:
             raise ConfigError.of("keys, values", "as many rows in all layers", sorted(batches))
-        rows = [self._pack({layer: (one[row], other[row]) for layer, (one, other) in states.items()}) for row in range(*batches)]
+        rows = [self.packed.pack({layer: (one[row], other[row]) for layer, (one, other) in states.items()}) for row in range(*batches)]
         return [[records[index] for records in rows] if coded else None for index, coded in enumerate(self._coded)]
 
     def decode(self, codes: Sequence[Sequence[Tensor] | None], dtype: torch.dtype = torch.float32) -> list[tuple[Tensor, Tensor] | None]:
@@ -239,11 +230,15 @@ class KVCodec(Artifact, Maker):
         found = iter(self.unpack(spans, dtype))
         return [_stacked([next(found) for _ in records]) if records else None for records in codes]
 
-    def to_bytes(self, codes: Codes) -> bytes:
+    def to_bytes(self, codes: Sequence[Sequence[Tensor] | None]) -> bytes:
         """What `encode` gave as a message, which names this codec and is checked where it is read."""
         if [records is not None for records in codes] != self._coded:
             raise ConfigError.of("codes", "what this codec's encode gives", [records is not None for records in codes])
-        return codes_to_bytes(self.digest, codes)
+        head, empty = (
+            CodecHead(self.digest, [None if own is None else list(map(len, own)) for own in codes]),
+            torch.empty(0, dtype=torch.uint8),
+        )
+        return b"".join(message_chunks(head, (torch.cat([empty, *(record.cpu() for record in own)]) for own in codes if own is not None)))
 
     def from_bytes(self, data: Source) -> list[list[Tensor] | None]:
         """Codes from a message of `to_bytes`; anything else is an `ArtifactError`.
@@ -252,7 +247,17 @@ class KVCodec(Artifact, Maker):
             data: All of its bytes, whole or in pieces, or a function that returns between 1 and the given number of them, such as a
                 connected socket's `recv`.
         """
-        return codes_from_bytes(data, self.digest, self._coded)
+        message = MessageReader(data, CodecHead)
+        codec, layers = message.head.codec, message.head.layers
+        if codec != self.digest:
+            raise ArtifactError(f"These are codes of the codec {codec}, not of {self.digest}. Read them with that one.")
+        if [lengths is not None for lengths in layers] != self._coded:
+            raise ArtifactError("Codes are of other layers than those of the codec. Encode them anew.")
+        parts = iter(list(message))
+        try:
+            return [None if lengths is None else list(next(parts).split(lengths)) for lengths in layers]
+        except RuntimeError as error:
+            raise ArtifactError(f"The records of codes have other lengths than their head says: {error}. Encode them anew.") from error
 
     @property
     def _coded(self) -> list[bool]:
@@ -262,14 +267,13 @@ class KVCodec(Artifact, Maker):
         """What a saved cache has of layers: a record for each row, and the first tokens of all."""
         stored: dict[int, dict[str, Tensor]] = {layer: {} for layer in layers}
         for row, start in enumerate(padding):
-            own = {layer: (keys[row : row + 1, :, start:], values[row, :, start:]) for layer, (keys, values) in layers.items()}
-            plain = {layer: (self.unrotated_keys(config, layer, keys)[0], values) for layer, (keys, values) in own.items()}
-            for layer, record in self._pack(plain, EXACT).items():
+            own = {layer: self.unrotated_keys(config, layer, keys[row : row + 1, :, start:])[0] for layer, (keys, _) in layers.items()}
+            for layer, record in self.pack(own, {layer: values[row, :, start:] for layer, (_, values) in layers.items()}, EXACT).items():
                 stored[layer][f"codes.{row}"] = record
         for layer, states in layers.items():
             for name, exact in zip(("first_keys", "first_values"), states, strict=True):
-                rows = [own[:, start : start + EXACT] for own, start in zip(exact, padding, strict=True)]
-                rows = [pad(own, (0, 0, 0, EXACT - own.shape[1])) for own in rows]
+                rows = [side[:, start : start + EXACT] for side, start in zip(exact, padding, strict=True)]
+                rows = [pad(side, (0, 0, 0, EXACT - side.shape[1])) for side in rows]
                 stored[layer][name] = torch.stack(rows) if rows else exact[:, :, :0]
         return stored
 
@@ -277,12 +281,12 @@ class KVCodec(Artifact, Maker):
         """The inverse of `encode_layers`."""
         found: dict[int, States] = {}
         for layer, tensors in stored.items():
-            first, rows = (tensors["first_keys"], tensors["first_values"]), []
+            first, rows, geometry = (tensors["first_keys"], tensors["first_values"]), [], self.geometry(config, layer)
             if len(first[0]) != len(padding):
                 raise ArtifactError(f"{len(first[0])} rows in a layer, and there are {len(padding)}")
             spans = [(layer, tensors[f"codes.{row}"], 0, None) for row in range(len(padding))]
             for row, (start, (keys, values)) in enumerate(zip(padding, self.unpack(spans, first[0].dtype), strict=True)):
-                if (geometry := self.geometry(config, layer)) is not None:
+                if geometry is not None:
                     keys = geometry.rotate(keys[None], torch.arange(keys.shape[1], device=keys.device))[0]
                 for states, exact in ((keys, first[0][row]), (values, first[1][row])):
                     states[:, :EXACT] = exact[:, : states.shape[1]]
@@ -303,9 +307,7 @@ class KVCodec(Artifact, Maker):
 
     def geometry(self, config: PreTrainedConfig, layer_idx: int) -> RotaryGeometry | None:
         """How a layer rotates keys, which the codec takes before that; None where it takes them as they are cached."""
-        if not self.unrotated:
-            return None
-        return undoable_rotation(config, layer_idx, "codec", "Calibrate with rotation='post'.")
+        return undoable_rotation(config, layer_idx, "codec", "Calibrate with rotation='post'.") if self.unrotated else None
 
     def unrotated_keys(self, config: PreTrainedConfig, layer_idx: int, keys: Tensor) -> Tensor:
         """What the codec takes of keys from position 0 on, (batch, kv_heads, tokens, head_dim)."""
@@ -313,18 +315,16 @@ class KVCodec(Artifact, Maker):
         return keys if geometry is None else geometry.unrotate(keys.float(), positions)
 
     def __repr__(self) -> str:
-        made = self.settings
-        layers = f"{len(self.in_place.layers)} of {self.layer_count} layers"
+        made, layers = self.settings, f"{len(self.in_place.layers)} of {self.layer_count} layers"
         kinds = f"rotation={made.rotation!r}, metric={made.metric!r}, recent={made.recent}"
         return f"KVCodec({layers}, {self.bytes_ratio:.4f} of the bytes, {kinds}, model {self.fingerprint})"
 
     def tensors(self) -> dict[str, Tensor]:
-        forms = {"packed": self.packed.tensors(), "in_place": self.in_place.tensors(), "slots": self.slots.tensors()}
-        return {f"{form}.{name}": tensor for form, own in forms.items() for name, tensor in own.items()}
+        return {f"{name}.{part}": tensor for name, form in self._forms.items() for part, tensor in form.tensors().items()}
 
     def metadata(self) -> dict[str, Any]:
-        shapes = {"in_place": self.in_place.shapes(), "slots": self.slots.shapes()}
-        return {"layers": self.layer_count, "settings": asdict(self.settings), "packed": self.packed.metadata()} | shapes
+        forms = {name: form.metadata() for name, form in self._forms.items()}
+        return {"layers": self.layer_count, "settings": asdict(self.settings), **forms}
 
     @classmethod
     def restore(cls, tensors: dict[str, Tensor], metadata: dict[str, Any]) -> Self:
@@ -336,7 +336,13 @@ class KVCodec(Artifact, Maker):
         return cls(in_place, slots, packed, CodecSettings(**metadata["settings"]), count)
 
     def describe_calibration(self) -> str:
-        return card_of(self.settings, self.in_place, self.packed)
+        memory = f"{self.bytes_ratio:.4f} of exact keys and values in 16 bits ({self.bytes_per_token:,} bytes per token)"
+        kept = {"memory": memory, "packed": f"{self.packed_ratio:.4f}"}
+        if self.settings.metric == "loss":
+            for name, form in (("memory", self.in_place), ("packed", self.packed)):
+                kept[name] += f", with an expected divergence of {form.divergence:.4f} nats"
+        facts = [{"fact": name, "value": value} for name, value in self.settings.facts(kept).items()]
+        return "\n\n".join([markdown_table(facts), markdown_table(self.in_place.facts())])
 
 
 def _stacked(rows: Sequence[States]) -> States:

@@ -14,18 +14,17 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 from hf_kvcaches.errors import ArtifactError
 
 TILE, LANES = 64, 32
 SYMBOLS = 256
-LARGEST = {1: 127, 2: 31, 4: 3}
-"""By the size of a group of integers, the largest one that can be part of a symbol."""
+LARGEST = {1: 127, 2: 31, 4: 3}  # by the size of a group of integers, the largest one that can be part of a symbol
+SIDES = {size: 2 * largest + 3 for size, largest in LARGEST.items()}  # integers up to the largest, and those beyond as one
 SIZES = tuple(LARGEST)
-ESCAPE = 0
-"""The symbol of groups that have none of their own; their integers are stored beside the words."""
-TOKEN_LEVELS = 16
-"""A token's level says how much larger its coefficients are than in the mean, from 1/4 to almost 4 times."""
+ESCAPE = 0  # the symbol of groups that have none of their own; their integers are stored beside the words
+TOKEN_LEVELS = 16  # a token's level says how much larger its coefficients are than in the mean, from 1/4 to almost 4 times
 PRECISION = 12
 SLOTS = 1 << PRECISION
 LOWEST = 1 << 15  # of a state; the largest is below 2^31, so that states are int32
@@ -44,19 +43,12 @@ _LOWEST, _SIGN_BITS, _FULL_BITS = map(_int32, (LOWEST, 31, 31 - PRECISION))
 
 @dataclass(frozen=True, eq=False)
 class Tables:
-    """What symbols stand for, and how frequent they are.
+    """What symbols stand for, and how frequent they are."""
 
-    Args:
-        integers: Of each symbol, (tables, 256, 4), int16; zeros behind the last of a group.
-        frequencies: In parts of 4,096, (tables, 256), int16; 0 for symbols that stand for nothing.
-        sizes: Integers of a group, (tables,), uint8.
-        shifts: How far coefficients lie beyond their integers in the mean, (tables,), float32.
-    """
-
-    integers: torch.Tensor
-    frequencies: torch.Tensor
-    sizes: torch.Tensor
-    shifts: torch.Tensor
+    integers: torch.Tensor  # of each symbol, (tables, 256, 4), int16; zeros behind the last of a group
+    frequencies: torch.Tensor  # in parts of 4,096, (tables, 256), int16; 0 for symbols that stand for nothing
+    sizes: torch.Tensor  # integers of a group, (tables,), uint8
+    shifts: torch.Tensor  # how far coefficients lie beyond their integers in the mean, (tables,), float32
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {"integers": self.integers, "frequencies": self.frequencies, "sizes": self.sizes, "shifts": self.shifts}
@@ -99,7 +91,7 @@ class Tables:
 
         An interval is a symbol's first slot (bits from 13 on) and its frequency. Integers beyond the largest by more than 1 have none.
         """
-        sides = torch.tensor([side_of(size) for size in range(5)], device=self.sizes.device)[self.sizes.long()]
+        sides = torch.tensor([SIDES.get(size, 0) for size in range(5)], device=self.sizes.device)[self.sizes.long()]
         lengths = sides ** self.sizes.long()
         centers = lengths.cumsum(0) - lengths + lengths // 2
         intervals = self._starts << (PRECISION + 1) | self.frequencies.int()
@@ -115,25 +107,15 @@ class Tables:
         return boxes, centers.int()
 
 
-def side_of(size: int) -> int:
-    """How many integers a digit of a box may be: up to the largest, and those beyond as one."""
-    return 2 * LARGEST.get(size, 0) + 3
-
-
-def is_escape(intervals: torch.Tensor) -> torch.Tensor:
-    """Whether intervals are of groups without a symbol, in tables that have `ESCAPE`."""
-    return intervals < 1 << (PRECISION + 1)
-
-
 def levels_of(symbols: torch.Tensor) -> torch.Tensor:
     """The levels of tokens from their first symbols, int32; damaged ones are brought into range."""
     return (symbols.int() - 1).clamp_(0, TOKEN_LEVELS - 1)
 
 
 def encode(intervals: torch.Tensor, tiles: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Code symbols by their intervals, (symbols, 2, tiles, lanes), int32.
+    """Code symbols by their intervals, (symbols, 2, tiles, lanes), int32, where the first tiles belong together, the next and so on.
 
-    Return for the first tiles, the next and so on the states of the lanes, (tiles, 32), all words, and how many of these each tile has.
+    Return for each of these the states of the lanes, (tiles, 32), all words, and how many of these each tile has.
     """
     steps = intervals.flatten(0, 1)
     state = torch.full_like(steps[0], LOWEST)
@@ -155,20 +137,13 @@ def encode(intervals: torch.Tensor, tiles: Sequence[int]) -> list[tuple[torch.Te
 
 
 class CodedTiles(NamedTuple):
-    """Tiles of some records.
+    """Tiles of some records."""
 
-    Args:
-        lanes: How many lanes code a first token, and how many a second one, (tiles, 2), int32.
-        states: Of the lanes, (tiles, 32), int32.
-        words: int16, of the tiles one after the other; and the escaped integers.
-        counts: Words and escaped integers of each tile, (tiles, 2), int32.
-    """
-
-    lanes: torch.Tensor
-    states: torch.Tensor
-    words: torch.Tensor
-    escaped: torch.Tensor
-    counts: torch.Tensor
+    lanes: torch.Tensor  # how many lanes code a first token, and how many a second one, (tiles, 2), int32
+    states: torch.Tensor  # of the lanes, (tiles, 32), int32
+    words: torch.Tensor  # int16, of the tiles one after the other
+    escaped: torch.Tensor  # integers, int16, likewise
+    counts: torch.Tensor  # words and escaped integers of each tile, (tiles, 2), int32
 
 
 def decode(coded: CodedTiles, rows: torch.Tensor, follows: torch.Tensor, tables: Tables) -> tuple[torch.Tensor, torch.Tensor]:
@@ -211,16 +186,13 @@ def decode(coded: CodedTiles, rows: torch.Tensor, follows: torch.Tensor, tables:
     return symbols, (state == LOWEST).all() & (position[:, 0] == ends).all()
 
 
-class TableRows(NamedTuple):
-    """Integers and frequencies of some `Tables` for groups of one size, and the bits of an integer in the mean, (tables,)."""
+def tables_of(shares: torch.Tensor, shifts: torch.Tensor, size: int) -> tuple[Tables, torch.Tensor]:
+    """The tables for groups of so many integers of equal shares, and the bits of an integer in the mean, (tables,).
 
-    integers: torch.Tensor
-    frequencies: torch.Tensor
-    bits: torch.Tensor
-
-
-def tables_of(shares: torch.Tensor, size: int) -> TableRows:
-    """The tables for groups of so many integers, which all have the same shares: those from -127 to 127, (tables, 255), float64."""
+    Args:
+        shares: Of the integers from -127 to 127, (tables, 255), float64.
+        shifts: As tables have them.
+    """
     half, middle = LARGEST[size], shares.shape[1] // 2
     single = shares[:, middle - half : middle + half + 1]
     joint = single
@@ -229,7 +201,7 @@ def tables_of(shares: torch.Tensor, size: int) -> TableRows:
     probabilities, order = (each[:, : SYMBOLS - 1] for each in joint.sort(dim=1, descending=True, stable=True))
     probabilities = probabilities.where(probabilities > _RAREST, 0.0)
     escape = (1 - probabilities.sum(1, keepdim=True)).clamp_min(0)
-    probabilities = torch.nn.functional.pad(torch.cat([escape, probabilities], 1), (0, SYMBOLS - 1 - probabilities.shape[1]))
+    probabilities = pad(torch.cat([escape, probabilities], 1), (0, SYMBOLS - 1 - probabilities.shape[1]))
     used = probabilities > 0
     used[:, ESCAPE] = True
     frequencies = _rounded(probabilities * SLOTS, used)
@@ -239,16 +211,18 @@ def tables_of(shares: torch.Tensor, size: int) -> TableRows:
     for digit in range(size - 1, -1, -1):
         integers[:, 1 : 1 + order.shape[1], digit] = (order % single.shape[1] - half).short()
         order = order // single.shape[1]
-    return TableRows(integers.masked_fill_(~used[..., None], 0), frequencies, bits)
+    sizes = torch.full((len(shares),), size, dtype=torch.uint8)
+    return Tables(integers.masked_fill_(~used[..., None], 0), frequencies, sizes, shifts), bits
 
 
-def uniform_tables(count: int) -> TableRows:
+def uniform_tables(count: int) -> Tables:
     """The tables of integers of 0 bits, of 1 bit and so on, all of one probability."""
     symbols, bits = torch.arange(SYMBOLS), torch.arange(count)
     used = (symbols > 0) & (symbols <= 1 << bits[:, None])
     integers = torch.zeros(count, SYMBOLS, 4, dtype=torch.int16)
     integers[..., 0] = torch.where(used, symbols - 1, 0)
-    return TableRows(integers, torch.where(used, SLOTS >> bits[:, None], 0).short(), bits.double())
+    frequencies = torch.where(used, SLOTS >> bits[:, None], 0).short()
+    return Tables(integers, frequencies, torch.ones(count, dtype=torch.uint8), torch.zeros(count))
 
 
 def _rounded(wanted: torch.Tensor, used: torch.Tensor) -> torch.Tensor:

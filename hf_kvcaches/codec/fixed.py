@@ -1,18 +1,19 @@
 """The forms of a codec with fixed widths: a basis for each group of heads, and bits for each direction, alike in all groups of a layer.
 
-Quantizers are uniform, and fitted to a sample for each direction and width.
+A direction's coefficient that has `w` bits is kept as the integer `floor(coefficient / step) + 2^(w - 1)`, clipped to w bits. Steps are
+fitted to a sample for each direction and width; bits go where they save most over all layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 
-from hf_kvcaches.codec.basis import Basis, Maker, Shape, States, in_shapes
-from hf_kvcaches.codec.statistics import LayerStatistics
+from hf_kvcaches.codec.basis import Basis, Maker, States
+from hf_kvcaches.codec.moments import LayerStatistics
 from hf_kvcaches.core.files import part_of
 from hf_kvcaches.core.parallel import HeadShard
 from hf_kvcaches.errors import ArtifactError, ConfigError
@@ -41,22 +42,14 @@ _ALLOTTED = (1, 2, 4, 6, 8, 16, 24)
 
 
 @dataclass(frozen=True, eq=False)
-class FixedLayer:
-    """One layer: tensors on the CPU.
+class FixedLayer(Basis):
+    """One layer: a basis, quantizers and bits; tensors on the CPU."""
 
-    A direction's coefficient that has `w` bits is kept as the integer `floor(coefficient / step) + 2^(w - 1)`, clipped to w bits.
-
-    Args:
-        steps: (groups, size, widths), for each of `WIDTHS`, float32.
-        distortions: What is lost of a direction at 0 bits and at each of `WIDTHS`, (groups, size, 1 + widths), float32. With the metric
-            "loss" these are twice the divergence of a token's prediction.
-        widths: Bits of each direction, (size,), uint8.
-    """
-
-    basis: Basis
-    steps: torch.Tensor
+    steps: torch.Tensor  # (groups, size, widths), for each of `WIDTHS`, float32
+    # What is lost of a direction at 0 bits and at each of `WIDTHS`, (groups, size, 1 + widths), float32. With the metric "loss" these are
+    # twice the divergence of a token's prediction.
     distortions: torch.Tensor
-    widths: torch.Tensor
+    widths: torch.Tensor  # bits of each direction, (size,), uint8
 
     @classmethod
     def fit(cls, statistics: LayerStatistics) -> FixedLayer:
@@ -68,42 +61,24 @@ class FixedLayer:
         clipped = torch.tensor([0, *WIDTHS], device=distortions.device) < 16
         unused = (distortions[..., :1] < _UNUSED * mean_energy) & clipped
         distortions = torch.where(unused, _UNSEEN * mean_energy, distortions)
-        return cls(basis, steps.cpu(), distortions.cpu(), torch.zeros(basis.shape.size, dtype=torch.uint8))
-
-    @property
-    def shape(self) -> Shape:
-        return self.basis.shape
+        return cls(**vars(basis), steps=steps.cpu(), distortions=distortions.cpu(), widths=torch.zeros(basis.shape.size, dtype=torch.uint8))
 
     @property
     def nbytes(self) -> int:
         """Bytes of a token."""
         return self.shape.groups * packed_bytes(self.widths)
 
-    @property
-    def loss(self) -> float:
-        """What is lost with these bits, in units of the metric."""
-        places = [(0, *WIDTHS).index(width) for width in self.widths.tolist()]
-        return float(self.distortions.double()[:, torch.arange(len(places)), places].sum())
+    def of_heads(self, shard: HeadShard) -> Self:
+        groups = self.groups_of(shard)
+        return replace(super().of_heads(shard), steps=self.steps[groups], distortions=self.distortions[groups])
 
-    @property
-    def kept(self) -> float:
-        """The share of the energy, in the metric, in directions that have bits."""
-        energies = self.distortions[..., 0].double().sum(0)
-        whole = float(energies.sum())
-        return float(energies[self.widths > 0].sum()) / whole if whole else 1.0
-
-    def of_heads(self, shard: HeadShard) -> FixedLayer:
-        groups = self.basis.groups_of(shard)
-        return FixedLayer(self.basis.of_heads(shard), self.steps[groups], self.distortions[groups], self.widths)
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return self.basis.tensors() | {"steps": self.steps, "distortions": self.distortions, "widths": self.widths}
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        lead, count = (self.shape.groups, self.shape.size), len(WIDTHS)
+        return super().sizes() | {"steps": (*lead, count), "distortions": (*lead, 1 + count), "widths": lead[1:]}
 
     @classmethod
-    def of(cls, sizes: Sequence[int], tensors: Mapping[str, torch.Tensor]) -> FixedLayer:
-        basis = Basis.of(sizes, tensors)
-        groups, size, count = basis.shape.groups, basis.shape.size, len(WIDTHS)
-        layer = cls(basis, *in_shapes(tensors, steps=(groups, size, count), distortions=(groups, size, 1 + count), widths=(size,)))
+    def of(cls, shape: Sequence[int], tensors: Mapping[str, torch.Tensor]) -> Self:
+        layer = super().of(shape, tensors)
         if layer.widths.dtype != torch.uint8 or not set(layer.widths.tolist()) <= {0, *WIDTHS}:
             raise ArtifactError("The widths of a layer don't fit each other. Calibrate anew.")
         return layer
@@ -116,14 +91,14 @@ class FixedForm(Maker):
     layers: Mapping[int, FixedLayer]
 
     def at(self, bytes_ratio: float) -> FixedForm:
-        """The form with other bits, for a share of the bytes: they go where they save most, over all layers and directions together."""
-        layers = list(self.layers.values())
-        budget, copies = bytes_ratio * 2 * self.elements, [layer.shape.groups for layer in layers]
-        widths = allot([layer.distortions.double().sum(0) for layer in layers], budget, copies)
+        """The form with other bits, for a share of the bytes."""
+        layers = self.layers.values()
+        distortions, copies = [layer.distortions.double().sum(0) for layer in layers], [layer.shape.groups for layer in layers]
+        widths = allot(distortions, bytes_ratio * 2 * self.elements, copies)
         if not any(bool(own.any()) for own in widths):
             raise ConfigError.of("bytes_ratio", "enough for at least one direction", bytes_ratio, "Try 0.125.")
-        chosen = (replace(layer, widths=own.to(torch.uint8)) for layer, own in zip(layers, widths, strict=True))
-        return FixedForm(dict(zip(self.layers, chosen, strict=True)))
+        parts = zip(self.layers.items(), widths, strict=True)
+        return FixedForm({index: replace(layer, widths=own.to(torch.uint8)) for (index, layer), own in parts})
 
     @property
     def elements(self) -> int:
@@ -138,7 +113,21 @@ class FixedForm(Maker):
     @property
     def divergence(self) -> float:
         """What is expected of a prediction to change, in nats, where errors of layers do not add up; with the metric "loss"."""
-        return sum(layer.loss for layer in self.layers.values()) / 2
+        lost = 0.0
+        for layer in self.layers.values():
+            places = [(0, *WIDTHS).index(width) for width in layer.widths.tolist()]
+            lost += float(layer.distortions.double()[:, torch.arange(len(places)), places].sum())
+        return lost / 2
+
+    def facts(self) -> list[dict[str, Any]]:
+        """What a model card says of each layer."""
+        found = []
+        for index, layer in self.layers.items():
+            energies, used = layer.distortions[..., 0].double().sum(0), layer.widths > 0
+            kept = float(energies[used].sum()) / float(energies.sum()) if energies.any() else 1.0  # in the metric
+            facts = {"layer": index, "heads of a basis": layer.shape.group, "directions": layer.shape.size, "with bits": int(used.sum())}
+            found.append({**facts, "bits of a number": f"{float(layer.widths.float().mean()):.2f}", "energy kept": kept})
+        return found
 
     def of_heads(self, shard: HeadShard) -> FixedForm:
         return FixedForm({index: layer.of_heads(shard) for index, layer in self.layers.items()})
@@ -150,8 +139,7 @@ class FixedForm(Maker):
             # A later pass may need gradients, which tensors of the caller's inference mode refuse.
             with torch.inference_mode(False), torch.no_grad():
                 self._made[key] = LayerCoder(self.layers[layer_idx], dtype, device)
-        coder: LayerCoder = self._made[key]
-        return coder
+        return self._made[key]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FixedForm:
         return self  # never changed, and layers of copied caches hold it
@@ -159,25 +147,16 @@ class FixedForm(Maker):
     def tensors(self) -> dict[str, torch.Tensor]:
         return {f"{index}.{name}": tensor for index, layer in self.layers.items() for name, tensor in layer.tensors().items()}
 
-    def shapes(self) -> dict[str, list[int]]:
-        """Of each layer, by its index, for JSON."""
+    def metadata(self) -> dict[str, Any]:
         return {str(index): list(layer.shape) for index, layer in self.layers.items()}
 
     @classmethod
-    def restore(cls, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, list[int]]) -> FixedForm:
-        return cls({int(index): FixedLayer.of(shape, part_of(tensors, index)) for index, shape in shapes.items()})
+    def restore(cls, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, Any]) -> FixedForm:
+        return cls({int(index): FixedLayer.of(shape, part_of(tensors, index)) for index, shape in metadata.items()})
 
 
 class LayerCoder:
-    """Encodes and decodes one layer on a device.
-
-    Args:
-        dtype: Of keys and values; coefficients are in float32, or in float64 where it is that.
-
-    Attributes:
-        map: How kernels read the codes.
-        rows: Bytes of a token in each group.
-    """
+    """Encodes and decodes one layer's keys and values of a dtype on a device, by way of coefficients in float32, or in float64."""
 
     def __init__(self, layer: FixedLayer, dtype: torch.dtype, device: torch.device) -> None:
         wide = torch.promote_types(dtype, torch.float32)
@@ -185,15 +164,16 @@ class LayerCoder:
         widths = layer.widths[kept].long()
         layout = CodeLayout.of(widths)
         steps = layer.steps.double()[:, kept, [WIDTHS.index(width) for width in widths.tolist()]]
-        mean, middle = layer.basis.mean.double(), 2.0 ** (widths.double() - 1)
-        rows = layer.basis.transform[:, kept] / steps[..., None]
-        decode = layer.basis.inverse[:, :, kept] * steps[:, None]
+        mean, middle = layer.mean.double(), 2.0 ** (widths.double() - 1)
+        rows = layer.transform[:, kept] / steps[..., None]
+        decode = layer.inverse[:, :, kept] * steps[:, None]
         columns = decode[:, :, layout.directions] * (2.0 ** layout.shifts.double()).masked_fill(layout.filled, 0.0)
         # A direction's integer stands for the middle of its step, and a level is counted from the middle of its part.
         offset = mean + decode @ (0.5 - middle) + columns @ 2.0 ** (layout.bits.double() - 1)
         vectors = torch.cat([columns, offset[..., None]], -1).mT  # [G, levels + 1, size]
         keys, values = (side.unflatten(0, (layer.shape.groups, -1)).mT for side in layer.shape.split(vectors))
-        self.shape, self.rows, self._wide = layer.shape, packed_bytes(widths), wide
+        self._shape, self._wide = layer.shape, wide
+        # How kernels read the codes.
         self.map = CodeMap(layout.counts, keys.to(device, wide).contiguous(), values.to(device, wide).contiguous())
         self._layout, self._encode = layout.to(device), rows.to(device, wide)
         self._shift = (middle[:, None] - rows @ mean[..., None]).to(device, wide)
@@ -205,7 +185,7 @@ class LayerCoder:
         """The codes, (batch, groups, rows, tokens), uint8, of keys, as the codec sees them, and values, (batch, kv_heads, tokens, dim)."""
         tokens, pieces = max(1, _PIECE // max(1, len(keys))), []
         for own in zip(keys.split(tokens, 2), values.split(tokens, 2), strict=True):
-            steps = (self._encode @ self.shape.join(*own, self._wide).mT).add_(self._shift)
+            steps = (self._encode @ self._shape.join(*own, self._wide).mT).add_(self._shift)
             # What is no number counts as 0; the rest is cut off by the conversion. These operations are vectorized, `fmax` is not.
             integers = torch.minimum(steps.nan_to_num_(0.0).clamp_min_(0.0), self._top, out=steps).to(self._integers)
             pieces.append(self._layout.pack(integers))
@@ -217,9 +197,9 @@ class LayerCoder:
 
 
 def _quantizers(coefficients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each direction and width the step with the smallest squared error, (groups, d, widths), and the errors, those of width 0 first.
+    """The step with the smallest squared error for each direction and width, (groups, d, widths), of coefficients, (groups, tokens, d).
 
-    Coefficients are (groups, tokens, d).
+    And the errors, those of width 0 first.
     """
     energies, largest = coefficients.square().mean(1), coefficients.abs().amax(1)
     of_group = energies.mean(-1, keepdim=True).sqrt().clamp_min(_TINY)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 
-from hf_kvcaches.codec.basis import Basis, Maker, States, in_shapes
-from hf_kvcaches.codec.coefficients import CoefficientPacker, pack, unpack
+from hf_kvcaches.codec.basis import Basis, Maker, States
 from hf_kvcaches.codec.entropy import Tables
-from hf_kvcaches.codec.packing import Span
+from hf_kvcaches.codec.moments import LayerStatistics
+from hf_kvcaches.codec.packing import CoefficientPacker, Span, pack, unpack
 from hf_kvcaches.codec.plan import TABLES, Plan, Sample, StepQuantizer, fit
-from hf_kvcaches.codec.statistics import LayerStatistics
 from hf_kvcaches.core.files import part_of
 from hf_kvcaches.core.parallel import HeadShard
+from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.kernels.launch import Backend
 
 # Numbers of all layers of which an artifact keeps a sample, to choose steps and tables from.
@@ -26,17 +26,11 @@ _LEAST_RATIO, _LARGEST_RATIO = 0.005, 0.75
 
 
 @dataclass(frozen=True, eq=False)
-class JointBasis:
-    """The transform of a layer, and coefficients of some tokens.
+class JointBasis(Basis):
+    """The transform of a layer, and coefficients of some tokens."""
 
-    Args:
-        deviations: Of the coefficients, (groups * size,), float32.
-        sample: Coefficients in deviations, (tokens, groups * size), float16.
-    """
-
-    basis: Basis
-    deviations: torch.Tensor
-    sample: torch.Tensor
+    deviations: torch.Tensor  # of the coefficients, (groups * size,), float32
+    sample: torch.Tensor  # coefficients in deviations, (tokens, groups * size), float16
 
     @classmethod
     def fit(cls, statistics: LayerStatistics, layers: int) -> JointBasis:
@@ -44,7 +38,7 @@ class JointBasis:
         coefficients = coefficients.transpose(0, 1).flatten(1)
         deviations = coefficients.square().mean(0).sqrt().clamp_min(_TINY)
         sample = (coefficients / deviations)[: max(1, _SAMPLED // (layers * coefficients.shape[1]))]
-        return cls(basis, deviations.float().cpu(), sample.half().cpu().contiguous())
+        return cls(**vars(basis), deviations=deviations.float().cpu(), sample=sample.half().cpu().contiguous())
 
     def sorted(self) -> Sample:
         """The sample with the largest deviations first."""
@@ -53,29 +47,23 @@ class JointBasis:
 
     def directions_of(self, shard: HeadShard) -> slice:
         """The directions of the heads that a process has under tensor parallelism."""
-        groups, size = self.basis.groups_of(shard), self.basis.shape.size
-        return slice(groups.start * size, groups.stop * size)
+        groups = self.groups_of(shard)
+        return slice(groups.start * self.shape.size, groups.stop * self.shape.size)
 
-    def of_heads(self, shard: HeadShard) -> JointBasis:
+    def of_heads(self, shard: HeadShard) -> Self:
         own = self.directions_of(shard)
-        return JointBasis(self.basis.of_heads(shard), self.deviations[own], self.sample[:, own])
+        return replace(super().of_heads(shard), deviations=self.deviations[own], sample=self.sample[:, own])
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return self.basis.tensors() | {"deviations": self.deviations, "sample": self.sample}
-
-    @classmethod
-    def of(cls, sizes: Sequence[int], tensors: Mapping[str, torch.Tensor]) -> JointBasis:
-        basis = Basis.of(sizes, tensors)
-        numbers = basis.shape.elements
-        return cls(basis, *in_shapes(tensors, deviations=(numbers,), sample=(len(tensors["sample"]), numbers)))
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        return super().sizes() | {"deviations": (self.shape.elements,), "sample": (len(self.sample), self.shape.elements)}
 
 
 class LayerPacker(CoefficientPacker):
-    """What packs one layer on a device: between its keys and values, their coefficients in steps, and records of these."""
+    """What packs one layer on a device: keys and values, their coefficients in steps, and records of these."""
 
-    def __init__(self, joint: JointBasis, plan: Plan, step: float, tables: Tables) -> None:
-        super().__init__(plan, joint.deviations[plan.order] / step, tables)
-        basis, device, split = joint.basis, tables.shifts.device, plan.split
+    def __init__(self, basis: JointBasis, plan: Plan, step: float, tables: Tables) -> None:
+        super().__init__(plan, basis.deviations[plan.order] / step, tables)
+        device, split = tables.shifts.device, plan.split
         self.shape, size = basis.shape, basis.shape.size
         of_digits = torch.cat([plan.order[:split], plan.integers])
         # Integers without their low bits count as many steps more.
@@ -115,7 +103,10 @@ class PackedForm(Maker):
     def fit(cls, bases: Mapping[int, JointBasis], bytes_ratio: float) -> PackedForm:
         """The form that takes a share of the bytes of keys and values in 16 bits, or as near to it as integers of 16 bits come."""
         ratio = min(max(bytes_ratio, _LEAST_RATIO), _LARGEST_RATIO)
-        return cls(bases, fit([joint.sorted() for joint in bases.values()], ratio * 16 * _elements(bases)))
+        return cls(bases, fit([basis.sorted() for basis in bases.values()], ratio * 16 * _elements(bases)))
+
+    def at(self, bytes_ratio: float) -> PackedForm:
+        return self.fit(self.bases, bytes_ratio)
 
     @property
     def ratio(self) -> float:
@@ -129,37 +120,37 @@ class PackedForm(Maker):
 
     def of_heads(self, shard: HeadShard) -> PackedForm:
         """The form of the heads that a process has under tensor parallelism, with the same step and tables."""
-        own, bases, plans = self.quantizer, {}, []
-        for (layer, joint), plan in zip(self.bases.items(), own.plans, strict=True):
-            bases[layer], directions = joint.of_heads(shard), joint.directions_of(shard)
+        own, plans = self.quantizer, []
+        bases = {layer: basis.of_heads(shard) for layer, basis in self.bases.items()}
+        for whole, basis, plan in zip(self.bases.values(), bases.values(), own.plans, strict=True):
+            directions = whole.directions_of(shard)
             order = plan.order[(plan.order >= directions.start) & (plan.order < directions.stop)] - directions.start
-            plans.append(Plan.of_deviations(order, bases[layer].deviations[order] / own.step))
-        return PackedForm(bases, replace(own, plans=tuple(plans), bits=own.bits / shard.size, loss=own.loss / shard.size))
+            plans.append(Plan.of_deviations(order, basis.deviations[order] / own.step))
+        return PackedForm(bases, own._replace(plans=tuple(plans), bits=own.bits / shard.size, loss=own.loss / shard.size))
 
     def pack(self, states: Mapping[int, States], left_out: int = 0) -> dict[int, torch.Tensor]:
         """Records, (bytes,) uint8 on the device of each layer's states, by layer; first tokens that are left out are coded as the mean."""
         records: dict[int, torch.Tensor] = {}
+        for layer, (keys, values) in states.items():
+            if layer not in self.bases:
+                raise ConfigError.of("keys", f"layers of {sorted(self.bases)}", f"layer {layer}")
+            shape, got = self.bases[layer].shape, [tuple(keys.shape), tuple(values.shape)]
+            if got != [(shape.heads, keys.shape[1], dim) for dim in (shape.key_dim, shape.value_dim)]:
+                raise ConfigError.of(f"layer {layer}", f"keys and values of {shape}, of the same tokens", got)
+
+        def coefficients_of(layer: int, tokens: slice) -> torch.Tensor:
+            keys, values = (side[:, tokens] for side in states[layer])
+            coefficients = self._packers(keys.device)[layer].transformed(keys, values)
+            coefficients[:, : max(0, left_out - tokens.start)] = 0
+            return coefficients
+
         for device in {keys.device for keys, _ in states.values()}:
-            packers = self._packers(device)
-
-            def coefficients_of(layer: int, tokens: slice, packers: Mapping[int, LayerPacker] = packers) -> torch.Tensor:
-                keys, values = (side[:, tokens] for side in states[layer])
-                coefficients = packers[layer].transformed(keys, values)
-                coefficients[:, : max(0, left_out - tokens.start)] = 0
-                return coefficients
-
-            records |= pack(
-                packers, {layer: keys.shape[1] for layer, (keys, _) in states.items() if keys.device == device}, coefficients_of
-            )
+            tokens = {layer: keys.shape[1] for layer, (keys, _) in states.items() if keys.device == device}
+            records |= pack(self._packers(device), tokens, coefficients_of)
         return records
 
     def unpack(self, spans: Sequence[Span], dtype: torch.dtype = torch.float32, backend: Backend = "auto") -> list[States]:
-        """Keys and values of spans; anything but records is an `ArtifactError`.
-
-        Args:
-            spans: Of records from `pack`, on one device; of any layers.
-            backend: "triton": one launch for many records; "torch": many operations; "auto": Triton for CUDA tensors.
-        """
+        """Keys and values of spans of records from `pack`, on one device; anything but records is an `ArtifactError`."""
         packers, found = self._packers(spans[0].data.device) if spans else {}, list[States]()
         for part, digits in unpack(packers, spans, backend):
             keys, values = (side[:, part.wanted].to(dtype).contiguous() for side in packers[part.layer].states(digits))
@@ -171,33 +162,28 @@ class PackedForm(Maker):
             with torch.inference_mode(False), torch.no_grad():
                 own = self.quantizer
                 layers, tables = zip(self.bases.items(), own.plans, strict=True), own.tables.to(device)
-                self._made[device] = {layer: LayerPacker(joint, plan, own.step, tables) for (layer, joint), plan in layers}
-        packers: dict[int, LayerPacker] = self._made[device]
-        return packers
+                self._made[device] = {layer: LayerPacker(basis, plan, own.step, tables) for (layer, basis), plan in layers}
+        return self._made[device]
 
     def tensors(self) -> dict[str, torch.Tensor]:
         found = {f"tables.{name}": tensor for name, tensor in self.quantizer.tables.tensors().items()}
-        for (layer, joint), plan in zip(self.bases.items(), self.quantizer.plans, strict=True):
-            found |= {f"{layer}.{name}": tensor for name, tensor in (joint.tensors() | plan.tensors()).items()}
+        for (layer, basis), plan in zip(self.bases.items(), self.quantizer.plans, strict=True):
+            found |= {f"{layer}.{name}": tensor for name, tensor in (basis.tensors() | plan.tensors()).items()}
         return found
 
     def metadata(self) -> dict[str, Any]:
-        own = self.quantizer
-        shapes = {str(layer): list(joint.basis.shape) for layer, joint in self.bases.items()}
+        own, shapes = self.quantizer, {str(layer): list(basis.shape) for layer, basis in self.bases.items()}
         return {"shapes": shapes, "step": own.step, "bits": own.bits, "loss": own.loss}
 
     @classmethod
     def restore(cls, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, Any]) -> PackedForm:
         tables = Tables(**part_of(tensors, "tables"))
         tables.require_valid(TABLES)
-        bases, plans = {}, []
-        for layer, shape in metadata["shapes"].items():
-            own = part_of(tensors, layer)
-            bases[int(layer)] = JointBasis.of(shape, own)
-            plans.append(Plan.of(own, len(bases[int(layer)].deviations)))
+        bases = {int(layer): JointBasis.of(shape, part_of(tensors, layer)) for layer, shape in metadata["shapes"].items()}
+        plans = tuple(Plan.of(part_of(tensors, str(layer)), len(basis.deviations)) for layer, basis in bases.items())
         step, bits, loss = (float(metadata[name]) for name in ("step", "bits", "loss"))
-        return cls(bases, StepQuantizer(step, tables, tuple(plans), bits, loss))
+        return cls(bases, StepQuantizer(step, tables, plans, bits, loss))
 
 
 def _elements(bases: Mapping[int, JointBasis]) -> int:
-    return sum(joint.basis.shape.elements for joint in bases.values())
+    return sum(basis.shape.elements for basis in bases.values())

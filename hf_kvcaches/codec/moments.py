@@ -1,19 +1,35 @@
-"""Second moments of keys, values, queries and gradients.
+"""Sums over the vectors of texts, and the bases that follow from them.
 
-Everything here is float64: calibration is not in a hurry, and the square of a vector has twice the digits of the vector. Leading
-dimensions (layers, heads) are free, and each index is treated by itself.
+With C the covariance of a group's keys and values and M the metric of their errors, the directions of its basis are the eigenvectors of
+`M^(1/2) C M^(1/2)`, and a vector x has the coefficients `V M^(1/2) (x - mean)`: an error of them costs the same in every direction, group
+and layer.
+
+Moments are float64: calibration is not in a hurry, and the square of a vector has twice the digits of the vector.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
-from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.codec.basis import Basis, Shape
+from hf_kvcaches.codec.settings import Metric
+from hf_kvcaches.core.rope import RotaryGeometry
 
+EXACT = 4
+"""First tokens of a text that caches keep exactly: they are unlike all others."""
+# Tokens of a layer that are kept as they are.
+_SAMPLE = 4096
 # Rows that are made float64 at a time, so that a long prompt is never held twice.
 _PIECE = 1024
+# By how much what all queries see counts beside what far ones see, where newest tokens are exact: codes must not be useless without.
+_NEAR = 0.04
+# A direction in which no gradient was seen costs at least this share of the mean.
+_DAMPING = 0.02
+# Of a head's mean square.
+_LEAST_VARIANCE = 1e-12
 
 
 class Moments:
@@ -30,13 +46,10 @@ class Moments:
 
     def add(self, rows: torch.Tensor) -> None:
         """Add vectors, (..., *lead, n, d); what comes before `lead`, such as a batch, is summed."""
-        shape = self.total.shape
-        if rows.ndim < len(shape) or rows.shape[-1] != shape[-1] or rows.shape[-len(shape) : -2] != shape[:-2]:
-            raise ConfigError.of("rows", f"shape (..., {', '.join(map(str, (*shape[:-2], 'n', shape[-1])))})", tuple(rows.shape))
-        batch = tuple(range(rows.ndim - len(shape)))
         products = second_moment(rows.detach())
-        self.total += products.sum(batch) if batch else products
-        self.count += rows.shape[: len(batch)].numel() * rows.shape[-2]
+        batch = products.ndim - self.total.ndim
+        self.total += products.sum(tuple(range(batch))) if batch else products
+        self.count += rows.shape[:batch].numel() * rows.shape[-2]
 
 
 def second_moment(rows: torch.Tensor) -> torch.Tensor:
@@ -48,21 +61,138 @@ def second_moment(rows: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def root_of(metric: torch.Tensor, damping: float) -> torch.Tensor:
-    """M^(1/2) of a damped metric M, symmetric and not negative, (..., d, d), in float64.
-
-    A metric that is 0 in some direction says nothing about it, and could not be taken back. So `damping` times the mean of its diagonal is
-    added to that diagonal: such directions are kept last, not lost. A metric of zeros counts as the identity.
-    """
-    weights, axes = descending(metric)
-    weights = weights.clamp_min(0.0)
-    mean = weights.mean(-1, keepdim=True)
-    weights = torch.where(mean > 0, weights + damping * mean, torch.ones_like(weights))
-    return axes.mT @ (weights.sqrt().unsqueeze(-1) * axes)
-
-
 def descending(symmetric: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Eigenvalues, the largest first, and eigenvectors as rows, in float64."""
     symmetric = symmetric.double()
     values, vectors = torch.linalg.eigh((symmetric + symmetric.mT) / 2)
     return values.flip(-1), vectors.flip(-1).mT
+
+
+def _damped_root(metric: torch.Tensor) -> torch.Tensor:
+    """M^(1/2) of a metric M, symmetric and not negative, (d, d), in float64, to whose diagonal a share of the diagonal's mean is added.
+
+    Directions in which the metric is 0 are thus kept last, and not lost. A metric of zeros counts as the identity.
+    """
+    weights, axes = descending(metric)
+    weights = weights.clamp_min(0.0)
+    mean = weights.mean(-1, keepdim=True)
+    weights = torch.where(mean > 0, weights + _DAMPING * mean, torch.ones_like(weights))
+    return axes.mT @ (weights.sqrt().unsqueeze(-1) * axes)
+
+
+class LayerSums:
+    """Sums over the tokens of one layer, but for the first of each sequence; and some of the tokens as they are."""
+
+    def __init__(self, shape: Shape, device: torch.device) -> None:
+        self.shape = shape
+        self.states = Moments((shape.groups,), shape.size, device)  # of a group's keys and values
+        self.total = torch.zeros(shape.groups, shape.size, dtype=torch.float64, device=device)  # of these
+        # Of the loss's gradients at keys and at values.
+        self.keys, self.values = (Moments((shape.heads,), dim, device) for dim in (shape.key_dim, shape.value_dim))
+        # (tokens, groups, size), those with the smallest random numbers, and these, in their order.
+        self.sample, self.draws = torch.empty(0, shape.groups, shape.size, device=device), torch.empty(0)
+
+    def observe(self, keys: torch.Tensor, values: torch.Tensor, draws: torch.Tensor) -> None:
+        """Add whole sequences of keys, as the codec sees them, and values, (batch, heads, tokens, dim); each token has a random number."""
+        first = min(EXACT, keys.shape[2] - 1)
+        joined = self.shape.join(keys[:, :, first:], values[:, :, first:], torch.float32)
+        self.states.add(joined)
+        self.total += joined.sum((0, 2), dtype=torch.float64)
+        self.keep(joined.transpose(1, 2).flatten(0, 1), draws[:, first:].flatten())
+
+    def observe_gradients(self, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+        """Add the loss's gradients at keys and values of whole sequences: what comes from far queries, and from near ones if any."""
+        first = min(EXACT, keys[0].shape[2] - 1)
+        for moments, gradients in ((self.keys, keys), (self.values, values)):
+            far, *near = (gradient[:, :, first:] for gradient in gradients)
+            moments.add(far)
+            for gradient in near:
+                moments.total += _NEAR * second_moment(far + gradient).sum(0)
+
+    def keep(self, tokens: torch.Tensor, draws: torch.Tensor) -> None:
+        """Add to the sample; which tokens it holds in the end depends on no order."""
+        draws = torch.cat([self.draws, draws])
+        smallest = draws.argsort()[:_SAMPLE]
+        self.draws, self.sample = draws[smallest], torch.cat([self.sample, tokens])[smallest.to(tokens.device)]
+
+    def sums(self) -> list[torch.Tensor]:
+        """Everything that adds up over processes, to be changed in place."""
+        return [self.total, *(part for each in (self.states, self.keys, self.values) for part in (each.total, each.count))]
+
+    @property
+    def mean(self) -> torch.Tensor:
+        """(groups, size), float64."""
+        return self.total / self.states.count.clamp_min(1)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerStatistics:
+    """The statistics of one layer, in float64 but for the sample."""
+
+    shape: Shape
+    mean: torch.Tensor  # (groups, size)
+    moment: torch.Tensor  # the mean of outer products, (groups, size, size)
+    # The metric of errors of keys, (heads, key_dim, key_dim), and of values, comparable over heads, layers and sides. With "loss" it is
+    # twice the divergence of a prediction. With "plain" all heads vary alike.
+    key_cost: torch.Tensor
+    value_cost: torch.Tensor
+    sample: torch.Tensor  # some tokens, (tokens, groups, size)
+
+    @classmethod
+    def of(cls, sums: LayerSums, metric: Metric) -> LayerStatistics:
+        statistics = cls(sums.shape, sums.mean, sums.states.mean, sums.keys.mean, sums.values.mean, sums.sample)
+        if metric == "loss":
+            return statistics
+        by_head, dim, costs = statistics.in_shape(sums.shape._replace(group=1)), sums.shape.key_dim, []
+        for part in (slice(None, dim), slice(dim, None)):
+            spread, size = (moment[:, part, part].diagonal(dim1=-2, dim2=-1).sum(-1) for moment in (by_head.covariance, by_head.moment))
+            # What is less than rounding of the vectors is no variance.
+            weight = torch.where(spread > _LEAST_VARIANCE * size, 1 / spread, 0.0)
+            costs.append(torch.diag_embed(weight[:, None].expand(-1, by_head.mean[:, part].shape[1])))
+        return replace(statistics, key_cost=costs[0], value_cost=costs[1])
+
+    @property
+    def covariance(self) -> torch.Tensor:
+        """(groups, size, size)."""
+        return self.moment - self.mean[:, :, None] * self.mean[:, None]
+
+    def in_shape(self, shape: Shape) -> LayerStatistics:
+        """The statistics of smaller groups."""
+        parts = self.shape.group // shape.group
+        sides = torch.arange(self.shape.size, device=self.mean.device)
+        sides = sides.split([self.shape.group * size for size in (self.shape.key_dim, self.shape.value_dim)])
+        of_part = torch.cat([side.view(parts, -1) for side in sides], 1)  # [parts, size of a part]
+        mean, sample = self.mean[:, of_part].flatten(0, 1), self.sample[:, :, of_part].flatten(1, 2)
+        moment = self.moment[:, of_part[:, :, None], of_part[:, None]].flatten(0, 1)
+        return replace(self, shape=shape, mean=mean, moment=moment, sample=sample)
+
+    def within_tiles(self, geometry: RotaryGeometry | None, tile: int) -> LayerStatistics:
+        """The statistics where keys are rotated from the first of so many tokens to their own place, all places alike."""
+        if geometry is None or geometry.kind != "rope":
+            return self
+
+        def turned(vectors: torch.Tensor, by: int | torch.Tensor) -> torch.Tensor:
+            keys, values = vectors.split([self.shape.group * self.shape.key_dim, self.shape.group * self.shape.value_dim], -1)
+            rows = keys.reshape(-1, self.shape.group, self.shape.key_dim).transpose(0, 1)[None]  # [1, group, rows, dim]
+            return torch.cat([geometry.shift(rows, by)[0].transpose(0, 1).reshape(keys.shape), values], -1)
+
+        mean, moment, cost = (torch.zeros_like(own) for own in (self.mean, self.moment, self.key_cost))
+        for place in range(tile):
+            mean += turned(self.mean, place) / tile
+            moment += turned(turned(self.moment, place).mT, place).mT / tile
+            cost += geometry.shift(geometry.shift(self.key_cost[None], place).mT, place)[0].mT / tile
+        of_token = torch.arange(len(self.sample), device=self.sample.device) % tile
+        sample = torch.stack([turned(own, of_token) for own in self.sample.unbind(1)], 1)
+        return replace(self, mean=mean, moment=moment, key_cost=cost, sample=sample)
+
+    def basis(self) -> tuple[Basis, torch.Tensor]:
+        """The transform of each group, and the coefficients of the sample, (groups, tokens, size)."""
+        transforms = []
+        for group, covariance in enumerate(self.covariance):
+            heads = slice(group * self.shape.group, (group + 1) * self.shape.group)
+            root = torch.block_diag(*(_damped_root(cost) for side in (self.key_cost, self.value_cost) for cost in side[heads]))
+            _, directions = descending(root @ covariance @ root)
+            transforms.append(directions @ root)
+        basis = Basis.rounded(self.shape, self.mean, torch.stack(transforms))
+        centered = self.sample.transpose(0, 1).double() - self.mean[:, None]
+        return basis, centered @ basis.transform.mT.to(centered.device)

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
-from hf_kvcaches.codec.entropy import LARGEST, SIZES, TILE, TOKEN_LEVELS, TableRows, Tables, tables_of, uniform_tables
+from hf_kvcaches.codec.entropy import LARGEST, SIZES, TILE, TOKEN_LEVELS, Tables, tables_of, uniform_tables
 from hf_kvcaches.errors import ArtifactError
 
 # The levels of directions whose integers are coded in groups of each size, and the first table of each: behind those of low bits, for these
@@ -56,44 +56,32 @@ def rounded(coefficients: torch.Tensor, low_bits: torch.Tensor) -> tuple[torch.T
     return integers.short(), (wide & ((1 << bits) - 1)).short()
 
 
-def _low_bits_of(deviations: torch.Tensor) -> torch.Tensor:
-    """How many bits of their integers are coded as they are, by deviation in steps; int64."""
-    return (deviations / _COARSE).log2().ceil().clamp(0, _MOST_LOW_BITS).long()
-
-
-def _levels_of(deviations: torch.Tensor) -> torch.Tensor:
-    """The levels of directions, int64, by the deviation in steps of what is left of them without low bits."""
-    levels = 4 * (deviations / 2.0 ** _low_bits_of(deviations)).clamp_min(2.0**-8).log2() + _LEVEL_OF_ONE
-    return levels.round().clamp(0, _LEVELS - 1).long()
+def _low_bits_and_levels(deviations: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """By deviation in steps, how many bits of integers are coded as they are, and the level of what is left without these; int64."""
+    low_bits = (deviations / _COARSE).log2().ceil().clamp(0, _MOST_LOW_BITS).long()
+    levels = 4 * (deviations / 2.0**low_bits).clamp_min(2.0**-8).log2() + _LEVEL_OF_ONE
+    return low_bits, levels.round().clamp(0, _LEVELS - 1).long()
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """How the integers of a layer's tokens are coded.
+    """How the integers of a layer's tokens are coded."""
 
-    Args:
-        order: The directions that are coded, the largest deviation first, (kept,), int64.
-        low_bits: Of the first of them, how many bits are coded as they are, (split,), int64.
-        levels: Of each group of directions, (groups,), int64.
-        counts: Of the groups of each size, as in `SIZES`.
-    """
-
-    order: torch.Tensor
-    low_bits: torch.Tensor
-    levels: torch.Tensor
-    counts: tuple[int, int, int]
+    order: torch.Tensor  # the directions that are coded, the largest deviation first, (kept,), int64
+    low_bits: torch.Tensor  # of the first of them, how many bits are coded as they are, (split,), int64
+    levels: torch.Tensor  # of each group of directions, (groups,), int64
+    counts: tuple[int, int, int]  # of the groups of each size, as in `SIZES`
 
     @classmethod
     def of_deviations(cls, order: torch.Tensor, deviations: torch.Tensor) -> Plan:
         """The plan for directions of these deviations in steps, the largest first."""
-        low_bits, levels = _low_bits_of(deviations), _levels_of(deviations)
+        low_bits, levels = _low_bits_and_levels(deviations)
         # Groups are full: directions that are too few for one go to the next smaller size.
         fours = int((levels < _RANGES[2].start).sum()) // 4
         pairs = (int((levels < _RANGES[1].start).sum()) - 4 * fours) // 2
         plan = cls(order, low_bits[low_bits > 0], levels, (len(order) - 2 * pairs - 4 * fours, pairs, fours))
         parts = zip(levels.split(plan.lengths), SIZES, strict=True)
-        of_groups = torch.cat([part.view(-1, size).float().mean(1).round().long() for part, size in parts])
-        return cls(order, plan.low_bits, of_groups, plan.counts)
+        return replace(plan, levels=torch.cat([part.view(-1, size).float().mean(1).round().long() for part, size in parts]))
 
     def tensors(self) -> dict[str, torch.Tensor]:
         small = {"low_bits": self.low_bits.to(torch.uint8), "levels": self.levels.to(torch.uint8)}
@@ -155,33 +143,21 @@ class Plan:
 
 
 class Sample(NamedTuple):
-    """Coefficients of some tokens of a layer.
+    """Coefficients of some tokens of a layer."""
 
-    Args:
-        order: The directions, the largest deviation first, (directions,).
-        deviations: In this order, (directions,).
-        coefficients: In deviations, (directions, tokens), float32.
-    """
-
-    order: torch.Tensor
-    deviations: torch.Tensor
-    coefficients: torch.Tensor
+    order: torch.Tensor  # the directions, the largest deviation first, (directions,)
+    deviations: torch.Tensor  # in this order, (directions,)
+    coefficients: torch.Tensor  # in deviations, (directions, tokens), float32
 
 
-@dataclass(frozen=True, eq=False)
-class StepQuantizer:
-    """How the coefficients of all layers are packed: their step, the tables, and a plan for each layer.
-
-    Args:
-        bits: Of a token in all layers, expected.
-        loss: The squared error of a token in all layers, expected.
-    """
+class StepQuantizer(NamedTuple):
+    """How the coefficients of all layers are packed: their step, the tables, and a plan for each layer."""
 
     step: float
     tables: Tables
     plans: tuple[Plan, ...]
-    bits: float
-    loss: float
+    bits: float  # of a token in all layers, expected
+    loss: float  # the squared error of a token in all layers, expected
 
 
 def fit(samples: Sequence[Sample], bits: float, least_bits: float = _LEAST_BITS) -> StepQuantizer:
@@ -229,16 +205,16 @@ class _Model:
 
     def quantizer(self) -> StepQuantizer:
         """With the shifts that lose least."""
-        sums, loss, plans = torch.zeros(2, _LEVELS), 0.0, list[Plan]()
+        sums = torch.zeros(2, _LEVELS)
         for layer in self.layers:
             coefficients, integers, level_of = (own[layer.split :] for own in (layer.coefficients, layer.integers, layer.level_of))
             beyond = coefficients.abs().sub_(integers.abs())[integers != 0]
             sums.index_add_(1, level_of[integers != 0], torch.stack([beyond, torch.ones_like(beyond)]))
         shifts = sums[0] / sums[1].clamp_min(1)
-        for layer, kept in zip(self.layers, self.kept, strict=True):
-            loss += layer.loss(shifts, kept) * self.step**2
-            plans.append(Plan.of_deviations(layer.order[:kept], layer.deviations[:kept]))
-        return StepQuantizer(self.step, _tables_from(self.shares, shifts)[0], tuple(plans), self.bits, loss)
+        coded = [*zip(self.layers, self.kept, strict=True)]
+        plans = tuple(Plan.of_deviations(layer.order[:kept], layer.deviations[:kept]) for layer, kept in coded)
+        loss = sum(layer.loss(shifts, kept) * self.step**2 for layer, kept in coded)
+        return StepQuantizer(self.step, _tables_from(self.shares, shifts)[0], plans, self.bits, loss)
 
 
 class _Layer:
@@ -247,7 +223,7 @@ class _Layer:
     def __init__(self, sample: Sample, step: float) -> None:
         self.order, self.deviations = sample.order, sample.deviations / step
         self.coefficients = sample.coefficients * self.deviations[:, None]
-        self.levels, self.low_bits = _levels_of(self.deviations), _low_bits_of(self.deviations)
+        self.low_bits, self.levels = _low_bits_and_levels(self.deviations)
         of_tokens = token_levels(token_weights(self.deviations) @ self.coefficients.square())
         self.level_of = (self.levels[:, None].int() + of_tokens - TOKEN_LEVELS // 2).clamp_(0, _LEVELS - 1)
         self.split = int((self.low_bits > 0).sum())
@@ -273,21 +249,14 @@ def _prior() -> torch.Tensor:
 
 
 def _tables_from(shares: torch.Tensor, shifts: torch.Tensor) -> tuple[Tables, torch.Tensor]:
-    """Return all tables, and the bits of an integer at each level in groups of the level's size, (levels, levels): of a direction, and of
-    the direction in a token.
+    """All tables, and the bits of an integer, (levels, levels): at the level of a direction, and at that of the direction in a token.
 
-    Args:
-        shares: Of the integers from -127 to 127 at each level, (32, 255).
-        shifts: How far coefficients lie beyond their integers at each level, (32,).
+    Shares are of the integers from -127 to 127 at each level, (32, 255); shifts are those of levels, (32,).
     """
-    parts: list[TableRows] = [uniform_tables(_MOST_LOW_BITS + 1)]
-    sizes, of_tables, bits = [1] * (_MOST_LOW_BITS + 1), [torch.zeros(_MOST_LOW_BITS + 1)], torch.empty(_LEVELS, _LEVELS)
-    for size in SIZES:
-        own, span = tables_of(shares, size), _RANGES[size]
+    parts, bits = [uniform_tables(_MOST_LOW_BITS + 1)], torch.empty(_LEVELS, _LEVELS)
+    for size, span in _RANGES.items():
+        tables, of_level = tables_of(shares, shifts, size)
         levels = torch.arange(span.start - TOKEN_LEVELS // 2, span.stop + TOKEN_LEVELS // 2 - 1).clamp(0, _LEVELS - 1)
-        parts.append(TableRows(*(tensor[levels] for tensor in own)))
-        sizes += [size] * len(levels)
-        of_tables.append(shifts[levels])
-        bits[span.start : span.stop] = own.bits.float()
-    integers, frequencies = torch.cat([part.integers for part in parts]), torch.cat([part.frequencies for part in parts])
-    return Tables(integers, frequencies, torch.tensor(sizes, dtype=torch.uint8), torch.cat(of_tables)), bits
+        parts.append(Tables(*(tensor[levels] for tensor in tables.tensors().values())))
+        bits[span.start : span.stop] = of_level.float()
+    return Tables(*map(torch.cat, zip(*(part.tensors().values() for part in parts), strict=True))), bits

@@ -1,69 +1,56 @@
-"""How a codec was made."""
+"""How texts are read for a codec, and how a codec was made."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hf_kvcaches.codec.fixed import FixedForm
-from hf_kvcaches.codec.joint import PackedForm
-from hf_kvcaches.codec.meter import Metric
-from hf_kvcaches.core.hub import markdown_table
-from hf_kvcaches.errors import ConfigError, is_number
+from hf_kvcaches.errors import ConfigError, is_number, require_choice, whole_number
 
-_MOST = 1.5  # every direction in 24 bits
+Metric = Literal["loss", "plain"]
+Rotation = Literal["aware", "post"]
+_MOST = 1.5  # share of the bytes: every direction in 24 bits
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How texts are read and measured; described in `KVCodec.calibrate`. Checked when made."""
+
+    rotation: Rotation = "aware"
+    metric: Metric = "loss"
+    recent: int = 64
+    block: int = 512
+    batch_size: int = 1
+    max_tokens: int | None = None
+    shards: int = 1
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        require_choice("rotation", self.rotation, ("aware", "post"))
+        require_choice("metric", self.metric, ("loss", "plain"))
+        for name, least in (("recent", 0), ("block", 2), ("batch_size", 1), ("max_tokens", 2), ("shards", 1)):
+            if (value := getattr(self, name)) is not None or name != "max_tokens":
+                object.__setattr__(self, name, whole_number(name, value, least))
 
 
 @dataclass(frozen=True)
 class CodecSettings:
-    """How a codec was made.
+    """How a codec was made."""
 
-    Args:
-        rotation: Whether keys are coded before ("aware") or after ("post") the model rotates them.
-        metric: By which errors count.
-        recent: How many of the newest tokens are expected to be exact.
-        bytes_ratio: The share of the bytes of exact keys and values in 16 bits that was asked for.
-        block: Tokens of the longest sequence that was read.
-        blocks: How many sequences were read.
-        tokens: And tokens.
-    """
+    rotation: Rotation  # whether keys are coded before ("aware") or after ("post") the model rotates them
+    metric: Metric  # by which errors count
+    recent: int  # how many of the newest tokens are expected to be exact
+    bytes_ratio: float  # the share of the bytes of exact keys and values in 16 bits that was asked for
+    block: int  # tokens of the longest sequence that was read
+    blocks: int  # sequences that were read
+    tokens: int  # and their tokens
 
-    rotation: Literal["aware", "post"]
-    metric: Metric
-    recent: int
-    bytes_ratio: float
-    block: int
-    blocks: int
-    tokens: int
-
-
-def card_of(made: CodecSettings, in_place: FixedForm, packed: PackedForm) -> str:
-    """What a model card says of a codec, as Markdown."""
-    share = f"{in_place.nbytes / (2 * in_place.elements):.4f}"
-    kept = {"memory": f"{share} of exact keys and values in 16 bits ({in_place.nbytes:,} bytes per token)", "packed": f"{packed.ratio:.4f}"}
-    if made.metric == "loss":
-        for name, form in (("memory", in_place), ("packed", packed)):
-            kept[name] += f", with an expected divergence of {form.divergence:.4f} nats"
-    facts = {
-        "text": f"{made.tokens:,} tokens in {made.blocks:,} sequences of up to {made.block:,}",
-        "share of the bytes": f"{made.bytes_ratio:g}",
-        **kept,
-        "rotation": made.rotation,
-        "metric": made.metric,
-        "exact newest tokens": made.recent,
-    }
-    layers = [
-        {
-            "layer": index,
-            "heads of a basis": layer.shape.group,
-            "directions": layer.shape.size,
-            "with bits": int((layer.widths > 0).sum()),
-            "bits of a number": f"{float(layer.widths.float().mean()):.2f}",
-            "energy kept": layer.kept,
-        }
-        for index, layer in in_place.layers.items()
-    ]
-    return "\n\n".join([markdown_table([{"fact": name, "value": value} for name, value in facts.items()]), markdown_table(layers)])
+    def facts(self, kept: Mapping[str, str]) -> dict[str, Any]:
+        """What a model card says, with what forms keep."""
+        text = f"{self.tokens:,} tokens in {self.blocks:,} sequences of up to {self.block:,}"
+        settings = {"rotation": self.rotation, "metric": self.metric, "exact newest tokens": self.recent}
+        return {"text": text, "share of the bytes": f"{self.bytes_ratio:g}", **kept, **settings}
 
 
 def check_ratio(bytes_ratio: Any) -> float:

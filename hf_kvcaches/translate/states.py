@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_kvcaches import compat
-from hf_kvcaches.codec.coefficients import CoefficientPacker, pack, unpack
 from hf_kvcaches.codec.entropy import Tables
-from hf_kvcaches.codec.packing import Span
+from hf_kvcaches.codec.packing import CoefficientPacker, Span, pack, unpack
 from hf_kvcaches.codec.plan import TABLES, Plan
 from hf_kvcaches.core.decoder import attention_module, decoder_layers
 from hf_kvcaches.core.files import MOST_LAYERS, part_of

@@ -33,9 +33,8 @@ from hf_kvcaches import AdaptiveSubspace, SubspaceCache
 from hf_kvcaches.cli.prompts import encode
 from hf_kvcaches.cli.tables import Row, environment, show, write_csv
 from hf_kvcaches.codec.calibrate import measure
-from hf_kvcaches.codec.meter import Reading
-from hf_kvcaches.codec.moments import descending
-from hf_kvcaches.codec.statistics import LayerStatistics
+from hf_kvcaches.codec.moments import LayerStatistics, descending
+from hf_kvcaches.codec.settings import Reading
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.subspace.paper.settings import Bases

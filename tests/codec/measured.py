@@ -1,13 +1,17 @@
 """What the tests of calibration share: all keys, values and queries of a small model, held at once."""
 
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import torch
 from transformers import DynamicCache
 
 from hf_kvcaches import KVCodec, RotaryGeometry
-from hf_kvcaches.codec.meter import EXACT, LayerSums, MeterCache, Reading
+from hf_kvcaches.codec.calibrate import ending_of, read_batch
+from hf_kvcaches.codec.meter import MeterCache
+from hf_kvcaches.codec.moments import EXACT, LayerSums
+from hf_kvcaches.codec.settings import Reading
 from tests import tiny
 
 IDS = tiny.ids(3, 40, seed=5)
@@ -44,6 +48,15 @@ def measured(model: Any, ids: torch.Tensor = IDS, **reading: Any) -> MeterCache:
     return cache
 
 
+@torch.no_grad()
+def gathered(model: Any, metric: str) -> MeterCache:
+    """What calibration with all sequences leaves behind."""
+    cache = MeterCache(model, Reading(metric=metric, recent=0))
+    for number, row in enumerate(IDS):
+        read_batch(model, cache, [number], row[None], ending_of(model) if metric == "loss" else None)
+    return cache
+
+
 def coded(states: torch.Tensor) -> torch.Tensor:
     """Those tokens that caches may code."""
     return states[:, :, EXACT:]
@@ -59,22 +72,21 @@ def rotated(model: Any, x: torch.Tensor) -> torch.Tensor:
     return RotaryGeometry.from_config(model.config).rotate(x, torch.arange(x.shape[-2]))
 
 
-def energies(codec: KVCodec) -> list[torch.Tensor]:
-    """What is lost of each direction at 0 bits, of all coded layers."""
-    return [layer.distortions[..., 0] for layer in codec.in_place.layers.values()]
+def same_energies(one: KVCodec, other: KVCodec) -> None:
+    """Asserts that the directions of two codecs hold the same."""
+    assert one.settings == other.settings
+    for mine, theirs in zip(one.in_place.layers.values(), other.in_place.layers.values(), strict=True):
+        mine, theirs = mine.distortions[..., 0], theirs.distortions[..., 0]
+        torch.testing.assert_close(mine, theirs, rtol=2e-3, atol=1e-5 * float(theirs.max()))
 
 
 def by_head(sums: LayerSums, moment: torch.Tensor) -> list[torch.Tensor]:
     """The blocks on the diagonal of a moment of a layer with one group, of keys and of values, (heads, d, d) each."""
-    heads, sizes = sums.shape.heads, (sums.shape.key_dim, sums.shape.value_dim)
+    heads, sizes = sums.shape.heads, [size for size in sums.shape[1:3] for _ in range(sums.shape.heads)]
     assert moment.shape[0] == 1, "heads are in several groups"
-    found, start = [], 0
-    for size in sizes:
-        found.append(
-            torch.stack([moment[0, place : place + size, place : place + size] for place in range(start, start + heads * size, size)])
-        )
-        start += heads * size
-    return found
+    starts = [0, *accumulate(sizes[:-1])]
+    blocks = [moment[0, start : start + size, start : start + size] for start, size in zip(starts, sizes, strict=True)]
+    return [torch.stack(blocks[:heads]), torch.stack(blocks[heads:])]
 
 
 @cache

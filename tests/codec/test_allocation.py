@@ -12,13 +12,6 @@ from hf_kvcaches.kernels.code_format import WIDTHS, packed_bytes
 from tests import testbed, tiny
 from tests.codec.measured import calibrate
 
-ALLOTTED = (1, 2, 4, 6, 8, 16, 24)
-
-
-def columns(widths: torch.Tensor) -> torch.Tensor:
-    """Which of the distortions are those of widths."""
-    return torch.tensor([(0, *WIDTHS).index(width) for width in widths.tolist()])
-
 
 @given(seed=st.integers(0, 2**31), share=st.floats(0.2, 1), falling=st.booleans(), copies=st.sampled_from([(1, 1), (1, 3), (2, 1)]))
 def test_no_other_allocation_of_as_many_bits_loses_less(seed: int, share: float, falling: bool, copies: tuple[int, int]) -> None:
@@ -31,7 +24,8 @@ def test_no_other_allocation_of_as_many_bits_loses_less(seed: int, share: float,
     found = allot(sides, budget, copies, widths)
     assert sum(count * packed_bytes(side) for count, side in zip(copies, found, strict=True)) <= budget
     bits = int((torch.cat(found) * counts).sum())
-    lost = float(distortions.double().gather(1, columns(torch.cat(found))[:, None]).sum())
+    columns = torch.tensor([(0, *WIDTHS).index(width) for width in torch.cat(found).tolist()])
+    lost = float(distortions.double().gather(1, columns[:, None]).sum())
     choices = torch.tensor(list(product(range(5), repeat=6)))
     used = (torch.tensor([0, *widths])[choices] * counts).sum(1)
     chosen = distortions.double()[:, [0, *(1 + WIDTHS.index(width) for width in widths)]]

@@ -6,16 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_kvcaches import ArtifactError
-from hf_kvcaches.codec.entropy import (
-    LANES,
-    LARGEST,
-    CodedTiles,
-    Tables,
-    decode,
-    encode,
-    tables_of,
-    uniform_tables,
-)
+from hf_kvcaches.codec.entropy import LANES, LARGEST, CodedTiles, Tables, decode, encode, tables_of, uniform_tables
 
 
 def laplace(scales: torch.Tensor) -> torch.Tensor:
@@ -29,10 +20,8 @@ SCALES = torch.tensor([0.1, 0.4, 1.0, 3.0, 20.0])
 
 def made_tables() -> Tables:
     """Those of 0 to 7 bits, and for each size of a group one for each scale."""
-    rows = [uniform_tables(8), *(tables_of(laplace(SCALES), size) for size in LARGEST)]
-    sizes = [1] * 8 + [size for size in LARGEST for _ in SCALES]
-    integers, frequencies = (torch.cat([getattr(each, name) for each in rows]) for name in ("integers", "frequencies"))
-    return Tables(integers, frequencies, torch.tensor(sizes, dtype=torch.uint8), torch.zeros(len(sizes)))
+    parts = [uniform_tables(8), *(tables_of(laplace(SCALES), torch.zeros(len(SCALES)), size)[0] for size in LARGEST)]
+    return Tables(*map(torch.cat, zip(*(part.tensors().values() for part in parts), strict=True)))
 
 
 TABLES = made_tables()

@@ -20,11 +20,11 @@ def joined(layer: FixedLayer, keys: torch.Tensor, values: torch.Tensor) -> torch
 
 def integers_of(layer: FixedLayer, vectors: torch.Tensor) -> torch.Tensor:
     """The integer of each direction, (batch, groups, tokens, size), int64; 0 where a direction has no bits."""
-    found, transform = torch.zeros(vectors.shape, dtype=torch.int64), layer.basis.transform
-    for group, direction in torch.cartesian_prod(*map(torch.arange, layer.basis.mean.shape)).tolist():
+    found, transform = torch.zeros(vectors.shape, dtype=torch.int64), layer.transform
+    for group, direction in torch.cartesian_prod(*map(torch.arange, layer.mean.shape)).tolist():
         if width := int(layer.widths[direction]):
             step = float(layer.steps[group, direction, WIDTHS.index(width)])
-            coefficients = (vectors[:, group].double() - layer.basis.mean[group].double()) @ transform[group, direction]
+            coefficients = (vectors[:, group].double() - layer.mean[group].double()) @ transform[group, direction]
             found[:, group, :, direction] = ((coefficients / step).floor() + 2 ** (width - 1)).clamp(0, 2**width - 1).long()
     return found
 
@@ -32,12 +32,12 @@ def integers_of(layer: FixedLayer, vectors: torch.Tensor) -> torch.Tensor:
 def vectors_of(layer: FixedLayer, integers: torch.Tensor) -> torch.Tensor:
     """What the integers stand for: the middle of each step, and the mean where there are no bits."""
     coefficients = torch.zeros(integers.shape, dtype=torch.float64)
-    for group, direction in torch.cartesian_prod(*map(torch.arange, layer.basis.mean.shape)).tolist():
+    for group, direction in torch.cartesian_prod(*map(torch.arange, layer.mean.shape)).tolist():
         if width := int(layer.widths[direction]):
             step = float(layer.steps[group, direction, WIDTHS.index(width)])
             coefficients[:, group, :, direction] = (integers[:, group, :, direction].double() + 0.5 - 2 ** (width - 1)) * step
-    decode = torch.linalg.inv(layer.basis.transform)
-    return torch.einsum("gij,bgtj->bgti", decode, coefficients) + layer.basis.mean.double()[:, None]
+    decode = torch.linalg.inv(layer.transform)
+    return torch.einsum("gij,bgtj->bgti", decode, coefficients) + layer.mean.double()[:, None]
 
 
 def decoded(layer: FixedLayer, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,7 +16,7 @@ def joined(keys: torch.Tensor, values: torch.Tensor, group: int) -> torch.Tensor
 
 def coefficients(codec: KVCodec, layer: int, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """In steps, (directions, tokens)."""
-    basis = codec.packed.bases[layer].basis
+    basis = codec.packed.bases[layer]
     apart = joined(keys, values, basis.shape.group) - basis.mean.double()[:, None]
     return torch.cat([transform @ own.T for transform, own in zip(basis.transform, apart, strict=True)]) / codec.packed.quantizer.step
 
@@ -28,18 +28,3 @@ def integers(codec: KVCodec, layer: int, keys: torch.Tensor, values: torch.Tenso
     split, kept = (torch.zeros(len(found), 1, dtype=torch.bool) for _ in range(2))
     split[plan.order[: plan.split]], kept[plan.order] = True, True
     return torch.where(split, found.round(), found.sign() * (found.abs() + 0.4).floor()) * kept
-
-
-def states_of(codec: KVCodec, layer: int, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values, (kv_heads, tokens, dim), if each integer stood for just so many steps."""
-    basis = codec.packed.bases[layer].basis
-    heads, key_dim, value_dim, group = basis.shape
-    size = basis.shape.size
-    keys, values = torch.empty(heads, whole.shape[1], key_dim), torch.empty(heads, whole.shape[1], value_dim)
-    for place, own in enumerate(whole.split(size)):
-        vectors = (basis.inverse[place] @ (own * codec.packed.quantizer.step)).T + basis.mean[place].double()
-        for head in range(group):
-            start = group * key_dim + head * value_dim
-            keys[place * group + head] = vectors[:, head * key_dim : (head + 1) * key_dim]
-            values[place * group + head] = vectors[:, start : start + value_dim]
-    return keys, values

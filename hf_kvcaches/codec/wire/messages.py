@@ -27,7 +27,6 @@ import json
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 import torch
@@ -47,15 +46,11 @@ _AGAIN = "Have them sent again."
 # before one is read. 60,000 rows fit.
 _LONGEST_HEAD, _MOST_COMMAS, _LONGEST_RECORD = 16 << 20, 1 << 17, 1 << 40
 
-Codes = Sequence[Sequence[Tensor] | None]
-"""For each layer a record of each row, (bytes,), uint8, or None where the layer is not coded."""
-
 
 class Head(Protocol):
     """What is known of a message before its parts come."""
 
-    kind: ClassVar[str]
-    """What the codes are, in small letters: in the head, and in errors."""
+    kind: ClassVar[str]  # what the codes are, in small letters: in the head, and in errors
 
     @property
     def names(self) -> Sequence[str]: ...  # of the parts, for errors
@@ -63,9 +58,7 @@ class Head(Protocol):
     def content(self) -> dict[str, Any]: ...  # what is sent of it, for JSON
 
     @classmethod
-    def of_content(cls, content: dict[str, Any]) -> Self:
-        """The inverse of `content`; any `ValueError`, `KeyError`, `TypeError` or `AttributeError` for what makes no sense."""
-        ...
+    def of_content(cls, content: dict[str, Any]) -> Self: ...  # a `ValueError`, `KeyError`, `TypeError` or `AttributeError` for nonsense
 
 
 SomeHead = TypeVar("SomeHead", bound=Head)
@@ -88,25 +81,21 @@ def message_chunks(head: Head, records: Iterable[Tensor]) -> Iterator[bytes]:
 
 
 class MessageReader(Generic[SomeHead]):
-    """The one reader of messages: iterate over it, once, for the records of the parts, (bytes,), uint8.
+    """Reads a message: the head when it is made, and the records of the parts, (bytes,), uint8, by iterating over it, once.
 
-    The head is read when it is made. Whatever is wrong is an `ArtifactError`, then and each time one asks again; records that were handed
-    out before stay good, but are no longer all of the message.
+    Whatever is wrong is an `ArtifactError`, then and each time one asks again; records that were handed out before stay good, but are no
+    longer all of the message. `nbytes` counts what was read.
 
     Args:
         source: The bytes of one message and no more, whole or in pieces of any sizes, or a function that returns between 1 and the given
             number of bytes, and none at the end. Such a function is asked for no byte beyond the message.
-        head_type: Of the message.
         ending: How it is said that no more bytes come.
-
-    Attributes:
-        nbytes: That were read.
     """
 
     def __init__(self, source: Source, head_type: type[SomeHead], ending: str = "") -> None:
-        self._whole, self._read = not callable(source), reader_of(source)
-        self._codes, self._ending = head_type.kind, ending or f"{_sentence(head_type.kind)} end"
-        self.nbytes, self._failure = 0, ""
+        self._whole, self._read, self.nbytes, self._failure = not callable(source), reader_of(source), 0, ""
+        self._codes, self._sentence = head_type.kind, head_type.kind[:1].upper() + head_type.kind[1:]
+        self._ending = ending or f"{self._sentence} end"
         self.head, digest = self._read_head(head_type)
         self._records = self._read_parts(digest)
 
@@ -127,32 +116,50 @@ class MessageReader(Generic[SomeHead]):
             raise
 
     def _read_head(self, head_type: type[SomeHead]) -> tuple[SomeHead, bytes]:
-        start, codes = self._available(_START.size), _sentence(self._codes)
+        start = self._take(_START.size)
         if not start.startswith(_MAGIC[: len(start)]):
-            raise ArtifactError(
-                f"Expected {self._codes}, got bytes that begin with {bytes(start[:8])!r}. Give what was sent, from its start."
-            )
-        if missing := _START.size - len(start):
-            raise ArtifactError(f"{self._ending} after {self.nbytes} bytes, at least {missing} too early. {_AGAIN}")
+            got = f"got bytes that begin with {bytes(start[:8])!r}"
+            raise ArtifactError(f"Expected {self._codes}, {got}. Give what was sent, from its start.")
+        self._require(start, _START.size)
         _, version, length = _START.unpack(start)
         if version != _VERSION:
             hint = "Upgrade hf-kvcaches." if version > _VERSION else "Encode the prompt again."
-            raise ArtifactError(f"{codes} have format version {version}, this reads version {_VERSION}. {hint}")
+            raise ArtifactError(f"{self._sentence} have format version {version}, this reads version {_VERSION}. {hint}")
         if length > _LONGEST_HEAD:
-            raise ArtifactError(f"{codes} say that their head has {length} bytes, more than the {_LONGEST_HEAD} allowed. {_AGAIN}")
-        rest = self._exactly(length + _DIGEST)
+            raise ArtifactError(f"{self._sentence} say that their head has {length} bytes, more than the {_LONGEST_HEAD} allowed. {_AGAIN}")
+        rest = self._require(self._take(length + _DIGEST), length + _DIGEST)
         text, digest = rest[:length], bytes(rest[length:])
         if _digest_of(start, text) != digest:
-            raise ArtifactError(f"{codes} have a damaged head. {_AGAIN}")
-        return _head_of(head_type, text), digest
+            raise ArtifactError(f"{self._sentence} have a damaged head. {_AGAIN}")
+        return self._head_of(head_type, text), digest
+
+    def _head_of(self, head_type: type[SomeHead], text: bytearray) -> SomeHead:
+        """The inverse of `_json_of`; an `ArtifactError` for any other bytes."""
+        if text.count(b",") > _MOST_COMMAS:
+            raise ArtifactError(f"{self._sentence} have a head with more than the {_MOST_COMMAS} commas allowed. {_AGAIN}")
+        try:
+            content = parse_json(text)
+            if (kind := content.pop("kind")) != self._codes:
+                raise ArtifactError(f"Expected {self._codes}, got {str(kind)[:100]}. Read them with what has written them.")
+            head = head_type.of_content(content)
+            same = _json_of(head) == text
+        except ArtifactError:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            # What a head says may be as long as the head.
+            raise ArtifactError(f"{self._sentence} have a head that makes no sense: {str(error)[:300]} {_AGAIN}") from error
+        if not same:
+            raise ArtifactError(f"{self._sentence} have a head that version {_VERSION} of the format would write otherwise. {_AGAIN}")
+        return head
 
     def _read_parts(self, digest: bytes) -> Iterator[Tensor]:
-        for expected, name in enumerate(self.head.names):
-            part = f"{name!r} ({expected + 1} of {len(self.head.names)})"
-            number, length, stored = _PART.unpack(self._exactly(_PART.size, f" in part {part}"))
+        names = self.head.names
+        for expected, name in enumerate(names):
+            part = f"{name!r} ({expected + 1} of {len(names)})"
+            number, length, stored = _PART.unpack(self._require(self._take(_PART.size), _PART.size, f" in part {part}"))
             if number != expected:
                 raise ArtifactError(f"Part {number} of {self._codes} came where part {expected} was next. {_AGAIN}")
-            body = self._exactly(length, f" in part {part}")
+            body = self._require(self._take(length), length, f" in part {part}")
             digest = _digest_of(digest, number.to_bytes(4, "little"), body)
             if stored != digest:
                 raise ArtifactError(f"Part {part} of {self._codes} is damaged, or of other codes. {_AGAIN}")
@@ -163,44 +170,21 @@ class MessageReader(Generic[SomeHead]):
         if self._whole and self._read(1):
             raise ArtifactError(f"Bytes follow {self._codes} that end after {self.nbytes} bytes. Give the bytes of one message only.")
 
-    def _exactly(self, count: int, where: str = "") -> bytearray:
-        content = self._available(count)
-        if missing := count - len(content):
-            raise ArtifactError(f"{self._ending}{where} after {self.nbytes} bytes, at least {missing} too early. {_AGAIN}")
-        return content
-
-    def _available(self, count: int) -> bytearray:
+    def _take(self, count: int) -> bytearray:
         """So many bytes, or fewer where the source ends."""
         content = take(self._read, count)
         self.nbytes += len(content)
+        return content
+
+    def _require(self, content: bytearray, count: int, where: str = "") -> bytearray:
+        if missing := count - len(content):
+            raise ArtifactError(f"{self._ending}{where} after {self.nbytes} bytes, at least {missing} too early. {_AGAIN}")
         return content
 
 
 def _json_of(head: Head) -> bytes:
     """A head as it is sent: for each there are exactly these bytes."""
     return json.dumps({"kind": head.kind, **head.content()}, separators=(",", ":")).encode()
-
-
-def _head_of(head_type: type[SomeHead], text: bytearray) -> SomeHead:
-    """The inverse of `_json_of`; an `ArtifactError` for any other bytes."""
-    codes = _sentence(head_type.kind)
-    if text.count(b",") > _MOST_COMMAS:
-        raise ArtifactError(f"{codes} have a head with more than the {_MOST_COMMAS} commas allowed. {_AGAIN}")
-    try:
-        content = parse_json(text)
-        kind = content.pop("kind")
-        if kind != head_type.kind:
-            raise ArtifactError(f"Expected {head_type.kind}, got {str(kind)[:100]}. Read them with what has written them.")
-        head = head_type.of_content(content)
-        same = _json_of(head) == text
-    except ArtifactError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        # What a head says may be as long as the head.
-        raise ArtifactError(f"{codes} have a head that makes no sense: {str(error)[:300]} {_AGAIN}") from error
-    if not same:
-        raise ArtifactError(f"{codes} have a head that version {_VERSION} of the format would write otherwise. {_AGAIN}")
-    return head
 
 
 def _body_header(size: int) -> bytes:
@@ -217,26 +201,16 @@ def _digest_of(*pieces: Bytes) -> bytes:
     return hasher.digest()
 
 
-def _sentence(kind: str) -> str:
-    """As a sentence begins."""
-    return kind[:1].upper() + kind[1:]
-
-
 @dataclass(frozen=True)
 class CodecHead:
-    """What is known of records before they come.
-
-    Args:
-        codec: The codec's digest.
-        layers: For each layer the bytes of each row's record, or None where the layer is not coded.
-    """
+    """What is known of the records of a `KVCodec` before they come."""
 
     kind: ClassVar[str] = "codes of a KVCodec"
 
-    codec: str
-    layers: list[list[int] | None]
+    codec: str  # its digest
+    layers: list[list[int] | None]  # the bytes of each row's record, or None where the layer is not coded
 
-    @cached_property
+    @property
     def names(self) -> list[str]:
         return [f"layer.{index}" for index, lengths in enumerate(self.layers) if lengths is not None]
 
@@ -252,25 +226,3 @@ class CodecHead:
         if not fits or not all(type(count) is int and 0 <= count <= _LONGEST_RECORD for count in counts):
             raise ValueError(f"{len(head.layers)} layers, and the counts {counts[:8]}")
         return head
-
-
-def codes_to_bytes(codec: str, codes: Codes) -> bytes:
-    """Codes as a message, of the codec with a digest."""
-    head = CodecHead(codec, [None if records is None else list(map(len, records)) for records in codes])
-    empty = torch.empty(0, dtype=torch.uint8)
-    joined = (torch.cat([empty, *(record.cpu() for record in records)]) for records in codes if records is not None)
-    return b"".join(message_chunks(head, joined))
-
-
-def codes_from_bytes(source: Source, codec: str, coded: list[bool]) -> list[list[Tensor] | None]:
-    """The codes of a message, of the codec with a digest, which codes some of the layers."""
-    message = MessageReader(source, CodecHead)
-    if message.head.codec != codec:
-        raise ArtifactError(f"These are codes of the codec {message.head.codec}, not of {codec}. Read them with that one.")
-    if [lengths is not None for lengths in message.head.layers] != coded:
-        raise ArtifactError("Codes are of other layers than those of the codec. Encode them anew.")
-    layers = iter(list(message))
-    try:
-        return [None if lengths is None else list(next(layers).split(lengths)) for lengths in message.head.layers]
-    except RuntimeError as error:
-        raise ArtifactError(f"The records of codes have other lengths than their head says: {error}. Encode them anew.") from error

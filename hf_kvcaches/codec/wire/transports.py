@@ -21,21 +21,15 @@ _LARGEST = 16 << 20
 
 @runtime_checkable
 class Message(Protocol):
-    """Something that is sent in pieces."""
+    """Something that is sent in pieces, such as `SemanticCodes`."""
 
-    def chunks(self) -> Iterator[bytes]:
-        """The bytes to send."""
-        ...
+    def chunks(self) -> Iterator[bytes]: ...
 
 
 def send(sock: socket.socket, message: Message | Iterable[bytes]) -> int:
-    """Send a message over a connected socket and return its bytes; other messages may follow.
+    """Send a message over a connected, blocking stream socket and return its bytes; other messages may follow.
 
     The pieces are sent at once, each on its own: the socket's TCP_NODELAY is set.
-
-    Args:
-        sock: A connected, blocking stream socket.
-        message: Such as `SemanticCodes`, or the bytes in pieces.
     """
     _check_blocking(sock)
     with contextlib.suppress(OSError):
@@ -70,7 +64,6 @@ def send_distributed(
     """Send a message to a process of the group and return its bytes: pieces of uint8 with their length before them, and 0 at the end.
 
     Args:
-        message: Such as `SemanticCodes`, or the bytes in pieces.
         dst: The rank of the process that receives.
         group: None: the default group.
         device: Where the messages lie. None: on the current GPU for nccl, else on the CPU.
