@@ -140,8 +140,8 @@ class Coded(Flat):
         if used:
             old = first.clamp(max=used - 1)
             codes, *exact = self.gather(old)
-            kept = self._coder(like).decode(codes.mT.contiguous(), like.dtype)
-            kept = tuple(torch.where(old[..., None] < self.sinks, *pair) for pair in zip(exact, kept, strict=True))
+            near = self._coder(like).decode(codes.mT.contiguous(), like.dtype)
+            kept = tuple(torch.where(old[..., None] < self.sinks, *pair) for pair in zip(exact, near, strict=True))
             states = tuple(torch.where(first[..., None] < used, *pair) for pair in zip(kept, states or kept, strict=True))
         return states
 

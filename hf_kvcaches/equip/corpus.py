@@ -86,10 +86,11 @@ class Watcher(WatchingCache):
     """Has a function told of each full attention."""
 
     def __init__(self, model: Any, told: Callable[[Attended], None]) -> None:
-        self.watch = told  # type: ignore[method-assign]
+        self.told = told
         super().__init__(model)
 
-    def watch(self, attended: Attended) -> None: ...
+    def watch(self, attended: Attended) -> None:
+        self.told(attended)
 
 
 def attention_modules(model: Any) -> dict[int, nn.Module]:

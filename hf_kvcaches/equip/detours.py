@@ -20,6 +20,7 @@ from hf_kvcaches.core.call import Call
 from hf_kvcaches.core.identity import Provenance
 from hf_kvcaches.core.step import Pass
 from hf_kvcaches.equip.policies.future import even_chunks, most_received
+from hf_kvcaches.equip.pruning import joined
 from hf_kvcaches.equip.slot_layer import Undo
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.kernels.blocks import Visibility
@@ -61,7 +62,8 @@ def _reread(
     received[..., columns] = torch.maximum(received[..., columns], most)
     kept = int(columns[-1]) + 1 if columns.numel() else 0
     visible = Visibility((text[..., :kept] >= 0) & (text[..., :kept] < span[1]), kept, running.valid)
-    output: torch.Tensor = layer.attend_with(query, kept_states, (keys, values), call, visible, call.bias)[0]
+    states = joined((kept_states[0][:, :, :kept], kept_states[1][:, :, :kept]), (keys, values))
+    output: torch.Tensor = layer.attend_with(query, states, call, visible, call.bias)[0]
     return output
 
 
@@ -222,9 +224,8 @@ def _insert(
         index = (first + torch.arange(tokens, device=earlier.device)).view(1, 1, -1)
     new = layer.incoming(keys, values, running, index)
     query = rotation.to_frame(query, running.positions(), index[:, 0], table)
-    kept, visible = layer.kept_states(used) if used else None, Visibility(earlier, used, None)
     output: torch.Tensor
-    output, observed = layer.attend_with(query, kept, (new.frame, values), call, visible)
+    output, observed = layer.attend_with(query, states := layer.states(used, new), call, Visibility(earlier, used, None))
     table.append(positions.to(torch.int32), None if table.text is None else text)
-    layer.arrive(new, None, attention=observed, queries=query, query_index=index[:, 0], module=call.module)
+    layer.arrive(new, None, attention=observed, states=states, queries=query, query_index=index[:, 0], module=call.module)
     return output

@@ -13,7 +13,7 @@ from hf_kvcaches.core.call import Call
 from hf_kvcaches.core.holder import LastQueries
 from hf_kvcaches.core.step import Pass
 from hf_kvcaches.equip.budgets import Limit
-from hf_kvcaches.equip.pruning import Incoming, KeysAndValues, PruningLayer, joined
+from hf_kvcaches.equip.pruning import Incoming, KeysAndValues, PruningLayer
 from hf_kvcaches.equip.settings import QUESTION_ADOPTED
 from hf_kvcaches.equip.slot_layer import ModuleCall
 from hf_kvcaches.equip.slots import SlotTable
@@ -60,7 +60,7 @@ class PromptLayer(PruningLayer):
             spans = [*self._spans(running, length), *((index, index + 1, None) for index in range(length, tokens))]
             for start, stop, limit in spans:
                 part = running.part(start, stop)
-                states = [tensor[:, :, start:stop] for tensor in (query, keys, values)]
+                states = query[:, :, start:stop], keys[:, :, start:stop], values[:, :, start:stop]
                 inputs = module_call.inputs
                 if inputs is not None:
                     inputs = {name: _part(value, start, stop) if name in _BY_TOKEN else value for name, value in inputs.items()}
@@ -92,7 +92,7 @@ class PromptLayer(PruningLayer):
     ) -> torch.Tensor:
         """Attend with a block of new tokens, then prune: (batch, tokens, heads, head_dim)."""
         before, new = self._append(keys, values, running, call.bias)
-        used, observed, output, bias, allowed = before.used, None, None, call.bias, running.allowed
+        used, states, observed, output, bias, allowed = before.used, None, None, None, call.bias, running.allowed
         try:
             query = self.rotation.to_frame(query, running.positions(), new.index[:, 0], before)
             if not before.seen and running.whole and bias is None:
@@ -103,27 +103,21 @@ class PromptLayer(PruningLayer):
                 if before.seen and bias is not None:
                     bias = _with_new(of_slots(bias, self.columns(before, bias, running.tokens), keys.shape[1]), bias)
                 slots = None if before.filled is not None or not used else before.positions >= 0
-                kept, visible = self.kept_states(used) if used else None, Visibility(slots, used, running.valid, allowed)
-                output, observed = self.attend_with(query, kept, (new.frame, values), call, visible, bias, output)
-            self.arrive(new, limit, attention=observed, queries=query, query_index=new.index[:, 0], module=call.module, inputs=inputs)
+                states, visible = self.states(used, new), Visibility(slots, used, running.valid, allowed)
+                output, observed = self.attend_with(query, states, call, visible, bias, output)
+            asked: dict[str, Any] = {"queries": query, "query_index": new.index[:, 0], "module": call.module, "inputs": inputs}
+            self.arrive(new, limit, attention=observed, states=states, **asked)
         except BaseException:  # slots of new tokens were not written: the layer stays behind the others, and the next pass is refused
             self.table, self.arrival = before, None
             raise
         return output
 
     def attend_with(
-        self,
-        query: torch.Tensor,
-        kept: KeysAndValues | None,
-        new: KeysAndValues,
-        call: Call,
-        visible: Visibility,
-        bias: torch.Tensor | None = None,
-        output: torch.Tensor | None = None,
+        self, query: torch.Tensor, states: KeysAndValues, call: Call, visible: Visibility, bias: Any = None, output: Any = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attention of new tokens over kept ones and themselves, unless the `output` is known, and what observed queries gave to all."""
-        keys, values = new if kept is None else joined((kept[0][:, :, : visible.kept], kept[1][:, :, : visible.kept]), new)
-        window, tokens, groups = self.policy.observes, query.shape[2], query.shape[1] // keys.shape[1]
+        (keys, values), window, tokens = states, self.policy.observes, query.shape[2]
+        groups = query.shape[1] // keys.shape[1]
         if output is None and call.softcap is None and bias is None and call.sink_logits is None:
             mask = visible.rows(0, tokens, keys.device)
             mask = mask if mask.shape[1] == 1 else mask.repeat_interleave(groups, 1)

@@ -50,20 +50,23 @@ class PruningLayer(SlotLayer):
         keys, values = self.storage.read(used)
         return self.rotation.frame(keys, self.rotation.index_of_slots(self.table, used)), values
 
-    def shown(self, new: Incoming | None, budget: int | None, behind: int = 0, **asked: Any) -> Tokens:
+    def states(self, old: int, new: Incoming | None) -> KeysAndValues:
+        """Keys in the frame and values of the first slots, so many, and of new tokens behind them."""
+        kept = self.kept_states(old) if old else None
+        return joined(kept, None if new is None else (new.frame, new.values))
+
+    def shown(self, new: Incoming | None, budget: int | None, behind: int = 0, states: KeysAndValues | None = None, **asked: Any) -> Tokens:
         """What the policy is shown: slots in use, of which the last ones are for new tokens, but for so many `behind`."""
         table, used = self.table, self.table.used
         old, scores, count = used - _tokens(new), None, table.count - behind
-        positions = table.positions[..., :used]
-        states, indices = None if new is None else (new.frame, new.values), [] if new is None else [new.index]
+        positions, indices = table.positions[..., :used], [] if new is None else [new.index]
         if old:
-            states, indices = joined(self.kept_states(old), states), [self.rotation.index_of_slots(table, old), *indices]
+            indices = [self.rotation.index_of_slots(table, old), *indices]
             scores = table.scores[..., :used]
             scores = torch.where(scores >= UNSCORED, -math.inf, scores)
-        assert states is not None
         indices = [index.expand(*positions.shape[:2], -1) for index in indices]
         return Tokens(
-            *states,
+            *(states or self.states(old, new)),
             positions=torch.where(positions >= count, -1, positions) if behind else positions,
             count=count,
             sinks=self.settings.sinks,
@@ -84,7 +87,7 @@ class PruningLayer(SlotLayer):
         Args:
             limit: What is pruned to; None: what the layer has slots for. So many newest tokens `behind` stay, not shown to the policy.
             attention: What all got from the observed queries, (batch, kv_heads, slots in use + tokens), or None.
-            **asked: What else a policy is shown of the pass: as in `Tokens`.
+            **asked: What else is shown of the pass, as in `Tokens`, and `states`, where these are known.
         """
         table, policy, limit = self.table, self.policy, limit or Limit(self.slots, self.recent)
         if attention is not None and policy.observes is None and (old := table.used - _tokens(new)):  # the sum over all queries so far
@@ -131,8 +134,10 @@ class PruningLayer(SlotLayer):
                 return self.settle(with_rooms(worth, table.rooms), table.rooms)
             if shared == "global" and not drafting:
                 return self.assembly.add(self, Candidates(worth, limit.slots, self.slots, fits))
-        if shared is None or fits:
-            return self._install(None if self._dense() and fits else best(worth, table.positions, limit.slots), None, None)
+        if fits:
+            return self.settle(None, None)
+        if shared is None:
+            return self._install(best(worth, table.positions, limit.slots), None, None)
         if isinstance(shared, dict):
             shares, sinks, recent = self._shares(worth), settings.sinks, max(1, limit.recent)
             # Sinks and recent tokens are each head's own.
@@ -151,15 +156,13 @@ class PruningLayer(SlotLayer):
             raise ConfigError.of("head_budgets", "HeadBudgets of this model", shares, "Calibrate them with this model.")
         return torch.tensor(shares, device=worth.device)
 
-    def _dense(self) -> bool:
-        """Whether slots in use and new tokens, as they lie, are in order and without gaps; an edit has new ones in the middle."""
-        return self.table.filled is not None and self.detour is None
-
     def settle(self, kept: torch.Tensor | None, rooms: torch.Tensor | None) -> None:
         """Keep the arrived tokens where `kept` is True, (batch, kv_heads, slots in use), or all; `rooms` as in `SlotTable`, or (1, ...)."""
         positions = self.table.positions
         if kept is None or rooms is None:
-            return self._install(None if self._dense() else by_position(positions, positions >= 0), None, None)
+            # As they lie, tokens are in order and without gaps, but where an edit puts new ones in the middle.
+            dense = self.table.filled is not None and self.detour is None
+            return self._install(None if dense else by_position(positions, positions >= 0), None, None)
         lengths = kept.sum(-1, keepdim=True)
         index = by_position(positions, kept)[..., : max(1, int(lengths.max()))]
         return self._install(index, lengths, rooms.expand(positions.shape[0], -1, -1).contiguous())
@@ -177,10 +180,8 @@ class PruningLayer(SlotLayer):
         if rooms is None and tokens is None:
             storage.rebuild(index, None if states is None else storage.encode(*states), old, self.slots)
         else:
-            states = joined(storage.read(old), states) if old else states
             assert index is not None
-            assert states is not None
-            keys, values = (pick(tensor, index) for tensor in states)
+            keys, values = (pick(tensor, index) for tensor in joined(storage.read(old) if old else None, states))
             if tokens is not None and table.asked is not None:
                 values = refitted(tokens, table.asked, keys, index, table.positions >= 0, unrotated)
                 table.asked = None
@@ -216,6 +217,7 @@ def _tokens(new: Incoming | None) -> int:
     return 0 if new is None else new.keys.shape[2]
 
 
-def joined(kept: KeysAndValues, new: KeysAndValues | None) -> KeysAndValues:
+def joined(kept: KeysAndValues | None, new: KeysAndValues | None) -> KeysAndValues:
     """Keys and values of slots in use and of new tokens, (batch, kv_heads, slots in use + tokens, width) each."""
-    return kept if new is None else (torch.cat([kept[0], new[0]], 2), torch.cat([kept[1], new[1]], 2))
+    parts = [part for part in (kept, new) if part is not None]
+    return parts[0] if len(parts) == 1 else (torch.cat([parts[0][0], parts[1][0]], 2), torch.cat([parts[0][1], parts[1][1]], 2))

@@ -77,6 +77,7 @@ class SlotLayer(AnsweringLayer):
 
     is_croppable = True
     cache_name = "EquipCache"
+    arrival: Any
     detour: Callable[..., torch.Tensor] | None
 
     def __init__(
@@ -103,7 +104,7 @@ class SlotLayer(AnsweringLayer):
         self.table, self.slots, self.recent = SlotTable(), 0, 0
         self.waiting, self.scaling = self.policy.deferred > 0, 1.0
         self.module_call: ModuleCall | None = None
-        self.arrival = self.detour = None
+        self.detour, self.arrival = None, None
 
     @property
     def seen(self) -> int:  # type: ignore[override]
@@ -159,12 +160,12 @@ class SlotLayer(AnsweringLayer):
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
         """Whether `torch.compile` may take single tokens: see `graphs.py`."""
-        settings, rotation = self.settings, self.rotation
+        settings, rotation, policy = self.settings, self.rotation, self.policy
         late = settings.decode_budget is not None or settings.question_start is not None or self.journal is not None
-        unfit = late or not (self.policy.in_graphs and self.storage.in_graphs)
         changing = self.geometry.changes_at is not None and rotation.moves
         unmoved = rotation.streams and self.table.sink_keys is None and settings.sinks and self.table.seen
-        return not (unfit or changing or unmoved) and (self.shard is None or not self.policy.asks_all_heads)
+        fit = policy.in_graphs and self.storage.in_graphs and (self.shard is None or not policy.asks_all_heads)
+        return fit and not (late or changing or unmoved)
 
     # How keys are rotated.
 
@@ -194,9 +195,10 @@ class SlotLayer(AnsweringLayer):
             return
         if torch.compiler.is_compiling():
             turn = rotation.follow(self.places(newest), table.count.clamp(max=self.slots))  # type: ignore[union-attr]
-        elif (kept := table.filled) == table.seen:
+        elif table.seen == table.filled:
             return  # nothing was lost behind them
         else:
+            kept: Any = table.filled
             turn = self.passes.memo(("follow", rotation.otherwise, kept), newest, lambda: rotation.follow(self.places(newest), kept))
         self.storage.keys[:, :, : sinks.shape[2]] = turn(sinks)
 
@@ -293,8 +295,7 @@ class SlotLayer(AnsweringLayer):
 
     def make_final(self) -> None:
         """End a change that came from outside of a forward pass: what came before can't be taken back any more."""
-        if self.journal is not None:
-            self.journal.clear()
+        self.journal = None if self.journal is None else []
         self.storage.trim(self.table.kept())
         graphs.prepare(self)
 
@@ -307,8 +308,7 @@ class SlotLayer(AnsweringLayer):
         self._clear()
         self.assembly.clear()
         self.is_initialized = False
-        if self.journal is not None:
-            self.journal.clear()
+        self.journal = None if self.journal is None else []
 
     def _map_rows(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         table = self.table

@@ -136,7 +136,7 @@ def resolve_policy(policy: Any) -> Policy:
     if isinstance(policy, dict):
         return policy_from_settings(policy)
     if callable(make := getattr(policy, "as_policy", None)) and not isinstance(policy, type):
-        return make()  # type: ignore[no-any-return]
+        return make()
     if not isinstance(policy, str):
         swapped = "It is a model: model and policy seem to be swapped." if isinstance(policy, nn.Module) else ""
         hint = "Pass an object, not its class." if isinstance(policy, type) and issubclass(policy, Policy) else swapped
