@@ -1,9 +1,8 @@
 """How many tokens each layer keeps, and which: in each head alike, or with a budget that heads, or heads and layers, share.
 
-One head in ninety recalls, and keeps nothing of use where all heads have the same budget. So the scores of all heads are compared, and
-each head keeps as many tokens as it has of the best. A twentieth of its budget stays a head's own, besides sinks and recent tokens: with
-a fifth, as Ada-KV has it, an eighth of a text loses twice as many needles. Within a layer that is Ada-KV (arXiv 2407.11550); over all
-layers, KVzip's threshold (arXiv 2505.23416) with Ada-KV's floor.
+Few heads recall, and keep nothing of use where all heads have the same budget. So the scores of all heads are compared, and each head keeps
+as many tokens as it has of the best. A twentieth of its budget stays a head's own, besides sinks and recent tokens: with a fifth, as Ada-KV
+(arXiv 2407.11550) has it, an eighth of a text loses twice as many needles. Over all layers that is KVzip's threshold (arXiv 2505.23416).
 """
 
 from __future__ import annotations
@@ -54,16 +53,6 @@ def one_budget(name: str, budget: Any) -> int | float:
 def slots_for(budget: int | float, prompt_tokens: int, least: int = 1) -> int:
     """How many tokens a layer keeps of a prompt: a number, or a share of it, but no fewer than `least`."""
     return budget if isinstance(budget, int) else max(least, int(budget * prompt_tokens))
-
-
-def check_budget(slots: int, sinks: int, recent: int) -> None:
-    """Raises where the protected tokens leave no room."""
-    # The token to come needs a slot that is not a sink's, whether or not it is to be protected afterwards.
-    least = sinks + max(recent, 1)
-    if slots < least:
-        raise ConfigError(
-            f"budget: {slots} tokens are too few for sinks={sinks} + recent={recent}. Give at least {least}, or lower sinks or recent."
-        )
 
 
 def pyramid_budgets(model: Any, budget: int, *, beta: float = 20, floor: int | None = None) -> list[int]:
@@ -185,5 +174,4 @@ class Assembly:
             waiting.settle(kept, rooms)
 
     def clear(self) -> None:
-        """Forget the layers that wait."""
         self._layers = []

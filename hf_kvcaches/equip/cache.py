@@ -19,9 +19,8 @@ from hf_kvcaches.equip import detours
 from hf_kvcaches.equip.budgets import Assembly, Limit, resolve_budgets
 from hf_kvcaches.equip.calibrated import HeadBudgets, KeepProbe
 from hf_kvcaches.equip.coded import Coded, PagedCodes, QuantizedSlots
-from hf_kvcaches.equip.hooks import TELLING
-from hf_kvcaches.equip.latent import Latent, LatentView, keeps_latents, latent_modules
 from hf_kvcaches.equip.layer import EquipLayer
+from hf_kvcaches.equip.modules import TELLING, Latent, LatentView, keeps_latents, latent_modules
 from hf_kvcaches.equip.pages import BlockTable, Paged, PagePool
 from hf_kvcaches.equip.policies import Policy, PressPolicy, resolve_policy
 from hf_kvcaches.equip.rotation import LONGEST, KeyRotation
@@ -72,8 +71,7 @@ class EquipCache(AnsweringCache):
             prompt is what the first call brings: with `prefill_chunk_size` the first chunk, so give a number there.
         sinks: First tokens of each row that always stay.
         recent: Newest tokens that always stay; None for the policy's own number.
-        decode_budget: Tokens to keep while decoding, where these are more than `budget`: a number, or a fraction of the prompt. None: as
-            many as of the prompt.
+        decode_budget: Tokens to keep while decoding, a number or a fraction of the prompt, where these are more than `budget`.
         head_budgets: How heads share the slots by their scores: "global" over all heads and layers, "layer" within a layer, `HeadBudgets`
             by shares that were measured once, None: each head has as many; "auto": as suits the policy.
         question_start: The index of the first prompt's token at which its question begins, negative to count from the end. What is
@@ -152,7 +150,6 @@ class EquipCache(AnsweringCache):
 
     @property
     def _pruned(self) -> list[EquipLayer]:
-        """The layers with full attention."""
         return [layer for layer in self.layers if isinstance(layer, EquipLayer)]
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -267,33 +264,27 @@ class EquipCache(AnsweringCache):
                 None: everything is context.
             input_ids: The context, (rows, tokens), for "kvzip" where it was not `generate` that fed it.
         """
-        seen, layers, attention = self.seen, self._pruned, dict[int, torch.Tensor]()
-        if upto is not None:
-            upto = whole_number("upto", upto, 1, f"a position from 1 to the {seen} tokens seen", most=max(1, seen))
-        behind = 0 if upto is None else max(0, seen - upto)
+        seen, layers = self.seen, self._pruned
         if not seen:
             raise ConfigError.of("compress", "a cache that holds a context", "an empty one", "Feed it the context first.")
+        context = seen if upto is None else whole_number("upto", upto, 1, f"a position from 1 to the {seen} tokens seen", most=seen)
+        behind = seen - context
         if behind and self.policy.observes != 0:
             raise UnsupportedError(
                 f"upto: {self.policy.name!r} scores by attention, and has seen that of the tokens behind upto. Make the cache with "
                 "question_start, feed the question after compress, or use 'compactor', 'keydiff' or 'kvzip'."
             )
-        contexts = [(seen if layer.table.counts is None else int(layer.table.counts.max())) - behind for layer in layers]
-        limits = [layer.settings.limit_of(context, behind) for layer, context in zip(layers, contexts, strict=True)]
+        prompts = [context if layer.table.counts is None else int(layer.table.counts.max()) - behind for layer in layers]
+        limits = [layer.settings.limit_of(prompt, behind) for layer, prompt in zip(layers, prompts, strict=True)]
+        attention: list[Any] = [None] * len(layers)
         if self.policy.deferred:
-            base, rows = self.model if model is None else model, max(layer.storage.shape[0] for layer in layers)
-            ids = self.log.ids if input_ids is None else input_ids.reshape(-1, input_ids.shape[-1])
-            if ids.shape[0] != rows or ids.shape[1] < seen - behind:
-                what = f"the ids of the {seen - behind} tokens of the context in {rows} rows"
-                raise ConfigError.of("input_ids", what, tuple(ids.shape), "Pass compress(model, input_ids=...), padding included.")
-            ids = ids[:, : seen - behind].to(compat.base_model(base).device)
-            attention = dict(enumerate(detours.reconstruct(self, base, layers, ids, self.policy.deferred)))
+            attention = detours.reconstruct(self, self.model if model is None else model, layers, input_ids, context)
         with layers[0].storage.rewriting():
-            for layer, limit, context in zip(layers, limits, contexts, strict=True):
-                layer.set_limits(limit, context)
-            for index, (layer, limit) in enumerate(zip(layers, limits, strict=True)):
+            for layer, limit, prompt in zip(layers, limits, prompts, strict=True):
+                layer.set_limits(limit, prompt)
+            for layer, limit, received in zip(layers, limits, attention, strict=True):
                 with self.at_hand(layer):
-                    layer.arrive(None, Limit(limit.slots, max(limit.recent, behind)), behind, attention.get(index))
+                    layer.arrive(None, Limit(limit.slots, max(limit.recent, behind)), behind, received)
             for layer in layers:
                 layer.make_final()
 

@@ -19,13 +19,13 @@ from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.hub import Artifact
 from hf_kvcaches.core.rope import rotation_of
 from hf_kvcaches.equip.budgets import Candidates, compared, protected, slots_for
-from hf_kvcaches.equip.corpus import SINKS, Corpus, LayerArtifact, asked_before, attention_inputs, attention_modules, reconstruction_scores
+from hf_kvcaches.equip.corpus import SINKS, Corpus, LayerArtifact, Watcher, attention_inputs, attention_modules, reconstruction_scores
 from hf_kvcaches.equip.policies.base import Policy
 from hf_kvcaches.equip.policies.future import KVZipPolicy, future_attention
 from hf_kvcaches.equip.policies.tokens import UNSCORED, Tokens
 from hf_kvcaches.errors import ConfigError, UnsupportedError, is_number, require_choice, require_instance, whole_number
 from hf_kvcaches.evaluate.measures import divergence
-from hf_kvcaches.evaluate.observer import Attended, WatchingCache
+from hf_kvcaches.evaluate.observer import Attended
 from hf_kvcaches.evaluate.runner import evaluating
 from hf_kvcaches.reuse.partial import run_module
 
@@ -142,7 +142,7 @@ def _costs(model: Any, ids: torch.Tensor) -> dict[int, torch.Tensor]:
             mask = causal.clone()
             mask[queries] = mask[queries].masked_fill(middle, least)
             hook = lambda _, args, kwargs, mask=mask: (args, {**kwargs, "attention_mask": mask[None]})  # noqa: E731
-            with asked_before([module], hook):
+            with module.register_forward_pre_hook(hook, with_kwargs=True):
                 costs[index][head] = divergence(expected, _predictions(model, copy.deepcopy(context), ids[-_ANSWER:])).mean()
     return costs
 
@@ -163,9 +163,9 @@ class LayerProbe(NamedTuple):
 class KeepProbe(LayerArtifact):
     """Predicts from a token's hidden state how much it would get in a second reading, for each layer and KV head.
 
-    KVzip (arXiv 2505.23416) reads a context twice to score it, and its successor KVzap (arXiv 2601.07891) learns these scores from hidden
-    states. Here it is ridge regression from what a layer's attention is called with to the logarithm of KVzip's score: one pass, no second
-    reading, and a token is scored when it comes. `EquipCache(model, probe)` prunes by it.
+    KVzip (arXiv 2505.23416) reads a context twice to score it, and KVzap (arXiv 2601.07891) learns these scores from hidden states. Here it
+    is ridge regression from what a layer's attention is called with to the logarithm of KVzip's score: a token is scored when it comes.
+    `EquipCache(model, probe)` prunes by it.
 
     **Departs from the paper**: linear, calibrated on a few texts in minutes; combined with future attention in `ProbePolicy`.
 
@@ -236,10 +236,9 @@ class KeepProbe(LayerArtifact):
 
 @dataclass(frozen=True)
 class ProbePolicy(Policy):
-    """Keeps the tokens that a `KeepProbe` or future attention finds worth keeping: the maximum of both.
+    """Keeps the tokens that a `KeepProbe`, which knows not the context, or future attention finds worth keeping: the maximum of both.
 
-    The probe knows the token and not its context; future attention knows the context, and costs a few products. Together they lose less
-    than either. While decoding the probe alone scores each new token.
+    While decoding the probe alone scores each new token.
     """
 
     name = "keep-probe"
@@ -319,31 +318,26 @@ class QueryStatistics(LayerArtifact):
             progress: Whether to show a bar.
         """
         block = whole_number("block", block, SINKS + 1)
-        corpus = Corpus(model, tokenizer, texts, SINKS + 1, progress, block)
-        cache = _QueryMoments(corpus.base)
+        corpus, sums, scaling = Corpus(model, tokenizer, texts, SINKS + 1, progress, block), dict[int, Moments](), dict[int, float]()
+        rotation = rotation_of(compat.decoder_config(corpus.base.config))
+
+        def add(attended: Attended) -> None:
+            """Add moments of [1, query] to the sums."""
+            queries, index = attended.query[:1], attended.layer_idx
+            geometry = rotation.layers[index].at(queries.shape[2] - 1)
+            if geometry.kind == "rope" and geometry.refusal is None:
+                queries = geometry.unrotate(queries, torch.arange(queries.shape[2], device=queries.device))
+            rows = functional.pad(queries[0, :, SINKS:].double(), (1, 0), value=1.0)  # (heads, tokens, 1 + head_dim)
+            sums.setdefault(index, Moments(rows.shape[:1], rows.shape[-1], rows.device)).add(rows)
+            scaling[index] = attended.scaling
+
+        cache = Watcher(corpus.base, add)
         with evaluating(corpus.base), torch.no_grad():
             for ids in corpus:
                 cache.reset()
                 run_module(corpus.base.base_model, cache, ids[None])
-        return cls({index: cache.layer(index) for index in sorted(cache.sums)}, corpus.tokens, corpus.fingerprint())
-
-
-class _QueryMoments(WatchingCache):
-    """Sums moments of [1, query] over the queries of each pass."""
-
-    def __init__(self, model: Any) -> None:
-        self.sums: dict[int, tuple[Moments, float]] = {}
-        super().__init__(model)
-
-    def watch(self, attended: Attended) -> None:
-        queries, geometry = attended.query[:1], rotation_of(self.config).layers[attended.layer_idx].at(attended.query.shape[2] - 1)
-        if geometry.kind == "rope" and geometry.refusal is None:
-            queries = geometry.unrotate(queries, torch.arange(queries.shape[2], device=queries.device))
-        rows = torch.nn.functional.pad(queries[0, :, SINKS:].double(), (1, 0), value=1.0)  # (heads, tokens, 1 + head_dim)
-        sums = Moments(rows.shape[:1], rows.shape[-1], rows.device), attended.scaling
-        self.sums.setdefault(attended.layer_idx, sums)[0].add(rows)
-
-    def layer(self, index: int) -> LayerQueries:
-        moments, scaling = self.sums[index]
-        mean, second = moments.mean.cpu()[:, :, 1:].split([1, moments.total.shape[-1] - 1], 1)
-        return LayerQueries(mean[:, 0].float(), (second - mean.mT * mean).float(), torch.tensor(scaling))
+        layers = {}
+        for index in sorted(sums):
+            mean, second = sums[index].mean.cpu()[:, :, 1:].split([1, sums[index].total.shape[-1] - 1], 1)
+            layers[index] = LayerQueries(mean[:, 0].float(), (second - mean.mT * mean).float(), torch.tensor(scaling[index]))
+        return cls(layers, corpus.tokens, corpus.fingerprint())

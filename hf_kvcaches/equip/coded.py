@@ -1,8 +1,7 @@
 """Where the keys and values of slots lie in few bits: as integers, or as the codes of a `KVCodec`.
 
-Channels of unrotated keys lie far from zero and differ in size, so for integers each is centered and scaled first. Slots are overwritten
-one by one, which rules out a scale that tokens share: the centers and sizes of channels are those of a row's first tokens, and stay while
-it keeps any token. What is left is quantized token by token, as values are.
+Channels of unrotated keys lie far from zero and differ in size, so for integers each is centered and scaled first, by what a row's first
+tokens were, as long as it keeps any token: slots are overwritten one by one. What is left is quantized token by token, as values are.
 """
 
 from __future__ import annotations
@@ -15,8 +14,9 @@ from hf_kvcaches.codec.codec import KVCodec
 from hf_kvcaches.codec.fixed import LayerCoder
 from hf_kvcaches.core.layers import other_rows
 from hf_kvcaches.equip.pages import Paged, PagePool
-from hf_kvcaches.equip.storage import Flat, Ragged, Raw, Slots, extended, pick, read_decoded, starts
+from hf_kvcaches.equip.storage import Flat, Ragged, Raw, Slots, extended, pick, read_decoded
 from hf_kvcaches.errors import UnsupportedError
+from hf_kvcaches.kernels import slots as kernels
 from hf_kvcaches.kernels.launch import Backend
 from hf_kvcaches.kernels.quantization import dequantize, quantize
 
@@ -31,8 +31,7 @@ _PRIOR = 16
 class QuantizedSlots(Flat):
     """Keys and values of slots as integers, two in a byte with "int4". All slots in use are dequantized in each step and layer.
 
-    **Bytes per token and KV head**, for a model in half precision: `2 * head_dim * bits / 8` for the numbers, 4 for the key's scale and
-    zero, and 4 for the value's, with "int4" 4 for each 32 dimensions of it. Once per row and head, two numbers for each channel of keys.
+    Beside the numbers, a token of a head takes 4 bytes for the key's scale and zero, and 4 for the value's, with "int4" for each group.
     """
 
     names = ("keys", "key_scale", "key_zero", "values", "value_scale", "value_zero")
@@ -124,22 +123,29 @@ class Coded(Flat):
 
     def write(self, slots: Slots, raw: Raw) -> None:
         super().write(slots, raw[:1])
-        exact = slots.clamp(max=self.sinks)  # others share the slot behind the sinks
-        index = (starts(*self.keys.shape[:3], slots.device) + exact).flatten()
-        for buffer, new in zip((self.keys, self.values), raw[1:], strict=True):
-            buffer.view(-1, buffer.shape[-1]).index_copy_(0, index, new.reshape(-1, new.shape[-1]))
+        # Others share the slot behind the sinks.
+        kernels.write_slots(self.keys, self.values, slots.clamp(max=self.sinks), raw[1], raw[2], backend=self.backend)
 
     def rebuild(self, index: Slots | None, new: Raw | None, used: int, most: int) -> None:
-        # What a slot behind the sinks held exists as codes alone, new tokens exactly.
-        states = [*(self.read(used) if used else ())]
-        if new is not None:
-            states = [torch.cat(parts, 2) for parts in zip(states, new[1:], strict=True)] if states else [*new[1:]]
-        exact = [x[:, :, : self.sinks] if index is None else pick(x, index[..., : self.sinks]) for x in states]
+        sinks = self._first_states(index, new, used)
         super().rebuild(index, None if new is None else new[:1], used, most)  # before: an exhausted pool changes nothing
-        self.keys, self.values = (extended(x, self.sinks + 1) for x in exact)
+        self.keys, self.values = (extended(states, self.sinks + 1) for states in sinks)
+
+    def _first_states(self, index: Slots | None, new: Raw | None, used: int) -> Raw:
+        """Keys and values of the sinks' slots to be: new tokens exactly, and of slots behind the sinks what their codes say."""
+        like, tokens = (self.keys, 0) if new is None else (new[1], new[0].shape[2])
+        first = torch.arange(used + tokens, device=like.device)[None, None] if index is None else index
+        first = first[..., : self.sinks].expand(*like.shape[:2], -1)
+        states = () if new is None else tuple(pick(part, (first - used).clamp(min=0)) for part in new[1:])
+        if used:
+            old = first.clamp(max=used - 1)
+            codes, *exact = self.gather(old)
+            near = self._coder(like).decode(codes.mT.contiguous(), like.dtype)
+            kept = tuple(torch.where(old[..., None] < self.sinks, *pair) for pair in zip(exact, near, strict=True))
+            states = tuple(torch.where(first[..., None] < used, *pair) for pair in zip(kept, states or kept, strict=True))
+        return states
 
     def _coder(self, like: torch.Tensor) -> LayerCoder:
-        """The layer's coder for a tensor's dtype and device."""
         return self.codec.slots.coder(self.layer_idx, like.dtype, like.device)
 
 

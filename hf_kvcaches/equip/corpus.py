@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -25,11 +25,7 @@ SINKS = 4  # the first tokens of a text, which always stay
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LayerArtifact(Artifact):
-    """Named tensors of each layer with full attention.
-
-    Attributes:
-        entry: What there is of a layer, a `NamedTuple` of tensors.
-    """
+    """Named tensors of each layer with full attention: of a layer there is an `entry`, a `NamedTuple` of tensors."""
 
     format_version: ClassVar[int] = 1
     entry: ClassVar[Any]
@@ -78,13 +74,23 @@ class Corpus:
             self.tokens += len(ids)
             yield ids.to(compat.input_device(self.base))
         if not self.tokens:
-            raise ConfigError(
-                f"texts: expected a text of at least {self.least} tokens, got none. Pass longer strings or lists of token ids."
-            )
+            what = f"a text of at least {self.least} tokens"
+            raise ConfigError(f"texts: expected {what}, got none. Pass longer strings or lists of token ids.")
 
     def fingerprint(self) -> ModelFingerprint:
         """Of the model, and of the tokenizer if a text needed it."""
         return ModelFingerprint.of(self.model, self.tokenizer if self.encoder.used else None)
+
+
+class Watcher(WatchingCache):
+    """Has a function told of each full attention."""
+
+    def __init__(self, model: Any, told: Callable[[Attended], None]) -> None:
+        self.told = told
+        super().__init__(model)
+
+    def watch(self, attended: Attended) -> None:
+        self.told(attended)
 
 
 def attention_modules(model: Any) -> dict[int, nn.Module]:
@@ -94,17 +100,6 @@ def attention_modules(model: Any) -> dict[int, nn.Module]:
     return {module.layer_idx: module for module in modules if getattr(module, "layer_idx", None) in full}
 
 
-@contextmanager
-def asked_before(modules: Iterable[nn.Module], hook: Callable[..., Any]) -> Iterator[None]:
-    """Call a hook with a module's arguments before it computes; what the hook returns takes their place."""
-    handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in modules]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def attention_inputs(model: Any, ids: torch.Tensor) -> dict[int, torch.Tensor]:
     """What full attention is called with for a text, by layer index, (tokens, hidden)."""
     states: dict[int, torch.Tensor] = {}
@@ -112,41 +107,26 @@ def attention_inputs(model: Any, ids: torch.Tensor) -> dict[int, torch.Tensor]:
     def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         states[module.layer_idx] = (args[0] if args else kwargs["hidden_states"])[0].detach()
 
-    with asked_before(attention_modules(model).values(), before):
+    with ExitStack() as hooks:
+        for module in attention_modules(model).values():
+            hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
         run_module(model.base_model, None, ids[None])
     return states
 
 
-class _Reconstruction(WatchingCache):
-    """Notes the most that any query of a repeated chunk gives to each token of the chunk, in one pass over [context; chunk]."""
-
-    def __init__(self, model: Any, chunk: slice, context: int) -> None:
-        self.chunk, self.context = chunk, context
-        self.received: dict[int, torch.Tensor] = {}
-        super().__init__(model)
-
-    def watch(self, attended: Attended) -> None:
-        repeated = slice(self.context, None)
-        queries = attended.query[:, :, repeated].float() * attended.scaling
-        keys = attended.keys.float()
-        received = most_received(queries, keys[:, :, self.chunk], keys[:, :, repeated], attended.options.get("softcap"))
-        self.received[attended.layer_idx] = received[0]
-
-
 @torch.no_grad()
 def reconstruction_scores(model: Any, ids: torch.Tensor, chunk: int = 512) -> dict[int, torch.Tensor]:
-    """What each token of a text gets when the model reads the text again, by layer index, (kv_heads, tokens) in float32.
+    """The most that a query gives to each token of a text, (tokens,), when it is read again, by layer index, (kv_heads, tokens), float32.
 
-    KVzip (arXiv 2505.23416): the largest weight that any query of the repeated text gives.
-
-    Args:
-        model: A transformers model, in evaluation mode.
-        ids: (tokens,), on its device.
-        chunk: Tokens that are repeated at a time.
+    KVzip (arXiv 2505.23416): as many tokens as a `chunk` are repeated at a time, and share one softmax.
     """
-    base, parts = compat.base_model(model), list[dict[int, torch.Tensor]]()
-    for span in even_chunks(len(ids), chunk):
-        cache = _Reconstruction(base, span, len(ids))
-        run_module(base.base_model, cache, torch.cat([ids, ids[span]])[None])
-        parts.append(cache.received)
-    return {index: torch.cat([part[index] for part in parts], -1) for index in parts[0]}
+    base, parts, context = compat.base_model(model), dict[int, list[torch.Tensor]](), len(ids)
+    for span in even_chunks(context, chunk):
+
+        def note(attended: Attended, span: slice = span) -> None:
+            queries, keys = attended.query[:, :, context:].float() * attended.scaling, attended.keys.float()
+            received = most_received(queries, keys[:, :, span], keys[:, :, context:], attended.options.get("softcap"))
+            parts.setdefault(attended.layer_idx, []).append(received[0])
+
+        run_module(base.base_model, Watcher(base, note), torch.cat([ids, ids[span]])[None])
+    return {index: torch.cat(received, -1) for index, received in parts.items()}

@@ -1,8 +1,7 @@
-"""Passes whose new tokens are not appended: the second reading of a context, and changes of a text that is in the cache.
+"""Passes whose new tokens are not appended: the second reading of a context (KVzip, arXiv 2505.23416), and changes of a text in the cache.
 
-A token scores what it gets of attention while the model reproduces the context (KVzip, arXiv 2505.23416). What follows a change keeps the
-keys and values that it had, computed with the old text before it; only its positions are put right (Let the Code LLM Edit Itself When You
-Edit the Code, arXiv 2407.03157). The replacement itself is computed with all that is before it.
+What follows a change keeps the keys and values that it had, computed with the old text before it; only its positions are put right (Let the
+Code LLM Edit Itself When You Edit the Code, arXiv 2407.03157). The replacement itself is computed with all that is before it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,8 @@ from hf_kvcaches.core.call import Call
 from hf_kvcaches.core.identity import Provenance
 from hf_kvcaches.core.step import Pass
 from hf_kvcaches.equip.policies.future import even_chunks, most_received
-from hf_kvcaches.equip.rollback import Undo
+from hf_kvcaches.equip.pruning import joined
+from hf_kvcaches.equip.slot_layer import Undo
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.kernels.attention import Visibility
 
@@ -62,15 +62,22 @@ def _reread(
     received[..., columns] = torch.maximum(received[..., columns], most)
     kept = int(columns[-1]) + 1 if columns.numel() else 0
     visible = Visibility((text[..., :kept] >= 0) & (text[..., :kept] < span[1]), kept, running.valid)
-    output: torch.Tensor = layer.attend_with(query, kept_states, (keys, values), call, visible, call.bias)[0]
+    states = joined((kept_states[0][:, :, :kept], kept_states[1][:, :, :kept]), (keys, values))
+    output: torch.Tensor = layer.attend_with(query, states, call, visible, call.bias)[0]
     return output
 
 
-def reconstruct(cache: Any, model: Any, layers: list[Any], ids: torch.Tensor, chunk: int) -> list[torch.Tensor]:
-    """Feed a context, (rows, tokens), again, a chunk at a time; return the most that a query of it gave to each slot of each layer.
+def reconstruct(cache: Any, model: Any, layers: list[Any], input_ids: torch.Tensor | None, context: int) -> list[torch.Tensor]:
+    """Feed a context of so many tokens again, a chunk at a time; return the most that a query of it gave to each slot of each layer.
 
     Layers without full attention are put back as they were.
     """
+    rows = max(layer.storage.shape[0] for layer in layers)
+    ids = cache.log.ids if input_ids is None else input_ids.reshape(-1, input_ids.shape[-1])
+    if ids.shape[0] != rows or ids.shape[1] < context:
+        what = f"the ids of the {context} tokens of the context in {rows} rows"
+        raise ConfigError.of("input_ids", what, tuple(ids.shape), "Pass compress(model, input_ids=...), padding included.")
+    ids = ids[:, :context].to(compat.base_model(model).device)
     if not all(layer.waiting for layer in layers):
         raise UnsupportedError(
             "compress: this policy reads a context again while all of it is held, and this one was compressed before. Feed the longer text "
@@ -86,7 +93,7 @@ def reconstruct(cache: Any, model: Any, layers: list[Any], ids: torch.Tensor, ch
     span = [0, 0]
     try:
         with detours(cache, layers, [partial(_reread, tensor, span) for tensor in received]):
-            for piece in even_chunks(ids.shape[1], chunk):
+            for piece in even_chunks(context, cache.policy.deferred):
                 part, span[:] = ids[:, piece], (piece.start, piece.stop)
                 mask = torch.cat([real, real[:, piece]], 1).long()
                 model(
@@ -131,21 +138,27 @@ def evict(cache: Any, layers: list[Any], positions: torch.Tensor) -> None:
 def edit(cache: Any, model: Any, layers: list[Any], start: int, stop: int, new_ids: torch.Tensor) -> None:
     """Put other tokens, (rows, tokens), in the place of some; none at all only deletes."""
     _check(cache, layers, start, stop, new_ids)
+    ids, table, by = new_ids.expand(layers[0].storage.shape[0], -1), layers[0].table, Provenance()
     with layers[0].storage.rewriting():
         before = [Undo.of(layer) for layer in layers]
         try:
             for layer in layers:
                 layer.table.catch_up()
                 with cache.at_hand(layer):
-                    _open(layer, start, stop, new_ids.shape[1])
-            by = _insert(cache, model, layers, start, new_ids) if new_ids.shape[1] else Provenance()
+                    _open(layer, start, stop, ids.shape[1])
+            if ids.shape[1]:
+                positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
+                if table.counts is not None:
+                    positions = positions - (table.seen - table.counts).view(-1, 1).to(ids.device)
+                with detours(cache, layers, [partial(_insert, start)] * len(layers)) as by:
+                    model(input_ids=ids, position_ids=positions, **compat.cache_kwargs(model, cache))
         except BaseException:
             for layer, undo in zip(layers, before, strict=True):
                 undo.restore(layer)
             raise
         for layer in layers:
             layer.make_final()
-        cache.provenance.replace(start, stop, new_ids.shape[1], by)
+        cache.provenance.replace(start, stop, ids.shape[1], by)
         cache.provenance.crop(cache.seen)
 
 
@@ -167,8 +180,7 @@ def _check(cache: Any, layers: list[Any], start: int, stop: int, new_ids: torch.
                 "edit: rows are padded at or behind the start, so a position is not the same place in all of them. Edit what follows the "
                 "padding of every row, or a cache of one row."
             )
-    rows = layers[0].storage.shape[0]
-    if new_ids.shape[0] not in (1, rows):
+    if new_ids.shape[0] not in (1, rows := layers[0].storage.shape[0]):
         raise ConfigError.of("new_ids", f"1 or {rows} rows of token ids", tuple(new_ids.shape))
 
 
@@ -196,19 +208,7 @@ def _open(layer: Any, start: int, stop: int, tokens: int) -> None:
     layer.drop(dropped)
 
 
-def _insert(cache: Any, model: Any, layers: list[Any], start: int, new_ids: torch.Tensor) -> Provenance:
-    """Compute the new tokens; return by which model."""
-    rows, table = layers[0].storage.shape[0], layers[0].table
-    ids = new_ids.expand(rows, -1)
-    position_ids = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
-    if table.counts is not None:
-        position_ids = position_ids - (table.seen - table.counts).view(-1, 1).to(ids.device)
-    with detours(cache, layers, [partial(_insert_in, start)] * len(layers)) as by:
-        model(input_ids=ids, position_ids=position_ids, **compat.cache_kwargs(model, cache))
-    return by
-
-
-def _insert_in(
+def _insert(
     start: int, layer: Any, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: Pass
 ) -> torch.Tensor:
     """Put new tokens into the middle of the text, where what follows has moved already: they see what is before `start` and themselves."""
@@ -222,10 +222,10 @@ def _insert_in(
         first, later = earlier.sum(-1).max(), (table.text_index() >= 0) & ~earlier
         table.distances[..., :used] += (used - first - later.sum(-1, keepdim=True) - tokens * later).to(torch.int32)
         index = (first + torch.arange(tokens, device=earlier.device)).view(1, 1, -1)
-    new = layer.incoming(keys, values, running, positions, None if table.text is None else text, index)
+    new = layer.incoming(keys, values, running, index)
     query = rotation.to_frame(query, running.positions(), index[:, 0], table)
-    kept, visible = layer.kept_states(used) if used else None, Visibility(earlier, used, None)
     output: torch.Tensor
-    output, observed = layer.attend_with(query, kept, (new.frame, values), call, visible)
-    layer.arrive(new, None, attention=observed, queries=query, query_index=index[:, 0], module=call.module)
+    output, observed = layer.attend_with(query, states := layer.states(used, new), call, Visibility(earlier, used, None))
+    table.append(positions.to(torch.int32), None if table.text is None else text)
+    layer.arrive(new, None, attention=observed, states=states, queries=query, query_index=index[:, 0], module=call.module)
     return output

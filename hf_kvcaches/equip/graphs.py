@@ -1,8 +1,7 @@
 """Decode steps under `torch.compile(fullgraph=True)`.
 
-A compiled graph takes a number in Python that it reads for a constant, and is compiled anew when it changes. So it reads `SlotTable.clock`
-in place of `seen`, looks for a victim also where there is room, and masks empty slots. The numbers in Python are read from the clock when
-the next uncompiled pass begins.
+A graph takes a number in Python for a constant, and is compiled anew when it changes. So it reads `SlotTable.clock` in place of `seen`,
+looks for a victim also where there is room, and masks empty slots. The numbers are read from the clock before the next uncompiled pass.
 """
 
 from __future__ import annotations

@@ -11,8 +11,7 @@ from hf_kvcaches.core.call import Call
 from hf_kvcaches.core.step import TokenMask
 from hf_kvcaches.core.view import previous_attention
 from hf_kvcaches.equip import graphs
-from hf_kvcaches.equip.prompt import PromptLayer, StepMask, bias_of_slots, mask_of_slots, require_one
-from hf_kvcaches.equip.rotation import Turn
+from hf_kvcaches.equip.prompt import PromptLayer, StepMask, of_slots, require_one
 from hf_kvcaches.equip.slot_layer import ModuleCall
 from hf_kvcaches.equip.storage import Flat, Slots
 from hf_kvcaches.errors import UnsupportedError
@@ -94,9 +93,11 @@ class EquipLayer(PromptLayer):
         if not torch.compiler.is_compiling() and table.seen >= self.rotation.window:
             self.unrotate(0 if module_call.positions is None else self.places(module_call.positions)[..., None] - table.count)
         slot, at = self._next_slot(real)
-        if self.rotation.unrotated:
+        if (rotation := self.rotation).unrotated:
+            positions = module_call.positions
+            turn = self.passes.memo(("undo", rotation), positions, lambda: rotation.undo(self.places(positions)))
             # One operation for both: a rotation of so few numbers costs what its launches do.
-            query, keys = self._undo(module_call.positions)(torch.cat([query, keys], 1)).split([query.shape[1], keys.shape[1]], 1)
+            query, keys = turn(torch.cat([query, keys], 1)).split([query.shape[1], keys.shape[1]], 1)
         raw = storage.encode(keys, values)
         if real is not None:
             raw = tuple(torch.where(real[..., None], new, old) for new, old in zip(raw, storage.gather(at), strict=True))
@@ -124,14 +125,6 @@ class EquipLayer(PromptLayer):
                 "Pass a padding mask, (batch, tokens)."
             )
         return allowed if allowed.shape[1] > 1 else None, allowed[:, -1:, None]
-
-    def _undo(self, positions: torch.Tensor | None) -> Turn:
-        """From the model's position of the newest token to none."""
-        rotation = self.rotation
-        if torch.compiler.is_compiling():  # a graph would be compiled anew for each cache's `id`
-            return rotation.undo(self.places(positions))
-        turn: Turn = self.passes.memo(("undo", id(rotation)), positions, lambda: rotation.undo(self.places(positions)))
-        return turn
 
     def _next_slot(self, real: torch.Tensor | None) -> tuple[Slots, Slots]:
         """Give the new token of each row a slot: (batch, 1 or kv_heads, 1), and the same as short as it can be."""
@@ -163,7 +156,6 @@ class EquipLayer(PromptLayer):
         return slot, slot
 
     def _reserve(self, slots: int) -> None:
-        """Make room for a number of slots."""
         if slots > self.storage.capacity:
             self.storage.reserve(slots, self.slots)
             self.table.reserve(self.storage.capacity)
@@ -176,12 +168,12 @@ class EquipLayer(PromptLayer):
         if allowed is not None or (not storage.full and (graph or table.filled is None)):
             valid = table.positions[..., :used] >= 0
             if allowed is not None:
-                valid = valid & mask_of_slots(allowed[:, None, None], table.text_index())[:, :, 0]
+                valid = valid & of_slots(allowed[:, None, None], table.text_index().clamp(min=0))[:, :, 0]
         if not rotation.unrotated and valid is None and not watched and bias is None and type(storage) is Flat:
             return previous_attention(call.module, query, *storage.read(used), None, **call.options)[0], None
         options: dict[str, Any] = {"softcap": call.softcap, "sink_logits": call.sink_logits, "want_weights": watched}
         if bias is not None:
-            options["bias"] = bias_of_slots(bias[:, :, -1:], self.columns(bias, 0), storage.shape[1])
+            options["bias"] = of_slots(bias[:, :, -1:], self.columns(table, bias, 0), storage.shape[1])
         if rotation.unrotated:
             distances = table.distances[..., :used]
             distances = distances if valid is None else distances.clamp(max=used - 1)

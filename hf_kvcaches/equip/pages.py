@@ -153,7 +153,6 @@ class BlockTable:
         weakref.finalize(self, lambda state: state["pool"].count((), [*chain(*state["rows"])], state["stream"]), vars(self)).atexit = False
 
     def blocks(self, slots: int) -> int:
-        """How many pages so many slots take."""
         return -(-slots // self.size)
 
     def hold(self, rows: list[list[int]]) -> None:
@@ -181,12 +180,6 @@ class BlockTable:
         """Give back what rows hold beyond so many slots in use."""
         self.used = used
         self.hold([row[: self.blocks(slots)] for row, slots in zip(self.rows, used, strict=False)])
-
-    def pick(self, order: list[int]) -> None:
-        """Take these rows in place of all."""
-        self.trim(self.used)
-        self.hold([self.rows[row] for row in order])
-        self.used, self.shared = [self.used[row] for row in order], True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BlockTable:
         self.trim(self.used)
@@ -301,8 +294,12 @@ class Paged(Flat):
         return super().tensors() | {name: store[self.pool.index(pages)] for name, store in self.pool.stores.items() if pages}
 
     def map_rows(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        if rows := len(self.table.used):
-            self.table.pick(function(torch.arange(rows)).tolist())
+        table = self.table
+        if table.used:
+            table.trim(table.used)
+            order = function(torch.arange(len(table.used))).tolist()
+            table.hold([table.rows[row] for row in order])
+            table.used, table.shared = [table.used[row] for row in order], True
         super().map_rows(function)
 
     def clear(self) -> None:

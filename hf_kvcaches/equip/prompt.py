@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -14,9 +13,10 @@ from hf_kvcaches.core.call import Call
 from hf_kvcaches.core.holder import LastQueries
 from hf_kvcaches.core.step import Pass
 from hf_kvcaches.equip.budgets import Limit
-from hf_kvcaches.equip.pruning import Incoming, KeysAndValues, PruningLayer, joined
+from hf_kvcaches.equip.pruning import Incoming, KeysAndValues, PruningLayer
 from hf_kvcaches.equip.settings import QUESTION_ADOPTED
 from hf_kvcaches.equip.slot_layer import ModuleCall
+from hf_kvcaches.equip.slots import SlotTable
 from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.kernels.attention import Visibility, block_attention, observers
 
@@ -50,26 +50,28 @@ class PromptLayer(PruningLayer):
         if self.detour is not None:
             return self.detour(self, query, keys, values, call, running)
         length = self.passes.block_length(tokens, begun=bool(table.seen), recording=self.journal is not None)
+        if length < tokens and self.waiting:
+            raise UnsupportedError(
+                f"policy: {self.policy.name!r} prunes in cache.compress(model), which has to be called after the context and before "
+                "the first token that follows. A context may come in several calls of more than one token each."
+            )
         outputs = []
         with self.storage.space_for(rows, tokens, running.valid, length, running.shared):
-            for start, stop, limit in self._spans(running, length):
-                self.record(None, stop - start)
-                inputs, span = _inputs_of(module_call.inputs, start, stop), slice(start, stop)
-                states = query[:, :, span], keys[:, :, span], values[:, :, span]
-                outputs.append(self._block(*states, call, running.part(start, stop), limit, inputs))
-            if length < tokens and self.waiting and table.seen:
-                raise UnsupportedError(
-                    f"policy: {self.policy.name!r} prunes in cache.compress(model), which has to be called after the context and before "
-                    "the first token that follows. A context may come in several calls of more than one token each."
-                )
-            for index in range(length, tokens):
-                part, span = running.part(index, index + 1), slice(index, index + 1)
-                states = query[:, :, span], keys[:, :, span], values[:, :, span]
+            spans = [*self._spans(running, length), *((index, index + 1, None) for index in range(length, tokens))]
+            for start, stop, limit in spans:
+                part = running.part(start, stop)
+                states = query[:, :, start:stop], keys[:, :, start:stop], values[:, :, start:stop]
+                inputs = module_call.inputs
+                if inputs is not None:
+                    inputs = {name: _part(value, start, stop) if name in _BY_TOKEN else value for name, value in inputs.items()}
+                if start < length:
+                    self.record(None, stop - start)
+                    outputs.append(self._block(*states, call, part, limit, inputs))
+                    continue
                 allowed = None if part.allowed is None else part.allowed[:, 0, 0].expand(rows, -1)
                 real = None if part.valid is None else part.valid[:, None]
                 if allowed is not None and real is None:
                     real = torch.ones(rows, 1, 1, dtype=torch.bool, device=keys.device)
-                inputs = _inputs_of(module_call.inputs, index, index + 1)
                 outputs.append(self.step(*states, call, (allowed, real), ModuleCall(call.module, None, part.position_ids, inputs)))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
@@ -89,45 +91,33 @@ class PromptLayer(PruningLayer):
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: Pass, limit: Limit | None, inputs: Any
     ) -> torch.Tensor:
         """Attend with a block of new tokens, then prune: (batch, tokens, heads, head_dim)."""
-        new = self._appended(keys, values, running, call.bias)
-        table, used, observed, output, bias, allowed = self.table, self.table.used, None, None, call.bias, running.allowed
-        query = self.rotation.to_frame(query, running.positions(), new.index[:, 0], table)
-        if not table.seen and running.whole and bias is None:
-            output = call.dense(query, new.frame, values).to(values.dtype)
-        if output is None or self.policy.observes != 0:
-            if table.seen and allowed is not None:
-                allowed = _with_new(mask_of_slots(allowed, table.text_index()), allowed)
-            if table.seen and bias is not None:
-                bias = _with_new(bias_of_slots(bias, self.columns(bias, running.tokens), keys.shape[1]), bias)
-            slots = None if table.filled is not None or not used else table.positions >= 0
-            kept, visible = self.kept_states(used) if used else None, Visibility(slots, used, running.valid, allowed)
-            output, observed = self.attend_with(query, kept, (new.frame, values), call, visible, bias, output)
-        before = copy.copy(table)
+        before, new = self._append(keys, values, running, call.bias)
+        used, states, observed, output, bias, allowed = before.used, None, None, None, call.bias, running.allowed
         try:
-            self._count(new, running)
-            self.arrive(new, limit, attention=observed, queries=query, query_index=new.index[:, 0], module=call.module, inputs=inputs)
+            query = self.rotation.to_frame(query, running.positions(), new.index[:, 0], before)
+            if not before.seen and running.whole and bias is None:
+                output = call.dense(query, new.frame, values).to(values.dtype)
+            if output is None or self.policy.observes != 0:
+                if before.seen and allowed is not None:
+                    allowed = _with_new(of_slots(allowed, before.text_index().clamp(min=0)), allowed)
+                if before.seen and bias is not None:
+                    bias = _with_new(of_slots(bias, self.columns(before, bias, running.tokens), keys.shape[1]), bias)
+                slots = None if before.filled is not None or not used else before.positions >= 0
+                states, visible = self.states(used, new), Visibility(slots, used, running.valid, allowed)
+                output, observed = self.attend_with(query, states, call, visible, bias, output)
+            asked: dict[str, Any] = {"queries": query, "query_index": new.index[:, 0], "module": call.module, "inputs": inputs}
+            self.arrive(new, limit, attention=observed, states=states, **asked)
         except BaseException:  # slots of new tokens were not written: the layer stays behind the others, and the next pass is refused
             self.table, self.arrival = before, None
             raise
         return output
 
     def attend_with(
-        self,
-        query: torch.Tensor,
-        kept: KeysAndValues | None,
-        new: KeysAndValues,
-        call: Call,
-        visible: Visibility,
-        bias: torch.Tensor | None = None,
-        output: torch.Tensor | None = None,
+        self, query: torch.Tensor, states: KeysAndValues, call: Call, visible: Visibility, bias: Any = None, output: Any = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attention of new tokens over what is kept and themselves, and what all got from the queries that the policy observes, or None.
-
-        Args:
-            output: The attention, where it is known already.
-        """
-        keys, values = new if kept is None else joined((kept[0][:, :, : visible.kept], kept[1][:, :, : visible.kept]), new)
-        window, tokens, groups = self.policy.observes, query.shape[2], query.shape[1] // keys.shape[1]
+        """Attention of new tokens over kept ones and themselves, unless the `output` is known, and what observed queries gave to all."""
+        (keys, values), window, tokens = states, self.policy.observes, query.shape[2]
+        groups = query.shape[1] // keys.shape[1]
         if output is None and call.softcap is None and bias is None and call.sink_logits is None:
             mask = visible.rows(0, tokens, keys.device)
             mask = mask if mask.shape[1] == 1 else mask.repeat_interleave(groups, 1)
@@ -142,8 +132,8 @@ class PromptLayer(PruningLayer):
         assert output is not None
         return output, observed
 
-    def _appended(self, keys: torch.Tensor, values: torch.Tensor, running: Pass, bias: torch.Tensor | None) -> Incoming:
-        """New tokens behind all others, with their places in their rows and in the frame."""
+    def _append(self, keys: torch.Tensor, values: torch.Tensor, running: Pass, bias: torch.Tensor | None) -> tuple[SlotTable, Incoming]:
+        """Put new tokens behind all others in the table, and count them: the table as it was before, and the tokens."""
         if running.valid is not None:
             self.table.pad(keys.shape[0], keys.device)
         # A stream has one distance for all rows, and counts positions from 0 where it puts the sinks.
@@ -161,40 +151,25 @@ class PromptLayer(PruningLayer):
             text = torch.where(running.valid[:, None], text, -1)  # type: ignore[arg-type]
         if table.seen + tokens > self.rotation.window:
             self.unrotate(torch.where(positions < 0, 0, running.positions()[:, None] - positions).amax(-1, keepdim=True))
-        return self.incoming(keys, values, running, positions, text, self.rotation.index_of_new(table, positions))
+        new, before = self.incoming(keys, values, running, self.rotation.index_of_new(table, positions)), copy.copy(table)
+        table.append(positions.to(torch.int32), text)
+        table.advance(tokens)
+        if table.counts is not None:
+            table.counts = counts = table.counts + (positions >= 0).sum(-1, keepdim=True, dtype=torch.int32)
+            table.fewest = self.passes.memo("fewest", running, lambda: int(counts.min()))
+        return before, new
 
-    def incoming(
-        self,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        running: Pass,
-        positions: torch.Tensor,
-        text: torch.Tensor | None,
-        index: torch.Tensor,
-    ) -> Incoming:
-        """New tokens at some positions in their rows, as the layer keeps them; arguments as in `Incoming`."""
-        places = running.positions()
-        frame = self.rotation.to_frame(keys, places, index[:, 0], self.table)
-        return Incoming(self.rotation.stored(keys, places), frame, values, positions.to(torch.int32), index, text, places[:, -1:])
+    def incoming(self, keys: torch.Tensor, values: torch.Tensor, running: Pass, index: torch.Tensor) -> Incoming:
+        """New tokens as the layer keeps them, which are at some positions in the frame, (batch, 1, tokens)."""
+        places, rotation = running.positions(), self.rotation
+        frame = rotation.to_frame(keys, places, index[:, 0], self.table)
+        return Incoming(rotation.undo(places)(keys) if rotation.unrotated else keys, frame, values, index, places[:, -1:])
 
-    def columns(self, bias: torch.Tensor, tokens: int) -> torch.Tensor:
-        """The columns of a bias by position that belong to slots in use, (batch, 1 or kv_heads, slots in use).
-
-        Args:
-            tokens: How many of the last ones belong to tokens that are in no slot.
-        """
-        table = self.table
+    def columns(self, table: SlotTable, bias: torch.Tensor, tokens: int) -> torch.Tensor:
+        """The columns of a bias by position that belong to slots in use, where so many of the last ones belong to tokens in no slot."""
         if not self.rotation.unrotated:
             return table.text_index().clamp(min=0)
         return (bias.shape[-1] - tokens - 1 - table.distances[..., : table.used]).clamp(min=0)
-
-    def _count(self, new: Incoming, running: Pass) -> None:
-        """Count new tokens as seen."""
-        table = self.table
-        table.advance(running.tokens)
-        if table.counts is not None:
-            table.counts = counts = table.counts + (new.positions >= 0).sum(-1, keepdim=True, dtype=torch.int32)
-            table.fewest = self.passes.memo("fewest", running, lambda: int(counts.min()))
 
     def adopt(
         self,
@@ -220,8 +195,7 @@ class PromptLayer(PruningLayer):
         with self.storage.space_for(keys.shape[0], tokens, running.valid, tokens, running.shared):
             for start, stop, limit in spans:
                 part = running.part(start, stop)
-                new = self._appended(keys[:, :, start:stop], values[:, :, start:stop], part, None)
-                self._count(new, part)
+                _, new = self._append(keys[:, :, start:stop], values[:, :, start:stop], part, None)
                 if needed != 0 and queries is not None:
                     self.scaling = queries.scaling
                     asked = {"queries": queries.states, "query_index": new.index[:, 0, -queries.states.shape[2] :]}
@@ -242,31 +216,24 @@ def _observe_adopted(queries: LastQueries | None, keys: torch.Tensor, valid: tor
     return block_attention(queries.states[:, :, available - count :], keys, None, queries.scaling, visible, **options)[1]
 
 
-def mask_of_slots(allowed: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-    """What a mask of the model's own, (batch or 1, 1, tokens, tokens of the text), says about slots with these indices in the text."""
-    index = text.clamp(min=0)[:, :, None].expand(-1, -1, allowed.shape[2], -1)
-    return allowed.expand(*text.shape[:2], -1, -1).gather(-1, index)
+def of_slots(of_text: torch.Tensor, columns: torch.Tensor, kv_heads: int = 1) -> torch.Tensor:
+    """What a mask or a bias, (batch or 1, 1 or heads, tokens, tokens of the text), says of slots, (batch, heads, tokens, slots).
 
-
-def bias_of_slots(bias: torch.Tensor, columns: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """The columns, (batch, 1 or kv_heads, slots), of a bias by position that belong to slots, (batch, heads, tokens, slots)."""
-    heads = max(bias.shape[1], kv_heads)
+    Its columns for these are (batch, 1 or kv_heads, slots).
+    """
+    kv_heads = max(kv_heads, columns.shape[1])
+    heads = max(of_text.shape[1], kv_heads)
     columns = columns.long().expand(-1, kv_heads, -1).repeat_interleave(heads // kv_heads, 1)
-    bias = bias.expand(columns.shape[0], heads, -1, -1)
-    return bias.gather(-1, columns[:, :, None].expand(-1, -1, bias.shape[2], -1))
+    return of_text.expand(columns.shape[0], heads, -1, -1).gather(-1, columns[:, :, None].expand(-1, -1, of_text.shape[2], -1))
 
 
-def _with_new(of_slots: torch.Tensor, of_text: torch.Tensor) -> torch.Tensor:
+def _with_new(slots: torch.Tensor, of_text: torch.Tensor) -> torch.Tensor:
     """What a mask or a bias says of slots, (batch, heads, tokens, slots), and of the new tokens, which are its last columns."""
-    return torch.cat([of_slots, of_text[..., -of_slots.shape[2] :].expand(*of_slots.shape[:2], -1, -1)], -1)
-
-
-def _inputs_of(inputs: Mapping[str, Any] | None, start: int, stop: int) -> Mapping[str, Any] | None:
-    """What the model's attention is called with, for some of the new tokens."""
-    return inputs and {name: _part(value, start, stop) if name in _BY_TOKEN else value for name, value in inputs.items()}
+    return torch.cat([slots, of_text[..., -slots.shape[2] :].expand(*slots.shape[:2], -1, -1)], -1)
 
 
 def _part(value: Any, start: int, stop: int) -> Any:
+    """Of some tokens what a module is called with."""
     if isinstance(value, tuple):
         return tuple(_part(entry, start, stop) for entry in value)
     return value[:, start:stop] if isinstance(value, torch.Tensor) else value

@@ -23,21 +23,19 @@ KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Incoming:
-    """The new tokens of a block."""
+    """The new tokens of a block, which are the last ones of the table until it is known which of all tokens stay."""
 
     keys: torch.Tensor  # as they will be kept
     frame: torch.Tensor  # the same keys, rotated as their queries are
     values: torch.Tensor
-    positions: torch.Tensor  # how many real tokens came before each in its row, (batch, 1, tokens), int32; -1: padding
-    index: torch.Tensor  # to which position `frame` is rotated, as `positions`
-    text: torch.Tensor | None  # their indices in the text, (batch, 1, tokens), or None where no row was ever padded
+    index: torch.Tensor  # to which position `frame` is rotated, (batch, 1, tokens); -1: padding
     newest: torch.Tensor  # the model's position of the last one, (batch or 1, 1)
 
 
 class PruningLayer(SlotLayer):
     """Keeps the tokens that are worth most."""
 
-    arrival: Incoming | None  # new tokens, which the table has already, until it is known which of all stay
+    arrival: Incoming | None
 
     def set_limits(self, limit: Limit, prompt: int) -> None:
         """Set how many slots there are from now on, for a prompt of so many tokens in its longest row, which is pruned to `limit`."""
@@ -52,21 +50,23 @@ class PruningLayer(SlotLayer):
         keys, values = self.storage.read(used)
         return self.rotation.frame(keys, self.rotation.index_of_slots(self.table, used)), values
 
-    def shown(self, new: Incoming | None, budget: int | None, behind: int = 0, **asked: Any) -> Tokens:
+    def states(self, old: int, new: Incoming | None) -> KeysAndValues:
+        """Keys in the frame and values of the first slots, so many, and of new tokens behind them."""
+        kept = self.kept_states(old) if old else None
+        return joined(kept, None if new is None else (new.frame, new.values))
+
+    def shown(self, new: Incoming | None, budget: int | None, behind: int = 0, states: KeysAndValues | None = None, **asked: Any) -> Tokens:
         """What the policy is shown: slots in use, of which the last ones are for new tokens, but for so many `behind`."""
         table, used = self.table, self.table.used
         old, scores, count = used - _tokens(new), None, table.count - behind
-        positions = table.positions[..., :used]
-        states, indices = None if new is None else (new.frame, new.values), [] if new is None else [new.index]
+        positions, indices = table.positions[..., :used], [] if new is None else [new.index]
         if old:
-            states, indices = joined(self.kept_states(old), states), [self.rotation.index_of_slots(table, old), *indices]
+            indices = [self.rotation.index_of_slots(table, old), *indices]
             scores = table.scores[..., :used]
             scores = torch.where(scores >= UNSCORED, -math.inf, scores)
-        assert states is not None
         indices = [index.expand(*positions.shape[:2], -1) for index in indices]
         return Tokens(
-            states[0],
-            states[1],
+            *(states or self.states(old, new)),
             positions=torch.where(positions >= count, -1, positions) if behind else positions,
             count=count,
             sinks=self.settings.sinks,
@@ -85,16 +85,13 @@ class PruningLayer(SlotLayer):
         """Score slots in use and new tokens, and prune, now or when all layers have scored.
 
         Args:
-            limit: What is pruned to; None: what the layer has slots for.
-            behind: How many of the newest tokens stay, and are not shown to the policy.
+            limit: What is pruned to; None: what the layer has slots for. So many newest tokens `behind` stay, not shown to the policy.
             attention: What all got from the observed queries, (batch, kv_heads, slots in use + tokens), or None.
-            **asked: As in `shown`.
+            **asked: What else is shown of the pass, as in `Tokens`, and `states`, where these are known.
         """
         table, policy, limit = self.table, self.policy, limit or Limit(self.slots, self.recent)
-        if attention is not None and policy.observes is None and table.used:  # the sum over all queries so far
-            attention = attention + torch.nn.functional.pad(table.scores[..., : table.used], (0, attention.shape[-1] - table.used))
-        if new is not None:
-            table.append(new.positions, new.text)
+        if attention is not None and policy.observes is None and (old := table.used - _tokens(new)):  # the sum over all queries so far
+            attention = attention + torch.nn.functional.pad(table.scores[..., :old], (0, attention.shape[-1] - old))
         positions = table.positions[..., : table.used]
         if policy.order_only:
             scores = unscored(positions)
@@ -126,20 +123,23 @@ class PruningLayer(SlotLayer):
         if self.waiting:
             self.slots = table.seen
             return self.settle(None, None)
-        drafting = self.journal is not None and self.arrival is not None and self.detour is None  # drafts may follow in the same call
         if shared is not None:
-            heads = self._heads()
+            new = self.arrival
+            heads = self.storage.shape[1] if new is None else new.keys.shape[1]
             if worth.shape[1] != heads and not self.policy.order_only:
                 raise scores_alike(self.policy)
             worth = worth.expand(-1, heads, -1)
+            drafting = self.journal is not None and new is not None and self.detour is None  # drafts may follow in the same call
             if table.rooms is not None and drafting:
                 return self.settle(with_rooms(worth, table.rooms), table.rooms)
             if shared == "global" and not drafting:
                 return self.assembly.add(self, Candidates(worth, limit.slots, self.slots, fits))
-        if shared is None or fits:
-            return self._install(None if self._dense() and fits else best(worth, table.positions, limit.slots), None, None)
+        if fits:
+            return self.settle(None, None)
+        if shared is None:
+            return self._install(best(worth, table.positions, limit.slots), None, None)
         if isinstance(shared, dict):
-            shares, sinks, recent = self._shares(worth.device), settings.sinks, max(1, limit.recent)
+            shares, sinks, recent = self._shares(worth), settings.sinks, max(1, limit.recent)
             # Sinks and recent tokens are each head's own.
             kept, rooms = (
                 (least + (shares * (slots - least)).round().long()).view(1, -1, 1)
@@ -148,20 +148,21 @@ class PruningLayer(SlotLayer):
             return self.settle(with_rooms(worth, kept), rooms)
         return self.settle(*compared([Candidates(worth, limit.slots, self.slots)], self.shard)[0])
 
-    def _dense(self) -> bool:
-        """Whether slots in use and new tokens, as they lie, are in order and without gaps; an edit has new ones in the middle."""
-        return self.table.filled is not None and self.detour is None
+    def _shares(self, worth: torch.Tensor) -> torch.Tensor:
+        """The shares of slots of this layer's heads, (kv_heads,)."""
+        shares = self.settings.head_budgets.get(str(self.layer_idx), [])
+        shares = shares if self.shard is None else self.shard.own(tuple(shares))
+        if len(shares) != worth.shape[1]:
+            raise ConfigError.of("head_budgets", "HeadBudgets of this model", shares, "Calibrate them with this model.")
+        return torch.tensor(shares, device=worth.device)
 
     def settle(self, kept: torch.Tensor | None, rooms: torch.Tensor | None) -> None:
-        """Keep some of the tokens that have arrived.
-
-        Args:
-            kept: True for these, (batch, kv_heads, slots in use); None for all.
-            rooms: How many slots each head has from now on, (batch or 1, kv_heads, 1); None where all have as many.
-        """
+        """Keep the arrived tokens where `kept` is True, (batch, kv_heads, slots in use), or all; `rooms` as in `SlotTable`, or (1, ...)."""
         positions = self.table.positions
         if kept is None or rooms is None:
-            return self._install(None if self._dense() else by_position(positions, positions >= 0), None, None)
+            # As they lie, tokens are in order and without gaps, but where an edit puts new ones in the middle.
+            dense = self.table.filled is not None and self.detour is None
+            return self._install(None if dense else by_position(positions, positions >= 0), None, None)
         lengths = kept.sum(-1, keepdim=True)
         index = by_position(positions, kept)[..., : max(1, int(lengths.max()))]
         return self._install(index, lengths, rooms.expand(positions.shape[0], -1, -1).contiguous())
@@ -172,17 +173,15 @@ class PruningLayer(SlotLayer):
         old, refits = table.used - _tokens(new), refits and self.settings.refit and index is not None and table.asked is not None
         tokens, self.arrival = self.shown(new, None) if refits else None, None
         if new is not None:
-            kept = (table.positions[..., :old] >= 0).sum(-1, keepdim=True) if old else None
-            storage.prepare(new.keys, new.positions >= 0, kept)
+            real = table.positions >= 0
+            storage.prepare(new.keys, real[..., old : table.used], real[..., :old].sum(-1, keepdim=True) if old else None)
         table.install(index, lengths, rooms, unrotated)
         states = None if new is None else (new.keys, new.values)
         if rooms is None and tokens is None:
             storage.rebuild(index, None if states is None else storage.encode(*states), old, self.slots)
         else:
-            states = joined(storage.read(old), states) if old else states
             assert index is not None
-            assert states is not None
-            keys, values = (pick(tensor, index) for tensor in states)
+            keys, values = (pick(tensor, index) for tensor in joined(storage.read(old) if old else None, states))
             if tokens is not None and table.asked is not None:
                 values = refitted(tokens, table.asked, keys, index, table.positions >= 0, unrotated)
                 table.asked = None
@@ -191,7 +190,7 @@ class PruningLayer(SlotLayer):
                 storage.clear()
             self.storage.rebuild(None, self.storage.encode(keys, values), 0, self.slots)
             if isinstance(self.storage, Ragged):
-                self.storage.find_full((table.positions >= 0).sum(-1, keepdim=True))
+                self.storage.find_full(table.kept())
         slots, watches = table.positions.shape[-1], self.policy.interval is not None and self.policy.observes != 0
         table.gathering = torch.zeros(*self.storage.shape, slots, device=table.positions.device) if watches else None
         table.reserve(self.storage.capacity)
@@ -199,18 +198,6 @@ class PruningLayer(SlotLayer):
             self.keep_sinks()
         self.follow(None if new is None else new.newest)
         graphs.prepare(self)
-
-    def _heads(self) -> int:
-        """How many KV heads the tokens that have arrived have here."""
-        return self.storage.shape[1] if self.arrival is None else self.arrival.keys.shape[1]
-
-    def _shares(self, device: torch.device) -> torch.Tensor:
-        """The shares of slots of this layer's heads, (kv_heads,)."""
-        shares = self.settings.head_budgets.get(str(self.layer_idx), [])
-        shares = shares if self.shard is None else self.shard.own(tuple(shares))
-        if len(shares) != self._heads():
-            raise ConfigError.of("head_budgets", "HeadBudgets of this model", shares, "Calibrate them with this model.")
-        return torch.tensor(shares, device=device)
 
     def drop(self, gone: torch.Tensor) -> None:
         """Empty slots, where `gone` is True, (batch or 1, 1 or kv_heads, slots in use)."""
@@ -222,7 +209,7 @@ class PruningLayer(SlotLayer):
         text = None if table.text is None else torch.where(positions < 0, -1, table.text[..., :used])
         self._set(positions, torch.where(scores.isinf(), unscored(positions), scores), text)  # an edit may have moved the sinks
         table.filled = None
-        index = by_position(positions, positions >= 0)[..., : int((positions >= 0).sum(-1).max())]
+        index = by_position(positions, positions >= 0)[..., : int(table.kept().max())]
         self._install(index, None, table.rooms, refits=False)
 
 
@@ -230,6 +217,7 @@ def _tokens(new: Incoming | None) -> int:
     return 0 if new is None else new.keys.shape[2]
 
 
-def joined(kept: KeysAndValues, new: KeysAndValues | None) -> KeysAndValues:
+def joined(kept: KeysAndValues | None, new: KeysAndValues | None) -> KeysAndValues:
     """Keys and values of slots in use and of new tokens, (batch, kv_heads, slots in use + tokens, width) each."""
-    return kept if new is None else (torch.cat([kept[0], new[0]], 2), torch.cat([kept[1], new[1]], 2))
+    parts = [part for part in (kept, new) if part is not None]
+    return parts[0] if len(parts) == 1 else (torch.cat([parts[0][0], parts[1][0]], 2), torch.cat([parts[0][1], parts[1][1]], 2))

@@ -1,8 +1,4 @@
-"""Refit: kept values that answer as all values did.
-
-Queries of the context, rotated behind its end, got some output from all tokens. The kept tokens' values are moved as little as ridge
-regression needs to give these queries that output again; keys, and so the weights of attention, stay.
-"""
+"""Refit: kept values are moved, by ridge regression, to give queries of the context, rotated behind its end, what all values gave them."""
 
 from __future__ import annotations
 
@@ -26,7 +22,7 @@ def context_queries(tokens: Tokens, earlier: torch.Tensor | None, most: int = _Q
     picks = index.argsort(dim=-1, stable=True).gather(-1, picks)
     index, queries = index.gather(-1, picks), pick(tokens.asked.detach(), picks[:, None])
     turn = ((index >= 0).cumsum(-1) - 1).clamp(min=0) % spread
-    queries = _moved(tokens, queries, turn + 1 - index)
+    queries = tokens.moved(queries, turn + 1 - index)
     queries = torch.where((index >= 0)[:, None, :, None], queries, queries[:, :, -1:])  # padding asks what the last query asks
     if earlier is None:
         return queries
@@ -46,14 +42,9 @@ def refitted(
     afterwards = None
     if unrotated:  # what is gone no longer lies between queries and keys
         distances = stays.sum(-1, keepdim=True) - 1 - torch.arange(stays.shape[-1], device=stays.device)
-        afterwards = queries, _moved(tokens, kept_keys, -distances.clamp(min=0).expand(*kept_keys.shape[:3]))
-    queries, index = _moved(tokens, queries, tokens.end - 1), index.expand(-1, tokens.values.shape[1], -1)
+        afterwards = queries, tokens.moved(kept_keys, -distances.clamp(min=0).expand(*kept_keys.shape[:3]))
+    queries, index = tokens.moved(queries, tokens.end - 1), index.expand(-1, tokens.values.shape[1], -1)
     return refit(queries, tokens.keys, tokens.values, tokens.real, index, stays, tokens.scaling, afterwards=afterwards)
-
-
-def _moved(tokens: Tokens, x: torch.Tensor, by: int | torch.Tensor) -> torch.Tensor:
-    """Queries or keys, rotated further by a number of positions, where their angles are known."""
-    return x if (geometry := tokens.angles) is None else geometry.shift(x, by)
 
 
 def refit(
@@ -74,14 +65,9 @@ def refit(
     its kept tokens, and A what they get of all.
 
     Args:
-        queries: (batch, heads, queries, head_dim), in one frame with the keys.
-        keys: Of all tokens, (batch, kv_heads, tokens, head_dim).
-        values: Of all tokens, (batch, kv_heads, tokens, value_dim).
         real: True for tokens, (batch, 1 or kv_heads, tokens).
         kept: Which of them stay, (batch, kv_heads, n), or none where `stays` is False.
-        afterwards: The queries and the kept keys, (batch, kv_heads, n, head_dim), as they are rotated once the others are gone, where that
-            is otherwise: compact positions bring them closer together.
-        ridge: Relative to the mean of the diagonal.
+        afterwards: The queries and the kept keys as they are rotated once the others are gone, where compact positions bring them closer.
     """
     (batch, heads, tokens, dim), group = keys.shape, queries.shape[1] // keys.shape[1]
     later, chosen = afterwards or (queries, pick(keys, kept))

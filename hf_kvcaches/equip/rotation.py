@@ -1,8 +1,6 @@
-"""At which position each kept key is rotated.
+"""At which position each kept key is rotated: that of the text, or counted within the cache, as in StreamingLLM.
 
-StreamingLLM counts positions within the cache: n kept tokens have the ranks 0 .. n-1 whatever was evicted between them, while the model
-rotates queries and keys to their positions in the text. Angles are taken in float64. The model's own are products in float32: what
-unrotates a key undoes the rounded angle.
+Angles are taken in float64. The model's own are products in float32: what unrotates a key undoes the rounded angle.
 """
 
 from __future__ import annotations
@@ -98,17 +96,13 @@ class KeyRotation:
 
     def frame(self, keys: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """Kept keys, rotated to positions of the frame, (batch, 1 or kv_heads, tokens)."""
-        return Turn.by(self.exact(index), self.geometry.layout)(keys) if self.unrotated else keys
+        return Turn.by(self._exact(index), self.geometry.layout)(keys) if self.unrotated else keys
 
     def to_frame(self, x: torch.Tensor, positions: torch.Tensor, index: torch.Tensor, table: SlotTable) -> torch.Tensor:
         """Queries or keys, (batch, heads, tokens, head_dim), from the model's positions, (batch or 1, tokens), to those of the frame."""
         if not self.unrotated or not table.used:
             return x
-        return Turn.by((self.exact(index.clamp(min=0)) - self._rounded(positions).double())[:, None], self.geometry.layout)(x)
-
-    def stored(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Keys as they are kept, from those that the model rotated to positions, (batch or 1, tokens)."""
-        return self.undo(positions)(keys) if self.unrotated else keys
+        return Turn.by((self._exact(index.clamp(min=0)) - self._rounded(positions).double())[:, None], self.geometry.layout)(x)
 
     def undo(self, positions: torch.Tensor) -> Turn:
         """From the model's positions, (batch or 1, tokens) or (batch or 1, heads or 1, tokens), to none."""
@@ -118,9 +112,9 @@ class KeyRotation:
     def follow(self, positions: torch.Tensor, kept: int | torch.Tensor) -> Turn:
         """From a sink's own position to that from which the newest of `kept` tokens sees it at its distance within the cache."""
         newest = torch.as_tensor(kept, device=positions.device).view(1, 1) - 1
-        return Turn.by((self._rounded(positions).double() - self.exact(newest))[:, None], self.geometry.layout)
+        return Turn.by((self._rounded(positions).double() - self._exact(newest))[:, None], self.geometry.layout)
 
-    def exact(self, positions: torch.Tensor) -> torch.Tensor:
+    def _exact(self, positions: torch.Tensor) -> torch.Tensor:
         """Angles of positions: (..., rotary_dim / 2), float64."""
         return positions[..., None].double() * self.geometry.frequencies_on(positions.device)
 
@@ -134,7 +128,7 @@ class KeyRotation:
         tables = self._tables.get(device)
         if tables is None or len(tables.cos) < length:
             with torch.inference_mode(False):  # a later backward pass may need it
-                angles = self.exact(-torch.arange(max(64, length), device=device))
+                angles = self._exact(-torch.arange(max(64, length), device=device))
                 turn = Turn.by(angles, self.geometry.layout)
                 full = torch.cat([turn.cos, turn.sin], -1)
                 tables = RotationTables(full[:0], angles.cos().float(), angles.sin().float(), self.geometry.layout, full)

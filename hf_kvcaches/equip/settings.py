@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,7 @@ from hf_kvcaches.compat import decoder_config
 from hf_kvcaches.core.parallel import require_all_heads
 from hf_kvcaches.core.refusal import Refusal
 from hf_kvcaches.core.rope_families import head_sizes
-from hf_kvcaches.equip.budgets import Limit, check_budget, one_budget, slots_for
+from hf_kvcaches.equip.budgets import Limit, one_budget, slots_for
 from hf_kvcaches.equip.calibrated import HeadBudgets
 from hf_kvcaches.equip.coded import BITS
 from hf_kvcaches.equip.pages import PagePool
@@ -27,18 +26,14 @@ QUESTION_ADOPTED = (
 
 @dataclass(frozen=True)
 class EquipSettings:
-    """The checked arguments of an `EquipCache`; in a layer, `budget` is the layer's own.
-
-    Args:
-        head_budgets: "global", "layer", None, or the shares of a `HeadBudgets` as plain values, {"layer index": [share of each KV head]}.
-    """
+    """The checked arguments of an `EquipCache`; in a layer, `budget` is the layer's own."""
 
     policy: Policy
     budget: Any
     sinks: int
     recent: int | None
     decode_budget: int | float | None
-    head_budgets: Any
+    head_budgets: Any  # "global", "layer", None, or the shares of a `HeadBudgets`, {"layer index": [share of each KV head]}
     question_start: int | None
     positions: str
     backend: Backend
@@ -55,69 +50,56 @@ class EquipSettings:
             raise ConfigError.of("refit", "True or False", self.refit)
         if self.codec is not None:
             require_instance("codec", self.codec, KVCodec, {"policy": self.policy}, "KVCodec.calibrate makes one for a model.")
-        # NumPy's integers become plain ones.
-        object.__setattr__(self, "sinks", whole_number("sinks", self.sinks, 0, "a number of tokens, 0 or more"))
-        if self.recent is not None:
-            object.__setattr__(self, "recent", whole_number("recent", self.recent, 0, "a number of tokens, 0 or more"))
+        tokens = "a number of tokens, 0 or more"
+        checks = ("sinks", 0, tokens), ("recent", 0, tokens), ("question_start", -(1 << 40), "the index of a token of the prompt")
+        for name, least, what in checks:
+            if (value := getattr(self, name)) is not None or name == "sinks":
+                object.__setattr__(self, name, whole_number(name, value, least, what))  # NumPy's integers become plain ones
         if self.decode_budget is not None:
             object.__setattr__(self, "decode_budget", one_budget("decode_budget", self.decode_budget))
-        if (start := self.question_start) is not None:
-            object.__setattr__(
-                self, "question_start", whole_number("question_start", start, -(1 << 40), "the index of a token of the prompt")
-            )
-
-    @property
-    def _name(self) -> str:
-        return self.policy.name or type(self.policy).__name__
 
     def check(self, model: Any, *, latents: bool, offloading: bool) -> None:
         """Refuse what does not go together with the model, or its config; `latents` is whether it keeps these."""
-        for refused, message in self._refusals(latents, offloading):
-            if refused:
-                raise UnsupportedError(message)
-        policy, shared = self.policy, self.head_budgets
-        if shared is not None and (not policy.by_head or (policy.order_only and shared in ("global", "layer"))):
+        policy, paged, shared, codec = self.policy, self.page_size is not None, self.head_budgets is not None, self.codec
+        joint, unpaged = self.head_budgets == "global", "Leave page_size and pool out"
+        late = policy.deferred or self.decode_budget is not None or self.question_start is not None
+        held = "this model keeps latents, which are held in its dtype"
+        unread = f"refit: {policy.name!r} reads no queries, and keeps recent values as they are. Leave it out."
+        at_once = "head_budgets: 'global' prunes all layers at once, and with offloading one alone is at hand. Pass head_budgets='layer'."
+        asked = (
+            "head_budgets: 'global' prunes when the last layer has read the prompt, and a question is read by each layer before. Feed "
+            "the context in a call of its own, or pass head_budgets='layer'."
+        )
+        refusals: dict[str, Any] = {
+            f"head_budgets: a page belongs to all heads of a layer. {unpaged}, or pass None.": paged and shared,
+            "page_size, pool: pages are for one budget. Leave out decode_budget, question_start and 'kvzip'.": paged and late,
+            f"page_size, pool: this model keeps latents, which are not kept on pages. {unpaged}.": paged and latents,
+            "storage: pages hold the model's dtype, or codes. Leave storage out, or page_size and pool.": paged and self.storage,
+            "offloading: pages stay on their pool's device. Leave offloading out, or page_size and pool.": paged and offloading,
+            "storage, codec: slots are kept in one way. Leave one of them out.": codec and self.storage,
+            "codec: codes are of keys before rotation. Leave positions='original' out.": codec and self.positions == "original",
+            "codec: slots change their positions. Calibrate with rotation='aware'.": codec and codec.settings.rotation != "aware",
+            "head_budgets: such heads are held in the model's dtype, or as codes. Leave storage out.": shared and self.storage,
+            "head_budgets: latents are common to all heads. Pass None.": shared and latents,
+            f"storage: {held}. Leave storage out.": latents and self.storage,
+            f"codec: {held}. Leave codec out.": latents and codec,
+            "refit: latents are keys and values at once. Leave refit out.": self.refit and latents,
+            unread: self.refit and policy.order_only,
+            "policy: it reads inputs of heads, and this model keeps latents. Use 'keydiff' or 'snapkv'.": latents and policy.reads_inputs,
+            at_once: joint and offloading,
+            asked: joint and self.question_start is not None,
+        }
+        if message := next((message for message, refused in refusals.items() if refused), None):
+            raise UnsupportedError(message)
+        if shared and (not policy.by_head or (policy.order_only and self.head_budgets in ("global", "layer"))):
             raise scores_alike(policy)
-        if shared == "global" and not policy.comparable:
+        if joint and not policy.comparable:
             what = "'layer', None, or a policy whose scores mean the same in all layers, as probabilities do ('future', 'kvzip')"
-            raise ConfigError.of("head_budgets", what, f"'global' with {self._name!r}")
+            raise ConfigError.of("head_budgets", what, f"'global' with {name_of(policy)!r}")
         if policy.mixes_heads:
             require_all_heads(model, f"The policy {policy.name!r}", "Use a policy that scores each head by itself: 'h2o' or 'snapkv'.")
         if latents:
             require_all_heads(model, "Pruning latents, which are common to all heads,", "Use DynamicCache.", any_plan=True)
-
-    def _refusals(self, latents: bool, offloading: bool) -> Iterator[tuple[Any, str]]:
-        """What does not go together, each with whether that is asked for."""
-        policy, paged, shared, codec = self.policy, self.page_size is not None, self.head_budgets is not None, self.codec
-        late, alone = self.decode_budget is not None or self.question_start is not None, self.head_budgets == "global"
-        unpaged, held = "Leave page_size and pool out", "this model keeps latents, which are held in its dtype"
-        yield paged and shared, f"head_budgets: a page belongs to all heads of a layer. {unpaged}, or pass None."
-        only = "page_size, pool: pages are for one budget. Leave out decode_budget, question_start and 'kvzip'."
-        yield paged and (policy.deferred or late), only
-        yield paged and latents, f"page_size, pool: this model keeps latents, which are not kept on pages. {unpaged}."
-        yield paged and self.storage, "storage: pages hold the model's dtype, or codes. Leave storage out, or page_size and pool."
-        yield paged and offloading, "offloading: pages stay on their pool's device. Leave offloading out, or page_size and pool."
-        yield codec and self.storage, "storage, codec: slots are kept in one way. Leave one of them out."
-        original = "codec: codes are of keys before rotation. Leave positions='original' out."
-        yield codec and self.positions == "original", original
-        aware = codec is None or codec.settings.rotation == "aware"
-        yield not aware, "codec: slots change their positions. Calibrate with rotation='aware'."
-        yield shared and self.storage, "head_budgets: such heads are held in the model's dtype, or as codes. Leave storage out."
-        yield shared and latents, "head_budgets: latents are common to all heads. Pass None."
-        yield latents and self.storage, f"storage: {held}. Leave storage out."
-        yield latents and codec, f"codec: {held}. Leave codec out."
-        yield self.refit and latents, "refit: latents are keys and values at once. Leave refit out."
-        unread = f"refit: {policy.name!r} reads no queries, and keeps recent values as they are. Leave it out."
-        yield self.refit and policy.order_only, unread
-        inputs = "policy: it reads inputs of heads, and this model keeps latents. Use 'keydiff' or 'snapkv'."
-        yield latents and policy.reads_inputs, inputs
-        at_once = "head_budgets: 'global' prunes all layers at once, and with offloading one alone is at hand. Pass head_budgets='layer'."
-        yield alone and offloading, at_once
-        before = (
-            "head_budgets: 'global' prunes when the last layer has read the prompt, and a question is read by each layer before. Feed "
-            "the context in a call of its own, or pass head_budgets='layer'."
-        )
-        yield alone and self.question_start is not None, before
 
     def question_in(self, tokens: int) -> int:
         """How many of a first prompt's tokens are before its question."""
@@ -148,7 +130,7 @@ class EquipSettings:
         if needed == 0 or (with_queries and needed is not None):
             return None
         whose, others = ("all queries", "'future', ") if needed is None else (f"a prompt's last {needed} queries", "")
-        why = f"policy: {self._name!r}{' with refit' * self.refit} looks at {whose}, which stored keys and values don't have."
+        why = f"policy: {name_of(self.policy)!r}{' with refit' * self.refit} looks at {whose}, which stored keys and values don't have."
         return Refusal(f"{why} Use {others}'keydiff' or 'streaming'{' without refit' * self.refit}.")
 
     def slots_of(self, prompt: int) -> int:
@@ -158,8 +140,11 @@ class EquipSettings:
     def limit_of(self, prompt: int, beside: int = 0) -> Limit:
         """What a prompt, of so many tokens in its longest row, is pruned to; `beside` more tokens stay on top of a fraction."""
         slots = self.slots_of(prompt) + (beside if isinstance(self.budget, float) else 0)
-        recent = whole_number("recent", self.recent_of(slots), 0)
-        check_budget(slots, self.sinks, max(recent, beside))
+        recent, sinks = whole_number("recent", self.recent_of(slots), 0), self.sinks
+        # The token to come needs a slot that is not a sink's, whether or not it is to be protected afterwards.
+        if slots < (least := sinks + max(recent, beside, 1)):
+            why = f"{slots} tokens are too few for sinks={sinks} + recent={max(recent, beside)}"
+            raise ConfigError(f"budget: {why}. Give at least {least}, or lower sinks or recent.")
         return Limit(slots, recent)
 
 
@@ -183,11 +168,7 @@ def _head_shape(config: Any) -> tuple[int | None, int | None]:
 
 
 def resolve_head_budgets(head_budgets: Any, policy: Policy, possible: bool, alone: bool) -> Any:
-    """As plain values: "global", "layer", None, or the shares of a `HeadBudgets`.
-
-    Args:
-        possible: Whether "auto" may let heads keep different numbers of tokens; `alone`: only within a layer.
-    """
+    """As plain values; "auto" lets heads keep different numbers of tokens where `possible`, within a layer where each is `alone`."""
     if isinstance(head_budgets, HeadBudgets):
         return head_budgets.as_settings()
     if isinstance(head_budgets, str):
@@ -199,8 +180,11 @@ def resolve_head_budgets(head_budgets: Any, policy: Policy, possible: bool, alon
     return head_budgets  # a dict is from a file
 
 
+def name_of(policy: Policy) -> str:
+    return policy.name or type(policy).__name__
+
+
 def scores_alike(policy: Policy) -> ConfigError:
     """The error for a policy whose heads all keep the same tokens."""
-    name = policy.name or type(policy).__name__
-    what = "a policy that scores each head by itself"
-    return ConfigError.of("head_budgets", what, name, "Its heads all keep the same tokens: use another policy, or leave head_budgets out.")
+    hint = "Its heads all keep the same tokens: use another policy, or leave head_budgets out."
+    return ConfigError.of("head_budgets", "a policy that scores each head by itself", name_of(policy), hint)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -16,15 +19,11 @@ from hf_kvcaches.core.step import Passes
 from hf_kvcaches.equip import graphs
 from hf_kvcaches.equip.budgets import Assembly
 from hf_kvcaches.equip.coded import ragged_like
-from hf_kvcaches.equip.rollback import Undo, take_back
 from hf_kvcaches.equip.rotation import KeyRotation
 from hf_kvcaches.equip.settings import EquipSettings
 from hf_kvcaches.equip.slots import SlotTable
 from hf_kvcaches.equip.storage import Flat, Slots
-from hf_kvcaches.errors import ArtifactError, UnsupportedError
-
-# What a file has of a layer beside its table.
-_LIMITS = {"slots": int, "recent": int, "waiting": bool, "unrotated": bool}
+from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError
 
 
 class ModuleCall(NamedTuple):
@@ -36,13 +35,39 @@ class ModuleCall(NamedTuple):
     inputs: Mapping[str, Any] | None  # all arguments, for policies that read them
 
 
+@dataclass(frozen=True)
+class Undo:
+    """What a layer was before a change: drafts that are refused, or an edit that fails."""
+
+    tokens: int  # new ones that it took
+    slots: Slots | None  # those that a step overwrote, (batch, 1 or kv_heads, 1); None for all
+    content: Any
+    table: SlotTable
+    storage: Flat
+    rotation: KeyRotation
+
+    @classmethod
+    def of(cls, layer: SlotLayer, slots: Slots | None = None, tokens: int = 0) -> Undo:
+        storage = layer.storage
+        content = {name: tensor.clone() for name, tensor in storage.export().items()} if slots is None else storage.gather(slots)
+        return cls(tokens, slots, content, copy.deepcopy(layer.table), storage, layer.rotation)
+
+    def restore(self, layer: SlotLayer) -> None:
+        """Make the layer what it was. Of several changes the newest is undone first."""
+        layer.table, layer.storage, layer.rotation = self.table, self.storage, self.rotation
+        if self.slots is None:
+            layer.storage.restore(self.content, self.table.kept(), layer.slots)
+        else:
+            layer.storage.write(self.slots, self.content)
+        layer.table.reserve(layer.storage.capacity)
+
+
 class SlotLayer(AnsweringLayer):
     """Slots for at most a budget of tokens.
 
     Attributes:
         geometry: How the model rotates the layer's keys; `rotation` is how they are kept.
-        slots: How many slots there may be in each head, in the mean; 0 before the prompt.
-        recent: How many of the newest tokens are protected while decoding.
+        slots: How many slots there may be in each head, in the mean; 0 before the prompt. `recent` of the newest tokens are protected.
         waiting: Whether nothing is pruned yet, because the policy waits for `EquipCache.compress`.
         journal: What new tokens changed since the last crop, the newest last; None where nothing is recorded.
         heads: KV heads of the model's layer in all processes together; None where nothing looks at several heads.
@@ -52,6 +77,7 @@ class SlotLayer(AnsweringLayer):
 
     is_croppable = True
     cache_name = "EquipCache"
+    arrival: Any
     detour: Callable[..., torch.Tensor] | None
 
     def __init__(
@@ -66,27 +92,22 @@ class SlotLayer(AnsweringLayer):
         heads: int | None = None,
     ) -> None:
         super().__init__()
-        self.layer_idx = layer_idx
-        self.settings, self.geometry, self.rotation, self.passes = settings, geometry, rotation, passes
-        self.policy, self.frozen = settings.policy, False
-        self.assembly, self.shard, self.heads = assembly, assembly.shard, heads
-        self._first = (rotation, storage)
+        self.settings, self.policy, self.geometry, self.passes = settings, settings.policy, geometry, passes
+        self.assembly, self.shard, self.layer_idx, self.heads = assembly, assembly.shard, layer_idx, heads
+        self.frozen, self._first = False, (rotation, storage)
         self.journal: list[Undo] | None = None
         self._clear()
 
     def _clear(self) -> None:
         self.rotation, self.storage = self._first
         self.storage.clear()
-        self.table = SlotTable()
-        self.slots = self.recent = 0
+        self.table, self.slots, self.recent = SlotTable(), 0, 0
         self.waiting, self.scaling = self.policy.deferred > 0, 1.0
         self.module_call: ModuleCall | None = None
-        self.arrival: Any = None
-        self.detour = None
+        self.detour, self.arrival = None, None
 
     @property
     def seen(self) -> int:  # type: ignore[override]
-        """Tokens fed in."""
         return int(self.table.clock) if self.table.stale and self.table.clock is not None else self.table.seen
 
     @property
@@ -110,23 +131,10 @@ class SlotLayer(AnsweringLayer):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         if torch.compiler.is_compiling():
-            # Any number but that of the new tokens would grow with each step, and a graph would take it for a constant.
-            return query_length, 0
+            return query_length, 0  # any other number would grow with each step, and a graph would take it for a constant
         if query_length == 1:
             return 1, self.seen  # slots need no mask of the text: which of them hold a token is known here
         return super().get_mask_sizes(query_length)
-
-    @property
-    def is_compileable(self) -> bool:  # type: ignore[override]
-        """Whether `torch.compile` may take single tokens: see `graphs.py`."""
-        settings, late = self.settings, self.settings.decode_budget is not None or self.settings.question_start is not None
-        if late or self.journal is not None or not self.policy.in_graphs or not self.storage.in_graphs:
-            return False
-        if self.geometry.changes_at is not None and self.rotation.moves:
-            return False
-        if self.rotation.streams and self.table.sink_keys is None and settings.sinks and self.table.seen:
-            return False
-        return self.shard is None or not self.policy.asks_all_heads
 
     def check_new_tokens(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.storage.check(key_states, value_states)
@@ -148,6 +156,16 @@ class SlotLayer(AnsweringLayer):
                 part.map(torch.clone)
             self.frozen = False
         self.frozen |= inside
+
+    @property
+    def is_compileable(self) -> bool:  # type: ignore[override]
+        """Whether `torch.compile` may take single tokens: see `graphs.py`."""
+        settings, rotation, policy = self.settings, self.rotation, self.policy
+        late = settings.decode_budget is not None or settings.question_start is not None or self.journal is not None
+        changing = self.geometry.changes_at is not None and rotation.moves
+        unmoved = rotation.streams and self.table.sink_keys is None and settings.sinks and self.table.seen
+        fit = policy.in_graphs and self.storage.in_graphs and (self.shard is None or not policy.asks_all_heads)
+        return fit and not (late or changing or unmoved)
 
     # How keys are rotated.
 
@@ -181,8 +199,7 @@ class SlotLayer(AnsweringLayer):
             return  # nothing was lost behind them
         else:
             kept: Any = table.filled
-            name = ("follow", id(rotation.otherwise), kept)
-            turn = self.passes.memo(name, newest, lambda: rotation.follow(self.places(newest), kept))
+            turn = self.passes.memo(("follow", rotation.otherwise, kept), newest, lambda: rotation.follow(self.places(newest), kept))
         self.storage.keys[:, :, : sinks.shape[2]] = turn(sinks)
 
     def unshift(self) -> None:
@@ -192,13 +209,13 @@ class SlotLayer(AnsweringLayer):
 
     def unrotate(self, ahead: int | torch.Tensor) -> None:
         """Rotate keys on the way from now on; the model's positions are so far `ahead` of a row's own count, or (batch or 1, 1, 1)."""
-        table, storage, rotation = self.table, self.storage, self.rotation.otherwise
+        table, storage, rotation, sinks = self.table, self.storage, self.rotation.otherwise, self.table.sink_keys
         if rotation is None:
             return
         self.record(None, 0)
-        if table.sink_keys is not None:
+        if sinks is not None:
             self.own()
-            storage.keys[:, :, : table.sink_keys.shape[2]] = table.sink_keys
+            storage.keys[:, :, : sinks.shape[2]] = sinks
             table.sink_keys = None
         if table.positions is not None:
             (keys, values), positions = storage.read(table.used), table.positions[..., : table.used]
@@ -225,7 +242,6 @@ class SlotLayer(AnsweringLayer):
 
     @property
     def record_past(self) -> bool:
-        """Whether tokens can be taken back."""
         return self.journal is not None
 
     @record_past.setter
@@ -237,15 +253,40 @@ class SlotLayer(AnsweringLayer):
     def crop(self, tokens_to_remove: int) -> None:
         """Take the last tokens back, as in transformers: slots and scores are as if they had never come. 0 makes final what came."""
         self.table.catch_up()
-        sinks, keys = self.table.sink_keys if tokens_to_remove else None, self.storage.keys
+        sinks = self.table.sink_keys if tokens_to_remove else None
         if sinks is not None:
-            keys[:, :, : sinks.shape[2]] = sinks
+            self.storage.keys[:, :, : sinks.shape[2]] = sinks
         try:
-            take_back(self, -int(tokens_to_remove))
+            self._take_back(-int(tokens_to_remove))
         finally:
             if sinks is not None:
                 self.follow(None)
         self.make_final()
+
+    def _take_back(self, tokens: int) -> None:
+        table, journal = self.table, self.journal or []
+        if not 0 <= tokens <= self.seen:
+            raise ConfigError.of("tokens_to_remove", f"a number from -{self.seen} to 0", -tokens, "crop(-n) removes the last n tokens.")
+        recorded = [0, *accumulate(undo.tokens for undo in reversed(journal))]  # steps, and blocks with all of their tokens
+        if tokens in recorded:
+            with self.storage.rewriting():
+                for undo in reversed(journal[len(journal) - recorded.index(tokens) :]):
+                    undo.restore(self)
+        elif self.policy.order_only and table.filled == table.seen and table.counts is None:  # every token is there, in order
+            table.filled -= tokens
+            table.positions[..., table.filled :] = -1
+            table.scores[..., table.filled :] = -torch.inf
+            table.find_distances(self.rotation.unrotated)
+            table.advance(-tokens)
+            table.sink_keys = table.sink_keys if table.seen >= self.settings.sinks else None
+        else:
+            why = "tokens were pruned or scored, so EquipCache can take back only what it has recorded"
+            if self.journal is not None:
+                why = f"{tokens} tokens are to be taken back, and EquipCache remembers {recorded[-1]}: those since the last crop"
+            raise UnsupportedError(
+                f"crop: {why}. Call activate_past_recording() before the tokens that may be taken back, or build the cache anew from the "
+                "shorter text."
+            )
 
     def record(self, slots: Slots | None, tokens: int) -> None:
         """Note what new tokens are going to change, while tokens may be taken back: some slots, or None for all."""
@@ -254,8 +295,7 @@ class SlotLayer(AnsweringLayer):
 
     def make_final(self) -> None:
         """End a change that came from outside of a forward pass: what came before can't be taken back any more."""
-        if self.journal is not None:
-            self.journal.clear()
+        self.journal = None if self.journal is None else []
         self.storage.trim(self.table.kept())
         graphs.prepare(self)
 
@@ -268,15 +308,15 @@ class SlotLayer(AnsweringLayer):
         self._clear()
         self.assembly.clear()
         self.is_initialized = False
-        if self.journal is not None:
-            self.journal.clear()
+        self.journal = None if self.journal is None else []
 
     def _map_rows(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.table.catch_up()
+        table = self.table
+        table.catch_up()
         self.storage.map_rows(function)
-        self.table.map(function, rows=True)
-        if self.table.positions is not None and self.table.filled is None:
-            self.table.find_filled()
+        table.map(function, rows=True)
+        if table.positions is not None and table.filled is None:
+            table.find_filled()
         self.make_final()
 
     def _move(self, device: torch.device | str) -> None:
@@ -293,20 +333,17 @@ class SlotLayer(AnsweringLayer):
     def import_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
         self.reset()
         stored, counters = part_of(tensors, "slots"), dict(values)
-        limits = {name: counters.pop(name, None) for name in _LIMITS}
-        if any(type(limits[name]) is not kind for name, kind in _LIMITS.items()):
+        limits = {name: counters.pop(name, None) for name in ("slots", "recent", "waiting", "unrotated")}
+        if [*map(type, limits.values())] != [int, int, bool, bool]:
             raise ArtifactError(f"The stored state of an EquipLayer doesn't fit: {limits}. Save the cache again.")
         self.slots, self.recent, self.waiting, unrotated = limits.values()
         self.table = SlotTable.imported({name: tensors[name] for name in tensors if not name.startswith("slots.")}, counters)
         if self.rotation.otherwise is not None and unrotated:
             self.rotation = self.rotation.otherwise
-        if "rooms" in stored:
-            self.storage = ragged_like(self.storage)
         if stored:
-            if wrong := {*self.storage.names, *self.storage.beside} ^ set(stored):
-                raise ArtifactError(
-                    f"A layer's slots are stored without these tensors, or with others: {sorted(wrong)}. Save the cache again."
-                )
+            self.storage = ragged_like(self.storage) if "rooms" in stored else self.storage
+            if wrong := sorted({*self.storage.names, *self.storage.beside} ^ set(stored)):
+                raise ArtifactError(f"A layer's slots are stored without these tensors, or with others: {wrong}. Save the cache again.")
             self.storage.restore(stored, self.table.kept(), self.slots)
             self.lazy_initialization(*self.storage.read(1))
         self.choose_angles(lambda: self.table.seen - 1, False)

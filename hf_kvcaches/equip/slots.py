@@ -67,13 +67,12 @@ class SlotTable:
             return torch.zeros(0, 1, 1, dtype=torch.long)
         return (self.positions >= 0).sum(-1, keepdim=True)
 
-    def insert(self, slot: Slots, real: torch.Tensor | None, sinks: int, first: float | None) -> None:
-        """Say that the new token of each row, or of those that are `real`, is in a slot, (batch, 1 or kv_heads, 1), and count it.
+    def text_index(self) -> torch.Tensor:
+        """For each slot in use the index of its token in the text, (batch, 1 or kv_heads, slots in use); -1: empty."""
+        return (self.positions.long() if self.text is None else self.text)[..., : self.used]
 
-        Args:
-            sinks: How many of a row's first tokens always stay.
-            first: The score of a token that has just come; None: it has none.
-        """
+    def insert(self, slot: Slots, real: torch.Tensor | None, sinks: int, first: float | None) -> None:
+        """Put the new token of each row, or of those that are `real`, into a slot, (batch, 1 or kv_heads, 1), with its `first` score."""
         graph = torch.compiler.is_compiling() and self.clock is not None
         seen: Any = self.clock if graph else self.seen
         # By the text's count: only the order within a row matters.
@@ -104,8 +103,7 @@ class SlotTable:
 
     def append(self, positions: torch.Tensor, text: torch.Tensor | None) -> None:
         """Put new tokens, (batch, 1, tokens), behind the slots in use. They have no score yet."""
-        used = self.used
-        if used:
+        if used := self.used:
             self.scores = torch.nn.functional.pad(self.scores[..., :used], (0, positions.shape[-1]), value=math.inf)
         for name, tensor in {"positions": positions, "text": text}.items():
             if tensor is not None and used:
@@ -119,20 +117,17 @@ class SlotTable:
 
         Args:
             index: Which ones, in order of position, (batch, 1 or kv_heads, tokens); None for all as they are.
-            lengths: How many of these count, where heads differ, (batch, kv_heads, 1).
-            rooms: How many slots each head has from now on, or None.
+            lengths: How many of these count, where heads differ, (batch, kv_heads, 1); `rooms` is how many slots each head has then.
             compact: Whether keys are rotated by their distances.
         """
-        used, empty = self.used, None
-        if lengths is not None and index is not None:
-            empty = torch.arange(index.shape[-1], device=index.device) >= lengths
+        used = self.used
         for name in ("positions", "scores", "text"):
             if (tensor := getattr(self, name)) is not None:
                 tensor = tensor[..., :used]
                 if index is not None:
                     tensor = tensor.expand(-1, max(index.shape[1], tensor.shape[1]), -1).take_along_dim(index, -1)
-                if empty is not None:
-                    tensor = tensor.masked_fill(empty, _EMPTY[name])
+                    if lengths is not None:
+                        tensor = tensor.masked_fill(torch.arange(index.shape[-1], device=index.device) >= lengths, _EMPTY[name])
                 setattr(self, name, tensor.contiguous())
         self.rooms, self.since = rooms, 0
         if rooms is None and self.filled is not None:
@@ -142,7 +137,6 @@ class SlotTable:
         self.find_distances(compact)
 
     def advance(self, tokens: int) -> None:
-        """Count tokens that were fed in."""
         self.seen += tokens
         if self.clock is not None:
             self.clock.fill_(self.seen)
@@ -161,16 +155,19 @@ class SlotTable:
             low, high = self.kept().aminmax()
             self.filled = int(low) if bool(low == high) else None
 
+    def find_distances(self, compact: bool) -> None:
+        """Set the distances of slots in any order from the positions, or leave them out."""
+        self.distances = None  # type: ignore[assignment]
+        if compact:
+            order = self.positions.argsort(-1, descending=True).argsort(-1)
+            self.distances = torch.where(self.positions < 0, _EMPTY_DISTANCE, order).to(torch.int32)
+
     def pad(self, rows: int, device: torch.device) -> None:
         """Count each row's tokens by itself from now on."""
         if self.counts is None:
             self.counts = torch.full((rows, 1, 1), self.seen, dtype=torch.int32, device=device)
             self.text = None if self.positions is None else self.positions.long()
             self.fewest = self.seen
-
-    def text_index(self) -> torch.Tensor:
-        """For each slot in use the index of its token in the text, (batch, 1 or kv_heads, slots in use); -1: empty."""
-        return (self.positions.long() if self.text is None else self.text)[..., : self.used]
 
     def reserve(self, capacity: int) -> None:
         """Make room for a number of slots."""
@@ -184,15 +181,7 @@ class SlotTable:
             if self.distances is not None:
                 self.distances.masked_fill_(missing, 0)  # steps add no more to it than to that of the oldest token
 
-    def find_distances(self, compact: bool) -> None:
-        """Set the distances of slots in any order from the positions, or leave them out."""
-        self.distances = None  # type: ignore[assignment]
-        if compact:
-            order = self.positions.argsort(-1, descending=True).argsort(-1)
-            self.distances = torch.where(self.positions < 0, _EMPTY_DISTANCE, order).to(torch.int32)
-
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors by name."""
         return {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor], *, rows: bool = False) -> None:
@@ -200,12 +189,6 @@ class SlotTable:
         for name, tensor in self.tensors().items():
             if not (rows and name == "clock"):
                 setattr(self, name, function(tensor))
-
-    def clone(self) -> Self:
-        """A copy that shares no tensor."""
-        copied = copy.copy(self)
-        copied.map(torch.clone)
-        return copied
 
     def export(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Tensors of rows, and counters, for a file."""
@@ -224,4 +207,6 @@ class SlotTable:
         return cls(**values)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self.clone()
+        copied = copy.copy(self)
+        copied.map(torch.clone)  # deepcopy refuses tensors that are part of an autograd graph
+        return copied

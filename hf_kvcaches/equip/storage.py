@@ -1,7 +1,6 @@
 """Where the keys and values of slots lie: one buffer a row, or heads with different numbers of slots one behind the other.
 
-Other forms are subclasses. They differ in how keys and values are encoded (`encode`, `decode`: `coded.py`, `latent.py`), or in where the
-result lies (`held`, `gather`, `hold`, `write`: `pages.py`).
+Subclasses differ in how these are encoded (`encode`, `decode`: `coded.py`), or in where the result lies (`hold`, `write`...: `pages.py`).
 """
 
 from __future__ import annotations
@@ -47,7 +46,6 @@ class Flat:
 
     @property
     def capacity(self) -> int:
-        """How many slots there are by now."""
         first = getattr(self, self.names[0])
         return 0 if first is None else first.shape[2]
 
@@ -68,7 +66,7 @@ class Flat:
     def space_for(
         self, rows: int, tokens: int, valid: torch.Tensor | None, block: int, shared: Callable[..., Any]
     ) -> AbstractContextManager[None]:
-        """Within it there is memory for the new tokens of a pass, of which the first are a block, and those that are `valid` count.
+        """Within it there is memory for a pass's new tokens, of which the first are a block, and those that are `valid` count.
 
         It is there for all layers, or the first of them refuses and nothing has changed. `shared` makes what layers share, by name.
         """
@@ -81,7 +79,6 @@ class Flat:
     # How tokens are kept, and where.
 
     def encode(self, keys: torch.Tensor, values: torch.Tensor) -> Raw:
-        """Keys and values as they are kept."""
         return keys, values
 
     def decode(self, raw: Raw) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,15 +110,16 @@ class Flat:
         elif slots.shape[:2] == (1, 1):
             for buffer, new in zip(buffers, raw, strict=True):
                 buffer.index_copy_(2, slots.view(-1), new)
-        else:
-            index = ((starts.__wrapped__ if graph else starts)(*buffers[0].shape[:3], slots.device) + slots).flatten()
+        else:  # not with `scatter_`, which takes a thousand times as long in half precision
+            # On a GPU another stream may not see yet what was made on one.
+            starts = _starts.__wrapped__ if graph or slots.is_cuda else _starts
+            index = (starts(*buffers[0].shape[:3], slots.device) + slots).flatten()
             for buffer, new in zip(buffers, raw, strict=True):
                 buffer.view(-1, buffer.shape[-1]).index_copy_(0, index, new.reshape(-1, new.shape[-1]))
 
     # What is made of these.
 
     def read(self, used: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the first slots."""
         return self.keys[:, :, :used], self.values[:, :, :used]
 
     def rebuild(self, index: Slots | None, new: Raw | None, used: int, most: int) -> None:
@@ -132,7 +130,6 @@ class Flat:
         self.hold(raw if index is None else tuple(pick(tensor, index) for tensor in raw), most)
 
     def reserve(self, slots: int, most: int) -> None:
-        """Make room for a number of slots."""
         if slots > self.capacity:
             for name in self.names:
                 setattr(self, name, extended(getattr(self, name), max(slots, min(most, slots + slots // 2))))
@@ -145,7 +142,6 @@ class Flat:
     # Memory and rows.
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors by name."""
         return {name: tensor for name, tensor in vars(self).items() if isinstance(tensor, torch.Tensor)}
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -154,7 +150,7 @@ class Flat:
             setattr(self, name, function(tensor))
 
     def map_rows(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.map(function)
+        self.map(lambda tensor: function(tensor).contiguous())  # a slice of rows may have steps
 
     def clear(self) -> None:
         for name in Flat.tensors(self):
@@ -307,7 +303,7 @@ class Ragged(Flat):
 
 
 @lru_cache(maxsize=16)
-def starts(batch: int, heads: int, slots: int, device: torch.device) -> torch.Tensor:
+def _starts(batch: int, heads: int, slots: int, device: torch.device) -> torch.Tensor:
     """The number of each head's first slot among those of all rows and heads, (batch, heads, 1)."""
     with torch.inference_mode(False):
         return torch.arange(0, batch * heads * slots, slots, device=device).view(batch, heads, 1)

@@ -9,7 +9,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from hf_kvcaches.core.holder import LastQueries
+from hf_kvcaches.core.layers import KVLayer
 from hf_kvcaches.equip.cache import EquipCache
+from hf_kvcaches.equip.layer import EquipLayer
 from hf_kvcaches.equip.policies import KeyDiffPolicy, SnapKVPolicy
 from tests import tiny
 from tests.conformance import models
@@ -101,3 +104,31 @@ def stay(scores: list[list[float]], positions: list[list[int]], budget: int, sin
     ranked.sort(reverse=True)
     chosen = guarded + ranked[: max(0, budget * len(scores) - len(guarded))]
     return [sorted(index for *_, of, index in chosen if of == head) for head in range(len(scores))]
+
+
+def state(cache: EquipCache) -> dict[str, Any]:
+    """All that a sequence owns: tensors, without the clock that there is while steps may be compiled, and counters."""
+    tensors = {name: tensor.clone() for name, tensor in cache.owned_tensors().items() if not name.endswith(".clock")}
+    return tensors | {f"{index}": layer.export_state()[1] for index, layer in enumerate(cache.layers) if isinstance(layer, KVLayer)}
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two states are, bit for bit."""
+    equal = lambda a, b: torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b  # noqa: E731
+    return one.keys() == other.keys() and all(equal(value, other[name]) for name, value in one.items())
+
+
+def with_queries(model: Any, ids: torch.Tensor, mask: torch.Tensor | None, monkeypatch: Any, **settings: Any) -> tuple[Any, list[Any]]:
+    """A prefilled `EquipCache`, and the queries of each layer."""
+    queries: dict[int, LastQueries] = {}
+    cache = EquipCache(model, **settings)
+    attend = EquipLayer.attend
+
+    def recording(self: Any, query: Any, keys: Any, values: Any, call: Any) -> Any:
+        queries[cache.layers.index(self)] = LastQueries(query.clone(), call.scaling, call.softcap, call.sink_logits)
+        return attend(self, query, keys, values, call)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(EquipLayer, "attend", recording)
+        feed(model, cache, ids, [ids.shape[1]], mask)
+    return cache, [queries.get(index) for index in range(len(cache.layers))]

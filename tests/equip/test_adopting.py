@@ -21,7 +21,7 @@ from hf_kvcaches.equip.policies.tokens import Tokens
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch, PoolExhausted, UnsupportedError
 from tests.conformance import models
 from tests.conformance.driving import TOLERANCES, feed, left_padded, tokens
-from tests.equip.cases import BUDGET, POSITIONS, SINKS, text
+from tests.equip.cases import BUDGET, POSITIONS, SINKS, text, with_queries
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("no_grad")]
 
@@ -158,29 +158,7 @@ def test_sliding_layers_of_a_cache_that_kept_everything(family: str, prompt: int
     assert past.get_seq_length(0) == prompt
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_bfloat16(policy: str) -> None:
-    ids, mask = left_padded([text(49), text(31, 7)])
-    compare(models.tiny("llama", torch.bfloat16), POLICIES[policy], ids=ids, mask=mask, dtype=torch.bfloat16)
-
-
 # Policies that look at queries.
-
-
-def with_queries(model: Any, ids: torch.Tensor, mask: torch.Tensor | None, monkeypatch: Any, **settings: Any) -> tuple[Any, list[Any]]:
-    """A prefilled `EquipCache`, and the queries of each layer."""
-    queries: dict[int, LastQueries] = {}
-    cache = EquipCache(model, **settings)
-    attend = EquipLayer.attend
-
-    def recording(self: Any, query: Any, keys: Any, values: Any, call: Any) -> Any:
-        queries[cache.layers.index(self)] = LastQueries(query.clone(), call.scaling, call.softcap)
-        return attend(self, query, keys, values, call)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(EquipLayer, "attend", recording)
-        feed(model, cache, ids, [ids.shape[1]], mask)
-    return cache, [queries.get(index) for index in range(len(cache.layers))]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "opt"])

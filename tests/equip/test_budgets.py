@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_kvcaches.equip.budgets import check_budget, pyramid_budgets, resolve_budgets, slots_for
+from hf_kvcaches import EquipCache
+from hf_kvcaches.equip.budgets import pyramid_budgets, resolve_budgets, slots_for
 from hf_kvcaches.errors import ConfigError
+from tests import tiny
 
 
 @pytest.mark.parametrize(
@@ -31,13 +33,13 @@ def test_a_share_is_rounded_down_but_never_to_nothing(budget, tokens, slots):
 
 
 def test_a_budget_holds_the_protected_tokens_and_one_token_to_come():
-    check_budget(8, 4, 4)
-    check_budget(5, 4, 0)
-    check_budget(1, 0, 0)
-    with pytest.raises(ConfigError, match=r"too few for sinks=4 \+ recent=5. Give at least 9"):
-        check_budget(8, 4, 5)
+    model = tiny.llama()
+    for budget, sinks, recent in ((8, 4, 4), (5, 4, 0), (1, 0, 0)):
+        EquipCache(model, "h2o", budget, sinks=sinks, recent=recent)
+    with pytest.raises(ConfigError, match=r"budget: 8 tokens are too few for sinks=4 \+ recent=5. Give at least 9"):
+        EquipCache(model, "h2o", 8, sinks=4, recent=5)
     with pytest.raises(ConfigError, match="Give at least 5"):
-        check_budget(4, 4, 0)
+        EquipCache(model, "h2o", 4, sinks=4, recent=0)
 
 
 @given(
@@ -65,23 +67,10 @@ def test_a_pyramid_has_the_slope_of_the_paper():
     assert pyramid_budgets(1, 100) == [100]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "name"),
-    [
-        ((0, 64), "layers"),
-        ((True, 64), "layers"),
-        ((4, 0), "budget"),
-        ((4, 0.5), "budget"),
-        ((4, True), "budget"),
-        ((4, 64, 0.5), "beta"),
-        ((4, 64, True), "beta"),
-        ((4, 64, float("nan")), "beta"),
-        ((4, 64, 20, 65), "floor"),
-        ((4, 64, 20, -1), "floor"),
-        ((4, 64, 20, 1.0), "floor"),
-    ],
-)
-def test_a_pyramid_that_can_not_stand_is_refused_by_name(arguments, name):
-    model, budget, beta, floor = (*arguments, 20, None)[:4] if len(arguments) == 2 else (*arguments, None)[:4]
-    with pytest.raises(ConfigError, match=name):
-        pyramid_budgets(model, budget, beta=beta, floor=floor)
+WRONG = {"model": (0, True), "budget": (0, 0.5, True), "beta": (0.5, True, float("nan")), "floor": (65, -1, 1.0)}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
+def test_a_pyramid_that_can_not_stand_is_refused_by_name(name, value):
+    with pytest.raises(ConfigError, match="layers" if name == "model" else name):
+        pyramid_budgets(**{"model": 4, "budget": 64, name: value})

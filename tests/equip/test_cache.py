@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from hf_kvcaches import enable
 from hf_kvcaches.core.rope import RotaryGeometry
@@ -30,34 +31,21 @@ pytestmark = pytest.mark.usefixtures("no_grad")
 # Settings.
 
 
-@pytest.mark.parametrize(
-    ("settings", "argument"),
-    [
-        ({"budget": 4}, "budget"),
-        ({"budget": 3, "policy": "streaming"}, "budget"),
-        ({"budget": 3, "policy": "h2o"}, "budget"),
-        ({"budget": 8, "sinks": 4, "recent": 5}, "budget"),
-        ({"budget": 60, "policy": SnapKVPolicy(window=64)}, "budget"),
-        ({"budget": 0}, "budget"),
-        ({"budget": 0.0}, "budget"),
-        ({"budget": 1.5}, "budget"),
-        ({"budget": True}, "budget"),
-        ({"budget": [16, 16, 16]}, "budget"),
-        ({"budget": [16, 0]}, r"budget\[1\]"),
-        ({"budget": [16, 4]}, "budget"),
-        ({"policy": "lru"}, "policy"),
-        ({"policy": KeyDiffPolicy}, "policy"),
-        ({"positions": "relative"}, "positions"),
-        ({"head_budgets": "adakv"}, "head_budgets"),
-        ({"backend": "cuda"}, "backend"),
-        ({"sinks": -1}, "sinks"),
-        ({"sinks": 2.0}, "sinks"),
-        ({"recent": True}, "recent"),
-    ],
-    ids=str,
-)
-def test_settings_that_can_not_work_are_refused_by_name(settings: dict[str, Any], argument: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{argument}:"):
+WRONG: dict[str, tuple[Any, ...]] = {
+    "budget": (4, 0, 0.0, 1.5, True, [16, 16, 16], [16, 0], [16, 4]),
+    "policy": ("lru", KeyDiffPolicy),
+    "positions": ("relative",),
+    "head_budgets": ("adakv",),
+    "backend": ("cuda",),
+    "sinks": (-1, 2.0),
+    "recent": (True,),
+}
+TOO_SMALL = [{"budget": 3, "policy": "streaming"}, {"budget": 3, "policy": "h2o"}, {"budget": 60, "policy": SnapKVPolicy(window=64)}]
+
+
+@pytest.mark.parametrize("settings", [{name: value} for name, values in WRONG.items() for value in values] + TOO_SMALL, ids=str)
+def test_settings_that_can_not_work_are_refused_by_name(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"^{next(iter(settings))}(\[1\])?:"):
         EquipCache(models.tiny("llama"), **settings)
 
 
@@ -366,21 +354,27 @@ def test_a_policy_with_scores_takes_a_few_bytes_a_slot_beside() -> None:
     assert cache.report().bytes <= 128 * 2 * (2 * 64 * 4 + 16)
 
 
-@pytest.mark.parametrize("policy", ["streaming", "snapkv", "keydiff"])
-def test_a_saved_cache_comes_back_with_policy_settings_and_slots(policy: str, tmp_path: Path) -> None:
-    model = models.tiny("llama")
-    ids, mask = left_padded([text(30), text(14, 50)])
-    cache = build(model, policy, [BUDGET, 20], recent=7, positions="original")
-    feed(model, cache, ids, [30], mask)
-    cache.save(tmp_path / "cache.safetensors")
-    again = EquipCache.load(tmp_path / "cache.safetensors", model)
-    assert again.policy == cache.policy
-    assert again.settings() == cache.settings()
-    for layer in range(2):
-        assert torch.equal(again.kept_positions(layer), cache.kept_positions(layer))
-    more = text(20, 60).expand(2, -1)
-    full = torch.cat([mask, torch.ones_like(more)], 1)
-    assert torch.equal(feed(model, again, more, mask=full), feed(model, cache, more, mask=full))
+@pytest.mark.parametrize("indices", [[2, 0], [True, False, True], slice(0, 3, 2)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"page_size": 4}, {"storage": "int8"}, {"head_budgets": "layer"}], ids=str)
+def test_picked_rows_go_on(options: Any, indices: Any) -> None:
+    model, ids = models.tiny("llama"), torch.cat([text(45, 20 * row) for row in range(3)])
+    cache = EquipCache(model, "h2o", BUDGET, **options)
+    feed(model, cache, ids[:, :30], [30])
+    whole, rows = copy.deepcopy(cache), torch.arange(3)[indices]
+    cache.batch_select_indices(indices)
+    found, expected = feed(model, cache, ids[rows, 30:]), feed(model, whole, ids[:, 30:])
+    torch.testing.assert_close(found, expected[rows], rtol=0, atol=1e-4)
+
+
+def test_a_second_turn_with_guidance_goes_on_where_the_first_ended() -> None:
+    model, talks = models.tiny("llama"), []
+    for cache in (build(model, "h2o", 64), DynamicCache(config=model.config)):
+        ids = text(12)
+        for turn in range(2):
+            options = {"guidance_scale": 1.5, "negative_prompt_ids": text(5, 40), "do_sample": False, "eos_token_id": []}
+            ids = model.generate(torch.cat([ids, text(4, 30 + turn)], 1), past_key_values=cache, max_new_tokens=3, **options)
+        talks.append(ids)
+    assert torch.equal(*talks)
 
 
 # Against the published presses.

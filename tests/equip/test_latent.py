@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 
 from hf_kvcaches import EquipCache, UnsupportedError
 from hf_kvcaches.core.rope import RotaryGeometry
-from hf_kvcaches.equip.latent import LatentView, latent_modules
+from hf_kvcaches.equip.modules import LatentView, latent_modules
 from tests import tiny
 from tests.equip.cases import POLICIES, text
 from tests.reference.oracles import ReferenceCache

@@ -9,14 +9,12 @@ import pytest
 import torch
 from transformers import DynamicCache, GptOssConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
-from transformers.models.gpt_oss.modeling_gpt_oss import apply_rotary_pos_emb
 
 from hf_kvcaches import EquipCache
-from hf_kvcaches.core.holder import LastQueries
 from hf_kvcaches.equip.policies import SnapKVPolicy
 from tests import tiny
 from tests.equip.cases import feed_all as feed
-from tests.equip.cases import padded, positions_of
+from tests.equip.cases import padded, positions_of, with_queries
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -90,28 +88,12 @@ def test_pruned_slots_are_attended_beside_the_sinks(model, policy):
 
 
 @pytest.mark.parametrize("policy", ["snapkv", "tova"])
-def test_an_adopted_prompt_is_scored_as_a_prefill(model, policy):
+def test_an_adopted_prompt_is_scored_as_a_prefill(model, policy, monkeypatch):
     chosen = SnapKVPolicy(window=4, kernel_size=3) if policy == "snapkv" else policy
-    ids = tiny.ids(1, PROMPT, seed=3)
-    past, queries = DynamicCache(config=model.config), []
-    prefilled = EquipCache(model, chosen, 12)
-    feed(model, prefilled, ids)
-    handles = [
-        layer.self_attn.q_proj.register_forward_hook(lambda module, args, output: queries.append(output)) for layer in model.model.layers
-    ]
-    try:
-        feed(model, past, ids)
-    finally:
-        for handle in handles:
-            handle.remove()
-    tables = model.model.rotary_emb(torch.zeros(1), torch.arange(PROMPT)[None])
-    last = []
-    for layer, states in zip(model.model.layers, queries, strict=True):
-        rotated = apply_rotary_pos_emb(
-            states.unflatten(-1, (4, 16)).transpose(1, 2), states.unflatten(-1, (4, 16)).transpose(1, 2), *tables
-        )[0]
-        last.append(LastQueries(rotated, layer.self_attn.scaling, sink_logits=layer.self_attn.sinks))
-    adopted = EquipCache.from_cache(past, model, chosen, 12, queries=last)
+    ids, past = tiny.ids(1, PROMPT, seed=3), DynamicCache(config=model.config)
+    prefilled, queries = with_queries(model, ids, None, monkeypatch, policy=chosen, budget=12)
+    feed(model, past, ids)
+    adopted = EquipCache.from_cache(past, model, chosen, 12, queries=queries)
     for layer in (1, 3):
         for head in range(2):
             assert positions_of(adopted, layer, 0, head) == positions_of(prefilled, layer, 0, head)

@@ -21,7 +21,10 @@ from hf_kvcaches.equip.layer import EquipLayer
 from hf_kvcaches.equip.pages import BlockTable, PagePool
 from hf_kvcaches.errors import ConfigError, PoolExhausted, UnsupportedError
 from tests import tiny
+from tests.conformance import driving
 from tests.conformance.entries import calibrated, codec_of
+from tests.equip import cases
+from tests.equip.cases import same as same_state
 
 BUDGET = 18
 # "codec": as many bytes a slot in all layers; "small_codec": other ones in each.
@@ -51,16 +54,9 @@ def padded(*lengths: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tiny.ids(len(lengths), width) * mask, mask
 
 
-@torch.no_grad()
 def feed(cache_: EquipCache, ids: torch.Tensor, prompt: int, mask: torch.Tensor | None = None, on: PreTrainedModel | None = None):
     """A prompt, then token by token: all logits."""
-    start, logits, seen = 0, [], cache_.seen
-    for count in [prompt] + [1] * (ids.shape[1] - prompt):
-        stop = start + count
-        known = None if mask is None else mask[:, : seen + stop]
-        logits.append((on or model())(ids[:, start:stop], past_key_values=cache_, attention_mask=known).logits)
-        start = stop
-    return torch.cat(logits, 1)
+    return driving.feed(on or model(), cache_, ids, [prompt] + [1] * (ids.shape[1] - prompt), mask, keep=0)
 
 
 def paged_layers(cache_: EquipCache) -> list[EquipLayer]:
@@ -99,16 +95,8 @@ def check_conserved(pool: PagePool, *caches: EquipCache) -> None:
     assert len(held) + pool.free_pages == pool.pages
 
 
-def state(cache_: EquipCache) -> dict[str, torch.Tensor | list]:
-    found = {f"{name}": tensor.clone() for name, tensor in cache_.owned_tensors().items()}
-    counters = [layer.export_state()[1] for layer in paged_layers(cache_)]
-    return found | {"counters": counters, "pages": copy.deepcopy([pages_of(layer).rows for layer in paged_layers(cache_)])}
-
-
-def same_state(one: dict, other: dict) -> bool:
-    return one.keys() == other.keys() and all(
-        torch.equal(held, other[name]) if isinstance(held, torch.Tensor) else held == other[name] for name, held in one.items()
-    )
+def state(cache_: EquipCache) -> dict:
+    return cases.state(cache_) | {"pages": copy.deepcopy([pages_of(layer).rows for layer in paged_layers(cache_)])}
 
 
 # The same numbers
@@ -459,22 +447,6 @@ def tiny_one_layer() -> PreTrainedModel:
 
 
 # What is refused
-
-
-@with_codec
-def test_an_eviction_from_copies_that_does_not_fit_changes_nothing(scheme: str) -> None:
-    pool = PagePool(model(), pages=12, page_size=4)
-    made = EquipCache(model(), "keydiff", BUDGET, pool=pool, **options_of(scheme))
-    feed(made, tiny.ids(1, 20), 20)
-    copied = copy.deepcopy(made)
-    before = state(made), state(copied)
-    with pytest.raises(PoolExhausted):  # there are pages for a copy of the first layer
-        copied.evict([0, 1])
-    assert same_state(before[1], state(copied))
-    made.reset()
-    copied.evict([0, 1])
-    assert not torch.isin(copied.kept_positions(1), torch.tensor([0, 1])).any()
-    check_conserved(pool, copied)
 
 
 def test_a_pool_that_does_not_fit_is_refused() -> None:

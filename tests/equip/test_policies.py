@@ -166,32 +166,12 @@ def test_streaming_scores_by_age_and_protects_all_but_the_sinks():
     assert (StreamingPolicy().order_only, StreamingPolicy().recent(512, 4)) == (True, 508)
 
 
-def test_h2o_sums_what_tokens_get_from_nothing_on():
-    scores = torch.tensor([[[torch.inf, 2.0, H2OPolicy().first_score, -torch.inf]]]).repeat(1, 2, 1)
-    weights = torch.tensor([[[0.1, 0.2, 0.3, 0.0], [0.4, 0.1, 0.2, 0.0]]])
-    H2OPolicy().watch(scores, weights, torch.tensor([[[2]]]))
-    expected = torch.tensor([[[torch.inf, 2.2, 0.3, -torch.inf], [torch.inf, 2.1, 0.2, -torch.inf]]])
-    torch.testing.assert_close(scores, expected)
-    assert H2OPolicy().recent(512, 4) == 256
-
-
-def test_tova_takes_the_last_query_and_leaves_sinks_and_empty_slots():
-    scores = torch.tensor([[[torch.inf, 2.0, float(unscored(torch.tensor(7))), -torch.inf]]])
-    TOVAPolicy().watch(scores, torch.tensor([[[0.1, 0.2, 0.3, 0.0], [0.3, 0.4, 0.1, 0.0]]]), torch.tensor([[[2]]]))
-    torch.testing.assert_close(scores, torch.tensor([[[torch.inf, 0.3, 0.2, -torch.inf]]]))
-
-
 def test_snapkv_pools_over_neighbours_in_the_text_wherever_they_lie():
     positions = torch.tensor([4, 0, 9, 2, 30, 31]).expand(2, 2, 6)
     tokens = tokens_of(0, 6, positions=positions, attention=torch.tensor([8.0, 1, 16, 4, 99, 99]).expand(2, 2, 6))
     # In the text the four before the window got 1, 4, 8 and 16.
     expected = torch.tensor([28 / 3, 5 / 3, 24 / 3, 13 / 3, torch.inf, torch.inf]).expand(2, 2, 6)
     torch.testing.assert_close(SnapKVPolicy(window=2, kernel_size=3).score(tokens), expected)
-
-
-def test_snapkv_observes_and_scores_in_windows():
-    policy = SnapKVPolicy(window=5)
-    assert (policy.observes, policy.interval, policy.recent(512, 4)) == (5, 5, 5)
 
 
 def test_kvzip_takes_the_second_reading_and_until_then_keeps_what_it_said_and_all_later_tokens():

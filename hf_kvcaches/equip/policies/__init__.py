@@ -1,10 +1,9 @@
 """Policies: which tokens a pruned cache keeps."""
 
-from hf_kvcaches.equip.policies.attention import H2OPolicy, SnapKVPolicy, TOVAPolicy
 from hf_kvcaches.equip.policies.base import Policy, policy_from_settings, resolve_policy
 from hf_kvcaches.equip.policies.future import FuturePolicy, KVZipPolicy
 from hf_kvcaches.equip.policies.queries import CompactorPolicy, ExpectedAttentionPolicy
-from hf_kvcaches.equip.policies.simple import KeyDiffPolicy, PressPolicy, StreamingPolicy
+from hf_kvcaches.equip.policies.simple import H2OPolicy, KeyDiffPolicy, PressPolicy, SnapKVPolicy, StreamingPolicy, TOVAPolicy
 
 __all__ = [
     "CompactorPolicy",

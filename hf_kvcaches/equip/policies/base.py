@@ -72,10 +72,12 @@ class Policy(ABC):
             BUILT_IN[cls.name] = cls
 
     def __post_init__(self) -> None:
-        for parameter in _parameters(self):
+        for name, parameter in self._parameters().items():
             if "least" in parameter.metadata:
-                checked = whole_number(parameter.name, getattr(self, parameter.name), parameter.metadata["least"])
-                object.__setattr__(self, parameter.name, checked)
+                object.__setattr__(self, name, whole_number(name, getattr(self, name), parameter.metadata["least"]))
+
+    def _parameters(self) -> dict[str, dataclasses.Field[Any]]:
+        return {field.name: field for field in dataclasses.fields(self)} if dataclasses.is_dataclass(self) else {}
 
     @property
     def in_graphs(self) -> bool:
@@ -100,11 +102,8 @@ class Policy(ABC):
         scores = self.score(tokens).detach().float()
         batch, heads, slots, _ = tokens.keys.shape
         if tuple(scores.shape) not in ((batch, 1, slots), (batch, heads, slots)):
-            raise ConfigError.of(
-                f"{type(self).__name__}.score",
-                f"scores of the shape {(batch, heads, slots)}, or {(batch, 1, slots)} for all heads alike",
-                tuple(scores.shape),
-            )
+            what = f"scores of the shape {(batch, heads, slots)}, or {(batch, 1, slots)} for all heads alike"
+            raise ConfigError.of(f"{type(self).__name__}.score", what, tuple(scores.shape))
         finite = scores.nan_to_num(nan=-_HIGHEST).clamp(-_HIGHEST, _HIGHEST)
         return torch.where(scores.isposinf(), unscored(tokens.positions[:, : scores.shape[1]]), finite)
 
@@ -124,14 +123,10 @@ class Policy(ABC):
 
     def settings(self) -> dict[str, Any]:
         """The policy as plain values for JSON; `policy_from_settings` builds it again."""
-        parameters = {parameter.name: getattr(self, parameter.name) for parameter in _parameters(self)}
+        parameters = {name: getattr(self, name) for name in self._parameters()}
         # A subclass of a built-in policy has its name, and is not it.
         own = BUILT_IN.get(self.name) is not type(self)
         return {"policy": f"{type(self).__module__}.{type(self).__qualname__}" if own else self.name, **parameters}
-
-
-def _parameters(policy: Policy) -> tuple[dataclasses.Field[Any], ...]:
-    return dataclasses.fields(policy) if dataclasses.is_dataclass(policy) else ()
 
 
 def resolve_policy(policy: Any) -> Policy:
@@ -141,8 +136,7 @@ def resolve_policy(policy: Any) -> Policy:
     if isinstance(policy, dict):
         return policy_from_settings(policy)
     if callable(make := getattr(policy, "as_policy", None)) and not isinstance(policy, type):
-        made: Policy = make()
-        return made
+        return make()
     if not isinstance(policy, str):
         swapped = "It is a model: model and policy seem to be swapped." if isinstance(policy, nn.Module) else ""
         hint = "Pass an object, not its class." if isinstance(policy, type) and issubclass(policy, Policy) else swapped
@@ -153,10 +147,9 @@ def resolve_policy(policy: Any) -> Policy:
 
 def policy_from_settings(settings: dict[str, Any]) -> Policy:
     """The policy that `Policy.settings` described."""
-    parameters = dict(settings)
-    name = parameters.pop("policy", None)
+    name = settings.get("policy")
     if name not in BUILT_IN:
         known = ", ".join(sorted(BUILT_IN))
         why = f"policy: {name!r} is none of this package's ({known}), and a file does not bring the code of another."
         raise UnsupportedError(f"{why} Keep such a cache in memory.")
-    return BUILT_IN[name](**parameters)
+    return BUILT_IN[name](**{key: value for key, value in settings.items() if key != "policy"})

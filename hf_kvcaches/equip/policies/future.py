@@ -18,11 +18,10 @@ _SAMPLE = 128
 class FuturePolicy(Policy, built_in=True):
     """Keeps the tokens that queries of the context attend to once they are rotated to a position behind its end.
 
-    What will be asked is not known yet, but it is asked from behind the context, and by queries of this model. What is written again can be
-    looked up: the query of a token finds the one that came after it. So each query is rotated behind the end of the context, where it sees
-    its neighbours as a later one would, and a token scores the largest weight that any query of its chunk gives it. Sinks and a sample of
-    all other tokens share the weights, so that a head that looks anywhere gives little to each. One pass, no calibration. KVzip (arXiv
-    2505.23416) takes the same maximum over a second reading, Expected Attention (arXiv 2510.00636) a mean over a distribution of queries.
+    What will be asked is asked from behind the context, and by queries of this model. So each query is rotated behind the end, where it
+    sees its neighbours as a later one would, and a token scores the largest weight that any query of its chunk gives it. Sinks and a sample
+    of all other tokens share the weights, so that a head that looks anywhere gives little to each. One pass, no calibration. KVzip takes
+    the same maximum over a second reading, Expected Attention a mean over a distribution of queries.
 
     Args:
         ahead: How far behind the end.
@@ -43,55 +42,48 @@ class FuturePolicy(Policy, built_in=True):
 
 
 def future_attention(tokens: Tokens, ahead: int = 32, chunk: int = 256) -> torch.Tensor:
-    """The largest weight that a query of its chunk, over the query heads of a group, gives to each token, (batch, kv_heads, tokens).
+    """The largest weight that a query of its chunk, over the heads of a group, gives to each token, (batch, kv_heads, tokens).
 
-    The queries are those of the newest tokens. Where a first block comes with fewer, as a prompt from elsewhere does, they are asked about
-    all chunks. Older tokens keep their scores; +inf where there is none.
+    The queries are those of the newest tokens; where a first block, from elsewhere, has fewer than tokens, they are asked about all chunks.
+    Older tokens keep their scores; +inf where there is none.
     """
-    queries, index = tokens.asked.detach(), tokens.query_index
+    index, (_, heads, slots, _) = tokens.query_index, tokens.keys.shape
     assert index is not None
-    heads, slots, few = tokens.keys.shape[1], tokens.keys.shape[2], tokens.scores is None and queries.shape[2] < tokens.keys.shape[2]
-    if (geometry := tokens.angles) is not None:
-        end = tokens.end.flatten(1) if isinstance(tokens.end, torch.Tensor) else tokens.end
-        queries = geometry.shift(queries, end + ahead - index)
+    few = tokens.scores is None and tokens.asked.shape[2] < slots
+    end = tokens.end.flatten(1) if isinstance(tokens.end, torch.Tensor) else tokens.end
+    queries = tokens.moved(tokens.asked.detach(), end + ahead - index)
     order, real = _in_order(tokens.positions)
     asking, asked = _in_order(index)
     length = slots if few else queries.shape[2]
     # The newest tokens of each row and head, as many as it has queries.
     total = real.sum(-1, keepdim=True)
     count = total if few else total.minimum(asked.sum(-1).view(-1, 1, 1))
-    places = _chunks(count, length, min(chunk, length))  # (batch, 1 or kv_heads, chunks, size)
+    # The last chunk ends with the last token and overlaps the one before: among few tokens each would get much of the attention.
+    size = min(chunk, length)
+    starts = torch.arange(0, length, size, device=count.device).minimum((count - size).clamp(min=0))
+    places = starts[..., None] + torch.arange(size, device=count.device)  # (batch, 1 or kv_heads, chunks, size)
     there, first = places < count[..., None], places + (total - count)[..., None]
     picks = order.gather(-1, first.clamp(max=slots - 1).flatten(2))
     keys = pick(tokens.keys.detach(), picks).float().unflatten(2, places.shape[2:])
     bias = torch.where(there, 0.0, NOTHING)
-    if slots > places.shape[-1]:  # others share the weights, too
+    if slots > size:  # others share the weights, too
         sample, weight = _sample(total, tokens.sinks)
         others = pick(tokens.keys.detach(), order.gather(-1, sample.clamp(max=slots - 1))).float()
         keys = torch.cat([keys, others[:, :, None].expand(-1, -1, places.shape[2], -1, -1)], 3)
         outside = (sample[:, :, None] < first[..., :1]) | (sample[:, :, None] > first[..., -1:])
         bias = torch.cat([bias, torch.where(outside & (sample < total)[:, :, None], weight[:, :, None], NOTHING)], -1)
-    asking = asking[:, None]
-    if not few:  # behind the last token asks the query of the last one
-        asking = asking.expand(*places.shape[:2], -1).gather(-1, places.minimum((count - 1).clamp(min=0)[..., None]).flatten(2))
-        asking = asking.repeat_interleave(queries.shape[1] // asking.shape[1], 1)
-    queries = pick(queries, asking).float() * tokens.scaling
-    best = _best(queries.unflatten(1, (heads, -1)), keys, bias.expand(*keys.shape[:4]), places.shape[-1], few)
-    scores = torch.full(tokens.keys.shape[:3], -torch.inf, device=keys.device)
+    if few:
+        queries = pick(queries, asking[:, None]).unflatten(1, (heads, -1)).flatten(2, 3)[:, :, None].expand(-1, -1, places.shape[2], -1, -1)
+    else:  # behind the last token asks the query of the last one
+        asking = asking[:, None].expand(*places.shape[:2], -1).gather(-1, places.minimum((count - 1).clamp(min=0)[..., None]).flatten(2))
+        queries = in_chunks(pick(queries, asking.repeat_interleave(queries.shape[1] // asking.shape[1], 1)), heads, size)
+    best = weights_in_chunks(queries.float() * tokens.scaling, keys, bias.expand(*keys.shape[:4]))[..., :size]
     best = torch.where(there, best, -torch.inf).flatten(2)
+    scores = torch.full(tokens.keys.shape[:3], -torch.inf, device=keys.device)
     scores.scatter_reduce_(-1, picks.expand_as(best), best, "amax")
     if tokens.scores is not None:
         scores = torch.maximum(scores, torch.where(tokens.scores < UNSCORED, tokens.scores, -torch.inf))
     return scores.masked_fill(scores == -torch.inf, torch.inf)
-
-
-def _chunks(count: torch.Tensor, length: int, size: int) -> torch.Tensor:
-    """The tokens of each chunk, (batch, 1 or kv_heads, chunks, size), of rows with so many tokens, (batch, 1 or kv_heads, 1).
-
-    The last chunk ends with the last token and overlaps the one before: among few tokens each would get much of the attention.
-    """
-    starts = torch.arange(0, length, size, device=count.device).minimum((count - size).clamp(min=0))
-    return starts[..., None] + torch.arange(size, device=count.device)
 
 
 def _sample(count: torch.Tensor, sinks: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,31 +94,29 @@ def _sample(count: torch.Tensor, sinks: int) -> tuple[torch.Tensor, torch.Tensor
     return torch.cat([every, sinks + number * rest // _SAMPLE], -1), torch.nn.functional.pad(weight, (sinks, 0))
 
 
-def _best(queries: torch.Tensor, keys: torch.Tensor, bias: torch.Tensor, size: int, few: bool) -> torch.Tensor:
-    """The largest weight of the first `size` keys of each chunk, (batch, kv_heads, chunks, size).
-
-    Args:
-        queries: Those of each chunk, (batch, kv_heads, group, chunks * size, head_dim); with `few` any, asked about each chunk.
-        keys: Of each chunk and of others, (batch, kv_heads, chunks, n, head_dim); `bias` is added to their scores.
-    """
-    shape, chunks, n = bias.shape[:3], bias.shape[2], bias.shape[3]
-    if few:
-        asking = queries.flatten(2, 3)[:, :, None].expand(-1, -1, chunks, -1, -1).flatten(0, 2)
-    else:
-        asking = queries.unflatten(3, (chunks, size)).transpose(2, 3).flatten(3, 4).flatten(0, 2)  # (..., group * size, head_dim)
-    bias, keys = bias.flatten(0, 2)[:, None], keys.flatten(0, 2)
-    step = max(1, piece(keys) // (asking.shape[1] * n))
-    best = [
-        torch.baddbmm(bias[part], asking[part], keys[part].mT).softmax(-1)[..., :size].amax(1)
-        for part in (slice(start, start + step) for start in range(0, len(keys), step))
-    ]
-    return torch.cat(best).view(*shape, size)
-
-
 def _in_order(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Which token comes at each place in order of position, those that are none last, and True for those that are one."""
     ordered, order = torch.where(positions < 0, torch.iinfo(positions.dtype).max, positions).sort(dim=-1, stable=True)
     return order, ordered < torch.iinfo(positions.dtype).max
+
+
+def in_chunks(queries: torch.Tensor, kv_heads: int, size: int) -> torch.Tensor:
+    """Queries, (batch, heads, chunks * size, head_dim), for `weights_in_chunks`."""
+    return queries.unflatten(1, (kv_heads, -1)).unflatten(3, (-1, size)).transpose(2, 3).flatten(3, 4)
+
+
+def weights_in_chunks(queries: torch.Tensor, keys: torch.Tensor, bias: torch.Tensor, counts: torch.Tensor | None = None) -> torch.Tensor:
+    """The largest weight that a chunk's queries, (batch, kv_heads, chunks, queries, head_dim), give to each key, of the shape of `bias`.
+
+    With `counts`, how often each query counts, (batch, kv_heads, chunks, queries), the sum of the weights in place of the largest.
+    """
+    shape, bias = bias.shape, bias.flatten(0, 2)[:, None]
+    queries, keys = queries.flatten(0, 2), keys.flatten(0, 2)
+    step, parts = max(1, piece(keys) // (queries.shape[1] * keys.shape[1])), list[torch.Tensor]()
+    for part in (slice(start, start + step) for start in range(0, len(keys), step)):
+        weights = torch.baddbmm(bias[part], queries[part], keys[part].mT).softmax(-1)
+        parts.append(weights.amax(1) if counts is None else counts.flatten(0, 2)[part, None] @ weights)
+    return torch.cat(parts).view(shape)
 
 
 def piece(keys: torch.Tensor) -> int:
@@ -145,12 +135,8 @@ def most_received(
 ) -> torch.Tensor:
     """The largest weight that a query of a repetition gives to each token of what it repeats, (batch, kv_heads, tokens).
 
-    A query shares its attention among these and the repetition up to itself, so that a head that looks nearby gives little to each.
-
-    Args:
-        queries: Of the repetition, scaled, (batch, heads, queries, head_dim).
-        repeated: Its keys, (batch, kv_heads, queries, head_dim).
-        real: False for tokens and, behind these, for queries that are padding, (batch, 1, tokens + queries).
+    A query, scaled, shares its attention among these and the `repeated` keys up to itself, so that a head that looks nearby gives little
+    to each. `real` is False for tokens and, behind these, for queries that are padding, (batch, 1, tokens + queries).
     """
     grouped, tokens, count = queries.unflatten(1, (keys.shape[1], -1)), keys.shape[2], queries.shape[2]
     scores = (grouped @ torch.cat([keys, repeated], 2)[:, :, None].mT).float()
@@ -173,8 +159,7 @@ class KVZipPolicy(Policy, built_in=True):
     itself, and a token scores the largest attention weight that these queries give it. `EquipCache.compress(model)` does that and prunes;
     until then the whole context is kept.
 
-    **Departs from the paper**: there is no instruction to repeat the context; sinks and recent tokens stay, and some of the best of each
-    head; later tokens stay.
+    **Departs from the paper**: no instruction to repeat the context; sinks, recent and later tokens stay, and some of each head's best.
 
     Args:
         deferred: Tokens that are fed again at a time, and scored by it alone.

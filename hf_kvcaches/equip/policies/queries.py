@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from hf_kvcaches.codec.moments import second_moment
 from hf_kvcaches.equip.policies.base import Policy, count
-from hf_kvcaches.equip.policies.future import piece
+from hf_kvcaches.equip.policies.future import in_chunks, weights_in_chunks
 from hf_kvcaches.equip.policies.tokens import NOTHING, Tokens
 from hf_kvcaches.equip.storage import pick
 from hf_kvcaches.errors import ConfigError, UnsupportedError, is_number
@@ -25,9 +25,8 @@ class CompactorPolicy(Policy, built_in=True):
     centered key before its rotation, `x (X'X)^-1 x'`, which is large for keys that are no combination of others; and the attention of a
     block's queries to the keys of their chunk without a causal mask, times the norm of the value, pooled over neighbours.
 
-    **Departs from the paper**: leverage is exact, from the second moments of a head's keys, and not from a random sketch; sinks, with keys
-    unlike all others, are left out of the moments; terms are standardized over a head's tokens; attention is added for those tokens
-    alone whose queries are there. Logits are not scaled, as in its authors' code.
+    **Departs from the paper**: leverage is exact, without sinks, and not from a random sketch; terms are standardized over a head's tokens;
+    attention is added for those tokens alone whose queries are there. Logits are not scaled, as in its authors' code.
 
     Args:
         weight: Of the leverage term; the attention term has 1.
@@ -63,16 +62,14 @@ class CompactorPolicy(Policy, built_in=True):
         rotated = (tokens.positions if tokens.index is None else tokens.index).expand(-1, heads, -1).gather(-1, slot)
         asked = (rotated == index.expand(batch, -1)[:, None].gather(-1, order)) & (rotated >= 0)
         size = min(self.chunk, length)
-        in_chunks = lambda part: functional.pad(part, (0, 0, 0, -length % size)).unflatten(2, (-1, size))  # noqa: E731
-        keys = in_chunks(pick(tokens.keys.detach(), slot).float()).flatten(0, 2)
-        queries = in_chunks(pick(queries, order).float()).unflatten(1, (heads, -1)).transpose(2, 3).flatten(3, 4).flatten(0, 2)
-        present = in_chunks(asked[..., None].float()).flatten(0, 2).mT  # (batch * kv_heads * chunks, 1, chunk)
+        filled = lambda part: functional.pad(part, (0, 0, 0, -length % size))  # noqa: E731
+        keys = filled(pick(tokens.keys.detach(), slot).float()).unflatten(2, (-1, size))
+        queries = in_chunks(filled(pick(queries, order).float()), heads, size)
         # Each query that is there counts once, and no key that is not.
-        bias, counts = (1 - present) * NOTHING, present.repeat(1, 1, queries.shape[1] // size)
-        step = max(1, piece(keys) // (queries.shape[1] * size))
-        parts = [slice(start, start + step) for start in range(0, len(keys), step)]
-        received = torch.cat([counts[p] @ torch.baddbmm(bias[p], queries[p], keys[p].mT).softmax(-1) for p in parts])
-        received = received.view(batch, heads, -1)[..., :length] / (queries.shape[1] // size)
+        present = filled(asked[..., None].float())[..., 0].unflatten(2, (-1, size))
+        group = queries.shape[3] // size
+        received = weights_in_chunks(queries, keys, (1 - present) * NOTHING, present.repeat(1, 1, 1, group)) / group
+        received = received.flatten(2)[..., :length]
         norms = tokens.values.detach().float().norm(dim=-1).gather(2, slot)
         pooled = functional.avg_pool1d(received * norms * asked, 3, 1, 1)
         empty = pooled.new_zeros(batch, heads, slots)
@@ -107,8 +104,8 @@ class ExpectedAttentionPolicy(Policy, built_in=True):
     """Keeps the tokens that future queries, with the statistics of known ones, would attend to most.
 
     Expected Attention (KV Cache Compression by Estimating Attention from Future Queries Distribution, arXiv 2510.00636): queries before
-    their rotation are taken as normally distributed, so that the attention weight of a key has an expectation in closed form,
-    `exp(m k + k S k / 2)`. It is multiplied by the norm of the value.
+    their rotation are taken as normally distributed, so that a key's weight has an expectation, `exp(m k + k S k / 2)`. It is multiplied by
+    the norm of the value.
 
     **Departs from the paper**: without `statistics`, mean and covariance are those of the block's queries (while decoding, of the last
     `interval`). A cache of a policy with `statistics` can't be loaded from a file, nor pruned where no model runs (`from_cache`).
@@ -133,9 +130,8 @@ class ExpectedAttentionPolicy(Policy, built_in=True):
             raise ConfigError.of("epsilon", "a number of 0 or more", self.epsilon)
         if self.statistics is not None:
             if getattr(self.statistics, "artifact_type", None) != "query-statistics":
-                raise ConfigError.of(
-                    "statistics", "a QueryStatistics", self.statistics, "Use QueryStatistics.calibrate or from_pretrained."
-                )
+                hint = "Use QueryStatistics.calibrate or from_pretrained."
+                raise ConfigError.of("statistics", "a QueryStatistics", self.statistics, hint)
             object.__setattr__(self, "reads_queries", False)
             object.__setattr__(self, "asks_all_heads", True)
 
@@ -155,9 +151,9 @@ class ExpectedAttentionPolicy(Policy, built_in=True):
     def _moments(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor, float]:
         """Mean (batch, heads, head_dim), covariance (batch, heads, head_dim, head_dim) and scaling of the queries."""
         if self.statistics is None:
-            queries, index, angles = tokens.asked.detach(), tokens.query_index, tokens.angles
+            index = tokens.query_index
             assert index is not None
-            queries = (queries if angles is None else angles.unrotate(queries, index.clamp(min=0))).float()
+            queries = tokens.unrotated(tokens.asked.detach(), index).float()
             real = (index >= tokens.sinks)[:, None, :, None]
             total = real.sum(2).clamp(min=1)
             mean = (queries * real).sum(2) / total
@@ -168,9 +164,8 @@ class ExpectedAttentionPolicy(Policy, built_in=True):
         layer, keys = self.statistics.layers.get(int(getattr(tokens.module, "layer_idx", -1))), tokens.keys
         if layer is None or layer.mean.shape[-1] != keys.shape[-1] or layer.mean.shape[0] % tokens.heads:
             raise ConfigError.of("statistics", "those of this model", self.statistics, "Calibrate them with this model.")
-        mean, covariance = (
-            tokens.of_these_heads(part[None]).to(keys.device).expand(keys.shape[0], -1, *part.shape[1:]) for part in layer[:2]
-        )
+        of_layer = (tokens.of_these_heads(part[None]).to(keys.device) for part in layer[:2])
+        mean, covariance = (part.expand(keys.shape[0], *part.shape[1:]) for part in of_layer)
         return mean, covariance, float(layer.scaling)
 
     def _rotated(self, tokens: Tokens, rows: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Policies that look at neither queries nor attention: StreamingLLM by age, KeyDiff by keys; and presses of kvpress."""
+"""Policies that score by age (StreamingLLM), keys (KeyDiff) or the attention that was paid (H2O, TOVA, SnapKV); presses of kvpress."""
 
 from __future__ import annotations
 
@@ -55,6 +55,98 @@ class KeyDiffPolicy(Policy, built_in=True):
         keys = functional.normalize(tokens.keys.detach().float(), dim=-1)
         anchor = (keys * tokens.real[..., None]).sum(2, keepdim=True)
         return -functional.cosine_similarity(keys, anchor, dim=-1)
+
+
+@dataclass(frozen=True)
+class H2OPolicy(Policy, built_in=True):
+    """Keeps the tokens that received most attention from all queries since they came.
+
+    H2O (Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models, arXiv 2306.14048): the running sum of attention
+    identifies the few tokens that get most of it. Half of the budget holds the newest tokens.
+
+    **Departs from the paper**: sinks stay, a token is evicted before the new query attends, and heads that share keys are averaged.
+    """
+
+    name = "h2o"
+    interval = None
+    observes = None
+    first_score = 0.0
+    comparable = True
+
+    def recent(self, budget: int, sinks: int) -> int:
+        return max(1, min(budget // 2, budget - sinks))
+
+    def score(self, tokens: Tokens) -> torch.Tensor:
+        return tokens.observed
+
+    def watch(self, scores: torch.Tensor, weights: torch.Tensor, slot: torch.Tensor) -> None:
+        scores.add_(weights)
+
+
+@dataclass(frozen=True)
+class TOVAPolicy(Policy, built_in=True):
+    """Keeps the tokens that the last query attends to most, the same for all heads of a layer.
+
+    TOVA (Transformers are Multi-State RNNs, arXiv 2401.06104) evicts the token with the lowest attention of the current query.
+
+    **Departs from the paper**: a token is evicted before the new query attends; sinks and the newest token stay.
+    """
+
+    name = "tova"
+    interval = None
+    observes = 1
+    by_head = False
+    asks_all_heads = True
+
+    def recent(self, budget: int, sinks: int) -> int:
+        return 1
+
+    def score(self, tokens: Tokens) -> torch.Tensor:
+        return tokens.of_all_heads(tokens.observed).mean(1, keepdim=True)
+
+    def watch(self, scores: torch.Tensor, weights: torch.Tensor, slot: torch.Tensor) -> None:
+        scores.copy_(torch.where(scores.isinf(), scores, weights.mean(1, keepdim=True)))
+
+
+@dataclass(frozen=True)
+class SnapKVPolicy(Policy, built_in=True):
+    """Keeps the tokens that the last `window` queries attend to, together with their neighbours.
+
+    SnapKV (LLM Knows What You are Looking for Before Generation, arXiv 2404.14469): the end of a prompt already shows which spans of it
+    the answer will need. Prune with the question in the prompt: without it, a fact that nobody has asked for yet is lost.
+
+    **Departs from the paper**: pools by the mean and averages heads that share keys, as kvpress does; sinks stay; heads and layers share
+    their budgets; tokens are evicted while decoding too, and observed again after each `window` tokens.
+
+    Args:
+        window: Queries that observe; as many of the newest tokens always stay.
+        kernel_size: Neighbours that are pooled; odd.
+    """
+
+    name = "snapkv"
+    comparable = True
+    head_budgets = "global"
+    window: int = count(64)
+    kernel_size: int = count(5)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kernel_size % 2 == 0:
+            raise ConfigError.of("kernel_size", "an odd number, so that neighbours lie on both sides of a token", self.kernel_size)
+        object.__setattr__(self, "observes", self.window)
+        object.__setattr__(self, "interval", self.window)
+
+    def recent(self, budget: int, sinks: int) -> int:
+        return self.window
+
+    def score(self, tokens: Tokens) -> torch.Tensor:
+        order = tokens.positions.argsort(-1).expand_as(tokens.observed)
+        # Empty slots sort first, with zeros, like padding of the pool. Sums rank tokens as means do.
+        received = torch.where(tokens.real, tokens.observed, 0).gather(-1, order)
+        scores = torch.full_like(received, torch.inf)
+        if (earlier := received.shape[-1] - self.window) > 0:
+            scores[..., :earlier] = functional.avg_pool1d(received[..., :earlier], self.kernel_size, 1, self.kernel_size // 2)
+        return torch.empty_like(scores).scatter_(-1, order, scores)
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,13 @@ class Tokens:
         return self.attention
 
     @property
+    def asked(self) -> torch.Tensor:
+        """`queries`, or an error that says how to get them."""
+        if self.queries is None:
+            raise UnsupportedError("This policy scores by queries, and these tokens came without. Set `reads_queries`.")
+        return self.queries
+
+    @property
     def heads(self) -> int:
         """How many KV heads the model's layer has, in all processes together."""
         return self.keys.shape[1] * (1 if self.shard is None else self.shard.size)
@@ -82,17 +89,17 @@ class Tokens:
         geometry = self.geometry
         return geometry if geometry is not None and geometry.kind == "rope" and geometry.refusal is None else None
 
+    def moved(self, x: torch.Tensor, by: int | torch.Tensor) -> torch.Tensor:
+        """Queries or keys, rotated further by a number of positions, where their angles are known."""
+        return x if (geometry := self.angles) is None else geometry.shift(x, by)
+
+    def unrotated(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """Queries or keys that are rotated to some positions before their rotation, where its angles are known."""
+        return x if (geometry := self.angles) is None else geometry.unrotate(x, index.clamp(min=0))
+
     def unrotated_keys(self) -> torch.Tensor:
         """`keys` before their rotation, where its angles are known."""
-        index = self.positions if self.index is None else self.index
-        return self.keys if (angles := self.angles) is None else angles.unrotate(self.keys, index.clamp(min=0))
-
-    @property
-    def asked(self) -> torch.Tensor:
-        """`queries`, or an error that says how to get them."""
-        if self.queries is None:
-            raise UnsupportedError("This policy scores by queries, and these tokens came without. Set `reads_queries`.")
-        return self.queries
+        return self.unrotated(self.keys, self.positions if self.index is None else self.index)
 
     @property
     def end(self) -> int | torch.Tensor:

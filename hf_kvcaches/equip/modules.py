@@ -1,32 +1,93 @@
-"""Multi-head latent attention: what a model keeps of a token is one latent for all heads, and one rotated part of a key.
+"""What a cache puts on its model's attention modules: hooks that tell its layers what a module is called with, and a way for latents.
 
-Keys and values of the heads are products of the latent. A product with the query instead, and one with the output, give the same
-attention (DeepSeek-V2, arXiv 2405.04434, section 2.1.2), so the slots hold latents and nothing is expanded: one KV head, whose keys are
-the rotated part with the latent behind it, and whose values are the latents.
-
-The model expands what `update` returns before it calls its attention. As long as a cache of it lives, its modules have an `expand_kv` that
-lets a `LatentView` pass, and calls the one of their class for all else.
+Multi-head latent attention keeps of a token one latent for all heads, and one rotated part of a key. Keys and values of the heads are
+products of the latent. A product with the query instead, and one with the output, give the same attention (DeepSeek-V2, arXiv 2405.04434,
+section 2.1.2), so the slots hold latents and nothing is expanded: one KV head, whose keys are the rotated part with the latent behind it,
+and whose values are the latents. The model expands what `update` returns before it calls its attention. As long as a cache of it lives,
+its modules have an `expand_kv` that lets a `LatentView` pass, and calls the one of their class for all else.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.decoder import EXPANSION, Attachment
+from hf_kvcaches.core.decoder import EXPANSION, Attachment, attention_module, decoder_layers
 from hf_kvcaches.core.view import LayerView, previous_attention
+from hf_kvcaches.equip.slot_layer import ModuleCall, SlotLayer
 from hf_kvcaches.equip.storage import Flat, Raw, read_decoded
 from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.kernels.launch import Backend
 from hf_kvcaches.kernels.slots import Attended
 
 _by_model: WeakKeyDictionary[PreTrainedModel, dict[int, nn.Module]] = WeakKeyDictionary()
+
+
+def _begin(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Tell a cache before a pass whether that came without a mask, and refuse images where the cache moves tokens by one position.
+
+    Models that read images give an image's tokens a position on each axis, and text the same one on all. Attention is called without
+    them, so a cache layer can't tell the two apart.
+    """
+    cache = compat.cache_of(kwargs)
+    if not hasattr(cache, "unmasked"):
+        return
+    cache.unmasked = len(args) < 2 and kwargs.get("attention_mask") is None
+    ids = kwargs.get("position_ids") if cache.refuses_images and not torch.compiler.is_compiling() else None
+    if ids is not None and ids.ndim == 3:
+        axes = ids[-3:]  # before the three there may be the index in the text
+        if not bool((axes == axes[:1]).all()):
+            raise UnsupportedError(
+                "position_ids: image tokens have a position for each axis, and this cache moves tokens by one. Pass positions='original'."
+            )
+
+
+def _tell(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Tell a layer what its module is called with before the module asks it."""
+    cache = compat.cache_of(kwargs)
+    layers = getattr(cache, "layers", ())
+    layer = layers[module.layer_idx] if module.layer_idx < len(layers) else None
+    if isinstance(layer, SlotLayer):
+        inputs = None
+        if layer.policy.reads_inputs:
+            inputs = {name: value for name, value in kwargs.items() if not isinstance(value, Cache)}
+            inputs["hidden_states"] = args[0] if args else kwargs["hidden_states"]
+        mask = None if getattr(cache, "unmasked", False) else kwargs.get("attention_mask", False)
+        layer.module_call = ModuleCall(module, mask, kwargs.get("position_ids"), inputs)
+
+
+_begin.only_observes = _tell.only_observes = True  # type: ignore[attr-defined]
+
+
+class _Telling(Attachment):
+    """`_begin` before a decoder, `_tell` before each of its attention modules, where they are found."""
+
+    def attach(self, model: PreTrainedModel) -> None:
+        for module, hook in self._hooked(model):
+            if hook not in compat.forward_hooks(module):
+                module.register_forward_pre_hook(hook, with_kwargs=True)
+
+    def detach(self, model: PreTrainedModel) -> None:
+        for module, hook in self._hooked(model):
+            compat.remove_pre_hook(module, hook)
+
+    def _hooked(self, model: PreTrainedModel) -> list[tuple[Any, Any]]:
+        hooked: list[tuple[Any, Any]] = [(model.get_decoder(), _begin)]
+        with suppress(UnsupportedError):
+            for layer in decoder_layers(model)[2]:
+                with suppress(UnsupportedError):  # another mixer
+                    hooked.append((attention_module(layer), _tell))
+        return hooked
+
+
+TELLING = _Telling()
 
 
 def latent_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
@@ -128,7 +189,6 @@ class Latent(Flat):
     """Slots of latents, which have so many dimensions: a key is its rotated ones and the latent, its value, which is not kept again."""
 
     names = ("keys",)
-
     read = read_decoded
 
     def __init__(self, backend: Backend, rotated: int, latent_dim: int) -> None:
