@@ -148,13 +148,10 @@ class SpanStore:
 
     def __init__(self, contents: Contents, noun: str, quantization: Quantization, location: str | BlobStore, **limits: Any) -> None:
         self.quantization = check_quantization(quantization)
+        self.codec = self.quantization if isinstance(self.quantization, TokenCodec) else None
         self.stored_as = name_of(self.quantization)
         self.catalog = Catalog(location, contents, noun, **limits)
         self.queue = Queue(partial(self.catalog.warn_once, "failed job"))
-
-    @property
-    def codec(self) -> TokenCodec | None:
-        return self.quantization if isinstance(self.quantization, TokenCodec) else None
 
     @property
     def max_bytes(self) -> int | None:

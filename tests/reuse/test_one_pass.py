@@ -111,17 +111,13 @@ def test_a_holder_keeps_what_it_keeps_of_a_prompt_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("make", [segments, warm])
-@pytest.mark.parametrize("then", ["the same prompt", "another batch", "a text of the model's own"])
+@pytest.mark.parametrize("then", ["another batch", "a text of the model's own"])
 def test_an_interrupted_pass_leaves_no_token_in_the_cache(make: Any, then: str) -> None:
     model = tiny.llama()
-    expected = answer(model, MOVED, make(model))
     cache = make(model)
     with watched(model, stop=1), pytest.raises(KeyboardInterrupt):
         answer(model, MOVED, cache)
     assert cache.get_seq_length() == 0
-    if then == "the same prompt":
-        torch.testing.assert_close(answer(model, MOVED, cache), expected, rtol=1e-4, atol=1e-4)
-        return
     ids = MOVED.expand(2, -1) if then == "another batch" else tiny.ids(2, 30, seed=9)
     fresh = answer(model, ids, make(model))
     if then == "a text of the model's own":

@@ -70,16 +70,6 @@ def test_put_and_delete_leave_no_other_files_than_blob_and_pin(tmp_path):
 # Changes
 
 
-def test_a_file_that_vanished_without_a_word_is_a_miss_and_told_of_then(tmp_path):
-    store = open_blobs(f"disk:{tmp_path}")
-    store.put(KEY, HEAD, blob())
-    store.changes()
-    file_of(tmp_path).unlink()
-    assert store.tensors(KEY) is None
-    assert store.complaints == []
-    assert store.changes() == ([], [KEY])
-
-
 def test_a_blob_that_is_replaced_within_a_tick_of_the_kernels_clock_is_reported(tmp_path):
     store, other = (Follower(open_blobs(f"disk:{tmp_path}")) for _ in range(2))
     for number in range(200):
