@@ -156,7 +156,7 @@ class Maps:
             plan = None if deviations is None else Plan.of(coding, len(deviations))
             encoders.append(CodeEncoder(name, tuple(sources), weights, plan, deviations))
         decoders = (
-            LayerDecoder(layer, code, tuple(shape), Decoder(**{"codes": None, **part_of(tensors, f"decoders.{layer}")}))
+            LayerDecoder(layer, code, tuple(shape), Decoder(**dict[str, Any](codes=None) | part_of(tensors, f"decoders.{layer}")))
             for layer, code, shape in metadata["decoders"]
         )
         maps = cls(tuple(encoders), tuple(decoders), metadata["side_layer"], tables, bits)
