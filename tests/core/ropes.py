@@ -48,16 +48,8 @@ CONFIGS: dict[str, tuple[PreTrainedConfig, object, str | None]] = {
 
 # Of models whose frequencies depend on the length of the text.
 LIMIT = 32
-SHORT = {
-    "vocab_size": tiny.VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "pad_token_id": 0,
-    "initializer_range": 0.3,
-}
+SHORT = SIZES | {"vocab_size": tiny.VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+SHORT |= {"num_key_value_heads": 1, "pad_token_id": 0, "initializer_range": 0.3}
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
