@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_kvcaches import SegmentReuseCache, SegmentStore, UnsupportedError
+from hf_kvcaches import SegmentReuseCache, SegmentStore, UnsupportedError, WarmStartCache
 from hf_kvcaches.compat import cache_kwargs
 from tests import tiny
-from tests.warmstart.warm import WarmStartCache, library_of
+from tests.warmstart.warm import library_of
 
 PROMPT = tiny.ids(2, 200, seed=3)
 MORE = tiny.ids(2, 90, seed=4)

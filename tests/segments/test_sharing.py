@@ -14,18 +14,7 @@ from hf_kvcaches import SegmentReuseCache, SegmentStore
 from hf_kvcaches.stores.catalog import open_blobs
 from tests import tiny
 from tests.helpers.warned import said
-from tests.segments.store_helpers import (
-    LENGTH,
-    PART,
-    WHOLE,
-    Other,
-    ask,
-    ask_after_fork,
-    prompt,
-    real_bytes,
-    right,
-    run_apart,
-)
+from tests.segments.store_helpers import LENGTH, PART, WHOLE, Other, ask, ask_after_fork, prompt, real_bytes, right, run_apart
 
 # Processes
 

@@ -14,16 +14,7 @@ from hf_kvcaches.stores.blobs import MemoryBlobs
 from hf_kvcaches.stores.catalog import open_blobs
 from tests import tiny
 from tests.helpers.warned import said
-from tests.segments.store_helpers import (
-    LENGTH,
-    PART,
-    WHOLE,
-    ask,
-    blob_files,
-    prompt,
-    real_bytes,
-    right,
-)
+from tests.segments.store_helpers import LENGTH, PART, WHOLE, ask, blob_files, prompt, real_bytes, right
 
 
 def size_of_a_prompt(model) -> int:
@@ -48,8 +39,6 @@ def test_sizes_are_numbers_or_written_with_a_unit():
     [
         ({"quantization": "int2"}, "quantization: expected one of 'int8', 'int4', None, or a KVCodec, got 'int2'"),
         ({"location": "/some/folder"}, "location: .*For a folder write disk: before it"),
-        ({"location": None}, "location: expected"),
-        ({"location": {}}, "location: .*an object of a BlobStore of your own"),
         ({"hot_bytes": "much"}, "hot_bytes: expected a number of bytes"),
         ({"time_to_live": -1}, "time_to_live: expected a number of seconds above 0"),
     ],

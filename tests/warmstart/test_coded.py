@@ -40,11 +40,6 @@ def test_what_a_codec_can_not_store_is_refused():
     model = tiny.llama()
     with pytest.raises(FingerprintMismatch, match="KVCodec"):
         WarmStartLibrary(tiny.llama(seed=1), words(), quantization=codec_of(model))
-    with pytest.raises(ConfigError, match="KVCodec"):
-        WarmStartLibrary(model, words(), quantization=0.125)
-    rotated = KVCodec.calibrate(model, None, tiny.ids(2, 32).tolist(), rotation="post", progress=False)
-    with pytest.raises(ConfigError, match="rotation='aware'"):
-        WarmStartLibrary(model, words(), quantization=rotated)
     with pytest.raises(UnsupportedError, match="quantization: the codec has no codes for the layers"):
         WarmStartLibrary(tiny.gemma2(), words(), quantization=codec_of(tiny.gemma2()))
 
