@@ -10,7 +10,7 @@ COMPAT = "compat.py"
 # Names without an underscore that no documentation promises.
 UNOFFICIAL = {"get_layer_types_and_kwargs", "output_capturing", "weights_map", "execution_device"}
 # What named tuples promise.
-PROMISED = {"_asdict", "_fields", "_replace"}
+PROMISED = {"_asdict", "_fields", "_make", "_replace"}
 # Private names of others that some class of the package has, too.
 OF_OTHERS = {"_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks", "_hf_hook", "_old_forward", "_orig_mod"}
 

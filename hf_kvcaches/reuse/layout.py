@@ -266,7 +266,7 @@ class _Group:
                 stop = start + len(list(alike))
                 rotation = self.rotation_on(self.geometries[members[start]], device) if self.rotates else {}
                 parts = [None if part is None else part[start:stop] for part in keys[:3]]
-                splice(Packed(*parts, keys.group), key_outs[start:stop], slots, **rotation)
+                splice(Packed._make([*parts, keys.group]), key_outs[start:stop], slots, **rotation)
                 start = stop
             splice(values, value_outs, slots)
 
@@ -307,7 +307,7 @@ def _joined(parts: Sequence[Packed], device: torch.device) -> Packed:
     """The tokens of several pieces on a device, one behind the other, in one copy for each tensor."""
     sides = [[side for side in sides if side is not None] for sides in zip(*(part[:3] for part in parts), strict=True)]
     joined = [_to_device(torch.cat(side, 2) if len(side) > 1 else side[0], device) if side else None for side in sides]
-    return Packed(*joined, parts[0].group)
+    return Packed._make([*joined, parts[0].group])
 
 
 def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
