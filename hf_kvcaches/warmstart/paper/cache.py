@@ -6,7 +6,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -135,33 +135,42 @@ class ExactPrefill:
         self._events = mark([ids])  # behind the work that is queued on a GPU
 
     def start(self, owner: object) -> None:
-        """Start a thread, which ends soon after it is stopped, or after the owner is freed."""
+        """Start a thread, which ends soon after it is stopped, the owner is freed, or the main thread has ended."""
         weakref.finalize(owner, self.stopped.set)  # refers to the event alone, so that the filled cache can be freed
-        executor = ThreadPoolExecutor(1, "hf_kvcaches-prefill")
-        self.future = executor.submit(self._run, CHUNK)
-        executor.shutdown(wait=False)
+        self.future = Future()
+        # The interpreter would wait for a pool's thread, and be taken down by a daemon that is computing.
+        threading.Thread(target=self._fill, name="hf_kvcaches-prefill").start()
+
+    def _fill(self) -> None:
+        assert self.future is not None
+        try:
+            self._run(CHUNK)
+        except BaseException as error:  # the cache warns of it
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(None)
 
     def result(self) -> PlainCache:
         """Return the filled cache, computed now if no thread has."""
         if self.future is not None:
             wait([self.future])
         if self._cache is None:
-            self.stopped.clear()
-            self._run(self.ids.shape[1])
+            self._run()
         assert self._cache is not None
         wait_for(self._events, self._cache.owned_tensors().values())
         return self._cache
 
-    def _run(self, chunk: int) -> None:
+    def _run(self, chunk: int | None = None) -> None:
+        """Fill a cache; in the thread some tokens at a time, between which it can end."""
         model = self._model()
         if model is None:
             raise RuntimeError("the model is gone")
         with own_stream(self._events), torch.no_grad():
             cache = PlainCache(model)
-            for start in range(0, self.ids.shape[1], chunk):
-                if self.stopped.is_set():
+            for start in range(0, self.ids.shape[1], chunk or self.ids.shape[1]):
+                if chunk is not None and (self.stopped.is_set() or not threading.main_thread().is_alive()):
                     return
-                ids = self.ids[:, start : start + chunk]
+                ids = self.ids[:, start:] if chunk is None else self.ids[:, start : start + chunk]
                 run_span(model, cache, ids, torch.arange(start, start + ids.shape[1], device=ids.device))
             self._events, self._cache = mark(cache.owned_tensors().values()), cache
 

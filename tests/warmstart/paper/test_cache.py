@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -114,7 +116,7 @@ def test_a_failure_in_the_background_is_said_and_the_prompt_is_run(model, monkey
     cache = SummaryCache(model, library_of(model), gate=OPEN, swap="background")
     logits_of(model, PROMPT, cache)
     real = ExactPrefill._run
-    monkeypatch.setattr(ExactPrefill, "_run", lambda self, chunk: 1 / 0)
+    monkeypatch.setattr(ExactPrefill, "_run", lambda self, chunk=None: 1 / 0)
     with said() as sentences:
         forced(model, tiny.ids(1, 1, seed=7), cache)
         while not cache._exact.future.done():
@@ -124,6 +126,34 @@ def test_a_failure_in_the_background_is_said_and_the_prompt_is_run(model, monkey
     assert cache.swapped
     assert len(sentences) == 1
     assert "ZeroDivisionError" in sentences[0]
+
+
+AT_EXIT = """
+import atexit, time
+from hf_kvcaches.warmstart.paper import cache as paper
+from tests import tiny
+
+ran, run_span, paper.CHUNK = [], paper.run_span, 4
+
+def slow(*args):
+    ran.append(time.sleep(0.05))
+    run_span(*args)
+
+paper.run_span, model = slow, tiny.llama()
+prefill = paper.ExactPrefill(model, tiny.ids(1, 800))
+prefill.start(model)
+while not ran:
+    time.sleep(0.01)
+atexit.register(lambda: print(len(ran), prefill.future.done()))
+"""
+
+
+def test_the_interpreter_waits_for_a_chunk_in_the_background_and_not_for_the_prompt() -> None:
+    result = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=120, check=True)
+    chunks, done = result.stdout.split()
+    assert int(chunks) < 20
+    assert done == "True"
+    assert result.stderr == ""
 
 
 @pytest.mark.parametrize(
