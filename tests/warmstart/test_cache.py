@@ -176,6 +176,27 @@ def test_rows_with_padding_are_served_each_by_itself() -> None:
     close(logits_of(model, ids, exact, 5, attention_mask=mask), logits_of(model, ids, new=5, attention_mask=mask))
 
 
+def test_beams_and_a_chat_go_on_behind_stretches_as_behind_one_token_after_the_other() -> None:
+    model = tiny.llama()
+    library, beams = library_of(model, EARLIER), {"num_beams": 3, "num_return_sequences": 2, "output_scores": True}
+    cache, chat = (WarmStartCache(model, library, strategy="align") for _ in range(2))
+    got, first = answer(model, CHANGED, cache, 6, **beams), answer(model, CHANGED, chat, 6)
+    assert (cache.report().strategies, chat.report().strategies) == (("align",) * 3, ("align",))
+    _, reference = as_planned(model, CHANGED, chat.plans[0], Source(model, EARLIER))
+    reference.crop(-1)
+    repeated = copy.deepcopy(reference)
+    repeated.batch_repeat_interleave(3)
+    expected = answer(model, CHANGED, repeated, 6, **beams)
+    assert torch.equal(got.sequences, expected.sequences)
+    close(got.sequences_scores, expected.sequences_scores)
+    assert torch.equal(first.sequences, answer(model, CHANGED, reference, 6).sequences)
+    turn = joined(first.sequences, C[:, ::2])
+    close(logits_of(model, turn, chat, 5), logits_of(model, turn, reference, 5))
+    # The last turn gives the new tokens alone.
+    mask = torch.ones(1, chat.seen + 17, dtype=torch.long)
+    close(logits_of(model, D, chat, 4, attention_mask=mask), logits_of(model, D, reference, 4, attention_mask=mask))
+
+
 def test_copies_go_on_alike_and_share_the_library() -> None:
     model = tiny.llama()
     cache = WarmStartCache(model, library_of(model, EARLIER))
