@@ -163,11 +163,14 @@ class RedisBlobs(BlobStore):
         return self._run(("GET", self._state))[0]
 
     def clear(self) -> None:
+        # Each answer comes within `timeout`, though not all of them: to free many large bodies takes long.
+        self._request.waited = -math.inf
         self._run(("DEL", self._index, self._headers, self._state, self._pin_set))
         cursor: Any = None
         while cursor != 0:
             ((cursor, bodies),) = self._run(("SCAN", cursor or 0, "MATCH", f"{self._bodies}*", "COUNT", 1000))
-            self._run(*(("DEL", body) for body in bodies))
+            for body in bodies:
+                self._run(("DEL", body))
 
     def close(self) -> None:
         self._client.close()

@@ -163,6 +163,17 @@ def test_all_calls_of_a_request_share_one_budget_of_time_and_other_requests_and_
         assert all(other.submit(store.tensors, key_of(number)).result() is not None for number in range(4))
 
 
+def test_clear_deletes_all_blobs_though_that_takes_longer_than_a_request_may(proxy):
+    store = open_blobs(proxy.location, timeout=0.3)
+    for number in range(20):
+        store.put(key_of(number), HEAD, blob(number))
+    proxy.delay = 0.05
+    store.begin()
+    store.clear()
+    assert store.versions() == {}
+    assert all(store.tensors(key_of(number)) is None for number in range(20))
+
+
 def test_a_list_of_heads_that_takes_longer_than_a_request_is_gone_on_with_by_the_next(proxy, monkeypatch):
     monkeypatch.setattr(blobs_redis, "_HEADS", 10)
     writer, store = open_blobs(proxy.location), open_blobs(proxy.location, timeout=0.3)
