@@ -141,7 +141,7 @@ class BlobStore(ABC):
             return None
 
     def get_many(self, keys: Sequence[str]) -> Loaded:
-        """Read several blobs, as `tensors` does. A failed read is a miss; behind `StoreUnavailable` the other keys are not tried."""
+        """Read several blobs, as `tensors` does. A failed read is a miss; behind one for want of a connection no other key is tried."""
         blobs: dict[str, dict[str, Tensor]] = {}
         first: OSError | None = None
         for key in keys:
@@ -150,7 +150,7 @@ class BlobStore(ABC):
                     blobs[key] = tensors
             except OSError as error:
                 first = first or error
-                if isinstance(error, StoreUnavailable):
+                if isinstance(error, StoreUnavailable | ConnectionError | TimeoutError):  # each key would wait as long again
                     break
         return Loaded(blobs, first)
 

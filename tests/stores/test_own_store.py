@@ -63,8 +63,9 @@ def test_a_flipped_bit_is_a_miss_that_is_said_once(own):
     assert made.contents.keys == set()
 
 
-def test_a_failed_read_costs_its_own_blob_and_a_server_that_is_away_is_asked_once(own):
-    blobs, errors = own(), {"a": OSError("broken"), "c": StoreUnavailable("away")}
+@pytest.mark.parametrize("away", [StoreUnavailable("away"), ConnectionRefusedError("away"), TimeoutError("away")])
+def test_a_failed_read_costs_its_own_blob_and_a_server_that_is_away_is_asked_once(own, away):
+    blobs, errors = own(), {"a": OSError("broken"), "c": away}
     for key in "abcd":
         blobs.put(key, HEAD, blob())
     read_one, asked = blobs.read, []
