@@ -241,5 +241,6 @@ def _run_in_parts(cache: SplicingCache, call: PrefillCall, plan: PromptPlan) -> 
         columns = torch.arange(len(sparse.slots), device=sparse.slots.device)[:, None], sparse.slots
         hidden = None if by_slot is None else by_slot[columns]
         left = run_layers(cache.model, start, stop, sparse.ids, LayerPass(cache, start, sparse), sparse.positions, hidden=hidden)
-        by_slot = left.new_zeros(len(left), plan.total + 1, left.shape[-1], device=sparse.slots.device)
-        by_slot[columns] = left.to(by_slot.device)
+        if stop < len(cache.layers):
+            by_slot = left.new_zeros(len(left), plan.total + 1, left.shape[-1], device=sparse.slots.device)
+            by_slot[columns] = left.to(by_slot.device)

@@ -176,7 +176,8 @@ class PromptPlan:
 
     def with_common_prefix(self) -> PromptPlan:
         """Return the plan with reuse of as many first slots as all rows can, and nothing else."""
-        return replace(self, rows=tuple(row.cut(max(self.common_prefix - row.padding, row.begin)) for row in self.rows))
+        prefix = self.common_prefix
+        return replace(self, rows=tuple(row.cut(max(prefix - row.padding, row.begin)) for row in self.rows))
 
 
 def plan_row(row: PromptRow, prefix: Sequence[Piece], matches: Sequence[Match], admit: Admit | None, layers: int) -> PromptRow:

@@ -26,6 +26,7 @@ from hf_kvcaches.reuse.layer import SplicedLayer
 from hf_kvcaches.reuse.plan import PROBING, Indices
 
 _BLOCK = 256  # queries whose scores are held at a time where no fused attention computes them
+_SCORES, _FEW = 2**26, 32  # scores at which they are fewer, with copies of a gigabyte; never fewer than so many
 _GAP = 64  # tokens with more slots between them are in different blocks
 
 
@@ -156,7 +157,9 @@ class SparseView(TensorView):
         plain = call.softcap is None and call.sink_logits is None and self.keys.shape[-1] == self.values.shape[-1]
         fused = plain and (query.device.type == "cpu" or (query.is_cuda and self.keys.shape[-1] % 8 == 0))
         if not fused or (self.window is not None and block.stop - lowest > self.window):
-            edges = [*range(block.first, block.last, _BLOCK), block.last]
+            slots = block.stop - lowest if self.window is None else min(block.stop - lowest, self.window + _BLOCK)
+            step = min(_BLOCK, max(_FEW, _SCORES // (query.shape[1] * slots)))
+            edges = [*range(block.first, block.last, step), block.last]
             parts = [_block(self.sparse.host_slots[row], first, last) for first, last in pairwise(edges)]
             return torch.cat([self._masked(query, row, part, call)[1] for part in parts], 1)
         own, keys, values = query[row : row + 1, :, block.first : block.last], self.keys[row : row + 1], self.values[row : row + 1]

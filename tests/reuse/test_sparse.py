@@ -147,3 +147,17 @@ def test_masks_that_are_kept_for_the_next_layer_are_of_a_blocks_own_slots() -> N
     model(input_ids=pass_over.ids, position_ids=pass_over.positions, past_key_values=cache, logits_to_keep=1)
     # 600 queries in blocks of 256, each of 512 slots: not of all slots before.
     assert sum(mask.numel() for mask in pass_over._masks.values()) <= 600 * 512
+
+
+@torch.no_grad()
+def test_where_many_slots_are_seen_the_scores_of_fewer_queries_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokens, queries = gemma2(), 1200, []
+    attend = sparse.attention
+    monkeypatch.setattr(sparse, "attention", lambda query, *args, **kwargs: (queries.append(query.shape[2]), attend(query, *args, **kwargs))[1])
+    monkeypatch.setattr(sparse, "_SCORES", 40 * model.config.num_attention_heads * tokens)
+    cache = opened(model, 1, tokens)
+    call = PrefillCall(model, ids(1, tokens), None, None, tokens - 1)
+    cache.sparse_pass = pass_over = SparsePass(call, [np.arange(tokens)], [0], tokens)
+    model(input_ids=pass_over.ids, position_ids=pass_over.positions, past_key_values=cache, logits_to_keep=1)
+    assert max(queries) < 256
+    assert 40 in queries
