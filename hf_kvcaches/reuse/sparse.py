@@ -157,8 +157,8 @@ class SparseView(TensorView):
         plain = call.softcap is None and call.sink_logits is None and self.keys.shape[-1] == self.values.shape[-1]
         fused = plain and (query.device.type == "cpu" or (query.is_cuda and self.keys.shape[-1] % 8 == 0))
         if not fused or (self.window is not None and block.stop - lowest > self.window):
-            slots = block.stop - lowest if self.window is None else min(block.stop - lowest, self.window + _BLOCK)
-            step = min(_BLOCK, max(_FEW, _SCORES // (query.shape[1] * slots)))
+            seen = min(block.stop - lowest, (self.window or block.stop) + _BLOCK)
+            step = min(_BLOCK, max(_FEW, _SCORES // (query.shape[1] * seen)))
             edges = [*range(block.first, block.last, step), block.last]
             parts = [_block(self.sparse.host_slots[row], first, last) for first, last in pairwise(edges)]
             return torch.cat([self._masked(query, row, part, call)[1] for part in parts], 1)

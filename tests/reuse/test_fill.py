@@ -111,6 +111,19 @@ def stored_segments(model: Any, folder: Path) -> SegmentStore:
     return store
 
 
+@pytest.mark.parametrize("gone", range(4))
+def test_what_is_lost_between_blobs_that_were_read_is_computed(gone: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.llama()
+    store = stored_segments(model, tmp_path)
+    asked(model, whole := SegmentReuseCache(model, store))
+    lost = [key for span in whole.report().spans for key in span.segments][gone]
+    load = SegmentStore.load
+    monkeypatch.setattr(SegmentStore, "load", lambda self, *args: {key: found for key, found in load(self, *args).items() if key != lost})
+    cache = SegmentReuseCache(model, store)
+    assert torch.allclose(asked(model, cache), asked(model, None), atol=1e-5)
+    assert cache.report().reused_tokens == 119 - (29 if gone == 3 else 30)
+
+
 def test_a_hit_reads_all_blobs_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.llama()
     store = stored_segments(model, tmp_path)

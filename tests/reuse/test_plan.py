@@ -49,6 +49,18 @@ def test_first_tokens_of_spans_and_those_with_the_largest_shares_are_repaired_as
     assert picked.reused == row.reused
 
 
+@pytest.mark.parametrize(("repaired", "left"), [((), [(0, 10), (20, 30)]), ((3,), [])])
+def test_a_lost_blob_costs_its_own_tokens_and_all_of_a_repaired_span(repaired: tuple[int, ...], left: list[tuple[int, int]]) -> None:
+    records = [Record("", np.zeros(10, np.uint32), "", f"{index}", 0, np.zeros(0, np.uint32)) for index in range(3)]
+    pieces = tuple(Piece(start, start + 10, record, 0) for start, record in zip((0, 10, 20), records, strict=True))
+    row = PromptRow(0, 0, np.arange(36, dtype=np.uint32), 0, (PlannedSpan(0, 30, "rule", pieces, repaired), PlannedSpan(30, 35)), 30)
+    found = row.without({records[1].key}, "It is gone.")
+    assert [(span.start, span.stop) for span in found.spans if span.sources] == left
+    assert [span.reason for span in found.spans if span.reason] == ["It is gone."]
+    assert [span.start for span in found.spans[1:]] == [span.stop for span in found.spans[:-1]]
+    assert (found.spans[-1].stop, found.prefix) == (35, 10)
+
+
 @given(rows())
 def test_new_tokens_run_before_tokens_are_picked_and_these_and_the_last_ones_behind_it(row: PromptRow) -> None:
     probed = len(row.last(len(row.ids)))

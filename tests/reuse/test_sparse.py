@@ -153,7 +153,9 @@ def test_masks_that_are_kept_for_the_next_layer_are_of_a_blocks_own_slots() -> N
 def test_where_many_slots_are_seen_the_scores_of_fewer_queries_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokens, queries = gemma2(), 1200, []
     attend = sparse.attention
-    monkeypatch.setattr(sparse, "attention", lambda query, *args, **kwargs: (queries.append(query.shape[2]), attend(query, *args, **kwargs))[1])
+    monkeypatch.setattr(
+        sparse, "attention", lambda query, *args, **kwargs: (queries.append(query.shape[2]), attend(query, *args, **kwargs))[1]
+    )
     monkeypatch.setattr(sparse, "_SCORES", 40 * model.config.num_attention_heads * tokens)
     cache = opened(model, 1, tokens)
     call = PrefillCall(model, ids(1, tokens), None, None, tokens - 1)

@@ -85,6 +85,26 @@ def test_what_is_stored_after_tokens_have_left_the_window_is_right(model):
         assert cache.report().reused_tokens >= 200
 
 
+def test_rows_can_be_repeated_after_tokens_have_left_the_window(model):
+    cache, plain = segments(model), DynamicCache(config=model.config)
+    for each in (cache, plain):
+        decoded(model, each, PROMPT)
+        each.batch_repeat_interleave(2)
+        each.reorder_cache(torch.tensor([3, 0, 1, 1]))
+    new = MORE[:1, 7:8].repeat(4, 1)
+    torch.testing.assert_close(fed(model, cache, new), fed(model, plain, new), atol=2e-4, rtol=1e-3)
+
+
+def test_a_saved_cache_has_its_windows(model, tmp_path):
+    cache = segments(model)
+    decoded(model, cache, PROMPT[:1])
+    cache.save(tmp_path / "cache.safetensors")
+    loaded = SegmentReuseCache.load(tmp_path / "cache.safetensors", model)
+    new = tiny.ids(1, 30, seed=9)
+    assert [layer.kept for layer in loaded.layers] == [layer.kept for layer in cache.layers]
+    torch.testing.assert_close(decoded(model, loaded, new), decoded(model, cache, new), atol=2e-4, rtol=1e-3)
+
+
 def test_a_crop_that_would_need_dropped_tokens_is_refused_and_changes_nothing(model):
     cache = segments(model)
     decoded(model, cache, PROMPT[:1])
