@@ -91,9 +91,9 @@ class PromptLayer(PruningLayer):
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: Pass, limit: Limit | None, inputs: Any
     ) -> torch.Tensor:
         """Attend with a block of new tokens, then prune: (batch, tokens, heads, head_dim)."""
-        before, new = self._append(keys, values, running, call.bias)
-        used, states, observed, output, bias, allowed = before.used, None, None, None, call.bias, running.allowed
+        before, states, observed, output, bias, allowed = self.table, None, None, None, call.bias, running.allowed
         try:
+            new, used = self._append(keys, values, running, call.bias), before.used
             query = self.rotation.to_frame(query, running.positions(), new.index[:, 0], before)
             if not before.seen and running.whole and bias is None:
                 output = call.dense(query, new.frame, values).to(values.dtype)
@@ -109,6 +109,7 @@ class PromptLayer(PruningLayer):
             self.arrive(new, limit, attention=observed, states=states, **asked)
         except BaseException:  # slots of new tokens were not written: the layer stays behind the others, and the next pass is refused
             self.table, self.arrival = before, None
+            before.advance(0)  # sets the clock, which both tables share
             raise
         return output
 
@@ -132,8 +133,8 @@ class PromptLayer(PruningLayer):
         assert output is not None
         return output, observed
 
-    def _append(self, keys: torch.Tensor, values: torch.Tensor, running: Pass, bias: torch.Tensor | None) -> tuple[SlotTable, Incoming]:
-        """Put new tokens behind all others in the table, and count them: the table as it was before, and the tokens."""
+    def _append(self, keys: torch.Tensor, values: torch.Tensor, running: Pass, bias: torch.Tensor | None) -> Incoming:
+        """Put new tokens behind all others, and count them, in a new table: the one before stays as it was, but for the clock."""
         if running.valid is not None:
             self.table.pad(keys.shape[0], keys.device)
         # A stream has one distance for all rows, and counts positions from 0 where it puts the sinks.
@@ -151,13 +152,14 @@ class PromptLayer(PruningLayer):
             text = torch.where(running.valid[:, None], text, -1)  # type: ignore[arg-type]
         if table.seen + tokens > self.rotation.window:
             self.unrotate(torch.where(positions < 0, 0, running.positions()[:, None] - positions).amax(-1, keepdim=True))
-        new, before = self.incoming(keys, values, running, self.rotation.index_of_new(table, positions)), copy.copy(table)
+        new, table = self.incoming(keys, values, running, self.rotation.index_of_new(table, positions)), copy.copy(table)
         table.append(positions.to(torch.int32), text)
         table.advance(tokens)
         if table.counts is not None:
             table.counts = counts = table.counts + (positions >= 0).sum(-1, keepdim=True, dtype=torch.int32)
             table.fewest = self.passes.memo("fewest", running, lambda: int(counts.min()))
-        return before, new
+        self.table = table
+        return new
 
     def incoming(self, keys: torch.Tensor, values: torch.Tensor, running: Pass, index: torch.Tensor) -> Incoming:
         """New tokens as the layer keeps them, which are at some positions in the frame, (batch, 1, tokens)."""
@@ -195,7 +197,7 @@ class PromptLayer(PruningLayer):
         with self.storage.space_for(keys.shape[0], tokens, running.valid, tokens, running.shared):
             for start, stop, limit in spans:
                 part = running.part(start, stop)
-                _, new = self._append(keys[:, :, start:stop], values[:, :, start:stop], part, None)
+                new = self._append(keys[:, :, start:stop], values[:, :, start:stop], part, None)
                 if needed != 0 and queries is not None:
                     self.scaling = queries.scaling
                     asked = {"queries": queries.states, "query_index": new.index[:, 0, -queries.states.shape[2] :]}

@@ -120,14 +120,16 @@ class SlotTable:
             lengths: How many of these count, where heads differ, (batch, kv_heads, 1); `rooms` is how many slots each head has then.
             compact: Whether keys are rotated by their distances.
         """
-        used = self.used
+        used, empty = self.used, None
+        if index is not None and lengths is not None:
+            empty = torch.arange(index.shape[-1], device=index.device) >= lengths
         for name in ("positions", "scores", "text"):
             if (tensor := getattr(self, name)) is not None:
                 tensor = tensor[..., :used]
                 if index is not None:
                     tensor = tensor.expand(-1, max(index.shape[1], tensor.shape[1]), -1).take_along_dim(index, -1)
-                    if lengths is not None:
-                        tensor = tensor.masked_fill(torch.arange(index.shape[-1], device=index.device) >= lengths, _EMPTY[name])
+                if empty is not None:
+                    tensor = tensor.masked_fill(empty, _EMPTY[name])
                 setattr(self, name, tensor.contiguous())
         self.rooms, self.since = rooms, 0
         if rooms is None and self.filled is not None:

@@ -366,6 +366,19 @@ def test_kvzip_refuses_to_decode_before_it_has_compressed(model):
     assert len(positions_of(cache)) == CONTEXT
 
 
+def test_kvzip_refuses_drafts_behind_a_context_before_it_takes_either(model):
+    ids = tiny.ids(1, CONTEXT)
+    cache, other = (EquipCache(model, "kvzip", 16, head_budgets="layer") for _ in range(2))
+    cache.activate_past_recording()
+    with pytest.raises(UnsupportedError, match="compress"):
+        model(input_ids=ids, past_key_values=cache, logits_to_keep=4)  # as in assisted generation with three drafts
+    assert cache.seen == 0
+    for each in (cache, other):
+        model(input_ids=ids, past_key_values=each)
+        each.compress(model, input_ids=ids)
+    assert positions_of(cache) == positions_of(other)
+
+
 def test_kvzip_reads_a_context_again_once(model):
     ids = tiny.ids(1, CONTEXT, seed=26)
     cache = EquipCache(model, "kvzip", 16)

@@ -7,6 +7,7 @@ import pickle
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 
 from hf_kvcaches import EquipCache, UnsupportedError
 from hf_kvcaches.core.rope import RotaryGeometry
+from hf_kvcaches.equip.layer import EquipLayer
 from hf_kvcaches.equip.modules import LatentView, latent_modules
 from tests import tiny
 from tests.equip.cases import POLICIES, text
@@ -337,3 +339,19 @@ def test_latents_are_refused_where_a_process_has_some_of_the_heads(policy: str) 
     model._tp_size = 2  # as `from_pretrained` leaves it in each of two processes
     with pytest.raises(UnsupportedError, match=r"all heads, needs all heads .* tensor parallelism .* Use DynamicCache"):
         EquipCache(model, policy, 16)
+
+
+def test_a_layer_is_moved_away_when_its_queries_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, offload, seen = build(), EquipLayer.offload, list[tuple[int, int]]()
+    expected = logits(model, EquipCache(model, "h2o", BUDGET, sinks=SINKS))
+
+    def spy(layer: EquipLayer) -> None:
+        seen.append((layer.layer_idx, layer.seen))
+        offload(layer)
+
+    monkeypatch.setattr(EquipLayer, "offload", spy)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "default_stream", MagicMock())
+    monkeypatch.setattr(torch, "Stream", MagicMock())
+    close(logits(model, EquipCache(model, "h2o", BUDGET, sinks=SINKS, offloading=True)), expected)
+    assert seen == [(index, count) for count in (16, *range(21, 41)) for index in (0, 1)]

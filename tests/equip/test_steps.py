@@ -12,9 +12,10 @@ import torch
 
 from hf_kvcaches import compat
 from hf_kvcaches.equip.layer import EquipLayer
+from hf_kvcaches.equip.slots import SlotTable
 from tests.conformance import models
 from tests.conformance.driving import feed, left_padded
-from tests.equip.cases import BUDGET, both_positions, build, build_reference, steps, text
+from tests.equip.cases import BUDGET, both_positions, build, build_reference, same, state, steps, text
 
 
 @pytest.fixture
@@ -92,3 +93,26 @@ def test_copies_that_are_made_after_an_interrupt_are_without_the_models_weights(
     copy.deepcopy(cache, copied)
     assert id(attention) not in copied
     assert b"q_proj" not in pickle.dumps(cache)
+
+
+@both_positions
+@pytest.mark.parametrize("call", ["append", "advance"])
+def test_an_interrupt_while_the_first_layer_takes_a_block_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, call: str, positions: str
+) -> None:
+    model = models.tiny("llama")
+    cache, other = (build(model, "h2o", positions=positions) for _ in range(2))
+    for each in (cache, other):
+        feed(model, each, text(30), [30])
+    before, function = state(cache), getattr(SlotTable, call)
+
+    def interrupted(*args: Any) -> None:
+        function(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SlotTable, call, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        feed(model, cache, text(5, 40), [5])
+    monkeypatch.undo()
+    assert same(state(cache), before)
+    assert torch.equal(feed(model, cache, text(8, 40), [5, 1, 1, 1]), feed(model, other, text(8, 40), [5, 1, 1, 1]))
