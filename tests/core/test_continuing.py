@@ -45,6 +45,15 @@ def test_another_prompt_that_is_not_longer_than_what_the_cache_holds_is_refused_
     assert all(torch.equal(held[name], copied[name]) for name in held)
 
 
+def test_another_padded_batch_that_is_not_longer_is_refused(model, make):
+    cache = make(model)
+    answer(model, tiny.ids(2, 12), cache, attention_mask=mask_of(12, 5, 0))
+    for length in (6, 9, 15):
+        with pytest.raises(ConfigError, match=r"reset\(\)"):
+            answer(model, tiny.ids(2, length, seed=1), cache, attention_mask=mask_of(length, 5, 0))
+    assert cache.seen == 15
+
+
 @pytest.mark.parametrize("length", [7, 30])
 def test_after_a_refusal_reset_makes_room_for_the_other_prompt(model, make, length):
     cache, prompt = make(model), tiny.ids(1, length, seed=5)

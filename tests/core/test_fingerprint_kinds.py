@@ -59,6 +59,13 @@ def test_one_adapter_weight_counts_and_an_inactive_adapter_does_not():
     assert changed(before, after) == {"adapters"}
 
 
+def test_the_scaling_of_a_single_layer_of_an_adapter_counts():
+    model = two_adapters()
+    before = ModelFingerprint.of(model)
+    [module for module in model.modules() if hasattr(module, "scale_layer")][2].scale_layer(0.5)
+    assert changed(before, ModelFingerprint.of(model)) == {"adapters"}
+
+
 @pytest.mark.parametrize("changes", [{"use_dora": True}, {"modules_to_save": ["lm_head"]}], ids=["magnitude vector", "saved module"])
 def test_all_that_an_adapter_brings_counts(changes):
     model = get_peft_model(llama(), lora(**changes))

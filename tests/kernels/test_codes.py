@@ -69,6 +69,12 @@ def test_directions_of_every_width_are_found(widths: tuple[int, ...]) -> None:
     assert_equals_the_reference(Case(widths=widths, pairs=4))
 
 
+@pytest.mark.parametrize(("dim", "pairs"), [(60, 30), (64, 32), (80, 37)])
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+def test_large_keys_rotate_wholly_or_in_part(dim: int, pairs: int, layout: str) -> None:
+    assert_equals_the_reference(Case(batch=1, groups=1, dim=dim, pairs=pairs, layout=layout))
+
+
 @pytest.mark.parametrize("tokens", [64, 128, 208])
 @pytest.mark.parametrize("splits", [1, 2, 3])
 @pytest.mark.parametrize("pairs", [0, 4])
