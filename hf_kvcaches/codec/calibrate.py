@@ -213,7 +213,8 @@ def _in_float32(model: PreTrainedModel) -> PreTrainedModel:
     plain = all(tensor.device.type == "cpu" and type(tensor) in (torch.Tensor, nn.Parameter) for tensor in tensors)
     if not plain or not dtypes & _HALF or dtypes - _HALF - {torch.float32}:
         return model
-    return nn.Module.float(copy.deepcopy(model))  # transformers' own method refuses models that say that they are quantized
+    with torch.inference_mode(False):  # tensors from the caller's inference mode would have no gradients
+        return nn.Module.float(copy.deepcopy(model))  # transformers' own method refuses models that say that they are quantized
 
 
 def _activations_on_cpu(model: nn.Module) -> contextlib.AbstractContextManager[None]:

@@ -66,7 +66,7 @@ def bytes_beside(tokens: int) -> int:
 
 def _record(tokens: int, counts: torch.Tensor, *sections: torch.Tensor) -> torch.Tensor:
     """A record, (bytes,), uint8: words and escaped integers of each tile, (tiles, 2), then states, words and escaped integers of all."""
-    parts = torch.tensor([tokens], device=counts.device).int(), counts.int(), *sections
+    parts = torch.tensor([tokens], dtype=torch.int32, device=counts.device), counts.int(), *sections
     return torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts if part.numel()])
 
 
@@ -82,8 +82,11 @@ def join(records: Sequence[torch.Tensor]) -> torch.Tensor:
 def cut(record: torch.Tensor, tokens: int) -> list[torch.Tensor]:
     """The inverse: records of so many tokens each, a multiple of 64, the last one of what is left."""
     [whole] = _read([Span(0, record)])
-    spans = [Span(0, record, start, min(start + tokens, whole.tokens)) for start in range(0, whole.tokens, tokens)]
-    return [_record(part.tokens, part.counts, *part.sections) for part in _read(spans)]
+    sizes = [min(tokens, whole.tokens - start) for start in range(0, whole.tokens, tokens)]
+    integers = np.add.reduceat(whole.counts.numpy(), np.arange(0, len(whole.counts), tokens // TILE), 0, np.int64)
+    nbytes = [_STATE * _lanes_of(size) for size in sizes], *(_INTEGER * integers).T.tolist()
+    parts = whole.counts.split(tokens // TILE), *map(torch.split, whole.sections, nbytes)
+    return [_record(*part) for part in zip(sizes, *parts, strict=True)] if sizes else []
 
 
 def _read(spans: Sequence[Span]) -> list[SpanTiles]:

@@ -291,6 +291,8 @@ class Maps:
         layers = [self.side_layer, *(decoder.layer for decoder in self.decoders)]
         layers += chain.from_iterable(encoder.sources for encoder in self.encoders)
         sound = len({*self.names}) == len(self.encoders) and all(type(layer) is int and 0 <= layer < MOST_LAYERS for layer in layers)
+        last = [max(encoder.sources) for encoder in self.encoders]
+        sound &= last == sorted(last)  # codes are sent as soon as there is the last of their layers
         for encoder in self.encoders:
             states, hidden, shift = encoder.weights
             coded = [] if encoder.coding is None else [encoder.coding[0].order.shape, encoder.coding[1].shape]

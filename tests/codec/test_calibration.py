@@ -244,8 +244,11 @@ def test_half_precision_is_computed_in_float32_on_a_cpu_and_the_model_keeps_its_
     hook = model.model.layers[0].register_forward_hook(lambda module, inputs, output: seen.append(inputs[0].dtype))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     codec = calibrate(model)
+    with torch.inference_mode():
+        again = calibrate(model)
     hook.remove()
     assert set(seen) == {torch.float32}
+    same_energies(again, codec)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     codec.fingerprint.require_model(model, "The codec")
     same_energies(codec, calibrate(tiny.llama(tie_word_embeddings=True).to(dtype).float()))

@@ -64,7 +64,7 @@ def test_at_equal_bytes_the_packed_form_beats_codes_in_memory(name: str, ratio: 
     model, codec, rows = model_of(name), codec_of(name, "loss").at(ratio), ids()[12_000:12_384].view(4, 96)
     full = past.read_rows(model, rows)
     memory, packed = (
-        past.compare(full, past.read_rows(model, rows, coding(codec, model, recent=32), 4), rows).kl
+        past.compare(full, past.read_rows(model, rows, coding(codec, model, recent=32), 4), rows)["kl"]
         for coding in (past.CodecCoding, past.PackedCoding)
     )
     assert packed < 0.8 * memory

@@ -1,5 +1,6 @@
 """Caches in files and messages whose reader has the codec."""
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,14 @@ def test_a_cache_of_codes_leaves_the_codec_out(kind: str, codec: KVCodec, tmp_pa
     known = sum(tensor.numel() * tensor.element_size() for tensor in codec.tensors().values())
     assert (tmp_path / "alone").stat().st_size - (tmp_path / "with").stat().st_size > known
     assert all(copy.codec is codec for copy in copies)
+
+
+def test_a_message_is_read_from_a_function_up_to_its_end(codec: KVCodec) -> None:
+    cache = filled(SubspaceCache(MODEL, codec, recent=4))
+    source = io.BytesIO(cache.to_bytes(codec) + b"next")
+    again = SubspaceCache.from_bytes(source.read, MODEL, codec)
+    assert source.read() == b"next"
+    assert torch.equal(again.layers[2].codes, cache.layers[2].codes[..., : cache.layers[2].coded])
 
 
 def test_layers_with_a_window_stay_exact(tmp_path: Path) -> None:

@@ -55,6 +55,17 @@ def test_tensors_that_do_not_fit_are_refused(codec: KVCodec, form: str) -> None:
             KVCodec.restore({**codec.tensors(), f"{form}.1.{name}": broken}, codec.metadata())
 
 
+@pytest.mark.parametrize("missing", ["in_place.1.steps", "slots.1.", "packed.2."])
+def test_a_layer_of_which_a_part_is_missing_is_refused(
+    tmp_path: Path, codec: KVCodec, missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {name: tensor for name, tensor in codec.tensors().items() if not name.startswith(missing)}
+    monkeypatch.setattr(KVCodec, "tensors", lambda self: tensors)
+    codec.save_pretrained(tmp_path)
+    with pytest.raises(ArtifactError):
+        KVCodec.from_pretrained(tmp_path)
+
+
 def test_forms_of_different_layers_are_refused(codec: KVCodec) -> None:
     metadata = codec.metadata()
     with pytest.raises(ArtifactError, match="The forms of a codec have the layers"):

@@ -21,7 +21,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache, LlamaConfig
 
 from hf_kvcaches import compat
-from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedError
+from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch, UnsupportedError
 from hf_kvcaches.translate.cache import TranslatedCache
 from hf_kvcaches.translate.codes import SemanticCodes
 from hf_kvcaches.translate.fit import TranslatorConfig
@@ -337,6 +337,18 @@ def test_what_was_saved_makes_the_same_codes_and_keys(tmp_path: Path, options: d
     for wrong in ({"producer": consumer}, {"consumer": producer}, {"consumer": tiny.llama(seed=4)}):
         with pytest.raises(FingerprintMismatch):
             CacheTranslator.from_pretrained(tmp_path, **wrong)
+
+
+def test_stored_maps_that_lack_a_part_or_are_in_another_order_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    maps = fitted().maps
+    tensors, metadata = maps.tensors(), maps.metadata()
+    with pytest.raises(ArtifactError, match="don't fit each other"):
+        Maps.restore(tensors, metadata | {"encoders": metadata["encoders"][::-1]})
+    for missing in ("decoders.2.side", "decoders.2.codes", "decoders.2.bias", "encoders.1.shift", "coding.1.order", "coding.tables.shifts"):
+        monkeypatch.setattr(Maps, "tensors", lambda _, missing=missing: {name: tensors[name] for name in tensors.keys() - {missing}})
+        fitted().save_pretrained(tmp_path)
+        with pytest.raises(ArtifactError):
+            CacheTranslator.from_pretrained(tmp_path)
 
 
 def test_a_card_says_how_it_was_made(tmp_path: Path) -> None:
