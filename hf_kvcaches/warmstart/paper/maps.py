@@ -267,8 +267,10 @@ class PositionCorrection:
             prompts: Keys of each layer, (kv_heads, tokens, head_dim), and the tokens' positions, (tokens,) integers.
             gamma: The ridge penalty, above 0, in units of the mean variance of a dimension of the embeddings at these positions.
         """
-        embeddings = embeddings.detach().cpu()
-        rows = embeddings.double()[torch.cat([positions for _, positions in prompts])]
+        embeddings, indices = embeddings.detach().cpu(), torch.cat([positions for _, positions in prompts] or [torch.arange(0)])
+        if len(indices.unique()) < 2 or int(indices.min()) < 0 or int(indices.max()) >= len(embeddings):
+            raise ConfigError.of("prompts", f"tokens at two positions at least, from 0 to {len(embeddings) - 1}", indices.tolist())
+        rows = embeddings.double()[indices]
         centred = rows - rows.mean(0)
         gram = centred.mT @ centred
         damping = gamma * gram.diagonal().mean() * torch.eye(gram.shape[0], dtype=gram.dtype)

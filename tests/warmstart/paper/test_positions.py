@@ -129,3 +129,6 @@ def test_what_can_not_work_is_refused_by_name(model, correction: PositionCorrect
         correction.shifted(slots, 300)
     with pytest.raises(ConfigError, match="last: expected an integer of at least 39"):
         correction.shifted(slots, -5)
+    for positions in ([], [3, 3], [1, 2, 256], [-1, 2]):
+        with pytest.raises(ConfigError, match="two positions at least, from 0 to 255"):
+            PositionCorrection.fit(model.transformer.wpe.weight, [([torch.randn(4, len(positions), 8)], torch.tensor(positions).long())])
