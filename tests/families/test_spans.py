@@ -20,18 +20,16 @@ ATTENTION = {"full_attention", "sliding_attention"}
 LENGTHS = frozenset({"get_seq_length", "get_mask_sizes"})
 
 
-class RecordingLayer(StandIn):
-    """Computes nothing, and records what it is called with."""
+def recording(layer: nn.Module, calls: list[tuple[torch.Tensor, Any]]) -> StandIn:
+    """Computes nothing, and records what the layer would be called with."""
+    names = compat.parameter_names(type(layer))
 
-    def __init__(self, stood: nn.Module, calls: list[tuple[torch.Tensor, Any]]) -> None:
-        super().__init__(stood)
-        self._calls = calls
-
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def record(*args: Any, **kwargs: Any) -> torch.Tensor:
         hidden: torch.Tensor = args[0] if args else kwargs["hidden_states"]
-        names = compat.parameter_names(type(self.stood))
-        self._calls.append((hidden, kwargs["attention_mask"] if "attention_mask" in kwargs else args[names.index("attention_mask")]))
+        calls.append((hidden, kwargs["attention_mask"] if "attention_mask" in kwargs else args[names.index("attention_mask")]))
         return hidden
+
+    return StandIn(layer, record)
 
 
 def names_in(kind: type[nn.Module]) -> set[str]:
@@ -58,7 +56,7 @@ def runs_spans(model: PreTrainedModel) -> bool:
     layers = decoder_layers(model)[2]
     if len(compat.layer_plan(config)) != len(layers) or any(LENGTHS & names_in(type(module)) for module in layers.modules()):
         return False
-    twin = with_layers(model, [RecordingLayer(layer, calls) for layer in layers])
+    twin = with_layers(model, [recording(layer, calls) for layer in layers])
     slots, padding = torch.arange(TOKENS).expand(2, -1), torch.tensor(PADDING)
     real = slots >= padding[:, None]
     run_module(twin, DynamicCache(config=model.config), torch.ones_like(slots), slots - padding[:, None], real.long())
