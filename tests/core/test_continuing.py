@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import time
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
@@ -213,8 +214,12 @@ def test_two_calls_of_generate_at_once_are_both_refused(kind, monkeypatch):
 
     monkeypatch.setattr(kind, "generate_begins", begin_together)
 
+    def slowly(ids, scores):  # so that neither call ends before the other one has begun
+        time.sleep(0.05)
+        return torch.zeros(len(ids), dtype=torch.bool)
+
     def write(seed):
-        return model.generate(tiny.ids(1, 20, seed=seed), past_key_values=cache, max_new_tokens=30)
+        return model.generate(tiny.ids(1, 20, seed=seed), past_key_values=cache, max_new_tokens=30, stopping_criteria=[slowly])
 
     with ThreadPoolExecutor(2) as threads:
         errors = [turn.exception() for turn in [threads.submit(write, 0), threads.submit(write, 1)]]
