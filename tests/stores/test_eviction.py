@@ -105,3 +105,30 @@ def test_totals_and_evictions_are_those_of_the_slow_way(steps) -> None:
             assert not victims or blobs.bytes + sizes[victims[-1]] > cap
         assert {key: entry.size for key, entry in blobs.entries.items()} == {key: values[0] for key, values in slow.blobs.items()}
         assert blobs.bytes == slow.total()
+
+
+def fill(blobs: Catalog, keys: list[str], cap: int) -> list[str]:
+    """Adds blobs of ten bytes, evicting down to the cap after each; returns what went."""
+    gone: list[str] = []
+    for key in keys:
+        add(blobs, key, 10, 10)
+        gone += evict(blobs, blobs.bytes - cap)
+    return gone
+
+
+def test_a_blob_that_is_used_again_and_again_stays_however_much_comes_by_once() -> None:
+    blobs = catalog()
+    add(blobs, "aaaa", 10, 10)
+    for number in range(200):
+        blobs.used("aaaa", 10)
+        assert "aaaa" not in fill(blobs, [f"{number:x}"], cap=50)
+
+
+def test_a_blob_that_was_used_much_long_ago_goes_in_the_end() -> None:
+    blobs = catalog()
+    add(blobs, "aaaa", 10, 10)
+    for _ in range(9):
+        blobs.used("aaaa", 10)
+    gone = fill(blobs, [f"{number:x}" for number in range(200)], cap=50)
+    # Its ten uses are worth as much as ten generations of what came by once.
+    assert 20 < gone.index("aaaa") < 60
