@@ -29,13 +29,14 @@ from hf_kvcaches.cli.tables import write_csv
 from hf_kvcaches.codec.codec import KVCodec
 from hf_kvcaches.engines.chunks import ChunkCoder, States
 from hf_kvcaches.engines.engine_codec import EngineCodec
+from hf_kvcaches.evaluate.measures import divergence, losses
 
 PROMPT, FOLLOWING, CHUNK = 1024, 256, 256
 RATIOS = (0.25, 0.125, 0.0625)
 SECONDS = {"codec": 0.0}  # of packing and unpacking alone
 Encode = Callable[[States, int], tuple[Any, int]]
 Decode = Callable[[Any, int, States], States]
-Prompt = tuple[torch.Tensor, States, torch.Tensor]  # ids, keys and values of the first ones, log-probabilities behind the others
+Prompt = tuple[torch.Tensor, States, torch.Tensor]  # ids, keys and values of the first ones, logits of the others
 NeedleTest = tuple[States, list[tuple[list[int], list[int]]]]  # keys and values of a context, and questions with their answers
 
 
@@ -139,15 +140,15 @@ def measure(model: Any, prompts: list[Prompt], needles: list[NeedleTest], side: 
         return cache
 
     right = [answer.matches for states, questions in needles for answer in answers(model, read(states), questions)]
-    kls, losses = [], []
+    kls, nats = [], []
     for ids, states, reference in prompts:
-        logits = model(ids[:, PROMPT:], past_key_values=read(states)).logits[0].log_softmax(-1)
-        kls.append(float((reference.exp() * (reference - logits)).sum(-1).mean()))
-        losses.append(float(torch.nn.functional.nll_loss(logits[:-1], ids[0, PROMPT + 1 :])))
+        logits = model(ids[:, PROMPT:], past_key_values=read(states)).logits[0]
+        kls.append(float(divergence(reference, logits).mean()))
+        nats.append(float(losses(logits[:-1], ids[0, PROMPT + 1 :]).mean()))
     return {
         "share of bytes": totals["bytes"] / totals["exact"],
         "KL": statistics.mean(kls),
-        "perplexity": float(torch.tensor(statistics.mean(losses)).exp()),
+        "perplexity": float(torch.tensor(statistics.mean(nats)).exp()),
         "needles": sum(right),
         "of needles": len(right),
         "encode MB/s": totals["exact"] / totals["encode"] / 1e6,
@@ -218,7 +219,7 @@ def main() -> None:
         prompt = ids[None, start : start + PROMPT + FOLLOWING]
         states, cache = states_of(model, prompt[:, :PROMPT])
         with torch.no_grad():
-            prompts.append((prompt, states, model(prompt[:, PROMPT:], past_key_values=cache).logits[0].log_softmax(-1)))
+            prompts.append((prompt, states, model(prompt[:, PROMPT:], past_key_values=cache).logits[0]))
     needles = needle_tests(model, tokenizer, text, args.contexts)
     timed("pack")
     timed("unpack")

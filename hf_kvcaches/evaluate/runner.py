@@ -140,9 +140,14 @@ def next_tokens(model: PreTrainedModel, prompt: Sequence[int], asked: Sequence[i
     return torch.cat([head, tail], dim=1)[0]
 
 
-def _now(device: torch.device) -> float:
+def synchronize(device: torch.device) -> None:
+    """Wait until a device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":
         torch.mps.synchronize()
+
+
+def _now(device: torch.device) -> float:
+    synchronize(device)
     return time.perf_counter()

@@ -37,6 +37,7 @@ from hf_kvcaches.codec.moments import LayerStatistics, descending
 from hf_kvcaches.codec.settings import Reading
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.evaluate import measures
 from hf_kvcaches.subspace.paper.settings import Bases
 from hf_kvcaches.subspace.paper.side import Sketch
 
@@ -210,14 +211,14 @@ def trigger_claims(layers: list[Recorded]) -> Iterator[Row]:
 def losses(model: Any, cache: Any, ids: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Divergences from the full cache, and by how much losses are above its own, of tokens behind a prompt of `first`, (rows, tokens)."""
     full, ids = DynamicCache(config=model.config), ids.to(model.device)
-    read = lambda block, past: model(input_ids=block, past_key_values=past, use_cache=True).logits.float().log_softmax(-1)  # noqa: E731
+    read = lambda block, past: model(input_ids=block, past_key_values=past, use_cache=True).logits  # noqa: E731
     for past in (full, cache):
         read(ids[:, :first], past)
     divergences, changes = [], []
     for index in range(first, ids.shape[1] - 1):
         expected, found = (read(ids[:, index : index + 1], past)[:, 0] for past in (full, cache))
-        divergences.append((expected.exp() * (expected - found)).sum(-1))
-        changes.append((expected - found).gather(1, ids[:, index + 1, None])[:, 0])
+        divergences.append(measures.divergence(expected, found))
+        changes.append(measures.losses(found, ids[:, index + 1]) - measures.losses(expected, ids[:, index + 1]))
     return torch.stack(divergences, 1), torch.stack(changes, 1)
 
 

@@ -16,9 +16,9 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from hf_kvcaches import EquipCache
 from hf_kvcaches.cli.measure import in_turns, ratios, spread
 from hf_kvcaches.cli.tables import Row
+from hf_kvcaches.evaluate.runner import synchronize
 from shared import baselines
 from shared.models import Shape, bytes_free, random_ids, with_attention
-from shared.results import synchronize
 from shared.sides import feed
 
 OURS, FULL, PAGES = "EquipCache", "DynamicCache", "EquipCache, pages of 16"

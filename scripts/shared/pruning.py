@@ -24,12 +24,11 @@ from hf_kvcaches.cli.prompts import NeedlePrompt, encode, needle_prompts
 from hf_kvcaches.cli.suite import FULL_CACHE, Log
 from hf_kvcaches.cli.tables import Row
 from hf_kvcaches.evaluate.measures import cache_bytes
-from hf_kvcaches.evaluate.runner import evaluating
+from hf_kvcaches.evaluate.runner import evaluating, synchronize
 from shared import ROOT
 from shared.cli import load
 from shared.past import PackedCoding
 from shared.quality import kept
-from shared.results import synchronize
 
 COLUMNS = "task cache peer ratio budget samples needles of_needles facts of_facts loss bytes seconds".split()
 SHOWN = "task cache ratio budget needles of_needles facts of_facts loss bytes seconds"
@@ -127,9 +126,7 @@ class Pruning:
         for ratio in self.args.codes:
             sides[f"{IN_PLACE} {ratio:g}"] = lambda sample, ratio=ratio: self._asked(sample, lambda: self._coded(ratio))
             sides[f"{PACKED} {ratio:g}"] = lambda sample, ratio=ratio: self._asked(sample, self._full, ratio)
-        for number, sample in enumerate(tqdm(made, desc=task)):
-            for name, measure in sides.items():
-                self.log.measured(task, name, number, measure, sample)
+        self.log.measured_all(task, made, sides)
 
     def _asked(self, sample: NeedlePrompt, make: Callable[[], Cache], packed: float = 0.0) -> list[Row]:
         """Read a context and ask; with `packed`, of codes with that share of the bytes in the place of keys and values."""

@@ -30,7 +30,7 @@ from shared.peers import KiviCoding, RotatedCoding, share
 
 TASKS = ("codes", "quantized", "requests", "pairs")
 COLUMNS = "model section task cache share recent peer samples tokens kl perplexity change worst agreement saved note".split()
-SHOWN = "section task cache share recent kl worst perplexity change agreement saved note"
+SHOWN = "section task cache share recent kl worst perplexity change agreement saved"
 SHARES, WINDOWS, SINKS = (0.125, 0.1875, 0.25), (0, 64), 4
 # Packed, for each window. Of text that was not calibrated on, some 5% more bytes are written.
 PACKED = {0: (0.066, 0.122), 64: (0.0325, 0.0515)}

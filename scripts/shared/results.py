@@ -1,4 +1,4 @@
-"""Results of scripts: rows in files, and waiting for a device."""
+"""Results of scripts: rows in files."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import csv
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from hf_kvcaches.cli.tables import Row, show, write_csv
 from hf_kvcaches.errors import ConfigError
@@ -70,9 +68,3 @@ def _number(text: str) -> str | int | float:
         except ValueError:
             pass
     return text
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device is done."""
-    if device.type in ("cuda", "mps"):
-        getattr(torch, device.type).synchronize()

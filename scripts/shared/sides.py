@@ -13,8 +13,8 @@ import torch
 from transformers import DynamicCache
 
 import hf_kvcaches as kv
+from hf_kvcaches.evaluate.runner import synchronize
 from shared.models import Shape, random_ids, word_tokenizer
-from shared.results import synchronize
 
 FULL = "DynamicCache"
 TOLERANCE = {"float32": 1e-3, "bfloat16": 6e-2, "float16": 6e-2}  # of logits of the order of 1
