@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from hf_kvcaches.core.layers import GrowingLayer
 from hf_kvcaches.core.parallel import HeadShard
 from hf_kvcaches.core.refusal import Refusal
 from hf_kvcaches.core.source import PrefillCall, Remaining
+from hf_kvcaches.reuse.costs import LEAST_TIMED, Costs, Moment, Pace
 from hf_kvcaches.reuse.index import EXACT
 from hf_kvcaches.reuse.layer import SplicingCache
 from hf_kvcaches.reuse.layout import write_plan
@@ -41,6 +43,9 @@ class ReuseCache(SplicingCache):
     def __init__(self, model: Any, store: SpanStore, *, decode_with: KVCache | None = None, offloading: bool = False) -> None:
         super().__init__(model, decode_with=decode_with, offloading=offloading)
         self.plans: list[PromptRow] = []  # the executed plan of each row of each prompt
+        self._loading_seconds = 0.0  # in which reused tokens were found and loaded
+        self._timed: tuple[Moment, int, float] | None = None  # when a prompt's pass began, the tokens seen behind it, and its operations
+        self._costs: Any = None if self._model is None else Costs.of(self.model)  # without a model there is no prompt
         self._attach(store)
 
     def _attach(self, store: SpanStore) -> None:
@@ -60,7 +65,7 @@ class ReuseCache(SplicingCache):
 
     def take_prefill(self, call: PrefillCall) -> int | Remaining:
         """Write the stored tokens of a prompt into the layers; a blob that can't be read is a miss, whose tokens are computed."""
-        self.reason = ""
+        self.reason, began = "", time.perf_counter()
         rows, identity = self._rows_of(call), self.provenance.identity
         if isinstance(rows, Refusal):
             return self.leave(rows)
@@ -77,9 +82,24 @@ class ReuseCache(SplicingCache):
         taken: int | Remaining = 0
         if plan.records:
             write_plan(self, plan, blobs, self.store.codec)
+            self._loading_seconds += time.perf_counter() - began
             plan, taken = _hand_over(self, call, plan)
         self.note(plan, identity)
+        self._time(plan, call.input_ids.device)
         return taken
+
+    def _time(self, plan: PromptPlan, device: torch.device) -> None:
+        """Take the time of the pass that now runs, if all that a prompt computes is in it and is worth timing."""
+        operations = sum(map(self._costs.of_row, plan.rows))
+        whole = not any(span.repaired for row in plan.rows for span in row.spans)
+        if whole and sum(len(row.computed) for row in plan.rows) >= LEAST_TIMED and (now := Moment.now(device)):
+            self._timed = now, plan.total, operations
+
+    def _lap(self) -> None:
+        """Count the prompt that was timed, unless its pass broke off."""
+        timed, self._timed = self._timed, None
+        if timed is not None and self.seen >= timed[1] and (now := Moment.now(self.model.device)):
+            Pace.of(self.model).add(timed[0], now, timed[2])
 
     def leave(self, refusal: Refusal, rows: tuple[PromptRow, ...] = ()) -> int:
         """Leave the prompt to the model, and keep the reason for the report."""
@@ -131,6 +151,7 @@ class ReuseCache(SplicingCache):
 
     def observe(self, input_ids: torch.Tensor, attention_mask: Any, position_ids: Any) -> None:
         self._release()
+        self._lap()
         super().observe(input_ids, attention_mask, position_ids)
 
     def steps_matter(self) -> bool:
@@ -155,11 +176,17 @@ class ReuseCache(SplicingCache):
     def reset(self) -> None:
         self._release()
         super().reset()
-        self.plans = []
+        self.plans, self._loading_seconds, self._timed = [], 0.0, None
 
     def pick_rows(self, of_layer: Callable[[Any], None], pick: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._release()
         super().pick_rows(of_layer, pick)
+
+    def _report_fields(self) -> dict[str, Any]:
+        seconds = None if (model := self.living_model) is None else Pace.of(model).seconds()
+        saved = sum(map(self._costs.saved, self.plans)) if self._costs else 0.0
+        loading = self._loading_seconds
+        return super()._report_fields() | {"saved_seconds": None if seconds is None else saved * seconds - loading}
 
     @property
     def reused_spans(self) -> list[tuple[int, PlannedSpan]]:
@@ -174,7 +201,7 @@ class ReuseCache(SplicingCache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         self._release()
-        memo[id(self.recorder)] = None
+        memo |= {id(self.recorder): None, id(self._timed): None}
         copied = super().__deepcopy__(memo)
         if self.recorder is not None:
             copied._attach(self.store)
@@ -183,7 +210,7 @@ class ReuseCache(SplicingCache):
     def __getstate__(self) -> dict[str, Any]:
         # A store belongs to its process. In another one the cache keeps its tokens only.
         self._release()
-        return {**super().__getstate__(), "store": None, "recorder": None}
+        return {**super().__getstate__(), "store": None, "recorder": None, "_timed": None}
 
 
 def _agreed(shard: HeadShard, plan: PromptPlan | Refusal) -> PromptPlan | Refusal:

@@ -21,7 +21,7 @@ from hf_kvcaches.reuse.policy import Admit, SegmentPolicy
 from hf_kvcaches.reuse.record import PromptStates
 from hf_kvcaches.reuse.store import NewSpan
 from hf_kvcaches.segments.discovery import Discovery, checked_spans, discovery_for
-from hf_kvcaches.segments.report import Costs, SegmentReport, report_of
+from hf_kvcaches.segments.report import SegmentReport, report_of
 from hf_kvcaches.segments.store import SegmentStore
 
 Mode = Literal["exact", "approximate", "auto"]
@@ -102,7 +102,6 @@ class SegmentReuseCache(ReuseCache):
             raise UnsupportedError(f"{name}: {refusal}. Use mode='exact', or 'auto'.")
         self.discovery = discovery_for(tokenizer, tuple(separators))
         self.caller_spans = None if spans is None else [checked_spans(own) for own in spans]
-        self._costs: Any = None if self._model is None else Costs.of(self.model)  # without a model there is no prompt
 
     @property
     def admit(self) -> Admit | None:

@@ -1,4 +1,4 @@
-"""The report of a `SegmentReuseCache`, and what a prefill costs: multiplications and additions in the decoder layers."""
+"""The report of a `SegmentReuseCache`."""
 
 from __future__ import annotations
 
@@ -6,15 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
-import numpy as np
-from transformers import PreTrainedModel
-
-from hf_kvcaches import compat
-from hf_kvcaches.core.decoder import decoder_layers
 from hf_kvcaches.core.report import CacheReport
-from hf_kvcaches.reuse.plan import Indices, PromptRow
+from hf_kvcaches.reuse.costs import Costs
+from hf_kvcaches.reuse.plan import PromptRow
 
 
 class ReusedSpan(NamedTuple):
@@ -55,6 +50,8 @@ class SegmentReport(CacheReport):
         computed_tokens: All other tokens.
         tiers: Tokens by tier.
         flops_saved: Operations that were saved, as a share of those of a prefill without reuse, in the decoder layers.
+        saved_seconds: The time that these operations would have taken, less that of finding and loading what was reused; None until this
+            process has computed a prompt of 64 tokens or more, whose pace is taken.
         spans: The spans of all prompts, in order.
         reason: Why the last prompt was neither looked up nor stored, as a sentence; "" where it was.
     """
@@ -64,6 +61,7 @@ class SegmentReport(CacheReport):
     computed_tokens: int = 0
     tiers: dict[str, int] | None = None
     flops_saved: float = 0.0
+    saved_seconds: float | None = None
     spans: tuple[ReusedSpan, ...] = ()
     reason: str = ""
 
@@ -89,43 +87,6 @@ def report_of(plans: Sequence[PromptRow], costs: Costs, **fields: Any) -> Segmen
         repaired_tokens=sum(span.repaired for span in spans),
         computed_tokens=sum(span.stop - span.start for span in spans if not span.segments),
         tiers=dict(tiers),
-        flops_saved=1 - sum(map(costs.of_row, plans)) / full_cost if full_cost else 0.0,
+        flops_saved=sum(map(costs.saved, plans)) / full_cost if full_cost else 0.0,
         spans=spans,
     )
-
-
-class Costs(NamedTuple):
-    """The floating-point operations of one token in the matrices of each layer, and for each key that it attends to there."""
-
-    linear: tuple[float, ...]
-    scores: tuple[float, ...]
-
-    @classmethod
-    def of(cls, model: PreTrainedModel) -> Costs:
-        """Read the costs from a model's weights and config, once. All experts of a mixture are counted."""
-        if model in _COSTS:
-            return _COSTS[model]
-        _, _, layers = decoder_layers(model)
-        linear = tuple(float(2 * sum(weight.numel() for weight in layer.parameters() if weight.ndim >= 2)) for layer in layers)
-        configs = compat.decoder_config(model.config).per_layer_config
-        sizes = [getattr(each, "head_dim", None) or each.hidden_size // each.num_attention_heads for each in configs]
-        # A product of queries and keys, and one of weights and values.
-        scores = tuple(4.0 * each.num_attention_heads * size for each, size in zip(configs, sizes, strict=True))
-        return _COSTS.setdefault(model, cls(linear, scores))
-
-    def of_tokens(self, indices: Indices, start: int = 0) -> float:
-        """Return the cost of tokens, each of which attends to all up to itself, in the layers from `start` on."""
-        return len(indices) * sum(self.linear[start:]) + sum(self.scores[start:]) * float((indices + 1).sum())
-
-    def of_prompt(self, begin: int, stop: int) -> float:
-        """Return the cost of a span of tokens."""
-        return self.of_tokens(np.arange(begin, stop))
-
-    def of_row(self, row: PromptRow) -> float:
-        """Return the cost of the tokens that a plan does not reuse, of the last token, and of those that ran once more."""
-        saved = sum(self.of_tokens(span.computed, span.repair_depth) for span in row.spans if span.repair_depth is not None)
-        probed = self.of_prompt(len(row.ids) - row.probed, len(row.ids))
-        return self.of_tokens(np.append(row.computed, len(row.ids) - 1)) + probed - saved
-
-
-_COSTS: WeakKeyDictionary[PreTrainedModel, Costs] = WeakKeyDictionary()

@@ -42,6 +42,8 @@ class WarmStartReport(CacheReport):
         similarity: The cosine of that entry; None if it was looked up by its tokens.
         reused_tokens: Tokens of the prompt that were not computed, in all rows.
         computed_tokens: Tokens of the prompt that were computed.
+        saved_seconds: The time that computing the others would have taken, less that of finding and loading them; None until this process
+            has computed a prompt of 64 tokens or more, whose pace is taken.
         refused: Why no better strategy served the prompt, or "".
         reason: Why the prompt was not looked up at all, as a sentence; "" if it was.
         strategies: `strategy` of each row.
@@ -55,6 +57,7 @@ class WarmStartReport(CacheReport):
     similarity: float | None = None
     reused_tokens: int = 0
     computed_tokens: int = 0
+    saved_seconds: float | None = None
     refused: str = ""
     reason: str = ""
     strategies: tuple[Served, ...] = ()
