@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -17,7 +18,6 @@ from shared import BENCHMARKS, ROOT
 from shared.measured import (
     DEFAULT_PAYLOAD,
     FIRST,
-    PAIRS,
     PRUNED,
     TITLES,
     Row,
@@ -28,6 +28,7 @@ from shared.measured import (
     matching,
     models,
     nats,
+    needles,
     percent,
     reused,
     rows,
@@ -118,21 +119,17 @@ def warm_starts() -> str:
 
 
 def fine_tuned_families() -> str:
-    """What arrives of a text, by pair and bytes."""
-    sides = {
-        "joint 0.0125": "`payload=0.0125`",
-        DEFAULT_PAYLOAD: "`payload=0.025` (default)",
-        "joint 0.05": "`payload=0.05`",
-        "joint, 1 layer run": "`payload=0.025`, `recompute_layers=1`",
-    }
-    header = ("Option", "bytes of bfloat16 keys and values", *(f"{pair.replace('->', 'to')}: recall" for pair in PAIRS))
-    own = ("own prefill", "", *(f"{float(translated(pair)['recall_alone']):.1f}%" for pair in PAIRS))
+    """What arrives of a text, by bytes."""
+    sides = {"own prefill": "the consumer's own prefill", "raw K/V": "the producer's keys and values"}
+    sides |= {DEFAULT_PAYLOAD: "`payload=0.025` (default)", "payload 0.07": "`payload=0.07`", "payload 0.125": "`payload=0.125`"}
+    header = ("What is sent", "bytes", "KL, prose", "KL, verse", "KL, needles", "needles found")
 
     def line(side: str) -> tuple[str, ...]:
-        measured = [translated(pair, side) for pair in PAIRS]
-        return sides[side], percent(measured[0]["share"], 1), *(f"{float(row['recall']):.1f}%" for row in measured)
+        kept = translated(side)
+        share = statistics.fmean(float(row["share"]) for row in kept.values())
+        return sides[side], percent(share, 1), *(nats(kept[workload]["kl"]) for workload in ("prose", "verse", "documents")), needles(kept)
 
-    return table(header, [own, *map(line, sides)])
+    return table(header, map(line, sides))
 
 
 def serving() -> str:
@@ -188,6 +185,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "real-reuse": lambda: of_all(reuse, "reuse"),
     "shared-context": shared_context,
     "fine-tuned-families": fine_tuned_families,
+    "translation": fine_tuned_families,
     "serving": serving,
     "speed": speed,
 }

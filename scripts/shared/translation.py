@@ -6,6 +6,7 @@ import argparse
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -192,7 +193,7 @@ def measure(args: argparse.Namespace, pair: str, device: torch.device) -> list[R
     (producer, tokenizer), (consumer, _) = (load(name, device, "float32") for name in names)
     texts = calibration_texts(tokenizer, args.calibration, args.longest, of_testbed=of_testbed)
     bench, sides = Pair(producer, consumer, tokenizer, texts), (OWN, RAW, *map(side_of, args.payloads)) if args.payloads else SIDES
-    label = pair.replace(":", " -> ")
+    label = " -> ".join(Path(name).name for name in names)
     seconds = {side: bench.fit(side) for side in tqdm(sides, unit=" fits", desc=label)}
     answers: dict[tuple[Side, str], list[Row]] = {(side, workload): [] for side in sides for workload in WORKLOADS}
     with torch.no_grad():
