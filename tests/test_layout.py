@@ -14,7 +14,7 @@ import hf_kvcaches
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "hf_kvcaches"
 
-OPTIONAL = {"triton", "sentence_transformers", "peft", "redis", "datasketch", "accelerate", "fastapi", "uvicorn"}
+OPTIONAL = {"triton", "peft", "redis", "datasketch", "accelerate", "fastapi", "uvicorn"}
 TOP_LEVEL = set(
     """.ci .github .gitignore CHANGELOG.md CONTRIBUTING.md LICENSE MANIFEST.in Makefile README.md SECURITY.md constraints.txt docs examples
     hf_kvcaches mkdocs.yml pyproject.toml scripts tests""".split()

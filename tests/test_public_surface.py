@@ -14,7 +14,7 @@ import hf_kvcaches
 from hf_kvcaches.errors import MissingDependencyError, require
 
 ROOT = Path(__file__).resolve().parent.parent
-HEAVY = {"torch", "transformers", "triton", "sentence_transformers", "peft", "redis", "accelerate"}
+HEAVY = {"torch", "transformers", "triton", "peft", "redis", "accelerate"}
 
 
 def modules_after(statement: str) -> set[str]:

@@ -228,7 +228,6 @@ def warmstart(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pairs", type=existing_file, required=True, help="one pair a line, as JSON: an object with source and target")
     parser.add_argument("--bound", type=float, default=0.02, help="the most that the mean KL divergence of admitted pairs may be, in nats")
     parser.add_argument("--worst", type=float, default=0.05, help="the most that it may be for a single pair")
-    parser.add_argument("--encoder", help="of the library that the gate is for; default: the model's input embeddings")
     parser.add_argument("--following", type=int, default=16, help="tokens after the first one that are compared")
     parser.add_argument("--quantization", choices=("none", "int8", "int4"), default="none", help="how it keeps keys and values")
 

@@ -66,13 +66,13 @@ def segments(args: argparse.Namespace, device: torch.device) -> None:
 def warmstart(args: argparse.Namespace, device: torch.device) -> None:
     pairs = [(source, target) for source, target in read_lines(args.pairs, "source", "target")]
     model, tokenizer = load(args.model, device, args.dtype)
-    library = {"encoder": args.encoder, "quantization": _quantization(args)}
+    library = {"quantization": _quantization(args)}
     bounds = {"bound": args.bound, "worst": args.worst, "following": args.following}
     gate, seconds = _timed(calibrate_gate, model, tokenizer, library, pairs, **bounds)
     gate.save_pretrained(args.out)
     reusable = f"{gate.reusable:.4f}" if gate.reusable < CLOSED else f"{gate.reusable:g}, which refuses everything"
     print(f"{_measured(gate.measured)}\n\n{len(pairs)} pairs, {seconds:.0f} s; written to {args.out}")
-    print(f"reusable: {reusable}\nrepair: {gate.repair:g}\nencoder: {gate.encoder}")
+    print(f"reusable: {reusable}\nrepair: {gate.repair:g}")
 
 
 def translator(args: argparse.Namespace, device: torch.device) -> None:

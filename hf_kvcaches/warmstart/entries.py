@@ -11,13 +11,11 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from transformers import Cache, PreTrainedModel
+from transformers import PreTrainedModel
 
-from hf_kvcaches.core.cache import KVCache
+from hf_kvcaches import compat
 from hf_kvcaches.core.files import part_of
-from hf_kvcaches.core.holder import exact_states
 from hf_kvcaches.core.hub import Artifact
-from hf_kvcaches.core.source import SourceCache
 from hf_kvcaches.errors import ArtifactError, ConfigError
 from hf_kvcaches.reuse.index import Chain, Ids, Record, array_as_text, array_of_text, as_ids, common_prefix
 from hf_kvcaches.reuse.layer import PlainCache
@@ -29,8 +27,6 @@ from hf_kvcaches.warmstart.encoders import Embedding
 
 Prompt = str | Sequence[int] | torch.Tensor
 
-# The states of the last token in a cache may differ from recomputed ones by at most this share of their norm.
-_SAME = 0.05
 _KIND = "warm-start entry, version 3"
 
 
@@ -57,90 +53,31 @@ def rows_of(prompts: Prompt | Sequence[Prompt], model: PreTrainedModel, tokenize
 
 
 @torch.no_grad()
-def prompt_states(model: PreTrainedModel, ids: torch.Tensor, cache: Any, digest: str) -> list[LayerStates]:
-    """Return the states of a prompt in each layer: run, or taken from a cache, where the last token is computed again and compared.
-
-    Args:
-        ids: The prompt's token ids, (1, tokens).
-        digest: The digest of the model's identity, under which the cache's tokens must have been computed.
-    """
-    tokens, again = ids.shape[1], PlainCache(model)
-    if cache is None:
-        run_span(model, again, ids, torch.arange(tokens, device=ids.device))
-        return [LayerStates(layer.keys[0], layer.values[0]) for layer in again.layers]
-    if not isinstance(cache, Cache):
-        raise ConfigError.of("cache", "a DynamicCache, or a cache of this package that keeps every token", type(cache).__name__)
-    if why_not := _why_not(cache, ids, digest):
-        raise ConfigError(f"cache: {why_not} Add the prompt without the cache, which runs it.")
-    layers = []
-    for number, (layer, copied) in enumerate(zip(cache.layers, again.layers, strict=True)):
-        keys, values = exact_states(layer, number, cache.get_seq_length(), "cache")
-        if keys.shape[0] != 1:
-            raise ConfigError.of("cache", "one row", f"{keys.shape[0]} rows", "Add prompts of a batch without their cache.")
-        copied.update(keys[:, :, : tokens - 1], values[:, :, : tokens - 1])
-        layers.append(LayerStates(keys[0, :, :tokens], values[0, :, :tokens]))
-    run_span(model, again, ids[:, -1:], torch.tensor([tokens - 1], device=ids.device))
-    for number, (states, layer) in enumerate(zip(layers, again.layers, strict=True)):
-        for name, given, computed in zip(LayerStates._fields, states, (layer.keys, layer.values), strict=True):
-            last = computed[0, :, -1:].float()
-            difference = (given[:, -1:].float() - last).norm() / last.norm().clamp_min(1e-6)
-            if not difference <= _SAME:
-                got = f"{name} in layer {number} that differ by {float(difference):.0%}"
-                hint = "Its tokens, positions, padding or model are others."
-                raise ConfigError.of("cache", "what the model computes for the prompt's last token", got, hint)
-    return layers
-
-
-def _why_not(cache: Cache, ids: torch.Tensor, digest: str) -> str:
-    """Say why a cache can't be proven to hold a prompt's exact states; "" if it can, and for caches that keep no record."""
-    seen, tokens = int(cache.get_seq_length()), ids.shape[1]
-    if seen < tokens:
-        return f"It holds {seen} tokens, and the prompt has {tokens}."
-    if not isinstance(cache, KVCache):
-        return ""
-    if cache.broken:
-        return "Its prefill failed."
-    identity = cache.provenance.identity
-    if why := cache.why_inexact or identity.reason:
-        return why
-    if identity.known_digest() != digest:
-        return "The model was another when it filled the cache, or had other adapters."
-    known = cache.log.padding(seen) == [0] if isinstance(cache, SourceCache) else len(cache.log) >= tokens
-    if not known or len(fed := cache.log.ids) != 1:
-        return "The tokens that it was fed are not known, or they are several rows or padded."
-    return "" if torch.equal(fed[:, :tokens].cpu(), ids.cpu()) else "It was fed other tokens than those of the prompt."
+def prompt_states(model: PreTrainedModel, ids: Sequence[int]) -> list[LayerStates]:
+    """Run a prompt, and return its keys and values in each layer."""
+    cache, tokens = PlainCache(model), torch.tensor([list(ids)], device=compat.input_device(model))
+    run_span(model, cache, tokens, torch.arange(len(ids), device=tokens.device))
+    return [LayerStates(layer.keys[0], layer.values[0]) for layer in cache.layers]
 
 
 @dataclass(frozen=True)
 class EntryReport(CatalogReport):
-    """What a library holds, and what this process did with it.
+    """What a library holds, and what this process did with it."""
 
-    Args:
-        entries: The entries of this library's scope.
-        foreign: The entries of other scopes.
-        hits: How often an entry was reused.
-        saved_tokens: Tokens that were not computed.
-    """
-
-    entries: int
-    foreign: int
-    hits: int
-    saved_tokens: int
+    entries: int  # of this library's scope
+    foreign: int  # entries of other scopes
+    hits: int  # how often an entry was reused
+    saved_tokens: int  # that were not computed
 
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """A stored prompt without its keys and values.
-
-    Args:
-        embedding: (dim,), of length 1.
-        provenance: Where it is from, as JSON values.
-    """
+    """A stored prompt without its keys and values."""
 
     record: Record
     text: str
-    embedding: Embedding
-    provenance: Mapping[str, Any]
+    embedding: Embedding  # (dim,), of length 1
+    provenance: Mapping[str, Any]  # where it is from, as JSON values
 
     def head(self) -> dict[str, Any]:
         """What the head of its blob has beside the record."""
@@ -160,8 +97,8 @@ class EntryContents:
         self.entries: dict[str, Entry] = {}
         # Tokens and id of each entry, sorted.
         self._order: list[tuple[bytes, str]] = []
-        # The embeddings of all entries in their order, and room for more, (capacity, dim); None where it has to be built.
-        self._embeddings: Embedding | None = None
+        # The embeddings of all entries in their order, and room for more, so that no look-up copies them: (capacity, dim).
+        self._embeddings: Embedding = np.empty((64, dim), np.float32)
 
     def add(self, blobs: Sequence[BlobHead]) -> dict[str, int]:
         tokens: dict[str, int] = {}
@@ -175,25 +112,23 @@ class EntryContents:
                     embedding = array_of_text(head["embedding"], "<f4")
                     if embedding.shape != (self._dim,) or not abs(float(np.linalg.norm(embedding)) - 1) <= 1e-3:
                         continue
-                    entry = Entry(record, str(head["text"]), embedding, dict(head["provenance"]))
-                    self._append(embedding)
+                    entry, count = Entry(record, str(head["text"]), embedding, dict(head["provenance"])), len(self.entries)
+                    if count == len(self._embeddings):
+                        self._embeddings = np.concatenate((self._embeddings, np.empty_like(self._embeddings)))
+                    self._embeddings[count] = embedding
                     self.entries[key] = entry
                     insort(self._order, (_sortable(record.ids), key))
                 tokens[key] = len(record)
         return tokens
 
-    def _append(self, embedding: Embedding) -> None:
-        """Write the embedding of the next entry, so that a library that grows with each prompt is not copied for each look-up."""
-        if (rows := self._embeddings) is not None:
-            if len(self.entries) == len(rows):
-                self._embeddings = rows = np.concatenate((rows, np.empty_like(rows)))
-            rows[len(self.entries)] = embedding
-
     def remove(self, keys: Sequence[str]) -> None:
+        before = len(self.entries)
         for key in keys:
             if (entry := self.entries.pop(key, None)) is not None:
                 del self._order[bisect_left(self._order, (_sortable(entry.record.ids), key))]
-                self._embeddings = None
+        if len(self.entries) < before:
+            for index, entry in enumerate(self.entries.values()):
+                self._embeddings[index] = entry.embedding
 
     def beginning(self, ids: Ids) -> tuple[Record | None, int]:
         """Return the record that shares the longest prefix with a prompt, and how many tokens that is."""
@@ -208,13 +143,10 @@ class EntryContents:
 
     def nearest(self, embedding: Embedding, count: int) -> list[tuple[Record, float]]:
         """Return the records with the highest cosines, the highest first; among 20,000 prompts in some milliseconds."""
-        if not self.entries:
+        if not (entries := list(self.entries.values())):
             return []
-        if self._embeddings is None:
-            self._embeddings = np.stack([entry.embedding for entry in self.entries.values()])
-        cosines, count = self._embeddings[: len(self.entries)] @ embedding, min(count, len(self.entries))
-        keys = list(self.entries)
-        return [(self.entries[keys[best]].record, float(cosines[best])) for best in np.argpartition(-cosines, range(count))[:count]]
+        cosines, count = self._embeddings[: len(entries)] @ embedding, min(count, len(entries))
+        return [(entries[best].record, float(cosines[best])) for best in np.argpartition(-cosines, range(count))[:count]]
 
 
 def _sortable(ids: Ids) -> bytes:

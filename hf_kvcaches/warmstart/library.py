@@ -8,9 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-import torch
-from transformers import Cache
-
 from hf_kvcaches import compat
 from hf_kvcaches.codec.codec import KVCodec
 from hf_kvcaches.core.decoder import decoder_layers
@@ -26,7 +23,7 @@ from hf_kvcaches.reuse.layout import LayerStates, Quantization
 from hf_kvcaches.reuse.store import NewSpan, SpanStore
 from hf_kvcaches.stores.blobs import BlobStore, NewBlob
 from hf_kvcaches.stores.catalog import TIMEOUT
-from hf_kvcaches.warmstart.encoders import Encoder, encoder_of
+from hf_kvcaches.warmstart.encoders import Encoder
 from hf_kvcaches.warmstart.entries import Entry, EntryContents, EntryReport, PackedLibrary, Prompt, prompt_states, record_of, rows_of
 
 # How many similar prompts are compared token by token.
@@ -42,8 +39,8 @@ class WarmStartLibrary(SpanStore):
     Args:
         model: A transformers model. Entries are bound to it and to the adapters that are active now.
         tokenizer: The model's.
-        encoder: What embeds prompts, to nominate similar ones: `"model"` or None (the model's input embeddings, nothing to download), the
-            name or folder of a sentence-transformers model, or a function from texts to vectors.
+        encoder: What embeds prompts, to nominate similar ones: `"tokens"` or None (their token ids are hashed), or a function from a list
+            of texts to vectors, which its attribute `name`, or else its module and qualified name, identifies.
         quantization: How keys and values are stored: None for bit-equal ones, a `KVCodec` of the model, `"int8"` or `"int4"`.
         location: `"memory"`, `"disk:FOLDER"`, `"redis://host:port/db"`, or an object of a `hf_kvcaches.stores.blobs.BlobStore` of your own.
         max_bytes: The most that all entries may take, a number or such as `"4GiB"`; above it, the least useful are evicted.
@@ -57,7 +54,7 @@ class WarmStartLibrary(SpanStore):
         self,
         model: Any,
         tokenizer: Any,
-        encoder: str | Callable[[list[str]], Any] | Encoder | None = None,
+        encoder: str | Callable[[list[str]], Any] | None = None,
         *,
         quantization: Quantization = None,
         location: str | BlobStore = "memory",
@@ -76,10 +73,7 @@ class WarmStartLibrary(SpanStore):
         if isinstance(quantization, KVCodec):
             quantization.require_all_layers(self.model, "quantization")
             require_all_heads(self.model, "A library with the codes of a KVCodec", "Use quantization='int8'.")
-        self.shard, self.encoder = shard_of(self.model), encoder_of(encoder, self.model)
-        if not self.encoder.reads_text:
-            instead = "Give encoder the name of a sentence-transformers model, or a function."
-            require_all_heads(self.model, "An encoder that runs the model", instead)
+        self.shard, self.encoder = shard_of(self.model), Encoder(encoder)
         self.digest = require_identity(self.model, "The library").digest
         parts = ["warm start 3", self.digest, digest_of_tokenizer(tokenizer), self.encoder.name, str(layout.name_of(quantization))]
         self.scope = hashlib.blake2b("|".join(parts).encode(), digest_size=16).hexdigest()
@@ -89,38 +83,30 @@ class WarmStartLibrary(SpanStore):
         self._hits = self._saved_tokens = 0
         self.refresh()
 
-    def add(
-        self, prompts: Prompt | Sequence[Prompt], provenance: Mapping[str, Any] | None = None, *, cache: Cache | None = None
-    ) -> list[str | None]:
-        """Run prompts through the model and store their keys and values, or take those of one prompt from a cache.
+    def add(self, prompts: Prompt | Sequence[Prompt], provenance: Mapping[str, Any] | None = None) -> list[str | None]:
+        """Run prompts through the model and store their keys and values.
 
         Args:
             prompts: One or several: texts, tokenised with the tokenizer's special tokens, or token ids.
             provenance: Where they are from, as JSON values.
-            cache: A cache of one row that begins with the tokens of the one prompt, all kept exactly; only the prompt's last token is run.
-                For a cache of this package, its tokens and model are checked. A `DynamicCache` has no record of them, so only the last
-                token's keys and values are compared.
 
         Returns:
             The ids of their entries, new or old ones; None for a prompt that was not stored because of `max_bytes` or a failed store.
         """
         self._require_model()
         rows = rows_of(prompts, self.model, self.tokenizer)
-        if cache is not None and len(rows) != 1:
-            raise ConfigError.of("prompts", "one prompt, the one that cache= holds", f"{len(rows)} prompts")
         if any(len(ids) < 2 for ids, _ in rows):
             raise ConfigError.of("prompts", "at least 2 tokens each", min(len(ids) for ids, _ in rows))
-        return [self._add(ids, text, provenance, cache) for ids, text in rows]
+        return [self._add(ids, text, provenance) for ids, text in rows]
 
-    def _add(self, ids: list[int], text: str | None, provenance: Mapping[str, Any] | None, cache: Cache | None) -> str | None:
+    def _add(self, ids: list[int], text: str | None, provenance: Mapping[str, Any] | None) -> str | None:
         key = self.exact(as_ids(ids))
         # Where one process of a tensor-parallel model lacks an entry, all run the prompt.
         if key is not None and (self.shard is None or self.shard.decisions("stored") == {"stored"}):
             return key
         if key is None and self.shard is not None:
             self.shard.decisions("")
-        row = torch.tensor([ids], device=compat.input_device(self.model))
-        return self.keep(as_ids(ids), prompt_states(self.model, row, cache, self.digest), text, provenance)
+        return self.keep(as_ids(ids), prompt_states(self.model, ids), text, provenance)
 
     def keep(
         self, ids: Ids, layers: Sequence[LayerStates], text: str | None = None, provenance: Mapping[str, Any] | None = None
@@ -133,24 +119,6 @@ class WarmStartLibrary(SpanStore):
         entry = Entry(record_of(self.scope, ids), text, self.encoder.encode(text, ids.tolist()), provenance or {})
         self.put([NewSpan(entry.record, layers, entry.head())], self.geometries)
         return self.exact(ids)
-
-    def warm_up(self, prompts: Prompt | Sequence[Prompt] | None = None) -> int:
-        """Read entries once, so that the next request pays no first read; return how many were read.
-
-        Args:
-            prompts: Read the nearest entries of these prompts; None for all entries.
-        """
-        self.refresh()
-        keys = self.ids()
-        if prompts is not None:
-            rows = rows_of(prompts, self.model, self.tokenizer)
-            keys = list(dict.fromkeys(record.key for ids, _ in rows for record, _ in self.near(as_ids(ids))))
-        return sum(len(self._read(key)) for key in keys)
-
-    def _read(self, key: str) -> dict[str, dict[str, torch.Tensor]]:
-        self.catalog.blobs.begin()  # each is a request of its own
-        entry = self.contents.entries.get(key)
-        return {} if entry is None else self.load({key: entry.record})
 
     def exact(self, ids: Ids) -> str | None:
         """Return the id of the entry with exactly these tokens, or None."""
@@ -224,7 +192,7 @@ class WarmStartLibrary(SpanStore):
         folder_or_hub_id: str | Path,
         model: Any,
         tokenizer: Any,
-        encoder: str | Callable[[list[str]], Any] | Encoder | None = None,
+        encoder: str | Callable[[list[str]], Any] | None = None,
         *,
         location: str | BlobStore = "memory",
         max_bytes: int | str | None = None,
@@ -239,14 +207,20 @@ class WarmStartLibrary(SpanStore):
             folder_or_hub_id: A folder, or `"owner/name"`.
             model: The model that it was made for; another one is a `FingerprintMismatch`.
             tokenizer: The model's.
-            encoder: The encoder that it was made with; None for that of the model.
+            encoder: The encoder that it was made with.
             location: See the class, also for `max_bytes`, `hot_bytes` and `time_to_live`.
             codec: The `KVCodec` of keys and values, which the folder names but does not hold; None if they are not coded.
             **options: Of `Artifact.from_pretrained`: `revision`, `token`, `cache_dir`, `local_files_only`.
         """
         packed = PackedLibrary.from_pretrained(folder_or_hub_id, model=compat.base_model(model), tokenizer=tokenizer, **options)
         limits: dict[str, Any] = {"max_bytes": max_bytes, "hot_bytes": hot_bytes, "time_to_live": time_to_live}
-        quantization = _quantization(packed.quantization, codec)
+        if (digest := layout.codec_digest(packed.quantization)) is not None:
+            quantization: Quantization = named_codec(codec, digest, "keys and values that were stored as codes")
+        elif codec is None:
+            quantization = layout.check_quantization(packed.quantization)
+        else:
+            stored = f"None, since keys and values are stored without a codec ({packed.quantization})"
+            raise ConfigError.of("codec", stored, codec, "Leave it out.")
         library = cls(model, tokenizer, encoder, quantization=quantization, location=location, **limits)
         if library.encoder.name != packed.encoder:
             raise ConfigError.of("encoder", f"the one that the library was made with, {packed.encoder!r}", library.encoder.name)
@@ -262,7 +236,10 @@ class WarmStartLibrary(SpanStore):
     def _packed(self) -> PackedLibrary:
         self._require_model()
         self.flush()
-        entries = [(entry, tensors) for key, entry in list(self.contents.entries.items()) for tensors in self._read(key).values()]
+        entries = []
+        for key, entry in list(self.contents.entries.items()):
+            self.catalog.blobs.begin()  # each is a request of its own
+            entries += [(entry, tensors) for tensors in self.load({key: entry.record}).values()]
         packed = PackedLibrary(entries, layout.name_of(self.quantization), self.encoder.name)
         # Without samples: keys and values are of one precision.
         packed.fingerprint = replace(ModelFingerprint.of(self.model, self.tokenizer), samples=[])
@@ -282,13 +259,3 @@ class WarmStartLibrary(SpanStore):
 
     def __repr__(self) -> str:
         return f"WarmStartLibrary({len(self)} prompts, {layout.label_of(self.quantization)}, {self.catalog.blobs.place!r})"
-
-
-def _quantization(name: str | None, codec: KVCodec | None) -> Quantization:
-    """Return the quantization of a stored library. Refuse a codec other than the named one."""
-    digest = layout.codec_digest(name)
-    if digest is not None:
-        return named_codec(codec, digest, "keys and values that were stored as codes")
-    if codec is not None:
-        raise ConfigError.of("codec", f"None, since keys and values are stored without a codec ({name})", codec, "Leave it out.")
-    return layout.check_quantization(name)

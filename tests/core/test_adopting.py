@@ -12,7 +12,8 @@ from transformers.cache_utils import DynamicLayer
 from hf_kvcaches import EquipCache, GrowingCache, SegmentReuseCache, SegmentStore
 from hf_kvcaches.core.source import Stage
 from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.warmstart.paper.slots import LayerSlots, SummaryLayer
+from hf_kvcaches.reuse.layout import LayerStates
+from hf_kvcaches.warmstart.paper.slots import SummaryLayer
 from tests.conformance import models
 from tests.conformance.driving import feed, tokens
 from tests.families import models as families
@@ -51,9 +52,9 @@ def test_caches_that_have_lost_something_are_refused() -> None:
 
 def test_a_summary_of_a_prompt_is_refused() -> None:
     model, past = models.tiny("llama"), prefilled(cache=GrowingCache(models.tiny("llama")))
-    states, counts = torch.zeros(2, PROMPT, 16), torch.ones(2, PROMPT)
+    states = torch.zeros(2, PROMPT, 16)
     past.layers[1] = SummaryLayer()
-    past.layers[1].take_slots(LayerSlots(states, states, counts, counts), PROMPT)
+    past.layers[1].take_slots(LayerStates(states, states), PROMPT)
     with pytest.raises(ConfigError, match=r"past.layers\[1\]: expected a layer with every key and value, got 'SummaryLayer'"):
         EquipCache.from_cache(past, model, "keydiff")
 

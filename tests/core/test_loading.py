@@ -59,7 +59,7 @@ class Kind(NamedTuple):
 
 
 def adapters() -> TrainedAdapters:
-    return TrainedAdapters(Adapters(*((torch.eye(4).repeat(2, 1, 1),) * 2,) * 2), 4, "salient", 1, ({"kl": 0.5},))
+    return TrainedAdapters(Adapters(*((torch.eye(4).repeat(2, 1, 1),) * 2,) * 2), 4, "paper", 1, ({"kl": 0.5},))
 
 
 ARTIFACTS = {

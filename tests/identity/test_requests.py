@@ -132,18 +132,12 @@ def test_what_is_written_in_the_background_belongs_to_the_model_that_computed_it
         assert cache.report().reused_tokens >= 64
 
 
-def same(texts: list[str]) -> torch.Tensor:
-    """An encoder to which all prompts are alike."""
-    return torch.ones(len(texts), 1)
-
-
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_library_serves_the_model_that_it_was_made_with_alone(name: str) -> None:
     change = CHANGES[name]
     setup = Setup(change.make())
     before = plainly(setup)
-    # Embeddings of which some are learned are no table.
-    library = library_of(setup.runner, PROMPT, encoder=same)
+    library = library_of(setup.runner, PROMPT)
     with change.enter(setup):
         cache = WarmStartCache(setup.runner, library, strategy="exact" if change.bypassed else "align", gate=OPEN)
         assert_like(ask(setup, cache), plainly(setup))

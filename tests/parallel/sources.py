@@ -77,17 +77,12 @@ def segments(holder: Holder | None = None, disk: bool = False, **options: Any) -
 
 def warm_start(holder: Holder | None = None, **options: Any) -> Scenario:
     def scenario(model: PreTrainedModel, folder: Path, made: dict[str, Any]) -> Told:
-        library = WarmStartLibrary(model, AutoTokenizer.from_pretrained(testbed.FOLDER / "base"), encoder=lengths)
-        library.add(prompts()[0][0].tolist())
+        entries = library(model)
+        entries.add(prompts()[0][0].tolist())
         decode_with = (lambda: None) if holder is None else lambda: holder(model, made)
-        return read_in_turn(model, prompts(), None, lambda: WarmStartCache(model, library, decode_with=decode_with(), **options))
+        return read_in_turn(model, prompts(), None, lambda: WarmStartCache(model, entries, decode_with=decode_with(), **options))
 
     return scenario
-
-
-def lengths(texts: list[str]) -> list[list[float]]:
-    """Vectors of texts that no model has to make."""
-    return [[1.0, len(text) / 1000] for text in texts]
 
 
 def saved(holder: Holder) -> Scenario:
@@ -203,7 +198,7 @@ class Press:
 
 def library(model: PreTrainedModel, **options: Any) -> WarmStartLibrary:
     tokenizer = AutoTokenizer.from_pretrained(testbed.FOLDER / "base")
-    return WarmStartLibrary(model, tokenizer, **{"encoder": lengths, **options})
+    return WarmStartLibrary(model, tokenizer, **options)
 
 
 def of_config(model: PreTrainedModel, made: dict[str, Any]) -> None:
@@ -234,7 +229,6 @@ REFUSED: dict[str, Callable[[PreTrainedModel, dict[str, Any]], Any]] = {
     "a store of codes": lambda model, made: SegmentReuseCache(model, SegmentStore("memory", quantization=made["codec"])),
     "a library of codes": lambda model, made: library(model, quantization=made["codec"]),
     "summaries": lambda model, _: SummaryLibrary(model, AutoTokenizer.from_pretrained(testbed.FOLDER / "base")),
-    "an encoder that runs the model": lambda model, _: library(model, encoder="model"),
     "a store without a fingerprint": without_fingerprint,
     "a translated cache": lambda model, made: TranslatedCache(model, made["translator"], None),
     "calibration of a codec": lambda model, _: KVCodec.calibrate(model, None, [IDS[0].tolist()], progress=False),

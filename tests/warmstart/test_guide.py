@@ -21,7 +21,7 @@ def test_the_gate_has_the_defaults_that_the_guide_names():
 def test_the_library_has_the_defaults_that_the_guide_names():
     defaults = {name: p.default for name, p in inspect.signature(WarmStartLibrary).parameters.items()}
     rows = re.findall(r"^\| `(encoder|quantization|location|max_bytes)` \| `?\"?([^|`\"]+?)\"?`? \|", GUIDE, flags=re.MULTILINE)
-    assert dict(rows).pop("encoder") == "model"
+    assert dict(rows).pop("encoder") == "tokens"
     assert {name: value for name, value in rows if name != "encoder"} == {
         name: str(defaults[name]) for name in ("quantization", "location", "max_bytes")
     }

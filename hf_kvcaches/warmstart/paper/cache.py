@@ -6,7 +6,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Sequence
-from concurrent.futures import Future, wait
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -20,12 +19,13 @@ from hf_kvcaches.core.rope import rotation_of
 from hf_kvcaches.core.source import PrefillCall
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedError, require_choice, require_instance, whole_number
 from hf_kvcaches.reuse.layer import PlainCache, SplicingCache
+from hf_kvcaches.reuse.layout import LayerStates
 from hf_kvcaches.reuse.partial import run_span
 from hf_kvcaches.reuse.record import mark, own_stream, wait_for
-from hf_kvcaches.warmstart.encoders import Embedding, encoder_of
-from hf_kvcaches.warmstart.entries import Prompt, rows_of
-from hf_kvcaches.warmstart.paper.maps import Adapters, PositionCorrection, SlotProjector, TrainedAdapters
-from hf_kvcaches.warmstart.paper.slots import Layout, Slots, SummaryLayer, attended_by, summary
+from hf_kvcaches.warmstart.encoders import Embedding, Encoder
+from hf_kvcaches.warmstart.entries import Prompt, prompt_states, rows_of
+from hf_kvcaches.warmstart.paper.maps import PositionCorrection, SlotProjector, TrainedAdapters
+from hf_kvcaches.warmstart.paper.slots import Slots, SummaryLayer, summary
 
 Swap = Literal["off", "sync", "background"]
 
@@ -34,15 +34,10 @@ CHUNK = 128
 
 
 class SummaryGate(NamedTuple):
-    """When a prompt is started from the summary of its nearest neighbour: the limits of "CP-KVP", section 2.5.
+    """When a prompt is started from the summary of its nearest neighbour: the limits of "CP-KVP", section 2.5."""
 
-    Args:
-        tau: The least cosine of the two prompts.
-        lengths: The least and the greatest length of the earlier prompt, as a multiple of the new one's.
-    """
-
-    tau: float = 0.9
-    lengths: tuple[float, float] = (0.5, 2.0)
+    tau: float = 0.9  # the least cosine of the two prompts
+    lengths: tuple[float, float] = (0.5, 2.0)  # the least and the greatest length of the earlier prompt, as a multiple of the new one's
 
     def refusal(self, similarity: float, earlier: int, tokens: int) -> str:
         """Why prompts of so many tokens are too different, as a sentence; "" if they are not."""
@@ -59,9 +54,8 @@ class SummaryLibrary:
 
     Args:
         slots: How many slots a summary has for each layer and key head.
-        layout: `"salient"` or `"paper"`; see `summary`.
         tail: How many tokens at the end of a prompt no slot stands for; they are computed behind the slots.
-        adapters: Maps for pooled slots that were trained for it, or None.
+        adapters: Maps for slots that were trained for it, or None.
         correct_positions: Experimental, for models with learned positions (GPT-2), whose keys can't be rotated.
     """
 
@@ -71,24 +65,19 @@ class SummaryLibrary:
         tokenizer: Any,
         slots: int = 64,
         *,
-        layout: Layout = "salient",
         tail: int = 1,
-        adapters: TrainedAdapters | Adapters | None = None,
+        adapters: TrainedAdapters | None = None,
         correct_positions: bool = False,
     ) -> None:
         require_all_heads(model, "A summary", "Use WarmStartLibrary.")
-        require_choice("layout", layout, get_args(Layout))
-        self.model, self.tokenizer = compat.base_model(model), tokenizer
-        self.slots, self.layout = whole_number("slots", slots, 1), layout
+        self.model, self.tokenizer, self.slots = compat.base_model(model), tokenizer, whole_number("slots", slots, 1)
         self.tail = whole_number("tail", tail, 1, hint="The last token is always computed.")
         self.rotation = rotation_of(compat.decoder_config(self.model.config))
         self.correction = PositionCorrection.of_model(self.model) if correct_positions else None
         if self.correction is None and self.rotation.why:
             raise UnsupportedError(f"model: {self.rotation.why}. Use WarmStartLibrary, which reuses common starts of prompts.")
-        if isinstance(adapters, TrainedAdapters):
-            adapters = adapters.checked(self.model, slots, layout, tail)
-        self.adapters, self.encoder = adapters, encoder_of("model", self.model)
-        self.digest = require_identity(self.model, "The library").digest
+        self.adapters = None if adapters is None else adapters.checked(self.model, self.slots, "paper", self.tail)
+        self.encoder, self.digest = Encoder(), require_identity(self.model, "The library").digest
         self._summaries, self._embeddings = list[Slots](), list[Embedding]()
 
     def add(self, prompts: Prompt | Sequence[Prompt]) -> None:
@@ -101,10 +90,8 @@ class SummaryLibrary:
         """Run a prompt, and return its summary."""
         if len(ids) <= self.tail:
             raise ConfigError.of("prompts", f"at least {self.tail + 1} tokens each", len(ids))
-        read = attended_by(self.model, torch.tensor([list(ids)]))
-        keys, values = [layer.keys[0, :, : -self.tail] for layer in read], [layer.values[0, :, : -self.tail] for layer in read]
-        queries = [layer.query[0, :, -1] * layer.scaling for layer in read]
-        slots = summary(keys, values, queries, len(ids), self.slots, self.layout)
+        layers = [LayerStates(keys[:, : -self.tail], values[:, : -self.tail]) for keys, values in prompt_states(self.model, ids)]
+        slots = summary(layers, len(ids), self.slots)
         return slots if self.adapters is None else self.adapters.apply(slots, self.rotation.layers)
 
     def nearest(self, ids: Sequence[int]) -> tuple[Slots, float] | None:
@@ -120,59 +107,62 @@ class SummaryLibrary:
 
 
 class ExactPrefill:
-    """Runs a prompt, (1, tokens), as if there were no summary.
+    """Runs a prompt, (1, tokens), as if there were no summary: in a thread, or when the result is asked for.
 
     Attributes:
-        future: Of the thread that runs it, or None.
         stopped: Makes the thread end after its chunk.
+        error: What the thread failed with, or None.
     """
 
-    def __init__(self, model: PreTrainedModel, ids: torch.Tensor) -> None:
+    def __init__(self, model: weakref.ref[PreTrainedModel], ids: torch.Tensor) -> None:
         self.ids, self.stopped = ids, threading.Event()
-        self.future: Future[None] | None = None
-        self._model = weakref.ref(model)
+        self.thread: threading.Thread | None = None
+        self.error: BaseException | None = None
+        self._model = model
         self._cache: PlainCache | None = None
         self._events = mark([ids])  # behind the work that is queued on a GPU
 
     def start(self, owner: object) -> None:
         """Start a thread, which ends soon after it is stopped, the owner is freed, or the main thread has ended."""
         weakref.finalize(owner, self.stopped.set)  # refers to the event alone, so that the filled cache can be freed
-        self.future = Future()
         # The interpreter would wait for a pool's thread, and be taken down by a daemon that is computing.
-        threading.Thread(target=self._fill, name="hf_kvcaches-prefill").start()
+        thread = threading.Thread(target=self._run_in_thread, name="hf_kvcaches-prefill")
+        thread.start()
+        self.thread = thread
 
-    def _fill(self) -> None:
-        assert self.future is not None
+    def _run_in_thread(self) -> None:
         try:
-            self._run(CHUNK)
+            self._run(stoppable=True)
         except BaseException as error:  # the cache warns of it
-            self.future.set_exception(error)
-        else:
-            self.future.set_result(None)
+            self.error = error
 
     def result(self) -> PlainCache:
         """Return the filled cache, computed now if no thread has."""
-        if self.future is not None:
-            wait([self.future])
+        if self.thread is not None:
+            self.thread.join()
         if self._cache is None:
             self._run()
         assert self._cache is not None
         wait_for(self._events, self._cache.owned_tensors().values())
         return self._cache
 
-    def _run(self, chunk: int | None = None) -> None:
-        """Fill a cache; in the thread some tokens at a time, between which it can end."""
+    def _run(self, stoppable: bool = False) -> None:
+        """Fill a cache, in chunks between which a thread can end."""
         model = self._model()
         if model is None:
             raise RuntimeError("the model is gone")
         with own_stream(self._events), torch.no_grad():
-            cache = PlainCache(model)
-            for start in range(0, self.ids.shape[1], chunk or self.ids.shape[1]):
-                if chunk is not None and (self.stopped.is_set() or not threading.main_thread().is_alive()):
+            cache, tokens = PlainCache(model), self.ids.shape[1]
+            for start in range(0, tokens, CHUNK):
+                if stoppable and (self.stopped.is_set() or not threading.main_thread().is_alive()):
                     return
-                ids = self.ids[:, start:] if chunk is None else self.ids[:, start : start + chunk]
-                run_span(model, cache, ids, torch.arange(start, start + ids.shape[1], device=ids.device))
+                positions = torch.arange(start, min(start + CHUNK, tokens), device=self.ids.device)
+                run_span(model, cache, self.ids[:, start : start + CHUNK], positions)
             self._events, self._cache = mark(cache.owned_tensors().values()), cache
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExactPrefill:
+        """A copy runs the prompt itself: neither a thread nor the buffers that it fills can belong to two caches."""
+        return ExactPrefill(self._model, self.ids)
 
 
 class SummaryCache(SplicingCache):
@@ -237,17 +227,17 @@ class SummaryCache(SplicingCache):
         self.reason = self.gate.refusal(similarity, slots.length, tokens)
         if self.reason:
             return 0
-        for layer, row in zip(self.layers, self._moved(slots, tokens).layers, strict=True):
-            layer.take_slots(row._replace(keys=row.keys.to(self.model.dtype), values=row.values.to(self.model.dtype)), tokens - tail)
+        for layer, states in zip(self.layers, self._moved(slots, tokens).layers, strict=True):
+            layer.take_slots(states, tokens - tail)
         self.served, self.swapped = True, False
-        self._exact = None if self.swap == "off" else ExactPrefill(self.model, call.input_ids.clone())
+        self._exact = None if self.swap == "off" else ExactPrefill(weakref.ref(self.model), call.input_ids.clone())
         return tokens - tail
 
     def _moved(self, slots: Slots, tokens: int) -> Slots:
         """Move a summary to the end of a prompt of `tokens` tokens: one rotation is right for all slots."""
         library = self.library
         # A prompt of fewer tokens than slots keeps all of them, so nothing is projected.
-        if self.projector is not None and all(layer.keys.shape[1] == library.slots for layer in slots.layers):
+        if self.projector is not None and len(slots.positions) == library.slots:
             return self.projector.apply(slots, tokens, library.rotation.layers)
         if library.correction is not None:
             return library.correction.shifted(slots, tokens - slots.length)
@@ -256,9 +246,9 @@ class SummaryCache(SplicingCache):
     def observe(self, input_ids: torch.Tensor, attention_mask: Any, position_ids: Any) -> None:
         exact = self._exact
         if exact is not None and self.seen:
-            if self.swap == "background" and exact.future is None:
+            if self.swap == "background" and exact.thread is None:
                 exact.start(self)  # here, so that it does not delay the first token
-            elif exact.future is None or exact.future.done():
+            elif exact.thread is None or not exact.thread.is_alive():
                 self._take_over(exact)
                 self._exact = None  # last, so that an interrupted swap is repeated before the next pass
         super().observe(input_ids, attention_mask, position_ids)
@@ -269,8 +259,8 @@ class SummaryCache(SplicingCache):
     @torch.no_grad()
     def _take_over(self, exact: ExactPrefill) -> None:
         """Replace the summary by the exact keys and values, and compute the generated tokens anew."""
-        if exact.future is not None and (failure := exact.future.exception()) is not None:
-            sentence = f"The exact prefill in the background failed ({failure!r}); the prompt is run now."
+        if exact.error is not None:
+            sentence = f"The exact prefill in the background failed ({exact.error!r}); the prompt is run now."
             warnings.warn(sentence, RuntimeWarning, stacklevel=4)
         if identity_of(self.model).digest != self.library.digest or len(self.log) != self.seen or self.exchanged:
             warnings.warn("The model or the rows have changed, so the summary stays.", RuntimeWarning, stacklevel=4)
@@ -283,11 +273,6 @@ class SummaryCache(SplicingCache):
         for layer, exact_layer in zip(self.layers, cache.layers, strict=True):
             layer.take_tokens(exact_layer.key_buffer, exact_layer.value_buffer, self.seen)
         self.swapped = True
-
-    def wait(self) -> None:
-        """Wait for the exact prefill in the background, if there is one; the next pass goes on from it."""
-        if self._exact is not None and self._exact.future is not None:
-            self._exact.result()
 
     def reset(self) -> None:
         if self._exact is not None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import nn
@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 from hf_kvcaches.core.hub import Artifact, markdown_table
 from hf_kvcaches.core.identity import fingerprint_of
 from hf_kvcaches.core.rope import RotaryGeometry
-from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError, require_choice, whole_number
-from hf_kvcaches.warmstart.paper.slots import Slots, attended_by
+from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError, whole_number
+from hf_kvcaches.reuse.layout import LayerStates
+from hf_kvcaches.warmstart.entries import prompt_states
+from hf_kvcaches.warmstart.paper.slots import Slots
 
-Pairs = Sequence[tuple[Slots, Slots]]
-Structure = Literal["shared", "per_head", "block_diagonal"]
 _TINY = torch.finfo(torch.float64).tiny
 # The correction of positions is fitted to this many prompts of random tokens, of at most this many tokens each.
 _PROMPTS, _LONGEST = 8, 512
@@ -27,15 +27,11 @@ class Adapters(NamedTuple):
     """For each layer and key head a map of slots' keys and one of their values, `k @ A`.
 
     "CP-KVP", section 2.2. **Departs from the paper**: keys are mapped relative to the prompt's end (rotated back by its length), so that
-    prompts of all lengths share a map and a shift may come before or after it. Exact tokens among the slots go through the maps, too.
-
-    Args:
-        keys: For each layer (kv_heads, head_dim, head_dim), float32.
-        values: For each layer (kv_heads, value_dim, value_dim), float32.
+    prompts of all lengths share a map and a shift may come before or after it.
     """
 
-    keys: tuple[torch.Tensor, ...]
-    values: tuple[torch.Tensor, ...]
+    keys: tuple[torch.Tensor, ...]  # (kv_heads, head_dim, head_dim), float32
+    values: tuple[torch.Tensor, ...]  # (kv_heads, value_dim, value_dim), float32
 
     def apply(self, slots: Slots, geometries: Sequence[RotaryGeometry]) -> Slots:
         """Map the keys and values of slots."""
@@ -43,9 +39,8 @@ class Adapters(NamedTuple):
         for layer, geometry, key_map, value_map in zip(slots.layers, geometries, self.keys, self.values, strict=True):
             keys = geometry.shift(layer.keys[None].float(), -slots.length) @ key_map.to(layer.keys.device)
             keys = geometry.shift(keys, slots.length)[0].to(layer.keys.dtype)
-            values = (layer.values.float() @ value_map.to(layer.values.device)).to(layer.values.dtype)
-            layers.append(layer._replace(keys=keys, values=values))
-        return Slots(layers, slots.length)
+            layers.append(LayerStates(keys, (layer.values.float() @ value_map.to(layer.values.device)).to(layer.values.dtype)))
+        return replace(slots, layers=layers)
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +50,7 @@ class TrainedAdapters(Artifact):
     Args:
         adapters: For `SummaryLibrary(adapters=...)`.
         slots: That they map.
-        layout: Of the slots.
+        layout: Of the slots: `"paper"`.
         tail: Tokens that are recomputed behind the slots.
         measured: One dict of measurements for each way in which adapters were made.
     """
@@ -97,8 +92,7 @@ class TrainedAdapters(Artifact):
         return self.adapters
 
 
-@dataclass(frozen=True)
-class LayerReport:
+class LayerReport(NamedTuple):
     """The cross-validation of one layer: squared errors on held-out targets, as a share of their sum of squares."""
 
     layer: int
@@ -112,7 +106,7 @@ class SlotProjector:
     """For each layer a matrix over the slots, learned from pairs of prompts, or the identity where it does not help.
 
     "CP-KVP", section 2.3: ridge regression from the slots of one prompt to those of another, with keys relative to the prompts' ends.
-    Positions and counts stay the source's.
+    Positions stay the source's.
 
     **Departs from the paper**: the regulariser is `|M - I|^2` and not `|M|^2`. Keys and values have the same weight in the fit, and gamma
     is a share of the mean square of a slot. A map that does not improve held-out pairs is dropped.
@@ -120,7 +114,7 @@ class SlotProjector:
     **What to expect**: slots come closer, and predictions don't (docs/benchmarks/warmstart.md).
 
     Args:
-        maps: For each layer (slots, slots) or, for each head, (kv_heads, slots, slots), float32; None for the identity.
+        maps: For each layer (slots, slots), float32; None for the identity.
         reports: The cross-validation of each layer.
     """
 
@@ -129,41 +123,25 @@ class SlotProjector:
 
     @classmethod
     def fit(
-        cls,
-        pairs: Iterable[tuple[Slots, Slots]],
-        geometries: Sequence[RotaryGeometry],
-        *,
-        structure: Structure = "shared",
-        gamma: float = 1e-3,
-        folds: int = 5,
-        blocks: int = 4,
+        cls, pairs: Iterable[tuple[Slots, Slots]], geometries: Sequence[RotaryGeometry], *, gamma: float = 1e-3, folds: int = 5
     ) -> SlotProjector:
         """Fit maps to pairs.
 
         Args:
             pairs: (source, target), all with the same number of slots. At least two, since one is held out.
             geometries: How each layer rotates.
-            structure: One matrix a layer, for all heads and channels ("shared"); one for each key head ("per_head"); or one that only
-                mixes slots of the same block ("block_diagonal").
             gamma: The weight of the distance from the identity, above 0, in units of one slot's mean square over all pairs.
             folds: Folds of the cross-validation. Pair i is held out in fold `i % folds`: put similar pairs `folds` apart.
-            blocks: How many blocks of slots, for "block_diagonal".
         """
-        require_choice("structure", structure, get_args(Structure))
         if not gamma > 0:
             raise ConfigError.of("gamma", "a number above 0", gamma)
-        folds, blocks = whole_number("folds", folds, 2), whole_number("blocks", blocks, 1)
-        pairs = list(pairs)
+        folds, pairs = whole_number("folds", folds, 2), list(pairs)
         if len(pairs) < 2:
             raise ConfigError.of("pairs", "at least two, because one is held out", len(pairs))
         shapes = {tuple(layer.keys.shape[:2] for layer in slots.layers) for pair in pairs for slots in pair}
         if len(shapes) > 1:
             raise ConfigError.of("pairs", "as many layers, heads and slots in all sources and targets", shapes)
-        slots = pairs[0][0].layers[0].keys.shape[1]
-        block = torch.arange(slots) * (min(blocks, slots) if structure == "block_diagonal" else 1) // slots
-        allowed = block == block[:, None]  # which slots may be mixed
-        per_head = structure == "per_head"
-        fits = [_fitted(pairs, layer, geometry, allowed, per_head, gamma, folds) for layer, geometry in enumerate(geometries)]
+        fits = [_fitted(pairs, layer, geometry, gamma, folds) for layer, geometry in enumerate(geometries)]
         return cls(tuple(mixing if report.kept else None for mixing, report in fits), tuple(report for _, report in fits))
 
     def apply(self, slots: Slots, length: int, geometries: Sequence[RotaryGeometry]) -> Slots:
@@ -171,20 +149,19 @@ class SlotProjector:
         layers = []
         for index, (layer, mixing) in enumerate(zip(slots.layers, self.maps, strict=True)):
             if mixing is not None:
-                if layer.keys.shape[1] != mixing.shape[-1]:
+                if layer.keys.shape[1] != len(mixing):
                     hint = "Slots of a prompt too short to fill them can't be projected."
-                    raise ConfigError.of("slots", f"{mixing.shape[-1]} slots in layer {index}, as in the fit", layer.keys.shape[1], hint)
-                keys, values = ((mixing.to(states.device) @ states.float()).to(states.dtype) for states in (layer.keys, layer.values))
-                layer = layer._replace(keys=keys, values=values)
+                    raise ConfigError.of("slots", f"{len(mixing)} slots in layer {index}, as in the fit", layer.keys.shape[1], hint)
+                layer = LayerStates(*((mixing.to(states.device) @ states.float()).to(states.dtype) for states in layer))
             layers.append(layer)
         # The map mixes slots and the rotation mixes the channels of a key, so their order makes no difference.
-        return Slots(layers, slots.length).shifted(length - slots.length, geometries)
+        return replace(slots, layers=layers).shifted(length - slots.length, geometries)
 
 
 def _fitted(
-    pairs: Pairs, layer: int, geometry: RotaryGeometry, allowed: torch.Tensor, per_head: bool, gamma: float, folds: int
+    pairs: Sequence[tuple[Slots, Slots]], layer: int, geometry: RotaryGeometry, gamma: float, folds: int
 ) -> tuple[torch.Tensor, LayerReport]:
-    """Fit one layer's map, in which a slot is a mix of those that are `allowed`."""
+    """Fit one layer's map."""
     sides = []
     for prompts in zip(*pairs, strict=True):
         keys = [geometry.shift(prompt.layers[layer].keys.double()[None], -prompt.length)[0] for prompt in prompts]
@@ -193,37 +170,30 @@ def _fitted(
     weights = [target.norm().clamp_min(_TINY) for target in sides[1]]
     # (pairs, kv_heads, slots, channels): keys relative to the prompts' ends, beside values.
     sources, targets = (torch.cat([states / weight for states, weight in zip(side, weights, strict=True)], -1) for side in sides)
-    change, allowed = targets - sources, allowed.to(sources.device)
+    change, eye = targets - sources, torch.eye(sources.shape[2], dtype=sources.dtype, device=sources.device)
 
     def fit(chosen: Any) -> torch.Tensor:
-        """Solve the ridge regression for M - I on some pairs, (kv_heads or 1, slots, slots)."""
-        dims = (0,) if per_head else (0, 1)
-        gram, cross = ((states[chosen] @ sources[chosen].mT).sum(dims, keepdim=True)[0] for states in (sources, change))
-        scale = gram.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(_TINY)
-        gram += gamma * scale[:, None, None] * torch.eye(len(allowed), dtype=gram.dtype, device=gram.device)
-        # Masking both sides solves each block by itself.
-        return torch.linalg.solve(gram * allowed, (cross * allowed).mT).mT
+        """Solve the ridge regression for M - I on some pairs, (slots, slots)."""
+        gram, cross = ((states[chosen] @ sources[chosen].mT).sum((0, 1)) for states in (sources, change))
+        return torch.linalg.solve(gram + gamma * gram.diagonal().mean().clamp_min(_TINY) * eye, cross.mT).mT
 
     fold = torch.arange(len(sources)) % folds
     errors = [(change - fit(fold != held_out) @ sources)[fold == held_out].square().sum() for held_out in range(folds)]
     identity, error = float(change.square().sum()), float(sum(errors))
-    mixing = (torch.eye(len(allowed)) + fit(slice(None)).cpu()).float()
-    return (mixing if per_head else mixing[0]), LayerReport(layer, error < identity, identity / 2, error / 2)
+    return (eye + fit(slice(None))).float().cpu(), LayerReport(layer, error < identity, identity / 2, error / 2)
 
 
 def repaired(positions: torch.Tensor, last: int) -> torch.Tensor:
-    """Make integer positions, (..., slots), distinct and between 0 and `last`, which is at least slots - 1.
+    """Make ascending integer positions, (slots,), distinct and between 0 and `last`, which is at least slots - 1.
 
-    "CP-KVP", section 2.4b: in ascending order each is raised to at least one above the previous one. Those that would exceed `last` move
-    down, and stay distinct; every position keeps its rank.
+    "CP-KVP", section 2.4b: each is raised to at least one above the previous one. Those that would exceed `last` move down, and stay
+    distinct.
     """
-    slots = positions.shape[-1]
+    slots = len(positions)
     last = whole_number("last", last, slots - 1, f"an integer of at least {slots - 1}, so that {slots} slots have a position each")
-    ordered, order = positions.sort(dim=-1, stable=True)
     # Minus their ranks, distinct ascending positions are a non-decreasing sequence, with the same bounds for all.
     ranks = torch.arange(slots, dtype=positions.dtype, device=positions.device)
-    apart = (ordered - ranks).cummax(-1).values.clamp(0, last - slots + 1) + ranks
-    return torch.empty_like(apart).scatter(-1, order, apart)
+    return (positions - ranks).cummax(-1).values.clamp(0, last - slots + 1) + ranks
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,14 +205,10 @@ class PositionCorrection:
 
     **Departs from the paper**: B is fitted in closed form, to keys at known positions and not to outputs of attention. Slots get the
     difference of B between both positions, so they do not change at their original length.
-
-    Args:
-        embeddings: Of the positions, (positions, embedding), float32.
-        maps: For each layer (kv_heads, embedding, head_dim), float32.
     """
 
-    embeddings: torch.Tensor
-    maps: tuple[torch.Tensor, ...]
+    embeddings: torch.Tensor  # (positions, embedding), float32
+    maps: tuple[torch.Tensor, ...]  # for each layer (kv_heads, embedding, head_dim), float32
 
     @classmethod
     def of_model(cls, model: PreTrainedModel) -> PositionCorrection:
@@ -252,9 +218,8 @@ class PositionCorrection:
             sentence = "this model has no table of learned positions as GPT-2 has it (`wpe`). Leave it out."
             raise UnsupportedError(f"correct_positions: {sentence}")
         tokens, vocabulary = min(_LONGEST, table.num_embeddings), model.get_input_embeddings().num_embeddings
-        prompts = torch.randint(0, vocabulary, (_PROMPTS, 1, tokens), generator=torch.Generator().manual_seed(0))
-        keys = ([layer.keys[0] for layer in attended_by(model, ids)] for ids in prompts)
-        return cls.fit(table.weight, [(layers, torch.arange(tokens)) for layers in keys])
+        prompts = torch.randint(0, vocabulary, (_PROMPTS, tokens), generator=torch.Generator().manual_seed(0)).tolist()
+        return cls.fit(table.weight, [([keys for keys, _ in prompt_states(model, ids)], torch.arange(tokens)) for ids in prompts])
 
     @classmethod
     def fit(
@@ -288,11 +253,9 @@ class PositionCorrection:
             raise ConfigError.of("delta", f"what makes a prompt of 1 to {len(self.embeddings)} tokens", f"{delta}, which makes {length}")
         if delta == 0:
             return slots
-        layers = []
-        for layer, mapping in zip(slots.layers, self.maps, strict=True):
-            # The prompt's last token has the position behind all slots.
-            before, after = layer.positions.round().long(), repaired((layer.positions + delta).round().long(), max(length - 2, 0))
-            rows = self.embeddings.to(before.device)
-            keys = layer.keys.float() + (rows[after] - rows[before]) @ mapping.to(before.device)
-            layers.append(layer._replace(keys=keys.to(layer.keys.dtype), positions=after.float()))
-        return Slots(layers, length)
+        # The prompt's last token has the position behind all slots.
+        before, after = slots.positions.round().long(), repaired((slots.positions + delta).round().long(), max(length - 2, 0))
+        change, layers = self.embeddings[after] - self.embeddings[before], []
+        for (keys, values), mapping in zip(slots.layers, self.maps, strict=True):
+            layers.append(LayerStates((keys.float() + (change @ mapping).to(keys.device)).to(keys.dtype), values))
+        return Slots(layers, after.float(), length)

@@ -19,7 +19,7 @@ def scaled(by: float) -> Adapters:
 
 
 def test_stored_adapters_come_back() -> None:
-    trained = TrainedAdapters(scaled(1.0), 8, "salient", 1)
+    trained = TrainedAdapters(scaled(1.0), 8, "paper", 1)
     stored = trained.tensors()
     restored = TrainedAdapters.restore(stored, trained.metadata())
     assert all(torch.equal(each, stored[name]) for name, each in restored.tensors().items())
@@ -30,7 +30,8 @@ def test_stored_adapters_come_back() -> None:
 
 def test_summaries_are_mapped_relative_to_the_end_of_their_prompt() -> None:
     model, ids = tiny.llama(), tiny.ids(1, 60, seed=1)[0].tolist()
-    plain, mapped = (SummaryLibrary(model, words(), 16, adapters=own).summarised(ids) for own in (None, scaled(2.0)))
+    both = (None, TrainedAdapters(scaled(2.0), 16, "paper", 1))
+    plain, mapped = (SummaryLibrary(model, words(), 16, adapters=own).summarised(ids) for own in both)
     for before, after in zip(plain.layers, mapped.layers, strict=True):
         torch.testing.assert_close(after.keys, 2 * before.keys, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(after.values, 2 * before.values)
@@ -38,4 +39,4 @@ def test_summaries_are_mapped_relative_to_the_end_of_their_prompt() -> None:
 
 def test_adapters_of_other_summaries_are_refused() -> None:
     with pytest.raises(ConfigError, match="adapters: expected those for slots, layout and tail"):
-        SummaryLibrary(tiny.llama(), words(), 16, adapters=TrainedAdapters(scaled(1.0), 8, "salient", 1))
+        SummaryLibrary(tiny.llama(), words(), 16, adapters=TrainedAdapters(scaled(1.0), 8, "paper", 1))

@@ -9,38 +9,32 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.reuse.layout import LayerStates
 from hf_kvcaches.warmstart.paper.maps import PositionCorrection, repaired
-from hf_kvcaches.warmstart.paper.slots import LayerSlots, Slots, summary
+from hf_kvcaches.warmstart.paper.slots import Slots, summary
 from tests import tiny
 
 
 @st.composite
 def rows_and_bound(draw) -> tuple[list[int], int]:
-    row = draw(st.lists(st.integers(-30, 60), min_size=1, max_size=12))
+    row = draw(st.lists(st.integers(-30, 60), min_size=1, max_size=12).map(sorted))
     return row, draw(st.integers(len(row) - 1, 40))
 
 
 @given(rows_and_bound())
-def test_repaired_positions_differ_stay_inside_and_keep_their_ranks(case: tuple[list[int], int]) -> None:
+def test_repaired_positions_differ_ascend_and_stay_inside(case: tuple[list[int], int]) -> None:
     row, last = case
     fixed = repaired(torch.tensor(row), last).tolist()
     assert len(set(fixed)) == len(fixed)
     assert 0 <= min(fixed) <= max(fixed) <= last
-    order = sorted(range(len(row)), key=lambda index: row[index])
-    ascending = [fixed[index] for index in order]
-    assert ascending == sorted(ascending)
+    assert fixed == sorted(fixed)
     # What ran into no bound is where the paper's rule puts it.
     expected, before = [], -1
-    for index in order:
-        before = max(row[index], before + 1)
+    for position in row:
+        before = max(position, before + 1)
         expected.append(before)
     if expected[-1] <= last:
-        assert ascending == expected
-
-
-def test_rows_are_repaired_by_themselves() -> None:
-    rows = torch.tensor([[[4, 4, 4]], [[-3, 0, 9]]])
-    assert repaired(rows, 5).tolist() == [[[3, 4, 5]], [[0, 1, 5]]]
+        assert fixed == expected
 
 
 def test_positions_that_can_not_be_repaired_are_refused() -> None:
@@ -69,10 +63,8 @@ def correction(model) -> PositionCorrection:
 
 
 def exact_slots(keys: list[torch.Tensor]) -> Slots:
-    heads, tokens = keys[0].shape[:2]
-    positions = torch.arange(tokens).float().expand(heads, -1)
-    layers = [LayerSlots(own[:, :-1], own[:, :-1], positions[:, :-1], torch.ones(heads, tokens - 1)) for own in keys]
-    return Slots(layers, tokens)
+    tokens = keys[0].shape[1]
+    return Slots([LayerStates(own[:, :-1], own[:, :-1]) for own in keys], torch.arange(tokens - 1).float(), tokens)
 
 
 def test_a_corrected_shift_is_nearer_to_the_moved_tokens_than_no_correction(model, correction: PositionCorrection) -> None:
@@ -80,7 +72,7 @@ def test_a_corrected_shift_is_nearer_to_the_moved_tokens_than_no_correction(mode
     before, after = keys_at(model, ids, 0), keys_at(model, ids, 60)
     moved = correction.shifted(exact_slots(before), 60)
     assert moved.length == 101
-    assert torch.equal(moved.layers[0].positions, torch.arange(60, 100).float().expand(4, -1))
+    assert torch.equal(moved.positions, torch.arange(60, 100).float())
     shares = []
     for own, stayed, true in zip(moved.layers, before, after, strict=True):
         wanted = true[:, :-1]
@@ -111,16 +103,13 @@ def test_without_a_layer_norm_the_first_layer_is_exact() -> None:
 @given(delta=st.integers(-20, 150))
 def test_moved_slots_stay_before_the_last_token_at_places_of_their_own(model, correction: PositionCorrection, delta: int) -> None:
     keys = keys_at(model, tiny.ids(61, seed=3), 0)
-    query = [torch.randn(4, 8, generator=torch.Generator().manual_seed(1)) for _ in keys]
-    slots = summary([own[:, :-1] for own in keys], [own[:, :-1] for own in keys], query, 61, 12)
+    slots = summary([LayerStates(own[:, :-1], own[:, :-1]) for own in keys], 61, 12)
     moved = correction.shifted(slots, delta)
     if delta == 0:
         assert moved is slots
         return
-    for positions in (layer.positions for layer in moved.layers):
-        assert bool((positions.diff(dim=-1) > 0).all())
-        assert bool((positions >= 0).all())
-        assert bool((positions <= moved.length - 2).all())
+    assert bool((moved.positions.diff() > 0).all())
+    assert 0 <= float(moved.positions[0]) <= float(moved.positions[-1]) <= moved.length - 2
 
 
 def test_what_can_not_work_is_refused_by_name(model, correction: PositionCorrection) -> None:
