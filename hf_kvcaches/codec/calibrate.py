@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -21,34 +21,61 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
-from hf_kvcaches.codec.meter import MeterCache
-from hf_kvcaches.codec.moments import LayerSums
-from hf_kvcaches.codec.settings import Reading
-from hf_kvcaches.core.rope import RotaryGeometry
+from hf_kvcaches.codec.fixed import FixedForm, FixedLayer
+from hf_kvcaches.codec.joint import JointBasis, PackedForm
+from hf_kvcaches.codec.meter import MeterCache, Reading
+from hf_kvcaches.codec.moments import LayerStatistics, LayerSums, Metric
+from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.view import require_answering
 from hf_kvcaches.errors import ConfigError, KVCacheError, UnsupportedError
 from hf_kvcaches.evaluate.runner import evaluating
 from hf_kvcaches.evaluate.texts import Block, Tokenized, add_up, batches_of, blocks_of, process_device, sequences
+from hf_kvcaches.kernels.code_format import TILE
 
 _HALF = {torch.bfloat16, torch.float16}
 # Logits that exist at a time: 64 MiB in float32, 64 positions of a vocabulary of 262,144 tokens.
 _LOGITS = 1 << 24
 
 
-class Measurements(NamedTuple):
-    """What was measured."""
-
-    reading: Reading  # with the metric that was used
-    sums: dict[int, LayerSums]  # by the index of the layer; and `geometries`
-    geometries: dict[int, RotaryGeometry | None]
-    layers: int  # of the model
-    blocks: int
-    tokens: int
-    used_tokenizer: bool
+# Numbers of a basis that attention reads: with more, less is lost, and projecting the query takes longer than all else.
+_LARGEST_BASIS = 512
 
 
-def measure(model: nn.Module, tokenizer: Any, texts: Iterable[str | Sequence[int]], reading: Reading) -> Measurements:
-    """Read texts; see `KVCodec.calibrate`."""
+@dataclass(frozen=True)
+class CodecSettings:
+    """How a codec was made."""
+
+    rotation: Literal["aware", "post"]  # whether keys are coded before ("aware") or after ("post") the model rotates them
+    metric: Metric  # by which errors count
+    recent: int  # how many of the newest tokens are expected to be exact
+    bytes_ratio: float  # the share of the bytes of exact keys and values in 16 bits that was asked for
+    block: int  # tokens of the longest sequence that was read
+    blocks: int  # sequences that were read
+    tokens: int  # and their tokens
+
+
+def calibrated(
+    model: nn.Module, tokenizer: Any, texts: Iterable[str | Sequence[int]], ratio: float, reading: Reading
+) -> tuple[FixedForm, FixedForm, PackedForm, CodecSettings, int, ModelFingerprint]:
+    """What a `KVCodec` is made of; see its `calibrate`."""
+    measured, used_tokenizer = measure(model, tokenizer, texts, reading)
+    fingerprint, reading = ModelFingerprint.of(model, tokenizer if used_tokenizer else None), measured.reading
+    bases, in_place, slots = dict[int, JointBasis](), dict[int, FixedLayer](), dict[int, FixedLayer]()
+    with torch.no_grad():
+        for index, sums in sorted(measured.sums.items()):
+            statistics = LayerStatistics.of(sums, reading.metric)
+            grouped = statistics.in_shape(sums.shape.in_groups(_LARGEST_BASIS))
+            bases[index] = JointBasis.fit(statistics, len(measured.sums))
+            in_place[index] = FixedLayer.fit(grouped.within_tiles(measured.geometries[index], TILE))
+            slots[index] = FixedLayer.fit(statistics.in_shape(sums.shape._replace(group=1)))
+        forms = FixedForm(in_place).at(ratio), FixedForm(slots).at(ratio), PackedForm.fit(bases, ratio)
+    counts = measured.blocks, measured.tokens
+    settings = CodecSettings(reading.rotation, reading.metric, reading.recent, ratio, reading.block, *counts)
+    return *forms, settings, len(measured.layers), fingerprint
+
+
+def measure(model: nn.Module, tokenizer: Any, texts: Iterable[str | Sequence[int]], reading: Reading) -> tuple[MeterCache, bool]:
+    """Read texts; return what was measured, with the metric that was used, and whether the tokenizer was. See `KVCodec.calibrate`."""
     base, config = compat.split_model(model)
     assert base is not None
     require_answering(base, "KVCodec.calibrate")
@@ -64,27 +91,24 @@ def measure(model: nn.Module, tokenizer: Any, texts: Iterable[str | Sequence[int
     with evaluating(base), _frozen(base), torch.no_grad():
         ending = ending_of(base) if reading.metric == "loss" else None
         if ending is not None and (why := _no_gradients(base, reading, ending)) is not None:
-            warnings.warn(f"metric='loss' needs gradients, and {type(base).__name__} has none: {why}. Using 'plain'.", stacklevel=3)
+            warnings.warn(f"metric='loss' needs gradients, and {type(base).__name__} has none: {why}. Using 'plain'.", stacklevel=4)
             reading, ending = replace(reading, metric="plain"), None
         cache = MeterCache(base, reading)
-        counts = _read(base, cache, blocks, isinstance(texts, Sequence), ending)
+        _read(base, cache, list(blocks) if isinstance(texts, Sequence) else blocks, ending)
         _join_processes(base, cache)
-    return Measurements(reading, cache.sums, cache.geometries, len(cache.layers), *counts, used_tokenizer.used)
+    return cache, used_tokenizer.used
 
 
-def _read(base: PreTrainedModel, cache: MeterCache, blocks: Iterable[Block], listed: bool, ending: Ending | None) -> tuple[int, int]:
-    """Feed this process' share of the blocks in; return how many blocks and tokens all processes read."""
-    process, processes = compat.process()
-    reading, total, totals = cache.reading, cache.reading.max_tokens, [0, 0]
-    if listed:
-        # Token ids are small, and a bar should know its end.
-        blocks = list(blocks)
-        total = sum(len(ids) for _, ids in blocks)
+def _read(base: PreTrainedModel, cache: MeterCache, blocks: Iterable[Block], ending: Ending | None) -> None:
+    """Feed this process' share of the blocks in."""
+    (process, processes), reading = compat.process(), cache.reading
+    # Token ids are small, and a bar should know its end.
+    total = sum(len(ids) for _, ids in blocks) if isinstance(blocks, list) else reading.max_tokens
     with tqdm(total=total, unit=" tokens", desc="Calibrating", disable=not reading.progress or process > 0) as bar:
 
         def counted() -> Iterator[Block]:
             for number, ids in blocks:
-                totals[0], totals[1] = totals[0] + 1, totals[1] + len(ids)
+                cache.blocks, cache.tokens = cache.blocks + 1, cache.tokens + len(ids)
                 if number % processes == process:
                     yield number, ids
                 bar.update(len(ids))
@@ -93,10 +117,9 @@ def _read(base: PreTrainedModel, cache: MeterCache, blocks: Iterable[Block], lis
             read_batch(base, cache, numbers, ids, ending)
             if missing := cache.geometries.keys() - cache.sums.keys():
                 raise UnsupportedError(f"calibrate: layer {min(missing)} did not ask the cache's attention, so it can't be measured.")
-    if totals[0] == 0:
+    if not cache.blocks:
         hint = "Pass strings or token ids; one token has nothing to attend to."
         raise ConfigError(f"texts: expected a text of at least 2 tokens, got none. {hint}")
-    return totals[0], totals[1]
 
 
 def read_batch(base: PreTrainedModel, cache: MeterCache, numbers: Sequence[int], ids: torch.Tensor, ending: Ending | None) -> None:
@@ -104,12 +127,9 @@ def read_batch(base: PreTrainedModel, cache: MeterCache, numbers: Sequence[int],
     cache.reset()
     cache.draws = torch.stack([torch.rand(ids.shape[1], generator=torch.Generator().manual_seed(number)) for number in numbers])
     if ending is not None:
-        # Activations wait for the backward pass in CPU memory, so that it fits wherever the forward pass does.
-        saved = _activations_on_cpu(base) if base.device.type == "cuda" else contextlib.nullcontext()
         # In the caller's inference mode there would be no gradients, nor with tensors that come from there.
         with torch.inference_mode(False), torch.enable_grad():
-            with saved:
-                states = ending.run(ids.clone().to(base.device), cache)
+            states = ending.run(ids.clone().to(base.device), cache)
             cache.follow(states, gradient_of_drawn(states, ending.head, numbers))
         return
     options: dict[str, Any] = compat.cache_kwargs(base, cache)
@@ -156,38 +176,27 @@ class Ending(NamedTuple):
 
 
 def ending_of(model: PreTrainedModel) -> Ending:
-    """Return a model's ending, tried on two tokens. Where the head is no projection, scaled or capped, the states are the logits."""
+    """A model's ending, tried on two tokens. Where logits are more than a projection, such as capped, they stand for the states."""
 
-    def run(module: nn.Module, output: str) -> Callable[[torch.Tensor, Any], torch.Tensor]:
-        return lambda ids, cache: getattr(module(input_ids=ids, **compat.cache_kwargs(module, cache)), output)
+    def run(module: nn.Module, output: str, ids: torch.Tensor, cache: Any) -> Any:
+        return getattr(module(input_ids=ids, **compat.cache_kwargs(module, cache)), output)
 
-    def head(states: torch.Tensor) -> torch.Tensor:
-        projected: torch.Tensor = projection(states)
-        return projected * scale if cap is None else cap * torch.tanh(projected / cap)
-
-    whole, decoder, projection = Ending(run(model, "logits"), lambda logits: logits), model.base_model, model.get_output_embeddings()
-    if decoder is model or projection is None:
+    whole = Ending(partial(run, model, "logits"), lambda logits: logits)
+    decoder, head = model.base_model, model.get_output_embeddings()
+    if decoder is model or head is None:
         return whole
-    cap, scale = getattr(compat.decoder_config(model.config), "final_logit_softcapping", None), 1.0
-    apart = Ending(run(decoder, "last_hidden_state"), head)
-    ids = torch.zeros(1, 2, dtype=torch.long, device=compat.input_device(model))
+    apart = Ending(partial(run, decoder, "last_hidden_state"), head)
+    ids = torch.tensor([[1, 2]], device=compat.input_device(model))  # 0 may be padding, whose logits are 0 however they are capped
     with contextlib.suppress(RuntimeError, TypeError, ValueError, AttributeError), torch.no_grad():
-        logits, states = whole.run(ids, None), apart.run(ids, None)
-        if cap is None:
-            raw = projection(states).double()
-            factor = float((raw * logits).sum() / raw.square().sum())
-            scale = 1.0 if abs(factor - 1) < 1e-3 else factor
-        found, tolerance = head(states), 16 * torch.finfo(logits.dtype).eps * float(logits.abs().max())
-        if found.shape == logits.shape and torch.allclose(found.to(logits.dtype), logits, rtol=0, atol=tolerance):
+        logits, found = whole.run(ids, None), head(apart.run(ids, None))
+        tolerance = 16 * torch.finfo(logits.dtype).eps * float(logits.abs().max())
+        if tolerance and found.shape == logits.shape and torch.allclose(found.to(logits.dtype), logits, rtol=0, atol=tolerance):
             return apart
     return whole
 
 
 def gradient_of_drawn(states: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor], seeds: Sequence[int]) -> torch.Tensor:
-    """Return the gradient, at a model's last hidden states, of the loss of tokens that the model itself would continue with.
-
-    A token is drawn at each position, and the loss is the sum over all. Each row has a seed, so that batches and processes don't matter.
-    """
+    """The gradient, at last hidden states, of the loss of a token drawn at each position; each row has a seed, whatever batch it is in."""
     batch, tokens, _ = states.shape
     draws = torch.stack([torch.rand(tokens, 1, generator=torch.Generator().manual_seed(seed)) for seed in seeds]).to(states.device)
     gradient = torch.empty_like(states)
@@ -207,7 +216,7 @@ def gradient_of_drawn(states: torch.Tensor, head: Callable[[torch.Tensor], torch
 
 
 def _in_float32(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a float32 copy of a half-precision model on a CPU, which is many times slower in half precision; else the model itself."""
+    """A float32 copy of a half-precision model on a CPU, which is many times slower in half precision; else the model itself."""
     tensors = [*model.parameters(), *model.buffers()]
     dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
     plain = all(tensor.device.type == "cpu" and type(tensor) in (torch.Tensor, nn.Parameter) for tensor in tensors)
@@ -215,17 +224,6 @@ def _in_float32(model: PreTrainedModel) -> PreTrainedModel:
         return model
     with torch.inference_mode(False):  # tensors from the caller's inference mode would have no gradients
         return nn.Module.float(copy.deepcopy(model))  # transformers' own method refuses models that say that they are quantized
-
-
-def _activations_on_cpu(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Keep activations in CPU memory until the backward pass needs them; the model's weights stay on its device."""
-    weights = {tensor.untyped_storage().data_ptr() for tensor in itertools.chain(model.parameters(), model.buffers())}
-
-    def pack(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
-        stays = tensor.untyped_storage().data_ptr() in weights
-        return tensor.device, tensor if stays else tensor.to("cpu")
-
-    return torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed[1].to(packed[0]))
 
 
 @contextlib.contextmanager

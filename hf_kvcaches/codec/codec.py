@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 
-from hf_kvcaches.codec.basis import Maker, States
-from hf_kvcaches.codec.calibrate import measure
-from hf_kvcaches.codec.fixed import FixedForm, FixedLayer
-from hf_kvcaches.codec.joint import JointBasis, PackedForm
-from hf_kvcaches.codec.moments import EXACT, LayerStatistics
+from hf_kvcaches.codec.calibrate import CodecSettings, calibrated
+from hf_kvcaches.codec.fixed import FixedForm
+from hf_kvcaches.codec.joint import PackedForm
+from hf_kvcaches.codec.meter import Reading
+from hf_kvcaches.codec.moments import EXACT, Maker, Metric, States
 from hf_kvcaches.codec.packing import Span
-from hf_kvcaches.codec.settings import CodecSettings, Metric, Reading, check_ratio
 from hf_kvcaches.codec.wire.messages import CodecHead, MessageReader, message_chunks
 from hf_kvcaches.core.files import checked_layers, part_of
 from hf_kvcaches.core.fingerprint import ModelFingerprint
@@ -27,13 +26,9 @@ from hf_kvcaches.core.hub import Artifact, markdown_table
 from hf_kvcaches.core.identity import fingerprint_of
 from hf_kvcaches.core.parallel import HeadShard
 from hf_kvcaches.core.rope import RotaryGeometry, undoable_rotation
-from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError
+from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError, is_number
 from hf_kvcaches.kernels.checksum import digest_of
-from hf_kvcaches.kernels.code_format import TILE
 from hf_kvcaches.stores.files import Source
-
-# Numbers of a basis that attention reads: with more, less is lost, and projecting the query takes longer than all else.
-_LARGEST_BASIS = 512
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -104,25 +99,14 @@ class KVCodec(Artifact, Maker):
                 quantised models too; where there is none it is "plain", with a warning. "plain": by themselves.
             recent: With "loss", how many of the newest tokens are exact where codes are used: what tokens further away see of a key or
                 value counts most (in a short sequence, further than half of it). 0 where none are exact.
-            block: Texts are read in sequences of so many tokens, or what the model can read if that is less.
+            block: Texts are read in sequences of so many tokens, or what the model can read if that is less; memory grows with it.
             batch_size: Sequences at a time.
             max_tokens: Stop after so many; None reads all.
             shards: Among how many processes the heads will be shared under tensor parallelism; bases belong to one of these.
             progress: Whether to show a bar.
         """
-        ratio, bases, in_place, slots = check_ratio(bytes_ratio), {}, {}, {}
-        measured = measure(model, tokenizer, texts, Reading(rotation, metric, recent, block, batch_size, max_tokens, shards, progress))
-        fingerprint, reading = ModelFingerprint.of(model, tokenizer if measured.used_tokenizer else None), measured.reading
-        with torch.no_grad():
-            for index, sums in sorted(measured.sums.items()):
-                statistics = LayerStatistics.of(sums, reading.metric)
-                grouped = statistics.in_shape(sums.shape.in_groups(_LARGEST_BASIS))
-                bases[index] = JointBasis.fit(statistics, len(measured.sums))
-                in_place[index] = FixedLayer.fit(grouped.within_tiles(measured.geometries[index], TILE))
-                slots[index] = FixedLayer.fit(statistics.in_shape(sums.shape._replace(group=1)))
-            forms = FixedForm(in_place).at(ratio), FixedForm(slots).at(ratio), PackedForm.fit(bases, ratio)
-        made = CodecSettings(reading.rotation, reading.metric, reading.recent, ratio, reading.block, measured.blocks, measured.tokens)
-        return cls(*forms, made, measured.layers, fingerprint)
+        reading = Reading(rotation, metric, recent, block, batch_size, max_tokens, shards, progress)
+        return cls(*calibrated(model, tokenizer, texts, _checked(bytes_ratio), reading))
 
     def at(self, bytes_ratio: float) -> KVCodec:
         """The codec with other bits, from what was measured when it was calibrated.
@@ -131,7 +115,7 @@ class KVCodec(Artifact, Maker):
             bytes_ratio: The bytes of a token's codes as a share of those of its exact keys and values in 16 bits, up to 1.5, with which
                 nothing but rounding of float32 is lost. Bits go where they save most, over all layers, heads, keys and values together.
         """
-        ratio = check_ratio(bytes_ratio)
+        ratio = _checked(bytes_ratio)
         forms = {name: form.at(ratio) for name, form in self._forms.items()}
         return replace(self, **forms, settings=replace(self.settings, bytes_ratio=ratio))
 
@@ -186,8 +170,7 @@ class KVCodec(Artifact, Maker):
         """Keys and values, (kv_heads, tokens, head_dim) each, of what `pack` returned; anything else is an `ArtifactError`.
 
         Args:
-            spans: A layer, its record, and which of its tokens, from the first to the one behind the last (None: all). Records lie on
-                one device. Many at a time take little longer than one.
+            spans: A layer, its record, and its tokens from a first to the one before a last (None: all). Records lie on one device.
         """
         return self.packed.unpack([Span(*span) for span in spans], dtype)
 
@@ -234,11 +217,10 @@ class KVCodec(Artifact, Maker):
         """What `encode` gave as a message, which names this codec and is checked where it is read."""
         if [records is not None for records in codes] != self._coded:
             raise ConfigError.of("codes", "what this codec's encode gives", [records is not None for records in codes])
-        head, empty = (
-            CodecHead(self.digest, [None if own is None else list(map(len, own)) for own in codes]),
-            torch.empty(0, dtype=torch.uint8),
-        )
-        return b"".join(message_chunks(head, (torch.cat([empty, *(record.cpu() for record in own)]) for own in codes if own is not None)))
+        head = CodecHead(self.digest, [None if records is None else list(map(len, records)) for records in codes])
+        empty = torch.empty(0, dtype=torch.uint8)
+        parts = (torch.cat([empty, *(record.cpu() for record in records)]) for records in codes if records is not None)
+        return b"".join(message_chunks(head, parts))
 
     def from_bytes(self, data: Source) -> list[list[Tensor] | None]:
         """Codes from a message of `to_bytes`; anything else is an `ArtifactError`.
@@ -297,7 +279,7 @@ class KVCodec(Artifact, Maker):
     def require_all_layers(self, model: nn.Module, where: str) -> None:
         """Refuse a codec of another model, or one that leaves out layers, all of which are needed `where` the error says."""
         self.require_model(model)
-        if missing := [index for index in range(self.layer_count) if not self.has_codes(index)]:
+        if missing := [index for index, coded in enumerate(self._coded) if not coded]:
             raise UnsupportedError(f"{where}: the codec has no codes for the layers {missing}, which attend to a window. Use 'int8'.")
 
     def require_model(self, model: nn.Module, tokenizer: Any = None) -> None:
@@ -331,18 +313,33 @@ class KVCodec(Artifact, Maker):
         in_place, slots = (FixedForm.restore(part_of(tensors, form), metadata[form]) for form in ("in_place", "slots"))
         packed, count = PackedForm.restore(part_of(tensors, "packed"), metadata["packed"]), checked_layers(metadata["layers"])
         layers = [list(form) for form in (packed.bases, in_place.layers, slots.layers)]
-        if layers[0] != layers[1] or layers[0] != layers[2] or not all(0 <= index < count for index in layers[0]):
+        if not layers[0] == layers[1] == layers[2] or not all(0 <= index < count for index in layers[0]):
             raise ArtifactError(f"The forms of a codec have the layers {layers} of {count}. Calibrate anew.")
         return cls(in_place, slots, packed, CodecSettings(**metadata["settings"]), count)
 
     def describe_calibration(self) -> str:
+        made, packed = self.settings, f"{self.packed_ratio:.4f}"
         memory = f"{self.bytes_ratio:.4f} of exact keys and values in 16 bits ({self.bytes_per_token:,} bytes per token)"
-        kept = {"memory": memory, "packed": f"{self.packed_ratio:.4f}"}
-        if self.settings.metric == "loss":
-            for name, form in (("memory", self.in_place), ("packed", self.packed)):
-                kept[name] += f", with an expected divergence of {form.divergence:.4f} nats"
-        facts = [{"fact": name, "value": value} for name, value in self.settings.facts(kept).items()]
-        return "\n\n".join([markdown_table(facts), markdown_table(self.in_place.facts())])
+        if made.metric == "loss":
+            memory += f", with an expected divergence of {self.in_place.divergence:.4f} nats"
+            packed += f", with an expected divergence of {self.packed.divergence:.4f} nats"
+        facts = {
+            "text": f"{made.tokens:,} tokens in {made.blocks:,} sequences of up to {made.block:,}",
+            "share of the bytes": f"{made.bytes_ratio:g}",
+            "memory": memory,
+            "packed": packed,
+            "rotation": made.rotation,
+            "metric": made.metric,
+            "exact newest tokens": made.recent,
+        }
+        return markdown_table([{"fact": name, "value": value} for name, value in facts.items()])
+
+
+def _checked(bytes_ratio: Any) -> float:
+    """Refuse what is no share of the bytes; with the most, every direction has 24 bits."""
+    if not is_number(bytes_ratio) or not 0 < bytes_ratio <= 1.5:
+        raise ConfigError.of("bytes_ratio", "a number above 0 and up to 1.5", bytes_ratio, "It is a share of the bytes. Try 0.125.")
+    return float(bytes_ratio)
 
 
 def _stacked(rows: Sequence[States]) -> States:

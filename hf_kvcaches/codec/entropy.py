@@ -113,9 +113,9 @@ def levels_of(symbols: torch.Tensor) -> torch.Tensor:
 
 
 def encode(intervals: torch.Tensor, tiles: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Code symbols by their intervals, (symbols, 2, tiles, lanes), int32, where the first tiles belong together, the next and so on.
+    """Code symbols by their intervals, (symbols, 2, tiles, lanes), int32, of records of so many tiles.
 
-    Return for each of these the states of the lanes, (tiles, 32), all words, and how many of these each tile has.
+    Return for each record the states of the lanes, (tiles, 32), all words, and how many of these each tile has.
     """
     steps = intervals.flatten(0, 1)
     state = torch.full_like(steps[0], LOWEST)
@@ -147,13 +147,10 @@ class CodedTiles(NamedTuple):
 
 
 def decode(coded: CodedTiles, rows: torch.Tensor, follows: torch.Tensor, tables: Tables) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return symbols, (symbols, 2, tiles, lanes), uint8, and whether the words are those of a code.
+    """The symbols, (symbols, 2, tiles, lanes), uint8, the first of which is a token's level plus 1, and whether the words are a code's.
 
-    The first symbol of a token is its level plus 1, and tables of others may depend on it.
-
-    Args:
-        rows: The table of each symbol in each tile, at level 0, (symbols, tiles), int32.
-        follows: 1 where the table is that many rows further on as the token's level is, else 0; like `rows`.
+    `rows` is the table of each symbol at level 0, and `follows` 1 where it is as many rows further on as the token's level, else 0; int32,
+    (symbols, tiles).
     """
     state, device = coded.states.clone(), coded.states.device
     symbols = torch.empty(len(rows), 2, *state.shape, dtype=torch.uint8, device=device)
@@ -187,11 +184,9 @@ def decode(coded: CodedTiles, rows: torch.Tensor, follows: torch.Tensor, tables:
 
 
 def tables_of(shares: torch.Tensor, shifts: torch.Tensor, size: int) -> tuple[Tables, torch.Tensor]:
-    """The tables for groups of so many integers of equal shares, and the bits of an integer in the mean, (tables,).
+    """The tables for groups of so many integers, and the bits of an integer in the mean, (tables,).
 
-    Args:
-        shares: Of the integers from -127 to 127, (tables, 255), float64.
-        shifts: As tables have them.
+    Shares are those of the integers from -127 to 127, (tables, 255), float64.
     """
     half, middle = LARGEST[size], shares.shape[1] // 2
     single = shares[:, middle - half : middle + half + 1]

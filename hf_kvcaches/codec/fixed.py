@@ -12,8 +12,7 @@ from typing import Any, Self
 
 import torch
 
-from hf_kvcaches.codec.basis import Basis, Maker, States
-from hf_kvcaches.codec.moments import LayerStatistics
+from hf_kvcaches.codec.moments import Basis, LayerStatistics, Maker, States
 from hf_kvcaches.core.files import part_of
 from hf_kvcaches.core.parallel import HeadShard
 from hf_kvcaches.errors import ArtifactError, ConfigError
@@ -68,10 +67,6 @@ class FixedLayer(Basis):
         """Bytes of a token."""
         return self.shape.groups * packed_bytes(self.widths)
 
-    def of_heads(self, shard: HeadShard) -> Self:
-        groups = self.groups_of(shard)
-        return replace(super().of_heads(shard), steps=self.steps[groups], distortions=self.distortions[groups])
-
     def sizes(self) -> dict[str, tuple[int, ...]]:
         lead, count = (self.shape.groups, self.shape.size), len(WIDTHS)
         return super().sizes() | {"steps": (*lead, count), "distortions": (*lead, 1 + count), "widths": lead[1:]}
@@ -119,16 +114,6 @@ class FixedForm(Maker):
             lost += float(layer.distortions.double()[:, torch.arange(len(places)), places].sum())
         return lost / 2
 
-    def facts(self) -> list[dict[str, Any]]:
-        """What a model card says of each layer."""
-        found = []
-        for index, layer in self.layers.items():
-            energies, used = layer.distortions[..., 0].double().sum(0), layer.widths > 0
-            kept = float(energies[used].sum()) / float(energies.sum()) if energies.any() else 1.0  # in the metric
-            facts = {"layer": index, "heads of a basis": layer.shape.group, "directions": layer.shape.size, "with bits": int(used.sum())}
-            found.append({**facts, "bits of a number": f"{float(layer.widths.float().mean()):.2f}", "energy kept": kept})
-        return found
-
     def of_heads(self, shard: HeadShard) -> FixedForm:
         return FixedForm({index: layer.of_heads(shard) for index, layer in self.layers.items()})
 
@@ -156,7 +141,7 @@ class FixedForm(Maker):
 
 
 class LayerCoder:
-    """Encodes and decodes one layer's keys and values of a dtype on a device, by way of coefficients in float32, or in float64."""
+    """Encodes and decodes one layer's keys and values of a dtype on a device, by way of coefficients in float32 or float64."""
 
     def __init__(self, layer: FixedLayer, dtype: torch.dtype, device: torch.device) -> None:
         wide = torch.promote_types(dtype, torch.float32)
@@ -226,16 +211,14 @@ def _quantizers(coefficients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 def allot(
     distortions: Sequence[torch.Tensor], budget: float, copies: Sequence[int], widths: Sequence[int] = _ALLOTTED
 ) -> list[torch.Tensor]:
-    """The bits of each direction with which a number of bytes loses least, (directions,) for each side.
+    """The bits of each direction with which so many bytes of a token lose least, (directions,) for each layer.
 
     Args:
-        distortions: For each side, which fills bytes of its own, what is lost of a direction at 0 bits and at each of `WIDTHS`,
-            (directions, 1 + widths).
-        budget: Bytes of a token.
-        copies: How often a token has the bytes of each side.
+        distortions: For each layer what is lost of a direction at 0 bits and at each of `WIDTHS`, (directions, 1 + widths).
+        copies: How often a token has the bytes of each layer.
         widths: The bits that directions may have.
     """
-    lengths, levels = [len(side) for side in distortions], torch.tensor([0, *widths])
+    lengths, levels = [len(layer) for layer in distortions], torch.tensor([0, *widths])
     lost = torch.cat(list(distortions)).double()[:, [0, *(1 + WIDTHS.index(width) for width in widths)]]
     times = torch.tensor(copies).repeat_interleave(torch.tensor(lengths))
     here, steps = torch.zeros(len(lost), dtype=torch.int64), []

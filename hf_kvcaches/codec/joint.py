@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from hf_kvcaches.codec.basis import Basis, Maker, States
 from hf_kvcaches.codec.entropy import Tables
-from hf_kvcaches.codec.moments import LayerStatistics
+from hf_kvcaches.codec.moments import Basis, LayerStatistics, Maker, States
 from hf_kvcaches.codec.packing import CoefficientPacker, Span, pack, unpack
 from hf_kvcaches.codec.plan import TABLES, Plan, Sample, StepQuantizer, fit
 from hf_kvcaches.core.files import part_of
@@ -45,15 +44,6 @@ class JointBasis(Basis):
         order = self.deviations.argsort(descending=True, stable=True)
         return Sample(order, self.deviations[order], self.sample[:, order].T.float().contiguous())
 
-    def directions_of(self, shard: HeadShard) -> slice:
-        """The directions of the heads that a process has under tensor parallelism."""
-        groups = self.groups_of(shard)
-        return slice(groups.start * self.shape.size, groups.stop * self.shape.size)
-
-    def of_heads(self, shard: HeadShard) -> Self:
-        own = self.directions_of(shard)
-        return replace(super().of_heads(shard), deviations=self.deviations[own], sample=self.sample[:, own])
-
     def sizes(self) -> dict[str, tuple[int, ...]]:
         return super().sizes() | {"deviations": (self.shape.elements,), "sample": (len(self.sample), self.shape.elements)}
 
@@ -63,33 +53,27 @@ class LayerPacker(CoefficientPacker):
 
     def __init__(self, basis: JointBasis, plan: Plan, step: float, tables: Tables) -> None:
         super().__init__(plan, basis.deviations[plan.order] / step, tables)
-        device, split = tables.shifts.device, plan.split
-        self.shape, size = basis.shape, basis.shape.size
-        of_digits = torch.cat([plan.order[:split], plan.integers])
-        # Integers without their low bits count as many steps more.
-        scales = torch.cat([torch.ones(split), 2.0**plan.low_bits, torch.ones(len(plan.order) - split)]).double() * step
-        self._encode, self._decode, self._digits, places = [], [], [], []
+        device, self.shape, size = tables.shifts.device, basis.shape, basis.shape.size
+        # Of each group: which integers are its own, offsets and rows to encode with, the mean and columns to decode with.
+        self._groups = list[list[torch.Tensor]]()
         for group, (mean, transform, inverse) in enumerate(zip(basis.mean.double(), basis.transform, basis.inverse, strict=True)):
-            integers, digits = ((own // size == group).nonzero()[:, 0] for own in (plan.integers, of_digits))
-            rows = transform[plan.integers[integers] % size] / step
-            columns = inverse[:, of_digits[digits] % size] * scales[digits]
-            self._encode.append([own.float().to(device) for own in ((-rows @ mean)[:, None], rows)])
-            self._decode.append([own.float().contiguous().to(device) for own in (mean, columns.T)])
-            self._digits.append(digits.to(device))
-            places.append(integers)
-        self._order = torch.cat(places).argsort().to(device)
+            own = (plan.integers // size == group).nonzero()[:, 0]
+            rows, columns = transform[plan.integers[own] % size] / step, inverse[:, plan.integers[own] % size] * step
+            parts = (-rows @ mean)[:, None], rows, mean, columns.T
+            self._groups.append([own.to(device), *(part.float().contiguous().to(device) for part in parts)])
+        self._order = torch.cat([own for own, *_ in self._groups]).argsort()
 
     def transformed(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """In steps, (integers, tokens)."""
         vectors = self.shape.join(keys, values, torch.float32)
-        parts = [torch.addmm(offset, rows, own.T) for (offset, rows), own in zip(self._encode, vectors, strict=True)]
+        parts = [torch.addmm(offset, rows, own.T) for (_, offset, rows, *_), own in zip(self._groups, vectors, strict=True)]
         return parts[0] if len(parts) == 1 else torch.cat(parts).index_select(0, self._order)
 
     def states(self, digits: torch.Tensor) -> States:
         """Keys and values, float32, of what digits stand for, (digits, tokens)."""
-        parts = [digits] if len(self._decode) == 1 else [digits.index_select(0, own) for own in self._digits]
-        vectors = [torch.addmm(mean, own.T, rows) for (mean, rows), own in zip(self._decode, parts, strict=True)]
-        return self.shape.split(torch.stack(vectors))
+        coefficients, one = self.coefficients(digits), len(self._groups) == 1
+        parts = [(coefficients if one else coefficients.index_select(0, own), *decode) for own, _, _, *decode in self._groups]
+        return self.shape.split(torch.stack([torch.addmm(mean, own.T, columns) for own, mean, columns in parts]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,9 +106,9 @@ class PackedForm(Maker):
         """The form of the heads that a process has under tensor parallelism, with the same step and tables."""
         own, plans = self.quantizer, []
         bases = {layer: basis.of_heads(shard) for layer, basis in self.bases.items()}
-        for whole, basis, plan in zip(self.bases.values(), bases.values(), own.plans, strict=True):
-            directions = whole.directions_of(shard)
-            order = plan.order[(plan.order >= directions.start) & (plan.order < directions.stop)] - directions.start
+        for basis, plan in zip(bases.values(), own.plans, strict=True):
+            order = plan.order - shard.rank * basis.shape.elements
+            order = order[(order >= 0) & (order < basis.shape.elements)]
             plans.append(Plan.of_deviations(order, basis.deviations[order] / own.step))
         return PackedForm(bases, own._replace(plans=tuple(plans), bits=own.bits / shard.size, loss=own.loss / shard.size))
 

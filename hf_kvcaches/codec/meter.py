@@ -2,26 +2,46 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from hf_kvcaches.codec.basis import Shape
-from hf_kvcaches.codec.moments import LayerSums
-from hf_kvcaches.codec.settings import Reading
+from hf_kvcaches.codec.moments import LayerSums, Metric, Shape
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.call import Call
 from hf_kvcaches.core.layers import KVLayer
 from hf_kvcaches.core.rope import RotaryGeometry, undoable_rotation
 from hf_kvcaches.core.view import LayerView, previous_attention
-from hf_kvcaches.errors import ConfigError, UnsupportedError
+from hf_kvcaches.errors import ConfigError, UnsupportedError, require_choice, whole_number
 from hf_kvcaches.evaluate.observer import PassingLayer
 
 # Moments and transforms take the square of their size, so heads that have more numbers together are joined in groups.
 _LARGEST = 1024
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How texts are read and measured; described in `KVCodec.calibrate`. Checked when made."""
+
+    rotation: Literal["aware", "post"] = "aware"
+    metric: Metric = "loss"
+    recent: int = 64
+    block: int = 512
+    batch_size: int = 1
+    max_tokens: int | None = None
+    shards: int = 1
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        require_choice("rotation", self.rotation, ("aware", "post"))
+        require_choice("metric", self.metric, ("loss", "plain"))
+        for name, least in (("recent", 0), ("block", 2), ("batch_size", 1), ("max_tokens", 2), ("shards", 1)):
+            if (value := getattr(self, name)) is not None or name != "max_tokens":
+                object.__setattr__(self, name, whole_number(name, value, least))
 
 
 class MeterCache(KVCache):
@@ -33,8 +53,11 @@ class MeterCache(KVCache):
         self.reading = reading
         self.geometries: dict[int, RotaryGeometry | None] = {}
         self.sums: dict[int, LayerSums] = {}  # by the index of the layer, once it has been asked
-        self.views: dict[int, _MeterView] = {}  # of a pass with gradients, by the index of the layer
+        # In a pass with gradients, by the index of the layer, the keys and the values that all queries see; or keys that far ones see and
+        # near ones, and values likewise.
+        self.copies: dict[int, list[torch.Tensor]] = {}
         self.draws = torch.empty(0)  # for the tokens of the pass at hand, (batch, tokens)
+        self.blocks = self.tokens = 0  # read by all processes
         super().__init__(model)
         if not self.geometries:
             raise UnsupportedError(f"calibrate: {type(model).__name__} has no layers with full attention, and only those are coded.")
@@ -60,14 +83,13 @@ class MeterCache(KVCache):
 
     def follow(self, outputs: torch.Tensor, gradient: torch.Tensor) -> None:
         """Measure the gradients of a loss at keys and values, given that at what the pass at hand ended in."""
-        copies = [copy for view in self.views.values() for copy in view.copies]
-        gradients = iter(torch.autograd.grad(outputs, copies, gradient))
+        gradients = iter(torch.autograd.grad(outputs, [copy for copies in self.copies.values() for copy in copies], gradient))
         with torch.no_grad():
-            for layer_idx, view in self.views.items():
-                at_keys, at_values = ([next(gradients) for _ in view.copies[::2]] for _ in range(2))
+            for layer_idx, copies in self.copies.items():
+                at_keys, at_values = ([next(gradients) for _ in copies[::2]] for _ in range(2))
                 at_keys = [before_rotation(self.geometries[layer_idx], each) for each in at_keys]
                 self.sums[layer_idx].observe_gradients(at_keys, at_values)
-        self.views = {}
+        self.copies = {}
 
 
 def before_rotation(geometry: RotaryGeometry | None, gradients: torch.Tensor) -> torch.Tensor:
@@ -76,7 +98,7 @@ def before_rotation(geometry: RotaryGeometry | None, gradients: torch.Tensor) ->
     The adjoint of a rotation is the rotation back, and what scales a key scales its gradient once more instead of less.
     """
     wide, positions = _wide(gradients), torch.arange(gradients.shape[2], device=gradients.device)
-    return geometry.rotate(wide, -positions) if geometry is not None and geometry.kind == "rope" else wide
+    return wide if geometry is None else geometry.rotate(wide, -positions)
 
 
 def _wide(states: torch.Tensor) -> torch.Tensor:
@@ -97,8 +119,7 @@ class _MeterView(LayerView):
 
     def __init__(self, cache: MeterCache, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.cache, self.layer_idx, self.keys, self.values, self.measured = cache, layer_idx, keys, values, False
-        # With gradients, the keys and the values that all queries see; or keys that far ones see and near ones, and values likewise.
-        self.copies = list[torch.Tensor]()
+        self.copies = [keys, values]
 
     def attend(
         self, module: nn.Module, query: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any
@@ -109,10 +130,8 @@ class _MeterView(LayerView):
             cache.observe(self.layer_idx, self.keys.detach(), self.values.detach())
             if torch.is_grad_enabled():
                 self.copies = [_copy(side) for side in (self.keys, self.values) for _ in range(2 if recent else 1)]
-                cache.views[self.layer_idx] = self
-        if not torch.is_grad_enabled():
-            return previous_attention(module, query, self.keys, self.values, mask, **kwargs)
-        if not recent:
+                cache.copies[self.layer_idx] = self.copies
+        if not recent or not torch.is_grad_enabled():
             keys, values = self.copies
             return previous_attention(module, query, keys, values, mask, **kwargs)
         call = Call(module, mask, kwargs)

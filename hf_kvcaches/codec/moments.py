@@ -1,22 +1,22 @@
-"""Sums over the vectors of texts, and the bases that follow from them.
+"""Bases of a layer in which errors cost alike, and the sums over texts that they follow from.
 
 With C the covariance of a group's keys and values and M the metric of their errors, the directions of its basis are the eigenvectors of
 `M^(1/2) C M^(1/2)`, and a vector x has the coefficients `V M^(1/2) (x - mean)`: an error of them costs the same in every direction, group
-and layer.
-
-Moments are float64: calibration is not in a hurry, and the square of a vector has twice the digits of the vector.
+and layer. Moments are float64, since the square of a vector has twice the digits of the vector.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 
-from hf_kvcaches.codec.basis import Basis, Shape
-from hf_kvcaches.codec.settings import Metric
+from hf_kvcaches.core.parallel import HeadShard
 from hf_kvcaches.core.rope import RotaryGeometry
+from hf_kvcaches.errors import ArtifactError, UnsupportedError
 
 EXACT = 4
 """First tokens of a text that caches keep exactly: they are unlike all others."""
@@ -30,6 +30,121 @@ _NEAR = 0.04
 _DAMPING = 0.02
 # Of a head's mean square.
 _LEAST_VARIANCE = 1e-12
+
+Metric = Literal["loss", "plain"]
+States = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values of a layer, (..., kv_heads, tokens, dim) each."""
+
+
+class Shape(NamedTuple):
+    """A layer's sizes. Keys and values of `group` heads, which divides `heads`, have one basis."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    group: int = 1
+
+    @property
+    def groups(self) -> int:
+        return self.heads // self.group
+
+    @property
+    def size(self) -> int:
+        """Numbers of a token in a group: the keys of its heads, then the values."""
+        return self.group * (self.key_dim + self.value_dim)
+
+    @property
+    def elements(self) -> int:
+        """Numbers of a token in all groups."""
+        return self.groups * self.size
+
+    def in_groups(self, limit: int) -> Shape:
+        """The shape with as many heads in a group as divide the present group and have no more numbers than `limit`, or with one."""
+        fitting = (count for count in range(self.group, 1, -1) if not self.group % count)
+        one = self.key_dim + self.value_dim
+        return self._replace(group=next((count for count in fitting if count * one <= limit), 1))
+
+    def join(self, keys: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """(..., groups, tokens, size) of (..., heads, tokens, dim)."""
+        lead, tokens = keys.shape[:-3], keys.shape[-2]
+        joined = keys.new_empty(*lead, self.groups, tokens, self.size, dtype=dtype)
+        for states, side in zip((keys, values), self._sides(joined), strict=True):
+            side.copy_(states.unflatten(-3, (self.groups, self.group)))
+        return joined
+
+    def split(self, joined: torch.Tensor) -> States:
+        """The inverse."""
+        keys, values = (side.flatten(-4, -3) for side in self._sides(joined))
+        return keys, values
+
+    def _sides(self, joined: torch.Tensor) -> States:
+        """Views of keys and values, (..., groups, group, tokens, dim)."""
+        sides = joined.split([self.group * self.key_dim, self.group * self.value_dim], -1)
+        keys, values = (side.unflatten(-1, (self.group, -1)).transpose(-3, -2) for side in sides)
+        return keys, values
+
+
+@dataclass(frozen=True, eq=False)
+class Basis:
+    """A vector x of a group has the coefficients `transform @ (x - mean)`. Rounded rows are as good as others: the inverse is theirs."""
+
+    shape: Shape
+    mean: torch.Tensor  # (groups, size), float32
+    rows: torch.Tensor  # of the transform, the directions with the largest coefficients first, (groups, size, size), float16, up to 1
+    scales: torch.Tensor  # by which the rows are multiplied, (groups, size), float32
+
+    @property
+    def transform(self) -> torch.Tensor:
+        """(groups, size, size), float64."""
+        return self.rows.double() * self.scales[..., None]
+
+    @property
+    def inverse(self) -> torch.Tensor:
+        """(groups, size, size), float64."""
+        return torch.linalg.inv(self.rows.double()) / self.scales[:, None].double()
+
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the tensors."""
+        lead = self.shape.groups, self.shape.size
+        return {"mean": lead, "rows": (*lead, self.shape.size), "scales": lead}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {name: getattr(self, name) for name in self.sizes()}
+
+    @classmethod
+    def of(cls, shape: Sequence[int], tensors: Mapping[str, torch.Tensor]) -> Self:
+        """From `tensors`, if they fit; an `ArtifactError` otherwise."""
+        basis = cls(Shape(*shape), **{name: tensors[name] for name in cls.__dataclass_fields__ if name != "shape"})
+        if any(tuple(getattr(basis, name).shape) != size for name, size in basis.sizes().items()):
+            raise ArtifactError(f"The tensors {', '.join(basis.sizes())} of a layer don't fit each other. Calibrate anew.")
+        return basis
+
+    def of_heads(self, shard: HeadShard) -> Self:
+        """That of the heads of a process under tensor parallelism; none of their bases may be shared with another process."""
+        span, group = shard.span(self.shape.heads), self.shape.group
+        if span.start % group or span.stop % group:
+            raise UnsupportedError(
+                f"codec: {group} heads share a basis, and under tensor parallelism each of {shard.size} processes has "
+                f"{span.stop - span.start} heads. Calibrate with shards={shard.size}."
+            )
+        part = replace(self, shape=self.shape._replace(heads=span.stop - span.start))
+        tensors: dict[str, Any] = self.tensors()
+        for name, size in part.sizes().items():
+            for dim, count in enumerate(size):
+                if tensors[name].shape[dim] > count:
+                    tensors[name] = tensors[name].narrow(dim, shard.rank * count, count)
+        return replace(part, **tensors)
+
+
+class Maker:
+    """Keeps what was made of it once, such as coders for a device, which is not pickled with it."""
+
+    @cached_property
+    def _made(self) -> dict[Any, Any]:
+        return {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_made"}
 
 
 class Moments:
@@ -168,7 +283,7 @@ class LayerStatistics:
 
     def within_tiles(self, geometry: RotaryGeometry | None, tile: int) -> LayerStatistics:
         """The statistics where keys are rotated from the first of so many tokens to their own place, all places alike."""
-        if geometry is None or geometry.kind != "rope":
+        if geometry is None:
             return self
 
         def turned(vectors: torch.Tensor, by: int | torch.Tensor) -> torch.Tensor:
@@ -193,6 +308,9 @@ class LayerStatistics:
             root = torch.block_diag(*(_damped_root(cost) for side in (self.key_cost, self.value_cost) for cost in side[heads]))
             _, directions = descending(root @ covariance @ root)
             transforms.append(directions @ root)
-        basis = Basis.rounded(self.shape, self.mean, torch.stack(transforms))
+        transform = torch.stack(transforms)
+        scales = transform.abs().amax(2).float()
+        rows = (transform / scales[..., None]).half()
+        basis = Basis(self.shape, *(tensor.cpu().contiguous() for tensor in (self.mean.float(), rows, scales)))
         centered = self.sample.transpose(0, 1).double() - self.mean[:, None]
         return basis, centered @ basis.transform.mT.to(centered.device)

@@ -26,6 +26,7 @@ from hf_kvcaches.kernels.launch import Backend, choose
 
 _DAMAGED = "Packed codes are damaged. Have them made again."
 _TOKENS, _HEAD, _STATE, _INTEGER = 4, 8, 4, 2  # bytes
+_MOST_WORDS = 2**31 - 2  # that are decoded together: their places are int32
 # Tokens whose intervals are found at a time: their numbers stay in the cache, and a long prompt needs no more memory.
 _PIECE = 16 * TILE
 # Tiles whose lanes take their steps together: enough that operations take longer than calling them, few enough for the cache.
@@ -65,7 +66,6 @@ def bytes_beside(tokens: int) -> int:
 
 
 def _record(tokens: int, counts: torch.Tensor, *sections: torch.Tensor) -> torch.Tensor:
-    """A record, (bytes,), uint8: words and escaped integers of each tile, (tiles, 2), then states, words and escaped integers of all."""
     parts = torch.tensor([tokens], dtype=torch.int32, device=counts.device), counts.int(), *sections
     return torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts if part.numel()])
 
@@ -100,29 +100,33 @@ def _read(spans: Sequence[Span]) -> list[SpanTiles]:
     if any(count < 0 or len(span.data) < _TOKENS + _HEAD * number for span, count, number in zip(spans, tokens, tiles, strict=True)):
         raise ArtifactError(_DAMAGED)
     heads = torch.cat([span.data[_TOKENS : _TOKENS + _HEAD * number] for span, number in zip(spans, tiles, strict=True)]).cpu()
-    counts = heads.view(torch.int32).view(-1, 2).split(tiles)
-    return [_span_tiles(*parts) for parts in zip(spans, tokens, counts, strict=True)]
-
-
-def _span_tiles(span: Span, tokens: int, counts: torch.Tensor) -> SpanTiles:
-    """The tiles of a span of a record with so many tokens, whose tiles have so many words and escaped integers."""
-    own = counts.numpy()  # which takes a fraction of PyTorch's time for so few numbers
-    ends = np.concatenate([np.zeros((1, 2), np.int64), own.cumsum(0, dtype=np.int64)])
-    start, stop, _ = slice(span.start, span.stop).indices(tokens)
-    first, last = start // TILE, max(start // TILE, _tiles_for(stop))
-    before, behind = (min(tokens, tile * TILE) for tile in (first, last))
-    bounds = [[_STATE * _lanes_of(count) for count in (before, behind, tokens)], *(_INTEGER * ends[[first, last, -1]]).T.tolist()]
-    sections, offset = [], _TOKENS + _HEAD * len(own)
-    for low, high, size in bounds:
-        sections.append(span.data[offset + low : offset + high])
-        offset += size
-    if (own < 0).any() or offset != len(span.data) or (span.stop is not None and span.stop > tokens):
+    counts = heads.view(torch.int32).view(-1, 2)
+    # NumPy takes a fraction of PyTorch's time for so few numbers.
+    ends = np.concatenate([np.zeros((1, 2), np.int64), counts.numpy().cumsum(0, dtype=np.int64)])
+    if bool((counts < 0).any()):
         raise ArtifactError(_DAMAGED)
-    return SpanTiles(span.layer, behind - before, slice(start - before, stop - before), counts[first:last], sections)
+    parts, tile = [], 0
+    for span, whole, number in zip(spans, tokens, tiles, strict=True):
+        start, stop, _ = slice(span.start, span.stop).indices(whole)
+        first, last = start // TILE, max(start // TILE, _tiles_for(stop))
+        before, behind = min(whole, first * TILE), min(whole, last * TILE)
+        lanes = [_STATE * _lanes_of(count) for count in (0, before, behind, whole)]
+        sections, offset = [], _TOKENS + _HEAD * number
+        for begin, low, high, end in (lanes, *(_INTEGER * ends[[tile, tile + first, tile + last, tile + number]]).T.tolist()):
+            sections.append(span.data[offset + low - begin : offset + high - begin])
+            offset += end - begin
+        if offset != len(span.data) or (span.stop is not None and span.stop > whole):
+            raise ArtifactError(_DAMAGED)
+        wanted = slice(start - before, stop - before)
+        parts.append(SpanTiles(span.layer, behind - before, wanted, counts[tile + first : tile + last], sections))
+        tile += number
+    return parts
 
 
 def _coded(parts: Sequence[SpanTiles]) -> CodedTiles:
     """The tiles of parts, on their device."""
+    if sum(len(words) for _, words, _ in (part.sections for part in parts)) > _INTEGER * _MOST_WORDS:
+        raise ArtifactError(_DAMAGED)
     device = parts[0].sections[0].device
     tokens = torch.cat([(part.tokens - TILE * torch.arange(len(part.counts))).clamp_max(TILE) for part in parts])
     lanes = torch.stack([(tokens + 1) // 2, tokens // 2], 1).int().to(device)
@@ -135,11 +139,9 @@ def _coded(parts: Sequence[SpanTiles]) -> CodedTiles:
 
 
 class CoefficientPacker:
-    """The coefficients of one layer on a device, in steps. They are in the order of `Plan.integers`; digits are low bits and then integers.
+    """The coefficients of one layer in steps, in the order of `Plan.integers`, on the tables' device; digits are low bits, then integers.
 
-    Args:
-        deviations: In the order of the plan's directions.
-        tables: Of all layers, on the device.
+    Deviations are in the order of the plan's directions.
     """
 
     def __init__(self, plan: Plan, deviations: torch.Tensor, tables: Tables) -> None:
@@ -161,10 +163,7 @@ class CoefficientPacker:
         return digits[split:]
 
     def intervals(self, coefficients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The intervals of all symbols, (symbols, tokens), the integers that have none, and how many of these each tile has.
-
-        Coefficients are (integers, tokens), of whole tiles.
-        """
+        """The intervals, (symbols, tokens), of (integers, tokens) of whole tiles; integers that have none; how many of these a tile has."""
         plan, (boxes, _) = self.plan, self.tables.boxes
         levels = token_levels(self._weights @ coefficients.square())
         integers, low = rounded(coefficients, self._low_bits)
@@ -182,12 +181,11 @@ class CoefficientPacker:
     def digits(self, symbols: torch.Tensor, escaped: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """What symbols, (symbols, tokens), uint8, of whole tiles stand for, (digits, tokens), float32.
 
-        Args:
-            escaped: The integers that have no symbol, of which each tile has as many as `counts` says, on the CPU.
+        Escaped integers have no symbol; `counts` says how many each tile has, on the CPU.
         """
         plan, (tables, follows) = self.plan, self._values
         index = torch.addcmul(tables, follows, entropy.levels_of(symbols[0])).add_(symbols[1:])
-        digits = torch.empty(plan.digits, index.shape[1], device=index.device)
+        digits = torch.empty(plan.split + len(plan.order), index.shape[1], device=index.device)
         start, (ones, *others) = 0, plan.counts
         for size, own in zip(SIZES, index.split([plan.split + ones, *others]), strict=True):
             for values in self.tables.values[:size]:
@@ -208,22 +206,18 @@ class CoefficientPacker:
         return tile, digits[inside].long(), token
 
 
-CoefficientsOf = Callable[[int, slice], torch.Tensor]
-"""From a layer and some of its tokens to coefficients, (integers, tokens), float32."""
-
-
-def pack(packers: Mapping[int, CoefficientPacker], tokens: Mapping[int, int], coefficients_of: CoefficientsOf) -> dict[int, torch.Tensor]:
-    """Return records, (bytes,) uint8, by layer, of so many tokens of each."""
+def pack(
+    packers: Mapping[int, CoefficientPacker], tokens: Mapping[int, int], coefficients_of: Callable[[int, slice], torch.Tensor]
+) -> dict[int, torch.Tensor]:
+    """Records, (bytes,) uint8, by layer, of so many tokens of each, whose coefficients, (integers, tokens), float32, are asked for."""
     records: dict[int, torch.Tensor] = {}
     for layers in _batches({layer: _tiles_for(count) for layer, count in tokens.items()}):
         tiles, device = [_tiles_for(tokens[layer]) for layer in layers], packers[layers[0]].symbols.device
         # Lanes without tokens code nothing, and neither do layers that have fewer symbols than others.
         most = max(len(packers[layer].symbols) for layer in layers)
         intervals = torch.full((most, 2, sum(tiles), LANES), SLOTS, dtype=torch.int32, device=device)
-        filled = [
-            _fill(own, packers[layer], tokens[layer], partial(coefficients_of, layer))
-            for layer, own in zip(layers, intervals.split(tiles, 2), strict=True)
-        ]
+        parts = zip(layers, intervals.split(tiles, 2), strict=True)
+        filled = [_fill(own, packers[layer], tokens[layer], partial(coefficients_of, layer)) for layer, own in parts]
         for layer, finite in zip(layers, torch.stack([total for *_, total in filled]).isfinite().tolist(), strict=True):
             if not finite:
                 raise ConfigError.of(f"layers[{layer}]", "finite numbers", "infinities or NaN")
@@ -258,14 +252,10 @@ def _fill(
 def unpack(
     packers: Mapping[int, CoefficientPacker], spans: Sequence[Span], backend: Backend = "auto"
 ) -> Iterator[tuple[SpanTiles, torch.Tensor]]:
-    """Yield for each of some records on one device its tiles and their digits, (digits, tokens); else raise an `ArtifactError`.
-
-    Whether codes are whole is known once all are decoded, so an error may come last.
-    """
+    """Yield the tiles of each span and their digits, (digits, tokens), float32; an `ArtifactError` for damage may come after the last."""
     if not spans:
         return
-    valid = []
-    found = _read(spans)
+    found, valid = _read(spans), []
     digits_of = _digits_by_triton if choose(backend, packers[spans[0].layer].tables.values) == "triton" else _digits
     for batch in _batches({place: len(part.counts) for place, part in enumerate(found)}):
         parts = [found[place] for place in batch]
@@ -277,8 +267,7 @@ def unpack(
         raise ArtifactError(_DAMAGED)
 
 
-Digits = tuple[Iterator[torch.Tensor], torch.Tensor]
-"""The digits of each part, (digits, tokens of its tiles), and whether the codes are whole."""
+Digits = tuple[Iterator[torch.Tensor], torch.Tensor]  # of each part, (digits, tokens of its tiles), and whether the codes are whole
 
 
 def _digits(coded: CodedTiles, parts: Sequence[SpanTiles], packers: Sequence[CoefficientPacker]) -> Digits:
@@ -289,19 +278,16 @@ def _digits(coded: CodedTiles, parts: Sequence[SpanTiles], packers: Sequence[Coe
     tables = torch.stack(layers, 2).repeat_interleave(torch.tensor(tiles, device=device), 2)
     symbols, valid = entropy.decode(coded, tables[:, 0], tables[:, 1], packers[0].tables)
     escaped = coded.escaped.split([int(part.counts[:, 1].sum()) for part in parts])
-    by_part = zip(packers, parts, symbols.split(tiles, 2), escaped, strict=True)
-    digits = (
-        packer.digits(own[: len(packer.symbols)].transpose(1, 2).flatten(1), integers, part.counts[:, 1])
-        for packer, part, own, integers in by_part
-    )
-    return digits, valid
+    by_part = zip(packers, (own.transpose(1, 2).flatten(1) for own in symbols.split(tiles, 2)), escaped, parts, strict=True)
+    return (packer.digits(own[: len(packer.symbols)], integers, part.counts[:, 1]) for packer, own, integers, part in by_part), valid
 
 
 def _digits_by_triton(coded: CodedTiles, parts: Sequence[SpanTiles], packers: Sequence[CoefficientPacker]) -> Digits:
     from hf_kvcaches.kernels.rans_triton import decode_tiles
 
     tables, places = packers[0].tables, list[tuple[int, int, int, int]]()
-    shapes = [(packer.plan.digits, TILE * len(part.counts)) for part, packer in zip(parts, packers, strict=True)]
+    plans = [packer.plan for packer in packers]
+    shapes = [(plan.split + len(plan.order), TILE * len(part.counts)) for plan, part in zip(plans, parts, strict=True)]
     first, size = 0, 0
     for packer, (digits, tokens) in zip(packers, shapes, strict=True):
         places += [(first, len(packer.symbols), size + token, tokens) for token in range(0, tokens, TILE)]

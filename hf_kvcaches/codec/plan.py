@@ -105,11 +105,6 @@ class Plan:
         return len(self.low_bits)
 
     @property
-    def digits(self) -> int:
-        """Low bits and integers of a token."""
-        return self.split + len(self.order)
-
-    @property
     def lengths(self) -> list[int]:
         """How many directions are coded in groups of each size."""
         return [count * size for count, size in zip(self.counts, SIZES, strict=True)]
@@ -127,10 +122,8 @@ class Plan:
 
     @cached_property
     def symbols(self) -> torch.Tensor:
-        """What each symbol of a token is, (symbols, 6), int32.
-
-        Its table, in tokens of level 0; whether others have the next ones; whether its integers stand for themselves, without shifts; how
-        many there are; the number of the first among the digits, and how much further on each next one is.
+        """Of each symbol of a token, (symbols, 6), int32: its table, in tokens of level 0; whether others have the next ones; whether its
+        integers have no shifts; how many there are; the number of the first among the digits, and how much further on each next one is.
         """
         rows = [[_TOKEN_BITS, 0, 0, 0, 0, 0], *([bits, 0, 0, 1, digit, 0] for digit, bits in enumerate(self.low_bits.tolist()))]
         start = self.split

@@ -33,8 +33,8 @@ from hf_kvcaches import AdaptiveSubspace, SubspaceCache
 from hf_kvcaches.cli.prompts import encode
 from hf_kvcaches.cli.tables import Row, environment, show, write_csv
 from hf_kvcaches.codec.calibrate import measure
+from hf_kvcaches.codec.meter import Reading
 from hf_kvcaches.codec.moments import LayerStatistics, descending
-from hf_kvcaches.codec.settings import Reading
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.evaluate import measures
@@ -225,7 +225,7 @@ def losses(model: Any, cache: Any, ids: torch.Tensor, first: int) -> tuple[torch
 def calibrated_bases(model: Any, texts: list[list[int]], rotation: str) -> Bases:
     """The main directions of each head: right singular vectors as rows, multiplied by their singular values."""
     bases, reading = {}, Reading(rotation=rotation, metric="plain", progress=False)
-    for layer, sums in measure(model, None, texts, reading).sums.items():
+    for layer, sums in measure(model, None, texts, reading)[0].sums.items():
         moment, dim = LayerStatistics.of(sums, "plain").in_shape(sums.shape._replace(group=1)).moment, sums.shape.key_dim
         main = [descending(side) for side in (moment[:, :dim, :dim], moment[:, dim:, dim:])]
         keys, values = (energies.clamp_min(0.0).sqrt()[..., None] * directions for energies, directions in main)

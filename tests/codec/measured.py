@@ -9,9 +9,8 @@ from transformers import DynamicCache
 
 from hf_kvcaches import KVCodec, RotaryGeometry
 from hf_kvcaches.codec.calibrate import ending_of, read_batch
-from hf_kvcaches.codec.meter import MeterCache
+from hf_kvcaches.codec.meter import MeterCache, Reading
 from hf_kvcaches.codec.moments import EXACT, LayerSums
-from hf_kvcaches.codec.settings import Reading
 from tests import tiny
 
 IDS = tiny.ids(3, 40, seed=5)

@@ -8,14 +8,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import BloomConfig, DynamicCache, GraniteConfig, MistralConfig, T5Config, T5ForConditionalGeneration
+from transformers import BloomConfig, DynamicCache, GraniteConfig, LlamaForCausalLM, MistralConfig, T5Config, T5ForConditionalGeneration
 
 from hf_kvcaches import ConfigError, KVCodec, RotaryGeometry, UnsupportedError, enable
 from hf_kvcaches.codec import calibrate as calibration
 from hf_kvcaches.codec.calibrate import ending_of, gradient_of_drawn, read_batch
-from hf_kvcaches.codec.meter import MeterCache, before_rotation
+from hf_kvcaches.codec.meter import MeterCache, Reading, before_rotation
 from hf_kvcaches.codec.moments import LayerStatistics, LayerSums, Moments
-from hf_kvcaches.codec.settings import Reading
 from hf_kvcaches.evaluate.texts import batches_of, blocks_of
 from hf_kvcaches.kernels.code_format import TILE, WIDTHS
 from tests import testbed, tiny
@@ -125,7 +124,7 @@ def test_distortions_are_the_squared_errors_of_the_sampled_tokens(width: int) ->
     for index, layer in codec.slots.layers.items():
         layer = replace(layer, widths=torch.full((layer.shape.size,), width, dtype=torch.uint8))
         _, keys, _, values = held(model, index)
-        vectors = joined(layer, coded(keys), coded(values))
+        vectors = joined(layer.shape, coded(keys), coded(values))
         error = vectors - vectors_of(layer, integers_of(layer, vectors))
         found = torch.einsum("gij,bgtj->bgti", layer.transform, error).square().mean((0, 2))
         torch.testing.assert_close(found, layer.distortions[..., 1 + WIDTHS.index(width)].double(), rtol=2e-2, atol=1e-6)
@@ -136,7 +135,7 @@ def test_no_other_step_loses_much_less() -> None:
     model, ids = tiny.llama(num_hidden_layers=2), tiny.ids(24, 132)
     layer = calibrate(model, ids.tolist(), metric="plain").slots.layers[1]
     _, keys, _, values = held(model, 1, ids)
-    vectors = joined(layer, coded(keys), coded(values)) - layer.mean.double()[:, None]
+    vectors = joined(layer.shape, coded(keys), coded(values)) - layer.mean.double()[:, None]
     coefficients = torch.einsum("gij,bgtj->gbti", layer.transform, vectors).flatten(1, 2)
     # From 6 bits on steps reach all of the sample, whatever loses least.
     for place, width in enumerate(WIDTHS[:5]):
@@ -225,7 +224,7 @@ def test_gradients_from_logits_of_a_few_positions_are_those_from_all_logits(buil
         states = ending.run(IDS, None)
         logits = ending.head(states)
         (whole,) = torch.autograd.grad(logits, states, gradient_of_drawn(logits, lambda part: part, [0, 1, 2]))
-    assert states.shape[-1] == model.config.hidden_size
+    assert (states.shape[-1] == model.config.hidden_size) == (type(model) is LlamaForCausalLM)
     assert torch.allclose(logits, model(input_ids=IDS).logits, atol=1e-4)
     assert torch.allclose(gradient_of_drawn(states, ending.head, [0, 1, 2]), whole, atol=1e-5 * float(whole.abs().max()))
 

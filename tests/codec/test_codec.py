@@ -60,14 +60,14 @@ def near_a_step(layer: FixedLayer, pair: tuple[torch.Tensor, torch.Tensor]) -> t
     """Where float32 may choose another integer than float64, (batch, groups, tokens)."""
     places = torch.tensor([WIDTHS.index(width) if width else 0 for width in layer.widths.tolist()])
     steps = layer.steps.double().gather(2, places.expand(layer.shape.groups, -1)[..., None])[..., 0]
-    vectors = joined(layer, *pair).double() - layer.mean.double()[:, None]
+    vectors = joined(layer.shape, *pair).double() - layer.mean.double()[:, None]
     coefficients = torch.einsum("gij,bgtj->bgti", layer.transform, vectors) / steps[:, None]
     return (((coefficients - coefficients.round()).abs() < 1e-3) & (layer.widths > 0)).any(-1)
 
 
 def assert_same(layer: FixedLayer, found: tuple[torch.Tensor, torch.Tensor], pair: tuple[torch.Tensor, torch.Tensor]) -> None:
     sure = ~near_a_step(layer, pair)
-    mine, theirs = (joined(layer, *own)[sure] for own in (found, decoded(layer, *pair)))
+    mine, theirs = (joined(layer.shape, *own)[sure] for own in (found, decoded(layer, *pair)))
     torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=1e-5 * float(theirs.abs().max()) if len(theirs) else 0.0)
 
 
@@ -88,7 +88,8 @@ def test_wide_codes_lose_a_small_share_of_every_direction(name: str, width: int,
     form = form_of(name, width)
     pairs = states(form)
     for layer, pair, found in zip(form.layers.values(), pairs, decode(form, encode(form, pairs), torch.float64), strict=True):
-        whole, error = joined(layer, *pair).double() - layer.mean.double()[:, None], joined(layer, *found) - joined(layer, *pair)
+        before, after = (joined(layer.shape, *own).double() for own in (pair, found))
+        whole, error = before - layer.mean.double()[:, None], after - before
         sizes = [(torch.einsum("gij,bgtj->bgti", layer.transform, own)).square().mean((0, 2)).sqrt() for own in (error, whole)]
         assert float((sizes[0] / sizes[1]).max()) < loss
 
@@ -165,7 +166,7 @@ def test_a_layer_without_bits_is_its_mean() -> None:
     assert {own.shape for own in codes} == {(2, 1, 0, 3)}
     assert form.nbytes == 0
     for layer, pair in zip(form.layers.values(), decode(form, codes), strict=True):
-        vectors = joined(layer, *pair)
+        vectors = joined(layer.shape, *pair)
         torch.testing.assert_close(vectors, layer.mean[:, None].expand_as(vectors), rtol=1e-5, atol=1e-6)
 
 

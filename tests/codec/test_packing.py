@@ -8,11 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_kvcaches import ArtifactError, ConfigError, KVCodec
-from hf_kvcaches.codec.basis import Shape
+from hf_kvcaches.codec.moments import Shape
 from hf_kvcaches.codec.packing import cut, join
 from tests import tiny
 from tests.codec.measured import calibrate, made, packed, states
 from tests.reference import packed as reference
+from tests.reference.codec import joined
 
 
 def unpacked(codec: KVCodec, records: dict[int, torch.Tensor], start: int = 0, stop: int | None = None) -> list[tuple[torch.Tensor, ...]]:
@@ -143,6 +144,13 @@ def test_damaged_records_are_refused_or_have_the_right_form() -> None:
         codec.unpack([(1, data, 0, 71)])
 
 
+def test_records_of_more_words_than_places_can_count_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = packed(made(), states(70))[0]
+    monkeypatch.setattr("hf_kvcaches.codec.packing._MOST_WORDS", 10)
+    with pytest.raises(ArtifactError, match="damaged"):
+        made().unpack([(0, data, 0, None)])
+
+
 def test_records_of_other_layers_or_codecs_do_not_pass_unnoticed() -> None:
     data = packed(made(), states(70))[0]
     with pytest.raises(ArtifactError, match="damaged"):
@@ -160,7 +168,7 @@ def test_heads_are_joined_in_groups_of_a_size_and_come_apart_again(shape: tuple[
     keys, values = torch.randn(2, own.heads, 5, own.key_dim), torch.randn(2, own.heads, 5, own.value_dim)
     together = own.join(keys, values, keys.dtype)
     assert together.shape == (2, own.heads // own.group, 5, own.size)
-    assert torch.equal(together[0], reference.joined(keys[0], values[0], own.group).float())
+    assert torch.equal(together, joined(own, keys, values))
     assert all(torch.equal(*pair) for pair in zip(own.split(together), (keys, values), strict=True))
 
 

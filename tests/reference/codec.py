@@ -3,19 +3,17 @@
 import torch
 
 from hf_kvcaches.codec.fixed import FixedLayer
+from hf_kvcaches.codec.moments import Shape
 from hf_kvcaches.kernels.code_format import WIDTHS
 
 
-def joined(layer: FixedLayer, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def joined(shape: Shape, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Vectors of the groups, (batch, groups, tokens, size): the keys of a group's heads, then the values."""
-    group = layer.shape.group
-    return torch.stack(
-        [
-            torch.cat([side[:, head] for side in (keys, values) for head in range(start, start + group)], -1)
-            for start in range(0, layer.shape.heads, group)
-        ],
-        1,
-    )
+    vectors = []
+    for start in range(0, shape.heads, shape.group):
+        heads = range(start, start + shape.group)
+        vectors.append(torch.cat([side[:, head] for side in (keys, values) for head in heads], -1))
+    return torch.stack(vectors, 1)
 
 
 def integers_of(layer: FixedLayer, vectors: torch.Tensor) -> torch.Tensor:
@@ -42,7 +40,7 @@ def vectors_of(layer: FixedLayer, integers: torch.Tensor) -> torch.Tensor:
 
 def decoded(layer: FixedLayer, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values after their codes, (batch, kv_heads, tokens, dim) each."""
-    vectors, shape = vectors_of(layer, integers_of(layer, joined(layer, keys, values))), layer.shape
+    vectors, shape = vectors_of(layer, integers_of(layer, joined(layer.shape, keys, values))), layer.shape
     sizes = [shape.key_dim] * shape.group + [shape.value_dim] * shape.group
     heads = [vectors[:, group].split(sizes, -1) for group in range(shape.groups)]
     return tuple(  # type: ignore[return-value]

@@ -3,21 +3,13 @@
 import torch
 
 from hf_kvcaches import KVCodec
-
-
-def joined(keys: torch.Tensor, values: torch.Tensor, group: int) -> torch.Tensor:
-    """(groups, tokens, size): the keys of a group's heads, then their values."""
-    rows = []
-    for first in range(0, len(keys), group):
-        heads = range(first, first + group)
-        rows.append(torch.cat([states[head] for states in (keys, values) for head in heads], -1))
-    return torch.stack(rows).double()
+from tests.reference.codec import joined
 
 
 def coefficients(codec: KVCodec, layer: int, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """In steps, (directions, tokens)."""
     basis = codec.packed.bases[layer]
-    apart = joined(keys, values, basis.shape.group) - basis.mean.double()[:, None]
+    apart = joined(basis.shape, keys[None], values[None])[0].double() - basis.mean.double()[:, None]
     return torch.cat([transform @ own.T for transform, own in zip(basis.transform, apart, strict=True)]) / codec.packed.quantizer.step
 
 

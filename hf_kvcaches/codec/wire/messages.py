@@ -116,25 +116,17 @@ class MessageReader(Generic[SomeHead]):
             raise
 
     def _read_head(self, head_type: type[SomeHead]) -> tuple[SomeHead, bytes]:
-        start = self._take(_START.size)
-        if not start.startswith(_MAGIC[: len(start)]):
-            got = f"got bytes that begin with {bytes(start[:8])!r}"
-            raise ArtifactError(f"Expected {self._codes}, {got}. Give what was sent, from its start.")
-        self._require(start, _START.size)
+        start = self._take(_START.size, magic=_MAGIC)
         _, version, length = _START.unpack(start)
         if version != _VERSION:
             hint = "Upgrade hf-kvcaches." if version > _VERSION else "Encode the prompt again."
             raise ArtifactError(f"{self._sentence} have format version {version}, this reads version {_VERSION}. {hint}")
         if length > _LONGEST_HEAD:
             raise ArtifactError(f"{self._sentence} say that their head has {length} bytes, more than the {_LONGEST_HEAD} allowed. {_AGAIN}")
-        rest = self._require(self._take(length + _DIGEST), length + _DIGEST)
+        rest = self._take(length + _DIGEST)
         text, digest = rest[:length], bytes(rest[length:])
         if _digest_of(start, text) != digest:
             raise ArtifactError(f"{self._sentence} have a damaged head. {_AGAIN}")
-        return self._head_of(head_type, text), digest
-
-    def _head_of(self, head_type: type[SomeHead], text: bytearray) -> SomeHead:
-        """The inverse of `_json_of`; an `ArtifactError` for any other bytes."""
         if text.count(b",") > _MOST_COMMAS:
             raise ArtifactError(f"{self._sentence} have a head with more than the {_MOST_COMMAS} commas allowed. {_AGAIN}")
         try:
@@ -150,16 +142,16 @@ class MessageReader(Generic[SomeHead]):
             raise ArtifactError(f"{self._sentence} have a head that makes no sense: {str(error)[:300]} {_AGAIN}") from error
         if not same:
             raise ArtifactError(f"{self._sentence} have a head that version {_VERSION} of the format would write otherwise. {_AGAIN}")
-        return head
+        return head, digest
 
     def _read_parts(self, digest: bytes) -> Iterator[Tensor]:
         names = self.head.names
         for expected, name in enumerate(names):
             part = f"{name!r} ({expected + 1} of {len(names)})"
-            number, length, stored = _PART.unpack(self._require(self._take(_PART.size), _PART.size, f" in part {part}"))
+            number, length, stored = _PART.unpack(self._take(_PART.size, f" in part {part}"))
             if number != expected:
                 raise ArtifactError(f"Part {number} of {self._codes} came where part {expected} was next. {_AGAIN}")
-            body = self._require(self._take(length), length, f" in part {part}")
+            body = self._take(length, f" in part {part}")
             digest = _digest_of(digest, number.to_bytes(4, "little"), body)
             if stored != digest:
                 raise ArtifactError(f"Part {part} of {self._codes} is damaged, or of other codes. {_AGAIN}")
@@ -170,13 +162,12 @@ class MessageReader(Generic[SomeHead]):
         if self._whole and self._read(1):
             raise ArtifactError(f"Bytes follow {self._codes} that end after {self.nbytes} bytes. Give the bytes of one message only.")
 
-    def _take(self, count: int) -> bytearray:
-        """So many bytes, or fewer where the source ends."""
+    def _take(self, count: int, where: str = "", magic: bytes = b"") -> bytearray:
         content = take(self._read, count)
         self.nbytes += len(content)
-        return content
-
-    def _require(self, content: bytearray, count: int, where: str = "") -> bytearray:
+        if not content.startswith(magic[: len(content)]):
+            got = f"got bytes that begin with {bytes(content[:8])!r}"
+            raise ArtifactError(f"Expected {self._codes}, {got}. Give what was sent, from its start.")
         if missing := count - len(content):
             raise ArtifactError(f"{self._ending}{where} after {self.nbytes} bytes, at least {missing} too early. {_AGAIN}")
         return content
