@@ -6,7 +6,6 @@ import argparse
 import ast
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,47 +19,39 @@ CACHE_HELP = (
 )
 
 
-@dataclass(frozen=True, repr=False)
-class CallSpec:
-    """A call of a public class, whose arguments are literals and other calls: `EquipCache(policy='streaming', budget=512)`."""
-
-    name: str
-    args: tuple[Any, ...]
-    options: dict[str, Any]
-
-    @property
-    def arguments(self) -> str:
-        """The arguments as they are typed."""
-        return ", ".join([*map(repr, self.args), *(f"{name}={value!r}" for name, value in self.options.items())])
-
-    def __repr__(self) -> str:
-        return f"{self.name}({self.arguments})"
-
-
-def parse(text: str) -> CallSpec:
-    """Read the name or the call of a cache, without evaluating anything."""
+def parse(text: str) -> ast.Call:
+    """Read the name or the call of a cache, whose arguments are literals and other calls, without evaluating anything."""
     try:
-        spec = _read(ast.parse(text.strip(), mode="eval").body)
+        call = as_call(ast.parse(text.strip(), mode="eval").body)
+        if call is not None:
+            _check(call)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):  # what `ast` raises on text that is no literal
-        spec = None
-    if not isinstance(spec, CallSpec):
+        call = None
+    if call is None:
         expected = "a class, or a call of it with literals and other calls as arguments"
         raise ConfigError.of("cache", expected, text, f"Write it {CACHE_HELP}.")
+    name = ast.unparse(call.func)
     hint = "It starts from the codes of a single prompt: call hf_kvcaches.verify with a function that makes it."
-    require_choice("cache", spec.name, CACHES, hint=hint if spec.name == "TranslatedCache" else "")
-    return spec
+    require_choice("cache", name, CACHES, hint=hint if name == "TranslatedCache" else "")
+    return call
 
 
-def _read(node: ast.expr) -> Any:
-    """A call as a `CallSpec`, anything else as the literal that it must be."""
-    if isinstance(node, ast.Name):
-        return CallSpec(node.id, (), {})
-    if not isinstance(node, ast.Call):
-        return ast.literal_eval(node)
-    options = {keyword.arg: _read(keyword.value) for keyword in node.keywords if keyword.arg is not None}
-    if not isinstance(node.func, ast.Name) or len(options) != len(node.keywords):
+def as_call(node: ast.expr) -> ast.Call | None:
+    """A call, or a class's name as a call without arguments; None for what must be a literal."""
+    return ast.Call(node, [], []) if isinstance(node, ast.Name) else node if isinstance(node, ast.Call) else None
+
+
+def _check(node: ast.expr) -> None:
+    """Raise a ValueError at the latest where a node is neither a literal nor a call of a class by its name."""
+    call = as_call(node)
+    if call is None:
+        ast.literal_eval(node)
+        return
+    names = [keyword.arg for keyword in call.keywords]
+    if not isinstance(call.func, ast.Name) or None in names or len(names) > len({*names}):
         raise ValueError
-    return CallSpec(node.func.id, tuple(map(_read, node.args)), options)
+    for part in (*call.args, *(keyword.value for keyword in call.keywords)):
+        _check(part)
 
 
 def model_source(name: str) -> str:
@@ -127,7 +118,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dtype": {"default": "auto", "choices": ("auto", "float32", "bfloat16", "float16"), "help": "of the weights; auto: as they are saved"},
     "threads": {"type": COUNT, "help": "of the CPU; default: as torch has it"},
     "metric": {"choices": ("loss", "plain"), "default": "loss", "help": "what errors cost"},
-    "push-to-hub": {"metavar": "ID", "help": "also uploads it, as owner/name"},
     "csv": {"type": Path, "help": "write every number here"},
     "json": {"action": "store_true", "help": "print one JSON document in place of tables"},
 }
@@ -202,7 +192,7 @@ def calibrate(parser: argparse.ArgumentParser) -> None:
 
 
 def codec(parser: argparse.ArgumentParser) -> None:
-    add_options(parser, "push-to-hub", "metric")
+    add_options(parser, "metric")
     parser.add_argument("--texts", required=True, **TEXTS)
     parser.add_argument("--bytes-ratio", type=float, default=0.125, help="bytes of a token, as a share of exact ones in 16 bits")
     parser.add_argument("--for", dest="engine", choices=("vllm", "lmcache"), help="the engine that will load it; it decides the rotation")
@@ -235,7 +225,7 @@ def warmstart(parser: argparse.ArgumentParser) -> None:
 def translator(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--producer", **OPTIONS["model"] | {"help": "the model that will read prompts: a folder or a hub id"})
     parser.add_argument("--consumer", **OPTIONS["model"] | {"help": "the model that will answer: a folder or a hub id"})
-    add_options(parser, "push-to-hub", "metric")
+    add_options(parser, "metric")
     parser.add_argument("--texts", required=True, **TEXTS)
     parser.add_argument("--prefixes", type=COUNT, default=64, help="texts at most, taken from all over the files")
     parser.add_argument("--length", type=COUNT, default=512, help="of a text, in tokens at most")

@@ -36,8 +36,6 @@ def codec(args: argparse.Namespace, device: torch.device) -> None:
     if args.engine:
         if args.rotation not in (None, rotation):
             raise ConfigError.of("--rotation", f"{rotation!r} for {args.engine}", args.rotation, "Leave it out.")
-        if args.push_to_hub:
-            raise ConfigError.of("--push-to-hub", "none with --for: engines load folders", args.push_to_hub, "Copy the folder.")
         engine_codec.checkpoint_digest(model_source(args.model))
     model, tokenizer = load(args.model, device, args.dtype)
     texts = read_texts(args.texts, tokenizer, length)
@@ -49,7 +47,6 @@ def codec(args: argparse.Namespace, device: torch.device) -> None:
     else:
         made.save_pretrained(args.out)
     print(f"{made}\n{made.settings.tokens} tokens of {len(texts)} texts, {seconds:.0f} s; written to {args.out}")
-    _upload(made, args)
 
 
 def segments(args: argparse.Namespace, device: torch.device) -> None:
@@ -93,7 +90,6 @@ def translator(args: argparse.Namespace, device: torch.device) -> None:
     if first:
         made.save_pretrained(args.out)
         print(f"{made.describe_calibration()}\n\n{len(texts)} texts, {seconds:.1f} s; written to {args.out}")
-        _upload(made, args)
 
 
 def _timed(calibrate: Callable[..., Any], *args: Any, **options: Any) -> tuple[Any, float]:
@@ -104,11 +100,6 @@ def _timed(calibrate: Callable[..., Any], *args: Any, **options: Any) -> tuple[A
 
 def _quantization(args: argparse.Namespace) -> Any:
     return None if args.quantization == "none" else args.quantization
-
-
-def _upload(made: Any, args: argparse.Namespace) -> None:
-    if args.push_to_hub:
-        print(f"uploaded: {made.push_to_hub(args.push_to_hub)}")
 
 
 def _measured(rows: Iterable[Mapping[str, Any]]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import inspect
 import json
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ import transformers
 from transformers.utils import logging
 
 import hf_kvcaches
-from hf_kvcaches.cli.arguments import CACHES, CallSpec, model_source
+from hf_kvcaches.cli.arguments import CACHES, as_call, model_source
 from hf_kvcaches.errors import ConfigError, require_choice
 
 Text = str | list[int]
@@ -67,36 +68,38 @@ def from_pretrained(kind: Any, name: str, **options: Any) -> Any:
         raise ConfigError.of("model", "a folder that exists, or a model of the Hub", name, hint) from error
 
 
-def makers(specs: Sequence[CallSpec], model: Any, tokenizer: Any = None) -> dict[str, Callable[[], Any]]:
-    """By the spec, what makes a new cache for each text; stores, codecs and what else a spec calls are made or loaded once.
+def makers(calls: Sequence[ast.Call], model: Any, tokenizer: Any = None) -> dict[str, Callable[[], Any]]:
+    """By the text of a call, what makes a new cache for each text; stores, codecs and what else it calls are made or loaded once.
 
     Classes that are saved in folders (`KVCodec`, `SegmentPolicy`, `WarmStartLibrary` and others) are loaded from the folder or Hub
     repository that they are given, and other classes are called. The model and its tokenizer are passed where a class takes them.
     """
-    return {repr(spec): partial(_made(spec, model, tokenizer).new_cache, model) for spec in specs}
+    return {ast.unparse(call): partial(_made(call, model, tokenizer).new_cache, model) for call in calls}
 
 
-def _made(value: Any, model: Any, tokenizer: Any) -> Any:
+def _made(node: ast.expr, model: Any, tokenizer: Any) -> Any:
     """What an argument stands for: a literal, the `per_call` of a cache, or an object of another class."""
-    if not isinstance(value, CallSpec):
-        return value
-    is_cache = value.name in CACHES
+    call = as_call(node)
+    if call is None:
+        return ast.literal_eval(node)
+    class_name = ast.unparse(call.func)
+    is_cache = class_name in CACHES
     if not is_cache:
-        require_choice("--cache", value.name, ARGUMENTS)
-    kind = getattr(hf_kvcaches, value.name)
+        require_choice("--cache", class_name, ARGUMENTS)
+    kind = getattr(hf_kvcaches, class_name)
     make = kind if is_cache else getattr(kind, "from_pretrained", kind)
-    args = [_made(part, model, tokenizer) for part in value.args]
+    args = [_made(part, model, tokenizer) for part in call.args]
     names, taken = list(inspect.signature(make).parameters), {"model": model, "tokenizer": tokenizer}
     if names[:1] == ["model"]:
         args.insert(0, model)
     options = {name: taken[name] for name in names[len(args) :] if name in taken}
-    options |= {name: _made(part, model, tokenizer) for name, part in value.options.items()}
+    options |= {str(keyword.arg): _made(keyword.value, model, tokenizer) for keyword in call.keywords}
     if is_cache:
         return hf_kvcaches.per_call(kind, *args[1:], **options)
     try:
         inspect.signature(make).bind(*args, **options)
     except TypeError as error:
-        raise ConfigError(f"--cache: {value}: {error}. Look up the arguments of {value.name}.") from None
+        raise ConfigError(f"--cache: {ast.unparse(call)}: {error}. Look up the arguments of {class_name}.") from None
     return make(*args, **options)
 
 

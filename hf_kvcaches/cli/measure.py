@@ -19,11 +19,9 @@ from transformers import Cache, DynamicCache
 
 from hf_kvcaches import compat
 from hf_kvcaches.cli import prompts, suite
-from hf_kvcaches.cli.arguments import CallSpec
 from hf_kvcaches.cli.inputs import begin, from_pretrained, load, makers, read_text, read_texts, spaced, token_ids
 from hf_kvcaches.cli.suite import MakeCache
-from hf_kvcaches.cli.tables import Row, emit, environment, hardware, print_environment, print_json, show
-from hf_kvcaches.core.rope_families import head_sizes
+from hf_kvcaches.cli.tables import Row, emit, environment, print_environment, show
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.evaluate.measures import cache_bytes
 from hf_kvcaches.evaluate.runner import ModelRunner
@@ -68,11 +66,8 @@ def run_verify(args: argparse.Namespace) -> int:
     [(name, make_cache)] = makers([args.cache], model, tokenizer).items()
     ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"][:, : args.context]
     report = verify(model, make_cache, ids, args.max_new_tokens, prefill_chunk_size=args.prefill_chunk_size)
-    if args.json:
-        fixed = {"model": args.model, "cache": name, "prompt_tokens": ids.shape[1]}
-        print_json({"environment": environment(device), **fixed, **report.as_dict()})
-    else:
-        print(f"{name}: {ids.shape[1]:,} tokens and {report.steps} steps behind them\n{report}")
+    document = {"environment": environment(device), "model": args.model, "cache": name, "prompt_tokens": ids.shape[1], **report.as_dict()}
+    emit(args, document, f"{name}: {ids.shape[1]:,} tokens and {report.steps} steps behind them\n{report}")
     differs = args.exact and report.first_divergence is not None
     if differs:
         print(f"The text differs from step {report.first_divergence} on.", file=sys.stderr if args.json else sys.stdout)
@@ -80,11 +75,10 @@ def run_verify(args: argparse.Namespace) -> int:
 
 
 def run_eval(args: argparse.Namespace) -> int:
-    device = begin(args)
-    model, tokenizer = load(args.model, device, args.dtype)
+    model, tokenizer = load(args.model, begin(args), args.dtype)
     texts = [] if args.suite else _long_enough(args.texts, tokenizer, args.context, args.following)
     caches = makers(args.cache, model, tokenizer)
-    fixed = {**environment(device), "model": args.model, "dtype": str(model.dtype).removeprefix("torch.")}
+    fixed = _about(args, model)
     if args.suite:
         rows = _suite_rows(args, model, tokenizer, caches)
         emit(args, {"environment": fixed, "caches": rows}, show(rows, SUITE_COLUMNS), rows, fixed)
@@ -93,6 +87,11 @@ def run_eval(args: argparse.Namespace) -> int:
         summaries = [_summary(name, [row for row in rows if row["cache"] == name]) for name in caches]
         emit(args, {"environment": fixed, "caches": summaries, "rows": rows}, show(summaries, COLUMNS), rows, fixed)
     return 0
+
+
+def _about(args: argparse.Namespace, model: Any) -> dict[str, Any]:
+    """The columns that all rows of a run share."""
+    return {**environment(model.device), "model": args.model, "dtype": str(model.dtype).removeprefix("torch.")}
 
 
 def _long_enough(paths: Sequence[Path], tokenizer: Any, context: int, following: int) -> list[list[int]]:
@@ -158,16 +157,19 @@ def run_bench(args: argparse.Namespace) -> int:
     model, tokenizer = (_random_model(args.model, device, args.dtype), None) if args.random else load(args.model, device, args.dtype)
     if not args.json:
         print_environment(device)
-    specs = {repr(spec): spec for spec in (CallSpec("DynamicCache", (), {}), *args.cache)}
     caches = {"DynamicCache()": lambda: DynamicCache(config=model.config), **makers(args.cache, model, tokenizer)}
-    measured, shape, rows = _timed(model, caches, args), _shape(model, args), []
+    measured, rows = _timed(model, caches, args), []
     base_prefill, base_decode, _ = zip(*measured["DynamicCache()"], strict=True)
-    for name, spec in specs.items():
+    for name in caches:
         prefill, decode, mebibytes = zip(*measured[name], strict=True)
         times = {"prefill_s": statistics.median(prefill), **ratios(base_prefill, prefill, "prefill_ratio")}
         times |= {**spread("decode", decode, 1e3), **ratios(base_decode, decode, "decode_ratio")}
-        rows.append({**shape, "cache": spec.name, "setting": spec.arguments, **times, "mib": round(mebibytes[-1], 2)})
-    emit(args, {"environment": environment(device), "model": args.model, "caches": rows}, show(rows, BENCH_COLUMNS), rows, {})
+        kind, _, setting = name.partition("(")
+        rows.append({"cache": kind, "setting": setting[:-1], **times, "mib": round(mebibytes[-1], 2)})
+    text = compat.decoder_config(model.config)
+    fixed = _about(args, model) | {"hidden": getattr(text, "hidden_size", ""), "layers": getattr(text, "num_hidden_layers", "")}
+    fixed |= {"batch": args.batch, "context": args.context}
+    emit(args, {"environment": fixed, "model": args.model, "caches": rows}, show(rows, BENCH_COLUMNS), rows, fixed)
     return 0
 
 
@@ -195,25 +197,6 @@ def _timed(model: Any, caches: Mapping[str, Callable[[], Cache]], args: argparse
         return prefill, decode / args.steps, cache_bytes(cache) / 2**20
 
     return in_turns({name: partial(timed, name) for name in caches}, args.rounds, warm_up=1)
-
-
-def _shape(model: Any, args: argparse.Namespace) -> Row:
-    """The columns that all rows share."""
-    text = compat.decoder_config(model.config)
-    sizes, heads = head_sizes(text, 0), getattr(text, "num_attention_heads", "")
-    return {
-        "hardware": hardware(model.device),
-        "device": model.device.type,
-        "threads": torch.get_num_threads(),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "hidden": getattr(text, "hidden_size", ""),
-        "layers": getattr(text, "num_hidden_layers", ""),
-        "heads": heads,
-        "kv_heads": getattr(text, "num_key_value_heads", heads),
-        "head_dim": "" if sizes is None else sizes[0],
-        "batch": args.batch,
-        "context": args.context,
-    }
 
 
 def in_turns(works: Mapping[str, Callable[[int], Any]], rounds: int, warm_up: int = 0) -> dict[str, list[Any]]:

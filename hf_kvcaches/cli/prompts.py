@@ -37,14 +37,6 @@ _CLAUSES = tuple(
 )
 
 
-class Needle(NamedTuple):
-    """A fact that a text states, and a question that asks for it in other words and is fed up to the answer."""
-
-    note: str
-    question: str
-    answer: str  # with the space before it
-
-
 class NeedlePrompt(NamedTuple):
     """A context with needles, as token ids, and what is asked behind it with the answers.
 
@@ -99,12 +91,12 @@ def needle_prompts(
     for number in range(count):
         rng = random.Random(f"needles {kind} {needles} {seed} {number}")
         facts, text = _needles(rng, kind, needles), _Prose(tokenizer, prose, rng)
-        room = max(1, tokens - sum(len(encode(tokenizer, fact.note)) for fact in facts))
+        room = max(1, tokens - sum(len(encode(tokenizer, note)) for note, _, _ in facts))
         shares = [rng.uniform(0.5, 1.5) for _ in range(needles + 1)]
         lengths = [int(room * share / sum(shares)) for share in shares]
-        body = "".join(f"{text.paragraph(length)} {fact.note} " for fact, length in zip(facts, lengths, strict=False))
+        body = "".join(f"{text.paragraph(length)} {note} " for (note, _, _), length in zip(facts, lengths, strict=False))
         last, following = text.split(lengths[-1], _FOLLOWING)
-        asked = [(encode(tokenizer, fact.question), encode(tokenizer, fact.answer)) for fact in rng.sample(facts, needles)]
+        asked = [(encode(tokenizer, question), encode(tokenizer, answer)) for _, question, answer in rng.sample(facts, needles)]
         continuation = encode(tokenizer, following)[:_FOLLOWING]
         prompts.append(NeedlePrompt(encode(tokenizer, body + last, begins=True), [*asked, (continuation[:1], continuation[1:])]))
     return prompts
@@ -126,12 +118,7 @@ def agent_prompts(
 def prompt_pairs(
     tokenizer: Any, count: int, kind: str, *, pages: int = 6, page_tokens: int = 100, seed: int = 0, prose: str | None = None
 ) -> list[tuple[list[int], list[int]]]:
-    """Pairs of prompts of a server, of which the later one resembles the earlier one.
-
-    Args:
-        kind: What the later prompt has in place of the earlier one's: "words": single words. "paragraph": one page and no more.
-            "pages": half of the pages.
-    """
+    """Pairs of prompts of a server: the later one has other words, one other page ("paragraph"), or half of the pages anew."""
     pairs = []
     for number in range(count):
         rng = random.Random(f"pairs {kind} {seed} {number}")
@@ -151,8 +138,8 @@ def prompt_pairs(
     return pairs
 
 
-def _needles(rng: random.Random, kind: str, count: int) -> list[Needle]:
-    """Facts about different people and places."""
+def _needles(rng: random.Random, kind: str, count: int) -> list[tuple[str, str, str]]:
+    """Facts about different people and places: what a text states, a question in other words, and the answer with the space before it."""
     people, places = rng.sample(_PEOPLE, count), rng.sample(_PLACES, count)
     facts = []
     if kind == "digits":
@@ -160,29 +147,24 @@ def _needles(rng: random.Random, kind: str, count: int) -> list[Needle]:
             number = "".join(rng.choice("0123456789") for _ in range(5))
             note = f"Remember this: the secret key number of the {place} is {number}. That is important."
             question = f"\n\nWhoever wants to open the {place} has to enter its number, which is"
-            facts.append(Needle(note, question, f" {number}"))
+            facts.append((note, question, f" {number}"))
         return facts
     for person, town, trade in zip(people, rng.sample(_TOWNS, count), rng.sample(_TRADES, count), strict=True):
         question = f"\n\nQuestion: How does {person} earn a living?\nAnswer: {person} is a"
-        facts.append(Needle(f"{person} works as a {trade} in {town}.", question, f" {trade}"))
+        facts.append((f"{person} works as a {trade} in {town}.", question, f" {trade}"))
     return facts
 
 
-_Page = tuple[str, str]
-"""A heading, prose and a fact; and the question that asks for the fact."""
-
-
-def _pages(tokenizer: Any, rng: random.Random, count: int, tokens: int, prose: str | None) -> tuple[list[_Page], str]:
-    """Pages, and a system text."""
+def _pages(tokenizer: Any, rng: random.Random, count: int, tokens: int, prose: str | None) -> tuple[list[tuple[str, str]], str]:
+    """Pages of a heading, prose and a fact, each with the question that asks for the fact; and a system text."""
     source, pages = _Prose(tokenizer, prose, rng), []
     for number in range(1, count + 1):
-        fact = _needles(rng, rng.choice(NEEDLE_KINDS), 1)[0]
-        half = max(1, (tokens - len(encode(tokenizer, fact.note))) // 2)
-        text = f"# Page {number}\n{source.paragraph(half)} {fact.note} {source.paragraph(half)}"
-        pages.append((text, fact.question.strip()))
+        [(note, question, _)] = _needles(rng, rng.choice(NEEDLE_KINDS), 1)
+        half = max(1, (tokens - len(encode(tokenizer, note))) // 2)
+        pages.append((f"# Page {number}\n{source.paragraph(half)} {note} {source.paragraph(half)}", question.strip()))
     return pages, " ".join([f"You are {rng.choice(_ROLES)}.", *rng.sample(_RULES, 4)])
 
 
-def _prompt(head: str, pages: Sequence[_Page], asked: _Page) -> str:
+def _prompt(head: str, pages: Sequence[tuple[str, str]], asked: tuple[str, str]) -> str:
     """The text of a prompt with pages, which ends with the question about one."""
     return "\n\n".join([head, *(text for text, _ in pages), asked[1]])

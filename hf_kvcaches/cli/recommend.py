@@ -6,7 +6,7 @@ import argparse
 import csv
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,11 +34,13 @@ COLUMNS = {
     "prefill": "{prefill_ratio:.2f}x",
     "step": "{decode_ratio:.2f}x",
 }
-# Columns in which a row of the speed table is to be near, with the number of doublings that a difference of names counts for.
+# Columns of the speed table in which a row is to be near.
 _NUMBERS = ("hidden", "layers", "batch", "context")
-_NAMES = {"dtype": 1.0, "device": 4.0}
 _PACKAGED = files("hf_kvcaches.cli")
+Support = dict[str, str]
+"""Whether each cache works with a family: "yes", or "yes, but" or "no" with the reason."""
 Measured = dict[str, str]
+"""A row of the speed table."""
 
 
 class CacheChoice(NamedTuple):
@@ -89,45 +91,44 @@ def choices(size: ModelSize, tokens: int) -> list[CacheChoice]:
 
 
 def run_recommend(args: argparse.Namespace) -> int:
-    device, memory, config = begin(args), bytes_of_size("--memory", args.memory), from_pretrained(AutoConfig, args.model)
+    device, table = begin(args), speed_table(args.speed)
+    memory, config = bytes_of_size("--memory", args.memory), from_pretrained(AutoConfig, args.model)
     dtype: Any = getattr(config, "dtype", None) if args.dtype == "auto" else getattr(torch, args.dtype)
     dtype = dtype if isinstance(dtype, torch.dtype) else torch.float32
     size, text, (family, support) = model_size(config, dtype), compat.decoder_config(config), family_of(config)
     case = {"hidden": getattr(text, "hidden_size", None), "layers": len(size.layers), "batch": args.batch, "context": args.context}
     case |= {"dtype": str(dtype).removeprefix("torch."), "device": device.type}
-    # What was measured on a CPU says nothing about a GPU.
-    table = [row for row in speed_table(args.speed) if row["device"] == device.type]
-    latents = getattr(text, "kv_lora_rank", None) is not None
-    offered, rows, speeds, chosen = choices(size, args.context), [], [], None
-    for choice in offered:
-        speed = nearest(table, choice.cache, choice.measured, case)
-        rows.append(_row(choice, _answer(choice, support, latents), speed, size, case, memory))
-        if "gib" in rows[-1]:
-            speeds += [speed] if choice.family and speed is not None else []
-            if chosen is None and rows[-1]["fits"] != "no" and choice.cache not in SOURCES:
-                chosen = {"cache": str(choice), "code": choice.code}
-    full_layers = len(size.full_layers)
-    about = {"model": args.model, "family": family, **case, "full_attention_layers": full_layers, "weight_bytes": size.weight_bytes}
+    latents, offered = getattr(text, "kv_lora_rank", None) is not None, choices(size, args.context)
+    speeds = [nearest(table, choice.cache, choice.measured, case) for choice in offered]
+    rows = [
+        _row(choice, _answer(choice, support, latents), size, case, memory, speed) for choice, speed in zip(offered, speeds, strict=True)
+    ]
+    fitting = (choice for choice, row in zip(offered, rows, strict=True) if "gib" in row and row["fits"] != "no")
+    chosen = next((choice for choice in fitting if choice.cache not in SOURCES), None)
     lines = [
         f"{args.model}: {family}, {len(size.layers)} layers, {case['dtype']}; {args.batch} x {args.context:,} tokens",
         f"weights: {size.weight_bytes / GIB:.2f} GiB; activations come on top of what is listed\n\n{show(rows, COLUMNS)}\n",
     ]
+    full_layers = len(size.full_layers)
     if full_layers < len(size.layers):
         lines.append(
             f"pruning and codes apply to {full_layers} of {len(size.layers)} layers; the others keep windows or states of their own."
         )
-    lines += [*_support(family, support, offered), _where_measured(speeds, device.type), ""]
+    shown = [speed for choice, row, speed in zip(offered, rows, speeds, strict=True) if choice.family and "gib" in row and speed]
+    lines += [*_reasons(family, support, offered), _where_measured(shown, device.type), ""]
     if chosen is not None:
-        lines.append(f"The first that fits and works is {chosen['cache']}:\n\n{chosen['code']}")
+        lines.append(f"The first that fits and works is {chosen}:\n\n{chosen.code}")
     else:
         others = "make the batch smaller, or quantize the weights" if size.weight_bits is None else "or make the batch smaller"
         lines.append(f"Nothing fits: shorten the context, {others}.")
-    document = {**about, "memory_bytes": memory, "caches": rows, "choice": chosen}
+    about = {"model": args.model, "family": family, **case, "full_attention_layers": full_layers, "weight_bytes": size.weight_bytes}
+    choice = None if chosen is None else {"cache": str(chosen), "code": chosen.code}
+    document = {**about, "memory_bytes": memory, "caches": rows, "choice": choice}
     emit(args, document, "\n".join(lines), rows, {"model": args.model, **case})
     return 1 if chosen is None else 0
 
 
-def _answer(choice: CacheChoice, support: Measured | None, latents: bool) -> str:
+def _answer(choice: CacheChoice, support: Support | None, latents: bool) -> str:
     """Whether a cache works with the family, as the table of families says, and with a model that keeps latents."""
     if not choice.family:
         return "yes"
@@ -141,7 +142,7 @@ def _verdict(answer: str) -> str:
     return "partly" if answer.startswith("yes, but") else answer.partition(" (")[0]
 
 
-def _row(choice: CacheChoice, answer: str, speed: Measured | None, size: ModelSize, case: Row, memory: int | None) -> Row:
+def _row(choice: CacheChoice, answer: str, size: ModelSize, case: Row, memory: int | None, speed: Measured | None) -> Row:
     """What a cache costs; without numbers where it does not work."""
     row: Row = {"cache": str(choice), "fits": "", "works": _verdict(answer), "answer": answer}
     if answer.startswith("no"):
@@ -153,7 +154,7 @@ def _row(choice: CacheChoice, answer: str, speed: Measured | None, size: ModelSi
     return row | ({} if speed is None else {name: float(speed[name]) for name in ("prefill_ratio", "decode_ratio")})
 
 
-def _support(family: str, support: Measured | None, offered: Sequence[CacheChoice]) -> list[str]:
+def _reasons(family: str, support: Support | None, offered: Sequence[CacheChoice]) -> list[str]:
     """Lines that say why caches are refused."""
     if support is None:
         return [f"family: {family!r} was not tried; run hf-kvcaches verify."]
@@ -169,8 +170,8 @@ def _where_measured(speeds: Iterable[Measured], device: str) -> str:
     return f"prefill, step: nothing was measured on {device}; measure with hf-kvcaches bench --csv FILE, and pass it as --speed."
 
 
-def family_of(config: PreTrainedConfig) -> tuple[str, Measured | None]:
-    """The name of a config's family in `docs/families.md`, and for each cache "yes", or "no" with the reason; None if it is not there."""
+def family_of(config: PreTrainedConfig) -> tuple[str, Support | None]:
+    """The name of a config's family in `docs/families.md`, and its row; None if it is not there."""
     rows = {name: row for row in _reader(_PACKAGED / "families.csv") for name in row["families"].split()}
     kind = config.model_type
     names = [f"{kind}+alibi"] if getattr(config, "alibi", False) else []
@@ -183,8 +184,8 @@ def family_of(config: PreTrainedConfig) -> tuple[str, Measured | None]:
 def speed_table(path: Path | None = None) -> list[Measured]:
     """The rows that `hf-kvcaches bench --csv` wrote, or of the table that comes with the package."""
     reader = _reader(path or _PACKAGED / "speed.csv")
-    missing = {"hardware", "cache", "setting", "prefill_ratio", "decode_ratio", *_NUMBERS, *_NAMES} - {*(reader.fieldnames or ())}
-    rows = list(reader)
+    needed = {"hardware", "device", "dtype", "cache", "setting", "prefill_ratio", "decode_ratio", *_NUMBERS}
+    missing, rows = needed - {*(reader.fieldnames or ())}, list(reader)
     if missing or not rows:
         fault = f"the columns {sorted(missing)} are missing" if missing else "it has no rows. Measure again"
         raise ArtifactError(f"{path}: expected a file of hf-kvcaches bench --csv, {fault}.")
@@ -195,19 +196,18 @@ def _reader(source: Any) -> csv.DictReader[str]:
     return csv.DictReader(source.read_text(encoding="utf-8").splitlines())
 
 
-def nearest(rows: Sequence[Measured], cache: str, setting: str, wanted: Mapping[str, object]) -> Measured | None:
-    """The row of a cache, preferably with that part in its arguments, that was measured most like the wanted case; None without any."""
+def nearest(rows: Sequence[Measured], cache: str, setting: str, case: Row) -> Measured | None:
+    """The row of a cache on a kind of device, preferably with a part of its arguments, that was measured most like a case."""
 
-    def kind(setting: str) -> str:
+    def kind(arguments: str) -> str:
         """What makes a cache's steps another matter."""
-        return next((name for name in ("storage", "page_size", "adaptive", "codec=") if name in setting), "")
+        return next((name for name in ("storage", "page_size", "adaptive", "codec=") if name in arguments), "")
 
     def distance(row: Measured) -> tuple[bool, float]:
-        """Whether the part is missing; doublings between two cases, over all columns."""
-        names = sum(cost for name, cost in _NAMES.items() if row[name] != wanted[name])
-        numbers = [(row[name], wanted[name]) for name in _NUMBERS if row[name]]
-        doublings = sum(abs(math.log2(float(number) / other)) for number, other in numbers if isinstance(other, int))
-        return setting not in row["setting"], names + doublings
+        """Whether the part is missing; doublings between two cases, another dtype for one of them."""
+        numbers = [(float(row[name]), case[name]) for name in _NUMBERS if row[name] and case[name]]
+        doublings = sum(abs(math.log2(measured / wanted)) for measured, wanted in numbers)
+        return setting not in row["setting"], doublings + (row["dtype"] != case["dtype"])
 
-    own = [row for row in rows if row["cache"].partition("(")[0] == cache and kind(row["setting"]) == kind(setting)]
-    return min(own, key=distance, default=None)
+    own = [row for row in rows if row["cache"].partition("(")[0] == cache and row["device"] == case["device"]]
+    return min((row for row in own if kind(row["setting"]) == kind(setting)), key=distance, default=None)

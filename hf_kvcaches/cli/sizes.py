@@ -128,7 +128,7 @@ def _measured(layer: Any, element: int) -> LayerSize:
 
 
 def _from_config(config: PreTrainedConfig) -> list[LayerSize]:
-    """The same for models of plain layers, from what their config says."""
+    """The sizes of plain layers, from what their config says."""
     text = compat.decoder_config(config)
     heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None)
     layers = []

@@ -25,8 +25,7 @@ from hf_kvcaches.evaluate.verify import verify
 
 MakeCache = Callable[[], Cache]
 FULL_CACHE = "full cache"
-# Tokens behind a request or a pair that are compared.
-FOLLOWING = 16
+FOLLOWING = 16  # tokens behind a request or a pair that are compared
 
 
 class Log:
@@ -46,12 +45,9 @@ class Log:
     def rows(self) -> list[Row]:
         return [row for rows in self._rows.values() for row in rows]
 
-    def has(self, task: str, cache: str, item: int) -> bool:
-        return (task, cache, item) in self._rows
-
     def measured(self, task: str, cache: str, item: int, measure: Callable[..., list[Row]], *args: Any) -> list[Row]:
         """Return the rows of a measurement, which is made and kept if it was not yet; each row without "sample" gets the item's number."""
-        if not self.has(task, cache, item):
+        if (task, cache, item) not in self._rows:
             fixed = {"task": task, "cache": cache, "item": item, "sample": item}
             rows = [fixed | row for row in measure(*args)]
             if self.path is not None:
@@ -87,10 +83,9 @@ def read_context(model: Any, cache: Cache, input_ids: Sequence[int]) -> Cache:
 
 @torch.no_grad()
 def answers(model: Any, cache: Cache, questions: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Answer]:
-    """Measure the answers to questions behind a context, as token ids, each question asked on a copy of the cache.
+    """Measure the answers to questions behind a context, as token ids, each asked of a copy of the cache with its answer along.
 
-    A greedy continuation equals the answer exactly if each answer token is the most likely one behind those before it, so the answer is
-    fed along with its question.
+    A greedy continuation equals the answer if each of its tokens is the most likely one behind those before it.
     """
     measured = []
     with evaluating(model):
@@ -165,12 +160,6 @@ def needle_summary(rows: Sequence[Row], cache: str) -> Row:
 def reuse_summary(rows: Sequence[Row], cache: str) -> Row:
     """Return means over requests or pairs, and the worst of them."""
     own = [row for row in rows if row["cache"] == cache]
-    mean = lambda name: fmean(row[name] for row in own if row[name] is not None)  # noqa: E731
-    summary = {
-        "cache": cache,
-        "prompts": len(own),
-        "kl": mean("kl"),
-        "worst": max(row["kl"] for row in own),
-        "agreement": mean("agreement"),
-    }
-    return summary | ({} if all(row["saved"] is None for row in own) else {"saved": mean("saved")})
+    columns = {name: [row[name] for row in own if row[name] is not None] for name in ("kl", "agreement", "saved")}
+    means = {name: fmean(values) for name, values in columns.items() if values}
+    return {"cache": cache, "prompts": len(own), "worst": max(row["kl"] for row in own), **means}

@@ -18,20 +18,14 @@ from hf_kvcaches.version import __version__
 Row = dict[str, Any]
 
 
-def hardware(device: torch.device) -> str:
-    """The name of the processor that does the work."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
 def environment(device: torch.device) -> dict[str, str | int]:
     """What a measurement depends on beside its settings."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    processors = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    processors += [platform.processor() or platform.machine()]
     return {
-        "hardware": hardware(device),
+        "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else processors[0],
         "device": device.type,
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
@@ -68,20 +62,16 @@ def show(rows: Iterable[Row], columns: Mapping[str, str]) -> str:
     return table(list(columns), [[cell(template, row) for template in columns.values()] for row in rows])
 
 
-def emit(args: argparse.Namespace, document: Mapping[str, Any], text: str, rows: Sequence[Row], fixed: Mapping[str, Any]) -> None:
+def emit(
+    args: argparse.Namespace, document: Mapping[str, Any], text: str, rows: Sequence[Row] = (), fixed: Mapping[str, Any] | None = None
+) -> None:
     """Print what a command found, with `--json` its document, and write rows to `--csv`, behind `fixed` columns, the same in all."""
-    if args.json:
-        print_json(document)
-    else:
-        print(text)
-    if args.csv:
+    if args.json:  # which lacks numbers that are not finite: they are null
+        finite = json.loads(json.dumps(document), parse_constant=lambda _: None)
+        text = json.dumps(finite, indent=2, ensure_ascii=False)
+    print(text)
+    if rows and args.csv:
         write_csv(args.csv, rows, fixed)
-
-
-def print_json(document: Mapping[str, Any]) -> None:
-    """Print a document; numbers that are not finite, which JSON lacks, are null."""
-    finite = json.loads(json.dumps(document), parse_constant=lambda _: None)
-    print(json.dumps(finite, indent=2, ensure_ascii=False))
 
 
 def write_csv(path: Path, rows: Sequence[Row], fixed: Mapping[str, Any] | None = None, columns: Iterable[str] | None = None) -> None:

@@ -32,14 +32,7 @@ class TextStep(NamedTuple):
 
 
 class ModelRunner:
-    """Runs a prompt, and then one token of each row at a time.
-
-    Args:
-        model: A decoder-only transformers model, bare or wrapped by PEFT.
-        ids: The prompt, (batch, tokens).
-        mask: 1 for real tokens, padded on the left; None for no padding.
-        position_ids: Whether to pass positions, as `generate` does.
-    """
+    """Runs a prompt, (batch, tokens), padded on the left as a mask says, and then one token of each row at a time."""
 
     def __init__(self, model: Any, ids: torch.Tensor, mask: torch.Tensor | None = None, position_ids: bool = True) -> None:
         # `generate` on a PEFT wrapper calls the model inside it, whose layers carry the adapters; only there do its forward hooks run.
@@ -55,7 +48,7 @@ class ModelRunner:
         self.mask = None if bool(full.all()) or "attention_mask" not in accepted else full
 
     def prefill(self, cache: Cache, chunk: int | None = None) -> tuple[torch.Tensor, float]:
-        """Run the prompt, at once or in chunks of so many tokens; return the last token's logits, (batch, vocabulary), and the seconds."""
+        """Run the prompt, at once or in chunks; return the last token's logits, (batch, vocabulary), and the seconds."""
         length, seconds = self.ids.shape[1], 0.0
         for start in range(0, length, chunk or length):
             stop = min(start + (chunk or length), length)
@@ -68,11 +61,7 @@ class ModelRunner:
         return self._forward(cache, token[:, None], self.positions[:, -1:] + step, self.ids.shape[1] + step)
 
     def steps(self, cache: Cache, most: int, following: torch.Tensor | None = None) -> tuple[list[TextStep], Seconds]:
-        """Continue the prompt for so many steps, or until all rows have ended.
-
-        Args:
-            following: The tokens to feed, (batch, most); None for the most likely ones.
-        """
+        """Continue the prompt for so many steps, or until all rows have ended, by `following`, (batch, most), or the most likely tokens."""
         steps: list[TextStep] = []
         (logits, prefill), decode = self.prefill(cache), 0.0
         active = torch.ones(len(self.ids), dtype=torch.bool, device=logits.device)
@@ -88,7 +77,7 @@ class ModelRunner:
             decode += spent
 
     def _forward(self, cache: Cache, ids: torch.Tensor, positions: torch.Tensor, tokens: int) -> tuple[torch.Tensor, float]:
-        """Run tokens; `tokens` are those of the whole text so far."""
+        """Run some ids of a text that has so many `tokens` with them."""
         kwargs: dict[str, Any] = {"input_ids": ids, **compat.cache_kwargs(self.model, cache), **self.always}
         if self.takes_positions:
             kwargs["position_ids"] = positions
@@ -122,11 +111,7 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def next_tokens(model: PreTrainedModel, prompt: Sequence[int], asked: Sequence[int], cache: Cache | None = None) -> torch.Tensor:
-    """Return the logits of the asked tokens behind a prompt, (asked tokens, vocabulary).
-
-    Args:
-        cache: A new one that reuses, or None for the model alone.
-    """
+    """Return the logits of the asked tokens behind a prompt, (asked tokens, vocabulary), with a new cache that reuses or without one."""
     device = compat.input_device(model)
     first, then = (torch.tensor([list(ids)], device=device) for ids in (prompt, asked))
     if cache is None:

@@ -1,7 +1,5 @@
 """Attention in PyTorch: with everything that models ask for; of many new tokens, in pieces small enough for any length; and in parts of the
-tokens, each with its sum of exponentials, which merge to the exact softmax over all of them.
-
-Paper of the parts: Online Subspace Projection for KV Caches, section 6.
+tokens, which merge to the exact softmax over all of them (Online Subspace Projection for KV Caches, section 6).
 """
 
 from __future__ import annotations
@@ -19,19 +17,12 @@ PIECE = 2**24
 
 @dataclass(frozen=True)
 class Visibility:
-    """Which keys a block's queries may see: those kept before, by slot, and the new ones up to each query itself.
+    """Which keys a block's queries may see: those kept before, by slot, and the new ones up to each query itself."""
 
-    Args:
-        slots: True where a slot counts, (batch or 1, 1 or kv_heads, slots); None for all `kept` of them.
-        kept: How many slots stand before the new tokens.
-        new: True where a new token is real, (batch, tokens), or None for all.
-        given: What the caller's own mask allows, (batch or 1, 1 or kv_heads, tokens, slots + tokens), or None.
-    """
-
-    slots: Tensor | None
-    kept: int
-    new: Tensor | None
-    given: Tensor | None = None
+    slots: Tensor | None  # True where a slot counts, (batch or 1, 1 or kv_heads, slots); None for all
+    kept: int  # slots before the new tokens
+    new: Tensor | None  # True where a new token is real, (batch, tokens); None for all
+    given: Tensor | None = None  # what the caller's own mask allows, (batch or 1, 1 or kv_heads, tokens, slots + tokens)
 
     def rows(self, start: int, stop: int, device: torch.device) -> Tensor:
         """For queries start to stop: (batch or 1, 1 or kv_heads, queries, kept + stop)."""
@@ -61,9 +52,8 @@ def attention(
         query: (batch, heads, queries, dim); consecutive heads share a key head.
         keys: (batch, kv_heads, tokens, dim); and `values`, or None where no output is wanted.
         allowed: What a query may see, (batch or 1, 1 or kv_heads, queries, tokens), or None for all. One that sees nothing gets zeros.
-        softcap: If given, scores are softcap * tanh(scores * scaling / softcap).
-        bias: Added to the scores, (batch or 1, heads or 1, queries, tokens), or None.
-        sink_logits: A score for each head, (heads,), that takes a share of the weights and gives nothing, or None.
+        bias: Added to the scores, (batch or 1, heads or 1, queries, tokens).
+        sink_logits: A score for each head, (heads,), that takes a share of the weights and gives nothing.
 
     Returns:
         The output, None without values, and weights, (batch, kv_heads, group, queries, tokens), in float32 or the query's float64.
@@ -103,14 +93,13 @@ def block_attention(
     sink_logits: Tensor | None = None,
     observers: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """`attention` of new tokens over kept ones and themselves, piece by piece, and the sum of what each key got from some of them.
+    """`attention` of new tokens over kept ones and themselves, piece by piece, and what each key got from some of them.
 
     Args:
-        keys: (batch, kv_heads, kept + tokens, dim), in one frame with the query.
         observers: 1 for queries that are observed, (batch or 1, tokens), or None for none.
 
     Returns:
-        (batch, tokens, heads, value_dim) or None, and (batch, kv_heads, kept + tokens), float32, a mean over the heads of a group, or None.
+        (batch, tokens, heads, value_dim) or None, and sums of weights, (batch, kv_heads, kept + tokens), mean over the heads of a group.
     """
     (batch, heads, tokens, _), (kv_heads, total) = query.shape, keys.shape[1:3]
     observed = None if observers is None else torch.zeros(batch, kv_heads, total, dtype=torch.float32, device=keys.device)
@@ -144,17 +133,11 @@ def observers(window: int | None, valid: Tensor | None, tokens: int, device: tor
 
 
 class AttentionPart(NamedTuple):
-    """Attention over some tokens before it is normalized; numbers are float32, or float64 where the query is.
+    """Attention over some tokens before it is normalized; numbers are float32, or float64 where the query is."""
 
-    Args:
-        sums: Of values by their exponentials, (batch, heads, queries, value_dim).
-        total: Of the exponentials, (batch, heads, queries, 1).
-        highest: The score that was subtracted before, of the same shape; the least number where a query sees no token.
-    """
-
-    sums: Tensor
-    total: Tensor
-    highest: Tensor
+    sums: Tensor  # of values by their exponentials, (batch, heads, queries, value_dim)
+    total: Tensor  # of the exponentials, (batch, heads, queries, 1)
+    highest: Tensor  # the score that was subtracted before; the least number where a query sees no token
 
 
 def exact_part(
@@ -166,7 +149,6 @@ def exact_part(
         query: (batch, heads, queries, dim); consecutive heads share a key head.
         keys: (batch, kv_heads, tokens, dim); and `values`, finite also where they are not visible.
         visible: Which tokens a query sees, (batch or 1, queries or 1, tokens), or None for all.
-        softcap: If given, scores are softcap * tanh(scores * scaling / softcap).
     """
     (batch, heads, queries, dim), kv_heads = query.shape, keys.shape[1]
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32

@@ -26,8 +26,7 @@ _RUNS, _RUN_BYTES = 32, 512
 def checksum(value: Tensor) -> int:
     """Return the 64-bit checksum of a dense tensor's bytes: the sum of its words, each times an odd number of its position, modulo 2^64.
 
-    Equal on every device. A change of a single element always changes it; of several elements with a probability of 1 - 2^-32 or more.
-    That is enough against accidents and nothing against intent.
+    Equal on every device. A change of one element always changes it; of several with a probability of 1 - 2^-32: no guard against intent.
     """
     value = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
     data = value.detach().resolve_neg().contiguous().view(-1).view(torch.uint8)
@@ -55,12 +54,7 @@ def _factors(count: int, device: torch.device) -> Tensor:
 
 
 def describe(value: Any, name: str = "value") -> str:
-    """Return a text that is equal only for equal values: dtype, shape and checksum of a tensor, the value itself of the rest.
-
-    Args:
-        value: A tensor, also a quantized one or a wrapper around others; or a tuple, list, dict, number, string, bytes, dtype or None.
-        name: What errors call it.
-    """
+    """Return a text that is equal only for equal values: dtype, shape and checksum of a tensor, the value itself of the rest."""
     if isinstance(value, Tensor):
         head = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} "
         if not is_readable(value):

@@ -35,20 +35,13 @@ def packed_bytes(widths: Tensor) -> int:
 
 @dataclass(frozen=True, eq=False)
 class CodeLayout:
-    """Which part of which direction's integer each level is.
-
-    Args:
-        directions: Of each level, (levels,), int64; 0 for those that fill up a row.
-        shifts: How many bits of the integer lie below the part, (levels,), int64.
-        bits: Of the part, (levels,), int64.
-        filled: True for levels that fill up a row and belong to no direction, (levels,).
-    """
+    """Which part of which direction's integer each level is: (levels,) each."""
 
     counts: Counts
-    directions: Tensor
-    shifts: Tensor
-    bits: Tensor
-    filled: Tensor
+    directions: Tensor  # 0 for levels that fill up a row
+    shifts: Tensor  # bits of the integer below the part
+    bits: Tensor  # of the part
+    filled: Tensor  # True for levels that fill up a row and belong to no direction
 
     @classmethod
     def of(cls, widths: Tensor) -> CodeLayout:
@@ -75,7 +68,6 @@ class CodeLayout:
         return pack(parts.to(torch.uint8), self.counts)
 
     def to(self, device: torch.device) -> CodeLayout:
-        """The layout on a device."""
         return CodeLayout(self.counts, *(own.to(device) for own in (self.directions, self.shifts, self.bits, self.filled)))
 
 

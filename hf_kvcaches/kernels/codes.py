@@ -24,28 +24,17 @@ _LEAST = 128
 
 
 class CodeMap(NamedTuple):
-    """What codes stand for: the key of a head is `keys[group, head] @ [levels, 1]`, its value likewise.
-
-    Args:
-        counts: Of the levels.
-        keys: (groups, heads of a group, dim, levels + 1).
-        values: Like `keys`, with the dimension of values.
-    """
+    """What codes stand for: the key of a head is `keys[group, head] @ [levels, 1]`, its value the same."""
 
     counts: Counts
-    keys: Tensor
+    keys: Tensor  # (groups, heads of a group, dim, levels + 1)
     values: Tensor
 
 
 class TileRotation(NamedTuple):
-    """By what the query is rotated back: the angles of the position of each tile's first token, with the model's attention scaling.
+    """By what the query is rotated back: the angles of the position of each tile's first token, with the model's attention scaling."""
 
-    Args:
-        cos: (batch or 1, tiles, pairs), float32 or float64; and `sin`.
-        layout: As in `rotate_`. Dimensions beyond all pairs stay as they are.
-    """
-
-    cos: Tensor
+    cos: Tensor  # (batch or 1, tiles, pairs), float32 or float64
     sin: Tensor
     layout: Layout
 
@@ -61,14 +50,7 @@ def code_part(
     softcap: float | None = None,
     backend: Backend = "auto",
 ) -> AttentionPart:
-    """Attention over codes, to be merged with that over other tokens. Tensors are those of a cache, and are not checked.
-
-    Args:
-        query: (batch, heads, queries, dim), as the model rotated it; a few queries at a time. Consecutive heads share a key head.
-        codes: (batch, groups, rows, tokens), uint8, the last dimension contiguous; with `rotation` whole tiles.
-        visible: Which tokens a query sees, (batch or 1, queries or 1, tokens), or None for all.
-        softcap: If given, scores are softcap * tanh(scores * scaling / softcap).
-    """
+    """Attention of a few queries over codes, (batch, groups, rows, tokens), with `rotation` whole tiles; arguments as in `exact_part`."""
     if choose(backend, query) == "triton":
         from hf_kvcaches.kernels import codes_triton
 

@@ -154,7 +154,7 @@ def value_kernel(
 def sizes(queries: int, dim: int, pairs: int, single: bool) -> tuple[dict[str, int], dict[str, int]]:
     """Constants of both kernels with which registers hardly spill and shared memory suffices, as compiled for sm_80, 90 and 100.
 
-    There are `queries` of all heads that share a key head, `pairs` of dimensions rotate, and `single` products are in float32.
+    `queries` are those of all heads that share a key head; `single` products are in float32.
     """
     tokens, most = 64, (64 if single else 128) // (2 if dim > 128 else 1)
     tiles = tokens // TILE if pairs else 1

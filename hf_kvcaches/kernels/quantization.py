@@ -23,42 +23,26 @@ _TOP_LEVEL = {8: 254, 4: 15}
 
 
 class Quantized(NamedTuple):
-    """A quantized tensor of shape (..., length).
+    """A quantized tensor of shape (..., length)."""
 
-    Args:
-        data: 8 bits: int8, level - 127, (..., length). 4 bits: uint8, two levels to a byte, the first in the low half,
-            (..., ceil(length / 2)).
-        scale: The step between levels, (..., groups).
-        zero: The value of level 0, in the dtype of the original, (..., groups).
-    """
-
-    data: Tensor
-    scale: Tensor
-    zero: Tensor
+    data: Tensor  # int8: level - 127, (..., length); uint8: two levels of 4 bits, the first in the low half, (..., ceil(length / 2))
+    scale: Tensor  # the step between levels, (..., groups)
+    zero: Tensor  # the value of level 0, in the dtype of the original, (..., groups)
 
 
 class Packed(NamedTuple):
-    """Tokens of several layers, quantized or plain, the last dimension of each tensor contiguous.
-
-    Args:
-        data: (layers, heads, tokens, width), as in `Quantized`; or floating point: the numbers themselves.
-        scale: (layers, heads, tokens, groups); None for plain data. And `zero`.
-        group: Consecutive channels that share a scale; the last group may be shorter. None: all.
-    """
+    """Tokens of several layers, (layers, heads, tokens, width), quantized or plain, the last dimension of each tensor contiguous."""
 
     data: Tensor
-    scale: Tensor | None = None
+    scale: Tensor | None = None  # None for plain data
     zero: Tensor | None = None
-    group: int | None = None
+    group: int | None = None  # channels that share a scale; None: all
 
 
 def quantize(x: Tensor, bits: int = 8, group: int | None = None, check_finite: bool = True) -> Quantized:
-    """Quantize a tensor, group by group along its last axis.
+    """Quantize a tensor to 8 or 4 bits, in groups along its last axis, of which the last may be shorter; None: one group.
 
     Args:
-        x: float16, bfloat16, float32 or float64, of at least one dimension.
-        bits: 8 or 4.
-        group: Consecutive elements that share a scale; the last group may be shorter. None: all.
         check_finite: Whether to look for infinities and NaN, which makes the CPU wait for a GPU. Without the check they spoil their group.
     """
     length, top = x.shape[-1], _TOP_LEVEL[bits]
@@ -80,11 +64,7 @@ def quantize(x: Tensor, bits: int = 8, group: int | None = None, check_finite: b
 
 
 def dequantize(data: Tensor, scale: Tensor, zero: Tensor, length: int, group: int | None, dtype: torch.dtype) -> Tensor:
-    """Return the numbers `level * scale + zero`, (..., length), in a new tensor.
-
-    Args:
-        data: As in `Quantized`, and so are `scale` and `zero`; `group` as in `quantize`.
-    """
+    """Return the numbers `level * scale + zero` of a `Quantized`, (..., length), in a new tensor."""
     scale, zero = scale.to(dtype), zero.to(dtype)
     if data.dtype == torch.int8:
         numbers = data.to(dtype)

@@ -69,10 +69,7 @@ def rans_kernel(
 def decode_tiles(
     codes: Sequence[Tensor], places: Tensor, symbols: Tensor, slots: Tensor, values: Tensor, size: int, precision: int, levels: int
 ) -> tuple[Tensor, Tensor]:
-    """Return all digits, (size,), float32, and whether the codes, a `CodedTiles` of `codec/entropy.py`, are whole.
-
-    `places` and `symbols` are as the kernel takes them, `slots` and `values` as `Tables` has them; `precision` is the bits of a slot.
-    """
+    """Return all digits, (size,), float32, and whether the codes, a `CodedTiles` of `codec/entropy.py`, are whole; see the kernel."""
     digits = torch.empty(size, dtype=torch.float32, device=slots.device)
     lanes, states, words, escaped, counts = codes
     valid = torch.ones(len(states), dtype=torch.int8, device=slots.device)

@@ -1,8 +1,4 @@
-"""Rebuilding a layer's keys and values from codes: multiplied, rotated and written into the cache, a block of tokens at a time.
-
-What one model computed for a prompt reaches another model as a few numbers a token. A linear map makes that model's keys and values from
-them, and from what it knows of each token for nothing; the keys are rotated to their positions, and all is written into the cache.
-"""
+"""Rebuilding a layer's keys and values from another model's codes: multiplied, rotated and written into the cache, block by block."""
 
 from __future__ import annotations
 
@@ -36,10 +32,7 @@ class RowSpan(NamedTuple):
 
 
 def product_type(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return in which type to multiply for buffers of a type: where that is as fast, in float32.
-
-    float16 does not have the range. CPUs without instructions for bfloat16 multiply it more slowly.
-    """
+    """In which type to multiply for buffers of a type: float16 does not have the range, and many CPUs multiply bfloat16 more slowly."""
     if device.type == "cpu" and dtype == torch.bfloat16:
         found = torch.cpu.get_capabilities()
         return dtype if found.get("avx512_bf16") or found.get("amx_bf16") else torch.float32
@@ -63,19 +56,16 @@ def rebuild(
 ) -> None:
     """Writes `side @ decoder.side + codes @ decoder.codes + decoder.bias`, keys rotated, to the slots of `spans`. Nothing else is written.
 
-    It is summed up in float32, or in float64 for float64 buffers, and cast once. Numbers beyond the range of float16 buffers become the
-    largest that these hold. There are no gradients, and arguments are not checked.
+    Summed up in float32, or in float64 for float64 buffers, and cast once. Numbers beyond the range of float16 buffers become the largest
+    that these hold. Arguments are not checked.
 
     Args:
-        side: What is known of each of the N tokens beside its codes, (N, d), floating point.
+        side: What is known of each of the N tokens beside its codes, (N, d); or of fewer, where `side_rows`, (N,), says which row each has.
         codes: What was sent of each token, (N, rank); or None.
-        key_out: The cache's buffer, (batch, kv_heads, capacity, key_dim); and `value_out`.
+        key_out: The cache's buffer, (batch, kv_heads, capacity, key_dim).
         spans: Where the N tokens go, in their order. No slot twice.
-        product: The type in which to multiply; each of the two products is rounded to it. With bfloat16, processors that have it take a
-            fourth of the time.
-        side_rows: Which row of `side` each token has, (N,), int64, where several have the same one; None for a row each.
-        cos: Of the angle by which each key is rotated, times what the model scales it with, (N, rotary_dim / 2), float32 or float64; and
-            `sin`, and `layout` as in `rotate_`.
+        product: The type in which to multiply; each of the two products is rounded to it.
+        cos: Of the angle by which each key is rotated, times what the model scales it with, (N, rotary_dim / 2).
     """
     exact, heads = torch.promote_types(key_out.dtype, torch.float32), key_out.shape[1]
     widths = [heads * key_out.shape[3], heads * value_out.shape[3]]

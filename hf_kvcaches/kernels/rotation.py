@@ -14,20 +14,13 @@ Tables = tuple[Tensor, Tensor]
 
 
 class RotationTables(NamedTuple):
-    """Rotary positions for keys that are stored without any.
+    """Rotary positions for keys that are stored without any."""
 
-    Args:
-        positions: Row of the tables for each slot, (batch or 1, kv_heads or 1, slots), integers; an invalid slot may have -1.
-        cos: (rows, rotary_dim / 2), with the model's `attention_scaling`, if it has one; and `sin`. Further dimensions pass unchanged.
-        layout: Which dimensions form a pair, as in `rotate_`.
-        full: The same tables for each dimension, cosines before signed sines, (rows, 2 * rotary_dim), which the torch back-end takes.
-    """
-
-    positions: Tensor
-    cos: Tensor
+    positions: Tensor  # row of the tables for each slot, (batch or 1, kv_heads or 1, slots); an invalid slot may have -1
+    cos: Tensor  # (rows, rotary_dim / 2), with the model's attention scaling; further dimensions pass unchanged
     sin: Tensor
     layout: Layout
-    full: Tensor
+    full: Tensor  # for the torch back-end: the same for each dimension, cosines before signed sines, (rows, 2 * rotary_dim)
 
 
 def check_layout(name: str, layout: str) -> None:
@@ -37,11 +30,10 @@ def check_layout(name: str, layout: str) -> None:
 
 
 def rotate_(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
-    """Rotates the first dimensions of `x`, in place, and returns it. Gradients pass, unless `x` is a leaf.
+    """Rotates the first dimensions of `x`, (..., dim), in place, and returns it. Gradients pass, unless `x` is a leaf.
 
     Args:
-        x: (..., dim). Dimensions beyond those of the tables stay as they are.
-        cos: Of each pair's angle, (..., rotary_dim / 2); and `sin`.
+        cos: Of each pair's angle, (..., rotary_dim / 2).
         layout: Which dimensions form a pair: `"half"`: i and i + rotary_dim / 2; `"interleaved"`: 2i and 2i + 1.
     """
     half = cos.shape[-1]
@@ -83,8 +75,7 @@ def cos_sin(inv_freq: Tensor, positions: int | Tensor, dtype: torch.dtype) -> Ta
     """Cosines and sines, `positions.shape + (rotary_dim / 2,)`, of angles in float64: exact at any position below 2**29.
 
     Args:
-        inv_freq: Angle per position of each pair, (rotary_dim / 2,), float64, on the device of the result.
-        positions: A number, or integers of any shape on that device.
+        inv_freq: Angle per position of each pair, (rotary_dim / 2,), float64.
     """
     angles = inv_freq * (positions if isinstance(positions, int) else positions.to(torch.float64).unsqueeze(-1))
     # Cosine and sine reduce a float64 argument exactly; a remainder by a rounded 2 pi would add its error once per circle.

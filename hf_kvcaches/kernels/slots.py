@@ -1,9 +1,8 @@
 """Attention over slots that hold their tokens in any order, and writing tokens into them, in one buffer a row or in shared pages.
 
-Softmax does not care for order, so a cache that evicts tokens can put a new one wherever one left, and nothing has to move.
-
-Each function has a `backend`: `"torch"` (fast on CPUs, has gradients, can be compiled), `"triton"` (one pass over keys and values; CUDA,
-no gradients), or `"auto"`: Triton for CUDA tensors where it can, else torch. Tensors are those of a cache, and are not checked.
+Tensors are those of a cache, and are not checked. Keys are (batch, kv_heads, slots, head_dim), values the same with value_dim. With
+`tables`, (batch, blocks), both are (pages, kv_heads, page, dim): slot s of row b lies in `keys[tables[b, s // page], :, s % page]`, and the
+page -1 is none.
 """
 
 from __future__ import annotations
@@ -36,20 +35,16 @@ def slot_attention(
     want_weights: bool = False,
     backend: Backend = "auto",
 ) -> Attended:
-    """Attention of one query token a row over slots in any order.
+    """Attention of one query token a row, (batch, heads, 1, head_dim), over slots in any order; consecutive heads share a key head.
 
-    Invalid slots take no part, and their keys may hold anything; so may their values in pages. Without pages these must be finite numbers
-    (buffers begin as zeros) for the torch back-end, which multiplies them by zero.
+    Keys of invalid slots may hold anything. Without pages their values must be finite (buffers begin as zeros): the torch back-end
+    multiplies them by zero.
 
     Args:
-        query: (batch, heads, 1, head_dim); consecutive heads share a key head.
-        keys: (batch, kv_heads, slots, head_dim), or (pages, kv_heads, page, head_dim) with `tables`; the last dimension contiguous.
-        values: Like `keys`, with value_dim.
-        tables: The pages of each row, (batch, blocks), int32 or int64: slot s of row b lies in `keys[tables[b, s // page], :, s % page]`.
-            -1 where a row has none, whose slots must be invalid. None: without pages. With pages `valid` says how many slots there are.
-        valid: True for slots that take part, (batch or 1, kv_heads or 1, slots); None for all. A row without any gives zeros.
-        rotation: For keys that are stored unrotated: the rotation to apply on the way.
-        softcap: As in `attention`, and so are `sink_logits` and `bias`, which the torch back-end alone knows.
+        valid: True for slots that take part, (batch or 1, kv_heads or 1, slots); None for all. A row without any gives zeros. With pages it
+            says how many slots there are, and slots without a page must be invalid.
+        rotation: For keys that are stored unrotated.
+        bias: As in `attention`, which the torch back-end alone knows.
 
     Returns:
         The output, (batch, 1, heads, value_dim), and None or float32 weights, (batch, kv_heads, slots): mean over the heads of a group.
@@ -83,10 +78,7 @@ def write_slots(
     """Puts new tokens into slots, in place: `keys[b, h, slots[b, h, j]] = new_keys[b, h, j]`, and the same for values.
 
     Args:
-        keys: As in `slot_attention`, and so are `values` and `tables`; where the page of a slot is -1, nothing is written.
-        slots: (batch or 1, kv_heads or 1, tokens), int64, from 0 on, no slot of a row and head twice. With pages, -1 takes no token.
-        new_keys: (batch, kv_heads, tokens, head_dim).
-        new_values: (batch, kv_heads, tokens, value_dim).
+        slots: (batch or 1, kv_heads or 1, tokens), int64, no slot of a row and head twice. With pages, -1 takes no token.
     """
     if choose(backend, keys, values, new_keys) == "triton":
         from hf_kvcaches.kernels import slots_triton

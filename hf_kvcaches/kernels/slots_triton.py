@@ -36,10 +36,7 @@ def _pointers(s, end, b, h, buffer, tables, PAGE: tl.constexpr):
 
 @triton.jit
 def _keys(s, live, at, b, h, dims, rotation, DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The keys of a block of slots, (slots, dims).
-
-    Each dimension's partner is loaded a second time, from where the first load has put it: in the cache.
-    """
+    """The keys of a block of slots, (slots, dims). Each dimension's partner is loaded again, when it is in the cache."""
     keys = tl.load(at[:, None] + dims[None, :], mask=live[:, None] & (dims < DIM)[None, :], other=0.0)
     if rotation is not None:
         mask = live[:, None] & (dims < 2 * HALF)[None, :]
@@ -104,10 +101,7 @@ def write_kernel(
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
     PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Writes a block of new tokens of one row and KV head.
-
-    Tensors are (pointer, strides of the first three dimensions), `tables` None or (pointer, stride).
-    """
+    """Writes a block of new tokens of one row and KV head; tensors as in `attend_kernel`."""
     row = tl.program_id(0).to(tl.int64)
     b, h = row // KV_HEADS, row % KV_HEADS
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -133,8 +127,7 @@ def _copy(new, out, b, h, token, buffer, within, live, DIM: tl.constexpr, DIM_PA
 def block_size(dim: int, value_dim: int, rotated: bool) -> int:
     """So many slots at a time that registers hardly spill and shared memory suffices, as compiled for sm_80 and sm_90.
 
-    Float32 keys of 256 dimensions do not fit where many query heads share a KV head: rotated ones from 17 heads on an sm_80 (176 KB of
-    163 KB) and from 33 on an sm_90 (240 KB of 227 KB), others from 33 on an sm_80 (168 KB).
+    Float32 keys of 256 dimensions do not fit an sm_80 where 17 query heads, without a rotation 33, share a KV head.
     """
     return min(64, max(16, (2048 if rotated else 4096) // padded(max(dim, value_dim))))
 
@@ -162,7 +155,7 @@ def attend(
     splits: int | None = None,
     block: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`slot_attention`, in blocks of slots (a power of two from 16 on), of which `splits` programs share those of a row and KV head."""
+    """`slot_attention` in blocks of slots, a power of two from 16 on; `splits` programs share those of a row and KV head."""
     (batch, heads), kv_heads, value_dim = query.shape[:2], keys.shape[1], values.shape[3]
     group, rows, shape = heads // kv_heads, batch * kv_heads, (batch, kv_heads, slots)
     block = block or block_size(query.shape[3], value_dim, rotation is not None)

@@ -1,8 +1,4 @@
-"""Writing stored keys and values into a running cache at new positions: dequantized, rotated and written in one go.
-
-What was computed for a passage of text at some positions can be used at others once its keys are rotated by the difference. It is stored
-in 8 or 4 bits or plainly, and this happens at the start of a request, so nothing as large as the passage is made on the way.
-"""
+"""Writing stored keys and values into a running cache at new positions: dequantized, rotated and written in one go."""
 
 from __future__ import annotations
 
@@ -34,17 +30,13 @@ def splice(
 ) -> None:
     """Dequantizes tokens, rotates them, and writes them in place: `outs[l][h, slots[t]]` from `packed.data[l, h, t]`, and nothing else.
 
-    It is computed in float32, or in float64 for float64 `outs`, and cast once. Plain data that are not rotated are copied bit for bit
-    where dtypes agree. Dequantized numbers beyond the range of float16 `outs` become the largest that these hold. There are no gradients,
-    and arguments are not checked.
+    Computed in float32, or in float64 for float64 `outs`, and cast once. Plain data that are not rotated are copied bit for bit where
+    dtypes agree. Dequantized numbers beyond the range of float16 `outs` become the largest that these hold. Arguments are not checked.
 
     Args:
-        packed: The tokens, on the device of `outs`.
         outs: One (heads, capacity, dim) a layer, of one dtype, the last dimension contiguous: one row of the buffers.
-        slots: (tokens,), int64, from 0 on, none of them twice.
-        cos: Of the angle by which each token is rotated, (tokens, rotary_dim / 2), float32 or float64; and `sin`, and `layout` as in
-            `rotate_`. None for values, and for keys that stay where they were.
-        backend: "torch" (fast on CPUs), "triton" (one launch a layer; CUDA, no float64), or "auto": Triton for CUDA tensors where it can.
+        slots: (tokens,), int64, none of them twice.
+        cos: Of the angle by which each token is rotated, (tokens, rotary_dim / 2); None for values, and for keys that stay where they were.
     """
     if not outs or not slots.numel():
         return None

@@ -28,30 +28,20 @@ _QUERIES, _DECODED = 256, 4096
 
 
 class CodedLayer(TensorLayer, AnsweringLayer):
-    """Keeps a few tokens exactly, and of all others only their codes.
-
-    Attributes:
-        exact_keys: The first tokens of each row and the newest, as the model rotated them, (batch, kv_heads, slots, head_dim); and
-            `exact_values`. See `rows.py`.
-        codes: Of the tokens between them, (batch, groups, bytes, capacity), uint8.
-        positions: The model's, of exact tokens, (batch, 1, slots, 1); None where keys are not rotated.
-        starts: Those of the first token of each tile, (batch, capacity).
-        counts: Real tokens of each row; one number while all rows have as many.
-        coded: Tokens that are codes, in the row with most.
-        padded: How many tokens there were when the last padding came.
-    """
+    """Keeps a few tokens exactly, and of all others only their codes. `rows.py` says which tokens of a row lie where."""
 
     is_croppable = True
     cache_name: ClassVar[str] = "SubspaceCache"
     row_tensors: ClassVar[tuple[str, ...]] = ("exact_keys", "exact_values", "codes", "positions", "starts")
     counters: ClassVar[tuple[str, ...]] = ("seen", "counts", "padded")
-    exact_keys: Tensor | None = None
+    exact_keys: Tensor | None = None  # as the model rotated them, (batch, kv_heads, slots, head_dim)
     exact_values: Tensor | None = None
-    codes: Tensor | None = None
-    positions: Tensor | None = None
-    starts: Tensor | None = None
-    counts: tuple[int, ...] = (0,)
-    coded = padded = 0
+    codes: Tensor | None = None  # (batch, groups, bytes, capacity), uint8
+    positions: Tensor | None = None  # the model's, of exact tokens, (batch, 1, slots, 1); None where keys are not rotated
+    starts: Tensor | None = None  # those of the first token of each tile, (batch, capacity)
+    counts: tuple[int, ...] = (0,)  # real tokens of each row; one number while all rows have as many
+    coded = 0  # tokens that are codes, in the row with most
+    padded = 0  # how many tokens there were when the last padding came
 
     def __init__(
         self, form: FixedForm | None, ends: Ends, backend: Backend, layer_idx: int, geometry: RotaryGeometry | None, passes: Passes
@@ -137,11 +127,7 @@ class CodedLayer(TensorLayer, AnsweringLayer):
         self._take(keys, values, self.passes.of_prompt(positions, padding, keys.shape[2], keys.device))
 
     def _take(self, keys: Tensor, values: Tensor, running: Pass) -> tuple[Tensor, Tensor, Seen]:
-        """Put new tokens where they belong and code those that are no longer exact.
-
-        Returns:
-            Keys and values of those that are, and what the query of a step sees of them and of codes.
-        """
+        """Take new tokens, code those that are no longer exact; return what is, and what a step's query sees of it and of codes."""
         keys, values, held = keys.detach(), values.detach(), 0
         if self.exact_keys is not None and self.exact_values is not None:
             held = self.exact_keys.shape[2]
@@ -177,12 +163,7 @@ class CodedLayer(TensorLayer, AnsweringLayer):
         return to._replace(positions=to.keep(positions), starts=starts, new_starts=new_starts)
 
     def _encode(self, keys: Tensor, values: Tensor, starts: Tensor | None, encoded: Encoded) -> None:
-        """Write the codes of whole tiles.
-
-        Args:
-            keys: (batch, kv_heads, tokens, head_dim), as the model rotated them; and `values`.
-            starts: The positions of the first tokens of these tiles, (batch, tiles); None where keys are not rotated.
-        """
+        """Write the codes of whole tiles, whose first tokens have the positions `starts`, (batch, tiles); keys are rotated."""
         if self.geometry is not None and starts is not None:
             keys = self.geometry.unrotate(keys if keys.dtype == torch.float64 else keys.float(), starts.repeat_interleave(TILE, 1))
         self.codes = encoded.written(self.codes, self.coder.encode(keys, values), TILE)
@@ -223,11 +204,7 @@ class CodedLayer(TensorLayer, AnsweringLayer):
         self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take the last tokens back, as if they had never come: as many as are still there exactly.
-
-        Args:
-            tokens_to_remove: Minus the number of tokens, as in transformers. 0 changes nothing.
-        """
+        """Take the last tokens back, as if they had never come; `tokens_to_remove` is minus their number, as in transformers."""
         tokens = -int(tokens_to_remove)
         if not 0 <= tokens <= self.seen:
             raise ConfigError.of("tokens_to_remove", f"a number from -{self.seen} to 0", -tokens, "crop(-n) removes the last n tokens.")

@@ -26,17 +26,11 @@ Seen = tuple[Tensor | None, Tensor | None]
 
 @dataclass(frozen=True)
 class Ends:
-    """What stays exact.
+    """What stays exact."""
 
-    Args:
-        sinks: First tokens of each row.
-        recent: Newest tokens; up to 15 more wait for their tile.
-        warmup: A row has no codes before it has so many tokens behind the sinks.
-    """
-
-    sinks: int
-    recent: int
-    warmup: int = 0
+    sinks: int  # first tokens of each row
+    recent: int  # newest tokens; up to 15 more wait for their tile
+    warmup: int = 0  # a row has no codes before it has so many tokens behind the sinks
 
     def tiles(self, tokens: int) -> int:
         """Tiles of a row that are codes."""
@@ -48,18 +42,12 @@ class Ends:
 
 
 class Encoded(NamedTuple):
-    """Tokens that become codes.
+    """Tokens that become codes."""
 
-    Args:
-        slots: Where they lie among the exact and the new ones: a slice, or for each row the slots, (batch, tokens). A row that has fewer
-            tiles than another is filled up with any tokens.
-        spans: Rows that fill the same tiles: which rows, the first tile, and how many.
-        stop: How many tiles there are afterwards, in the row with most.
-    """
-
+    # Where they lie among the exact and the new ones, if need be for each row, (batch, tokens). A row with fewer tiles has any tokens more.
     slots: slice | Tensor
-    spans: list[tuple[slice, int, int]]
-    stop: int
+    spans: list[tuple[slice, int, int]]  # rows that fill the same tiles: which rows, the first tile, and how many
+    stop: int  # tiles afterwards, in the row with most
 
     def of(self, states: Tensor) -> Tensor:
         """These tokens, of (batch, kv_heads, exact + new, dim)."""
@@ -79,32 +67,19 @@ class Encoded(NamedTuple):
 
 
 class Move(NamedTuple):
-    """What happens to the exact tokens of a layer, with the new ones behind them.
+    """What happens to the exact tokens of a layer, with the new ones behind them; numbers and positions are those afterwards."""
 
-    Args:
-        counts: Real tokens of each row afterwards; one number while all rows have as many.
-        coded: Tokens that are codes afterwards, in the row with most.
-        encoded: What becomes codes, or None.
-        sinks: Slots of sinks afterwards.
-        newest: Slots of the tokens at the end.
-        slots: For each row which tokens these are, (batch, sinks + newest); None where they lie at both ends.
-        padding: How many of the new tokens there are up to the last that is padding in any row; None for no padding.
-        positions: The model's, of exact tokens afterwards, (batch, 1, sinks + newest, 1); None where keys are not rotated.
-        starts: Those of the first token of each tile afterwards, (batch, capacity); and `new_starts` of the new tiles alone.
-        seen: Of a step, which exact tokens and which codes its query sees; see `visible`.
-    """
-
-    counts: tuple[int, ...]
-    coded: int
+    counts: tuple[int, ...]  # real tokens of each row; one number while all rows have as many
+    coded: int  # tokens that are codes, in the row with most
     encoded: Encoded | None
-    sinks: int
-    newest: int
-    slots: Tensor | None = None
-    padding: int | None = None
-    positions: Tensor | None = None
-    starts: Tensor | None = None
-    new_starts: Tensor | None = None
-    seen: Seen = (None, None)
+    sinks: int  # slots of sinks
+    newest: int  # slots of the tokens at the end
+    slots: Tensor | None = None  # of each row which tokens these are, (batch, sinks + newest); None where they lie at both ends
+    padding: int | None = None  # new tokens up to the last that is padding in any row; None for no padding
+    positions: Tensor | None = None  # the model's, of exact tokens, (batch, 1, sinks + newest, 1); None where keys are not rotated
+    starts: Tensor | None = None  # those of the first token of each tile, (batch, capacity)
+    new_starts: Tensor | None = None  # those of the new tiles alone
+    seen: Seen = (None, None)  # by the query of a step; see `visible`
 
     def keep(self, states: Tensor) -> Tensor:
         """The tokens that stay exact, of (batch, kv_heads, exact + new, dim)."""
@@ -131,9 +106,7 @@ def move(ends: Ends, counts: tuple[int, ...], held: int, running: Pass, spare: i
     Args:
         counts: Real tokens of each row so far; one number while all have as many.
         held: Slots of exact tokens so far, sinks included.
-        running: Says which new tokens are real.
         spare: How many tokens that have codes stay exact as well, so that newer ones can be taken back.
-        rows: How many rows there are.
     """
     if running.valid is not None or len(counts) > 1:
         return _move_apart(ends, np.broadcast_to(counts, rows), held, running, spare)
@@ -178,11 +151,9 @@ def _move_apart(ends: Ends, before: Any, held: int, running: Pass, spare: int) -
 
 
 def visible(ends: Ends, counts: tuple[int, ...], held: int, allowed: Tensor | None, device: torch.device) -> Seen:
-    """Which exact tokens and which codes queries see, (batch or 1, queries or 1, tokens) each; None for all.
+    """Which of the `held` exact tokens and which codes queries see, (batch or 1, queries or 1, tokens) each; None for all.
 
     Args:
-        counts: Real tokens of each row; one number while all have as many.
-        held: Slots of exact tokens.
         allowed: What the model's mask says of all tokens so far, (batch or 1, 1, queries, at least these), or None.
     """
     sinks, coded = min(ends.sinks, max(counts)), TILE * max(map(ends.tiles, counts))

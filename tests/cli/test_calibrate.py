@@ -38,13 +38,12 @@ def test_a_codec_for_an_engine_names_its_checkpoint(capsys, tmp_path, engine, ro
     assert (made.codec.settings.rotation, made.codec.settings.recent) == (rotation, 0)
 
 
-@pytest.mark.parametrize("option", [("--rotation", "post"), ("--push-to-hub", "owner/name")])
-def test_what_an_engine_can_not_load_is_refused_before_calibrating(capsys, tmp_path, option):
+def test_what_an_engine_can_not_load_is_refused_before_calibrating(capsys, tmp_path):
     (tmp_path / "a.txt").write_text(START)
     files = ("--model", BASE, "--texts", tmp_path / "a.txt", "--out", tmp_path / "codec")
-    done = run(capsys, "calibrate", "codec", "--for", "vllm", *files, *option)
+    done = run(capsys, "calibrate", "codec", "--for", "vllm", *files, "--rotation", "post")
     assert done.code == 2
-    assert option[0] in done.err
+    assert "--rotation" in done.err
     assert not (tmp_path / "codec").exists()
 
 

@@ -20,15 +20,14 @@ from hf_kvcaches.kernels.attention import AttentionPart, exact_part
 from hf_kvcaches.kernels.code_format import TILE
 from hf_kvcaches.subspace.layer import CodedLayer
 from hf_kvcaches.subspace.paper.settings import AdaptiveSubspace
-from hf_kvcaches.subspace.paper.side import Rule, Side
+from hf_kvcaches.subspace.paper.side import Side
 from hf_kvcaches.subspace.rows import Encoded, Ends
 
 
 class PaperLayer(CodedLayer):
-    """Keeps a few tokens exactly, and of all others the coefficients in the bases of their block.
+    """Keeps a few tokens exactly, and of all others the coefficients in the bases of their block, of which `blocks` has the first tiles.
 
-    `sides` describes the tensors of keys and of values, `blocks` has the first tile of each block: at a new block, each row and head has a
-    new basis or goes on with its old one.
+    At a new block, each row and head has a new basis or goes on with its old one.
     """
 
     is_croppable = False
@@ -57,28 +56,29 @@ class PaperLayer(CodedLayer):
     @property
     def sides(self) -> tuple[Side, Side]:
         """Keys and values, once any was coded."""
-        keys = Side(self.key_coefficients, self.key_bases, self.key_limit, self.key_sketch)
-        return keys, Side(self.value_coefficients, self.value_bases, self.value_limit, self.value_sketch)
+        keys, values = self.adaptive.rules(self.key_bases.shape[-1], self.value_bases.shape[-1])
+        key_side = Side(keys, self.key_coefficients, self.key_bases, self.key_limit, self.key_sketch)
+        return key_side, Side(values, self.value_coefficients, self.value_bases, self.value_limit, self.value_sketch)
 
     def _keep(self, keys: Side, values: Side) -> None:
-        self.key_coefficients, self.key_bases, self.key_limit, self.key_sketch = keys
-        self.value_coefficients, self.value_bases, self.value_limit, self.value_sketch = values
+        _, self.key_coefficients, self.key_bases, self.key_limit, self.key_sketch = keys
+        _, self.value_coefficients, self.value_bases, self.value_limit, self.value_sketch = values
 
     def _encode(self, keys: Tensor, values: Tensor, starts: Tensor | None, encoded: Encoded) -> None:
         wide = torch.promote_types(keys.dtype, torch.float32)
         states = [keys.to(wide), values.to(wide)]
         if self.geometry is not None and starts is not None:
             states[0] = self.geometry.unrotate(states[0], _positions_of(starts))
-        rules = self.adaptive.rules(keys.shape[3], values.shape[3])
         if "key_coefficients" not in self.owned_tensors():
-            self._keep(*(Side.empty(side, keys.dtype, rule.sketch) for side, rule in zip(states, rules, strict=True)))
+            rules = self.adaptive.rules(keys.shape[3], values.shape[3])
+            self._keep(*(Side.empty(rule, side, keys.dtype) for rule, side in zip(rules, states, strict=True)))
         self._keep(*(side.with_room(TILE * encoded.stop, 0) for side in self.sides))
         for rows, first, tiles in encoded.spans:
             if not first:
                 samples = self._calibrated(keys[rows]) or [side[rows, :, : self.adaptive.warmup] for side in states]
-                self._keep(*(side.begun(rule, rows, sample) for side, rule, sample in zip(self.sides, rules, samples, strict=True)))
+                self._keep(*(side.begun(rows, sample) for side, sample in zip(self.sides, samples, strict=True)))
             for tile in range(tiles):
-                self._advance(rules, rows, first + tile, [side[rows, :, TILE * tile : TILE * (tile + 1)] for side in states])
+                self._advance(rows, first + tile, [side[rows, :, TILE * tile : TILE * (tile + 1)] for side in states])
 
     def _calibrated(self, keys: Tensor) -> list[Tensor] | None:
         """Return calibrated bases as if they were a chunk of tokens of some rows, (rows, heads, d, d) of keys and of values; or None."""
@@ -88,21 +88,18 @@ class PaperLayer(CodedLayer):
         sides, weight = self.adaptive.bases[self.layer_idx], self.adaptive.chunk or 1
         return [weight**0.5 * side[heads].to(keys.device).expand(len(keys), -1, -1, -1) for side in sides]
 
-    def _advance(self, rules: list[Rule], rows: slice, tile: int, tokens: list[Tensor]) -> None:
+    def _advance(self, rows: slice, tile: int, tokens: list[Tensor]) -> None:
         """Code a tile of some rows, in a new basis where it loses too much in the old one or a chunk is over."""
         start, chunk, block = TILE * tile, self.adaptive.chunk, bisect(self.blocks, tile) - 1
         if chunk is not None and start >= self.adaptive.warmup:
-            chunk_over = start > self.adaptive.warmup and start % chunk == 0
-            due = [
-                (side.residual(rows, block, states) > side.limit[rows]) | chunk_over
-                for side, states in zip(self.sides, tokens, strict=True)
-            ]
-            for side, rule, states in zip(self.sides, rules, tokens, strict=True):
-                side.learn(rule, rows, states, self.adaptive.decay if chunk_over else 1.0)
+            chunk_over, due = start > self.adaptive.warmup and start % chunk == 0, []
+            for side, states in zip(self.sides, tokens, strict=True):
+                due.append((side.residual(rows, block, states) > side.limit[rows]) | chunk_over)
+                side.learn(rows, states, self.adaptive.decay if chunk_over else 1.0)
             if chunk_over or bool(due[0].any() | due[1].any()):
                 block = self._begin_block(tile)
-                for side, rule, heads, states in zip(self.sides, rules, due, tokens, strict=True):
-                    side.renew(rule, rows, block, heads, states)
+                for side, heads, states in zip(self.sides, due, tokens, strict=True):
+                    side.renew(rows, block, heads, states)
         for side, states in zip(self.sides, tokens, strict=True):
             side.coefficients[rows, :, start : start + TILE] = (states @ side.bases[rows, :, block].mT).to(side.coefficients.dtype)
 

@@ -58,39 +58,26 @@ class Rule(NamedTuple):
     tau: float | None
     sketch: Sketch | None
 
-    def kept(self, energies: Tensor) -> Tensor:
-        """Return which directions of the first basis heads keep, (..., rank), of the energies of all, (..., d), largest first."""
-        if self.rank is not None:
-            return torch.ones_like(energies[..., : self.rank], dtype=torch.bool)
-        kept = energies.cumsum(-1) - energies < self.energy * energies.sum(-1, keepdim=True)
-        return kept[..., : max(1, int(kept.sum(-1).max()))]
-
     def limit(self, lost: Tensor) -> Tensor:
         """Return the largest relative residual of a tile in bases that lost a share of the energy when they were new."""
         return (_SLACK * lost.sqrt()).clamp_min(_LEAST_RESIDUAL) if self.tau is None else torch.full_like(lost, self.tau)
 
 
 class Side(NamedTuple):
-    """Keys or values as coefficients. Functions that return None write into the tensors.
+    """Keys or values as coefficients. Functions that return None write into the tensors."""
 
-    Args:
-        coefficients: (batch, heads, capacity, rank), in the dtype of the model.
-        bases: Of each block orthonormal rows, (batch, heads, blocks, rank, d); rows of zeros where a head has a smaller rank.
-        limit: The largest relative residual of a tile, (batch, heads).
-        sketch: (batch, heads, n, d), or None where the first basis is the only one.
-    """
-
-    coefficients: Tensor
-    bases: Tensor
-    limit: Tensor
-    sketch: Tensor | None
+    rule: Rule
+    coefficients: Tensor  # (batch, heads, capacity, rank), in the dtype of the model
+    bases: Tensor  # of each block orthonormal rows, (batch, heads, blocks, rank, d); rows of zeros where a head has a smaller rank
+    limit: Tensor  # the largest relative residual of a tile, (batch, heads)
+    sketch: Tensor | None  # (batch, heads, n, d), or None where the first basis is the only one
 
     @classmethod
-    def empty(cls, states: Tensor, dtype: torch.dtype, sketch: Sketch | None) -> Self:
+    def empty(cls, rule: Rule, states: Tensor, dtype: torch.dtype) -> Self:
         """Return the side before the first token, for states (batch, heads, tokens, d) as they are projected."""
         lead, dim = states.shape[:2], states.shape[3]
-        state = None if sketch is None else sketch.start(lead, dim, states.device)
-        return cls(states.new_zeros(*lead, 0, 0, dtype=dtype), states.new_zeros(*lead, 1, 0, dim), states.new_zeros(lead), state)
+        state = None if rule.sketch is None else rule.sketch.start(lead, dim, states.device)
+        return cls(rule, states.new_zeros(*lead, 0, 0, dtype=dtype), states.new_zeros(*lead, 1, 0, dim), states.new_zeros(lead), state)
 
     def with_room(self, tokens: int, rank: int) -> Self:
         """Return the side with room for so many tokens and directions."""
@@ -100,20 +87,25 @@ class Side(NamedTuple):
             return self
         return self._replace(coefficients=pad(self.coefficients, (0, wider, 0, longer)), bases=pad(self.bases, (0, 0, 0, wider)))
 
-    def begun(self, rule: Rule, rows: slice, tokens: Tensor) -> Self:
+    def begun(self, rows: slice, tokens: Tensor) -> Self:
         """Return the side with the first bases of some rows, made of tokens (rows, heads, tokens, d)."""
         energies, directions = descending(second_moment(tokens))
-        kept = rule.kept(energies.clamp_min(0.0))
+        energies, rank = energies.clamp_min(0.0), self.rule.rank
+        if rank is not None:
+            kept = torch.ones_like(energies[..., :rank], dtype=torch.bool)
+        else:
+            kept = energies.cumsum(-1) - energies < self.rule.energy * energies.sum(-1, keepdim=True)
+            kept = kept[..., : max(1, int(kept.sum(-1).max()))]
         side = self.with_room(0, kept.shape[-1])
         basis, lost = _leading(energies, directions, pad(kept, (0, side.bases.shape[3] - kept.shape[-1])))
-        side.bases[rows], side.limit[rows] = basis.to(side.bases), rule.limit(lost).to(side.limit)
-        side.learn(rule, rows, tokens)
+        side.bases[rows], side.limit[rows] = basis.to(side.bases), self.rule.limit(lost).to(side.limit)
+        side.learn(rows, tokens)
         return side
 
-    def learn(self, rule: Rule, rows: slice, tokens: Tensor, decay: float = 1.0) -> None:
+    def learn(self, rows: slice, tokens: Tensor, decay: float = 1.0) -> None:
         """Add tokens to the sketches of some rows, if there are any, and multiply the energy of older ones."""
-        if self.sketch is not None and rule.sketch is not None:
-            self.sketch[rows] = rule.sketch.update(self.sketch[rows], tokens, decay)
+        if self.sketch is not None and self.rule.sketch is not None:
+            self.sketch[rows] = self.rule.sketch.update(self.sketch[rows], tokens, decay)
 
     def residual(self, rows: slice, block: int, tokens: Tensor) -> Tensor:
         """Return the relative residual of a tile, (rows, heads), which follows from the lengths of tokens and of their coefficients."""
@@ -121,15 +113,15 @@ class Side(NamedTuple):
         kept = (tokens @ self.bases[rows, :, block].mT).square().sum((-2, -1))
         return ((energy - kept).clamp_min(0.0) / energy.clamp_min(_TINY)).sqrt()
 
-    def renew(self, rule: Rule, rows: slice, block: int, due: Tensor, tokens: Tensor) -> None:
+    def renew(self, rows: slice, block: int, due: Tensor, tokens: Tensor) -> None:
         """Give heads that are due, (rows, heads), the top directions of their sketches, from a block on that begins with some tokens."""
         assert self.sketch is not None
-        assert rule.sketch is not None
+        assert self.rule.sketch is not None
         old = self.bases[rows, :, block:]
-        basis, lost = _leading(*descending(rule.sketch.gram(self.sketch[rows])), old[:, :, 0].any(-1))
+        basis, lost = _leading(*descending(self.rule.sketch.gram(self.sketch[rows])), old[:, :, 0].any(-1))
         self.bases[rows, :, block:] = torch.where(due[..., None, None, None], basis.to(old), old)
         # Frequent Directions know little of what lies beyond the main directions, the first tile does.
-        limit = rule.limit(lost.maximum(self.residual(rows, block, tokens).double().square())).to(self.limit)
+        limit = self.rule.limit(lost.maximum(self.residual(rows, block, tokens).double().square())).to(self.limit)
         self.limit[rows] = torch.where(due, limit, self.limit[rows])
 
     def decoded(self, block: int, tokens: slice) -> Tensor:
