@@ -1,8 +1,7 @@
 """How many tokens each layer keeps, and which: in each head alike, or with a budget that heads, or heads and layers, share.
 
-Few heads recall, and keep nothing of use where all heads have the same budget. So the scores of all heads are compared, and each head keeps
-as many tokens as it has of the best. A twentieth of its budget stays a head's own, besides sinks and recent tokens: with a fifth, as Ada-KV
-(arXiv 2407.11550) has it, an eighth of a text loses twice as many needles. Over all layers that is KVzip's threshold (arXiv 2505.23416).
+Few heads recall, and keep nothing of use where all heads have the same budget. So the scores of all heads are compared: within a layer as
+in Ada-KV (arXiv 2407.11550), over all layers as in KVzip (arXiv 2505.23416).
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ from hf_kvcaches.core.parallel import HeadShard
 from hf_kvcaches.equip.storage import Slots
 from hf_kvcaches.errors import ConfigError, is_number, whole_number
 
-# Of a head's slots that are neither sinks' nor recent tokens' one in so many is its own: Ada-KV's alpha.
+# Of a head's slots that are neither sinks' nor recent tokens' one in so many is its own. With Ada-KV's fifth, an eighth of a text loses
+# twice as many needles.
 _FLOOR = 20
 
 
@@ -31,7 +31,7 @@ class Limit(NamedTuple):
 
 
 def resolve_budgets(budget: Any, layers: Any) -> tuple[int | float, ...]:
-    """One checked budget for each layer, in plain numbers; `layers` is how many there are, or a model's config."""
+    """One checked budget for each of so many layers, or those of a model's config."""
     layers = layers if isinstance(layers, int) else len(compat.layer_plan(layers))
     if not isinstance(budget, Sequence) or isinstance(budget, str):
         return (one_budget("budget", budget),) * layers
@@ -51,7 +51,7 @@ def one_budget(name: str, budget: Any) -> int | float:
 
 
 def slots_for(budget: int | float, prompt_tokens: int, least: int = 1) -> int:
-    """How many tokens a layer keeps of a prompt: a number, or a share of it, but no fewer than `least`."""
+    """How many tokens a layer keeps of a prompt; a share of it is no fewer than `least`."""
     return budget if isinstance(budget, int) else max(least, int(budget * prompt_tokens))
 
 
@@ -74,14 +74,12 @@ def pyramid_budgets(model: Any, budget: int, *, beta: float = 20, floor: int | N
         raise ConfigError.of("beta", "a number of at least 1", beta)
     floor = min(68, budget // 2) if floor is None else floor
     floor = whole_number("floor", floor, 0, f"an integer from 0 to the budget ({budget})", most=budget)
-    mean = budget - floor
-    smallest = mean / beta
-    step = 2 * (mean - smallest) / max(layers - 1, 1)
-    shares = [smallest + step * (layers - 1 - layer) for layer in range(layers)] if layers > 1 else [float(mean)]
-    whole = [int(share) for share in shares]
-    missing = layers * mean - sum(whole)
-    by_remainder = sorted(range(layers), key=lambda layer: (whole[layer] - shares[layer], layer))
-    return [floor + tokens + (layer in by_remainder[:missing]) for layer, tokens in enumerate(whole)]
+    mean, last = budget - floor, layers - 1
+    step = 2 * (mean - mean / beta) / max(last, 1)
+    shares = [mean / beta + step * (last - layer) if last else mean for layer in range(layers)]
+    by_remainder = sorted(range(layers), key=lambda layer: (int(shares[layer]) - shares[layer], layer))
+    missing = layers * mean - sum(map(int, shares))
+    return [floor + int(share) + (layer in by_remainder[:missing]) for layer, share in enumerate(shares)]
 
 
 class Candidates(NamedTuple):
@@ -94,7 +92,7 @@ class Candidates(NamedTuple):
 
 
 def protected(scores: torch.Tensor, positions: torch.Tensor, count: int | torch.Tensor, sinks: int, recent: int) -> torch.Tensor:
-    """Scores, (batch, 1 or kv_heads, tokens), with +inf for sinks and recent ones of `count` tokens, and -inf where there is no token."""
+    """Scores, (batch, 1 or kv_heads, tokens), with +inf for sinks and recent ones of `count` tokens, and -inf for no token."""
     worth = torch.where((positions < sinks) | (positions >= count - recent), math.inf, scores)
     return torch.where(positions < 0, -math.inf, worth)
 

@@ -89,10 +89,8 @@ class EquipCache(AnsweringCache):
 
     takes_latents = True
     codec_class = KVCodec
-    unmasked = False
-    """Whether the running pass came without a mask, whatever the model makes of that for its attention."""
-    refuses_images = False
-    """Whether tokens with a position for each axis are refused."""
+    unmasked = False  # whether the running pass came without a mask, whatever the model makes of that for its attention
+    refuses_images = False  # whether tokens with a position for each axis are refused
 
     def __init__(
         self,
@@ -160,7 +158,8 @@ class EquipCache(AnsweringCache):
         if not self._latents or not isinstance(layer, EquipLayer):
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         tokens, _ = super().update(torch.cat([value_states, key_states], -1), key_states, layer_idx, *args, **kwargs)
-        view = LatentView(self.model, latent_modules(self.model)[layer_idx], tokens, self)
+        TELLING.add(self.model, self)  # where it was pickled
+        view = LatentView(latent_modules(self.model)[layer_idx], tokens)
         return view, view
 
     def make_layer(self, layer_idx: int) -> EquipLayer:

@@ -19,18 +19,21 @@ from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.hub import Artifact
 from hf_kvcaches.core.rope import rotation_of
 from hf_kvcaches.equip.budgets import Candidates, compared, protected, slots_for
-from hf_kvcaches.equip.corpus import SINKS, Corpus, LayerArtifact, Watcher, attention_inputs, attention_modules, reconstruction_scores
+from hf_kvcaches.equip.corpus import SINKS, LayerArtifact, Watcher, attention_inputs, attention_modules, each_text, reconstruction_scores
 from hf_kvcaches.equip.policies.base import Policy
 from hf_kvcaches.equip.policies.future import KVZipPolicy, future_attention
 from hf_kvcaches.equip.policies.tokens import UNSCORED, Tokens
-from hf_kvcaches.errors import ConfigError, UnsupportedError, is_number, require_choice, require_instance, whole_number
+from hf_kvcaches.errors import ConfigError, UnsupportedError, require_choice, require_instance
 from hf_kvcaches.evaluate.measures import divergence
 from hf_kvcaches.evaluate.observer import Attended
-from hf_kvcaches.evaluate.runner import evaluating
 from hf_kvcaches.reuse.partial import run_module
 
+# By KVzip's scores: the share of the tokens that stays.
+_RATIO = 0.25
 # By ablation: the tokens that a head keeps beside sinks, those that are predicted, and what a quarter of the heads and the others get.
 _RECENT, _ANSWER, _MOST, _LEAST = 64, 32, 2.5, 0.5
+# Of a probe, relative to the mean variance of a hidden state's dimensions.
+_RIDGE = 0.3
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -55,14 +58,7 @@ class HeadBudgets(Artifact):
 
     @classmethod
     def calibrate(
-        cls,
-        model: nn.Module,
-        tokenizer: Any,
-        texts: Iterable[str | Sequence[int]],
-        *,
-        by: str = "kvzip",
-        ratio: float = 0.25,
-        progress: bool = True,
+        cls, model: nn.Module, tokenizer: Any, texts: Iterable[str | Sequence[int]], *, by: str = "kvzip", progress: bool = True
     ) -> HeadBudgets:
         """Measure the heads of a model on texts.
 
@@ -70,29 +66,27 @@ class HeadBudgets(Artifact):
             model: A transformers model that `EquipCache` supports, also inside a PEFT wrapper. It is left unchanged.
             tokenizer: Its tokenizer; None if all texts are token ids.
             texts: Strings, or lists of token ids, like those that the model will read; six of some 600 tokens are enough.
-            by: "kvzip": the mean share that a head gets where KVzip's scores of all heads and layers share one budget. "ablation", as in
+            by: "kvzip": the mean share that a head gets where KVzip's scores of all heads and layers share a quarter. "ablation", as in
                 DuoAttention (arXiv 2410.10819), but without training: one head at a time forgets all but 4 sinks and 64 recent tokens;
                 the quarter of the heads whose loss changes the predictions of a text's last 32 tokens most gets five times as much as
                 the others. Texts should end in what depends on tokens far before.
-            ratio: For "kvzip", the share of the tokens that stays.
             progress: Whether to show a bar.
         """
         require_choice("by", by, ("kvzip", "ablation"))
-        if not is_number(ratio) or not 0 < ratio < 1:
-            raise ConfigError.of("ratio", "a number between 0 and 1", ratio)
-        least = math.ceil(2 * (SINKS + 1) / ratio) if by == "kvzip" else SINKS + _RECENT + _ANSWER + 1
-        corpus, sums = Corpus(model, tokenizer, texts, least, progress), dict[int, torch.Tensor]()
-        with evaluating(corpus.base), torch.no_grad():
-            for ids in corpus:
-                measured = _shares(corpus.base, ids, ratio) if by == "kvzip" else _costs(corpus.base, ids)
-                for index, numbers in measured.items():
-                    sums[index] = sums.get(index, 0) + numbers * len(ids)
+        measure, least = (_shares, int(2 * (SINKS + 1) / _RATIO)) if by == "kvzip" else (_costs, SINKS + _RECENT + _ANSWER + 1)
+        sums = dict[int, torch.Tensor]()
+
+        def add(base: Any, ids: torch.Tensor) -> None:
+            for index, numbers in measure(base, ids).items():
+                sums[index] = sums.get(index, 0) + numbers * len(ids)
+
+        made = each_text(add, model, tokenizer, texts, least, progress)
         means = torch.cat([*sums.values()])
         if by == "ablation":
             best = means.topk(math.ceil(len(means) / 4)).indices
             means = torch.full_like(means, _LEAST).index_fill(0, best, _MOST)
         shares = dict(zip(sums, (means / means.mean()).split([len(own) for own in sums.values()]), strict=True))
-        return cls({index: shares[index] for index in sorted(shares)}, corpus.tokens, corpus.fingerprint())
+        return cls({index: shares[index] for index in sorted(shares)}, **made)
 
     def as_settings(self) -> dict[str, list[float]]:
         """The shares as plain values for JSON."""
@@ -116,9 +110,9 @@ class HeadBudgets(Artifact):
         return f"HeadBudgets({self.tokens:,} tokens, model {self.fingerprint})"
 
 
-def _shares(model: Any, ids: torch.Tensor, ratio: float) -> dict[int, torch.Tensor]:
-    """Of the slots that are not protected, the share that each head gets, by layer index, (kv_heads,), with the mean 1."""
-    budget, positions = slots_for(float(ratio), len(ids)), torch.arange(len(ids))[None, None]
+def _shares(model: Any, ids: torch.Tensor) -> dict[int, torch.Tensor]:
+    """The share of unprotected slots that each head gets, by layer index, (kv_heads,), with the mean 1."""
+    budget, positions = slots_for(_RATIO, len(ids)), torch.arange(len(ids))[None, None]
     recent = KVZipPolicy().recent(budget, SINKS)
     scores = reconstruction_scores(model, ids)
     worths = [protected(score[None].cpu(), positions, len(ids), SINKS, recent) for score in scores.values()]
@@ -128,7 +122,7 @@ def _shares(model: Any, ids: torch.Tensor, ratio: float) -> dict[int, torch.Tens
 
 
 def _costs(model: Any, ids: torch.Tensor) -> dict[int, torch.Tensor]:
-    """The divergence of the last tokens' predictions when one head has forgotten the middle, by layer index, (kv_heads,)."""
+    """How far the last tokens' predictions diverge when one head has forgotten the middle, by layer index, (kv_heads,)."""
     context, heads = DynamicCache(config=model.config), compat.decoder_config(model.config).num_attention_heads
     _predictions(model, context, ids[:-_ANSWER])
     expected = _predictions(model, copy.deepcopy(context), ids[-_ANSWER:])
@@ -153,8 +147,6 @@ def _predictions(model: Any, cache: DynamicCache, ids: torch.Tensor) -> torch.Te
 
 
 class LayerProbe(NamedTuple):
-    """A linear map from hidden states to the logarithms of scores."""
-
     weights: torch.Tensor  # (kv_heads, hidden)
     bias: torch.Tensor  # (kv_heads,)
 
@@ -181,39 +173,27 @@ class KeepProbe(LayerArtifact):
     _on_device: dict[tuple[int, torch.device], LayerProbe] = field(default_factory=dict, init=False)
 
     @classmethod
-    def calibrate(
-        cls,
-        model: nn.Module,
-        tokenizer: Any,
-        texts: Iterable[str | Sequence[int]],
-        *,
-        ridge: float = 0.3,
-        chunk: int = 512,
-        progress: bool = True,
-    ) -> KeepProbe:
+    def calibrate(cls, model: nn.Module, tokenizer: Any, texts: Iterable[str | Sequence[int]], *, progress: bool = True) -> KeepProbe:
         """Fit the probe of each layer on texts, each of which is read some two and a half times.
 
         Args:
             model: A transformers model that `EquipCache` supports, also inside a PEFT wrapper. It is left unchanged.
             tokenizer: Its tokenizer; None if all texts are token ids.
             texts: Strings, or lists of token ids, like those that the model will read; six of some 600 tokens are enough.
-            ridge: Relative to the mean variance of a hidden state's dimensions.
-            chunk: Tokens that are read again at a time, and share one softmax, as for `KVZipPolicy`.
             progress: Whether to show a bar.
         """
-        if not is_number(ridge) or ridge <= 0:
-            raise ConfigError.of("ridge", "a number above 0", ridge)
-        corpus, sums, heads = Corpus(model, tokenizer, texts, SINKS + 1, progress), dict[int, Moments](), dict[int, int]()
-        with evaluating(corpus.base), torch.no_grad():
-            for ids in corpus:
-                states = attention_inputs(corpus.base, ids)
-                for index, scores in reconstruction_scores(corpus.base, ids, chunk).items():
-                    state, target = states[index][SINKS:].double(), scores[:, SINKS:].clamp(min=1e-6).log().double().mT
-                    rows = torch.cat([torch.ones_like(state[:, :1]), state, target.to(state.device)], 1)
-                    sums.setdefault(index, Moments((), rows.shape[1], rows.device)).add(rows)
-                    heads[index] = len(scores)
-        layers = {index: _solve(sums[index].mean.cpu(), heads[index], ridge) for index in sorted(sums)}
-        return cls(layers, corpus.tokens, corpus.fingerprint())
+        sums, heads = dict[int, Moments](), dict[int, int]()
+
+        def add(base: Any, ids: torch.Tensor) -> None:
+            states = attention_inputs(base, ids)
+            for index, scores in reconstruction_scores(base, ids).items():
+                state, target = states[index][SINKS:].double(), scores[:, SINKS:].clamp(min=1e-6).log().double().mT
+                rows = torch.cat([torch.ones_like(state[:, :1]), state, target.to(state.device)], 1)
+                sums.setdefault(index, Moments((), rows.shape[1], rows.device)).add(rows)
+                heads[index] = len(scores)
+
+        made = each_text(add, model, tokenizer, texts, SINKS + 1, progress)
+        return cls({index: _solve(sums[index].mean.cpu(), heads[index]) for index in sorted(sums)}, **made)
 
     def as_policy(self) -> ProbePolicy:
         return ProbePolicy(self)
@@ -273,22 +253,20 @@ class ProbePolicy(Policy):
         return {"policy": f"{self.name} of {self.probe.fingerprint}"}
 
 
-def _solve(moments: torch.Tensor, heads: int, ridge: float) -> LayerProbe:
-    """The fit to the mean of the outer products of [1, hidden state, targets]."""
+def _solve(moments: torch.Tensor, heads: int) -> LayerProbe:
+    """The fit to the mean outer product of [1, hidden state, targets]."""
     mean = moments[0, 1:]
     centered = moments[1:, 1:] - mean[:, None] * mean
     inputs, outputs = centered[:-heads, :-heads], centered[:-heads, -heads:]
-    inputs.diagonal().add_(ridge * inputs.diagonal().mean())
+    inputs.diagonal().add_(_RIDGE * inputs.diagonal().mean())
     weights = torch.linalg.solve(inputs, outputs).mT
     return LayerProbe(weights.float(), (mean[-heads:] - weights @ mean[:-heads]).float())
 
 
 class LayerQueries(NamedTuple):
-    """The queries of one layer before their rotation, and what attention multiplies scores with."""
-
     mean: torch.Tensor  # (heads, head_dim)
     covariance: torch.Tensor  # (heads, head_dim, head_dim)
-    scaling: torch.Tensor  # ()
+    scaling: torch.Tensor  # (), what attention multiplies scores with
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -305,24 +283,19 @@ class QueryStatistics(LayerArtifact):
     entry: ClassVar[Any] = LayerQueries
 
     @classmethod
-    def calibrate(
-        cls, model: nn.Module, tokenizer: Any, texts: Iterable[str | Sequence[int]], *, block: int = 512, progress: bool = True
-    ) -> QueryStatistics:
-        """Measure the queries of a model on texts, in one forward pass over each.
+    def calibrate(cls, model: nn.Module, tokenizer: Any, texts: Iterable[str | Sequence[int]], *, progress: bool = True) -> QueryStatistics:
+        """Measure the queries of a model on texts, in one forward pass over each 512 tokens, but for those of their first 4.
 
         Args:
             model: A transformers model that `EquipCache` supports, also inside a PEFT wrapper. It is left unchanged.
             tokenizer: Its tokenizer; None if all texts are token ids.
             texts: Strings, or lists of token ids, like those that the model will read.
-            block: Texts are cut into sequences of at most so many tokens. The queries of the first 4 tokens of each are left out.
             progress: Whether to show a bar.
         """
-        block = whole_number("block", block, SINKS + 1)
-        corpus, sums, scaling = Corpus(model, tokenizer, texts, SINKS + 1, progress, block), dict[int, Moments](), dict[int, float]()
-        rotation = rotation_of(compat.decoder_config(corpus.base.config))
+        sums, scaling = dict[int, Moments](), dict[int, float]()
+        rotation = rotation_of(compat.decoder_config(compat.base_model(model).config))
 
         def add(attended: Attended) -> None:
-            """Add moments of [1, query] to the sums."""
             queries, index = attended.query[:1], attended.layer_idx
             geometry = rotation.layers[index].at(queries.shape[2] - 1)
             if geometry.kind == "rope" and geometry.refusal is None:
@@ -331,13 +304,9 @@ class QueryStatistics(LayerArtifact):
             sums.setdefault(index, Moments(rows.shape[:1], rows.shape[-1], rows.device)).add(rows)
             scaling[index] = attended.scaling
 
-        cache = Watcher(corpus.base, add)
-        with evaluating(corpus.base), torch.no_grad():
-            for ids in corpus:
-                cache.reset()
-                run_module(corpus.base.base_model, cache, ids[None])
-        layers = {}
+        watch = lambda base, ids: run_module(base.base_model, Watcher(base, add), ids[None])  # noqa: E731
+        made, layers = each_text(watch, model, tokenizer, texts, SINKS + 1, progress, 512), {}
         for index in sorted(sums):
             mean, second = sums[index].mean.cpu()[:, :, 1:].split([1, sums[index].total.shape[-1] - 1], 1)
             layers[index] = LayerQueries(mean[:, 0].float(), (second - mean.mT * mean).float(), torch.tensor(scaling[index]))
-        return cls(layers, corpus.tokens, corpus.fingerprint())
+        return cls(layers, **made)

@@ -1,8 +1,8 @@
-"""What calibrations share: artifacts of tensors by layer, their texts, and what a model attends to when it reads one of these again."""
+"""What calibrations share: artifacts of tensors by layer, texts, and what a model attends to when it reads one of these again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -17,6 +17,7 @@ from hf_kvcaches.core.hub import Artifact
 from hf_kvcaches.equip.policies.future import even_chunks, most_received
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.evaluate.observer import Attended, WatchingCache
+from hf_kvcaches.evaluate.runner import evaluating
 from hf_kvcaches.evaluate.texts import Tokenized, sequences
 from hf_kvcaches.reuse.partial import run_module
 
@@ -53,33 +54,29 @@ class LayerArtifact(Artifact):
         return f"{type(self).__name__}({self.tokens:,} tokens, model {self.fingerprint})"
 
 
-class Corpus:
-    """The token ids of texts, (tokens,) each, on the model's device; `tokens` counts them, and `base` is the model inside a wrapper.
+def each_text(
+    add: Callable[[Any, torch.Tensor], None],
+    model: Any,
+    tokenizer: Any,
+    texts: Iterable[str | Sequence[int]],
+    least: int,
+    progress: bool,
+    block: int | None = None,
+) -> dict[str, Any]:
+    """Call a function with the model inside of a wrapper and the ids of each text, (tokens,); return what an artifact says of them.
 
     Args:
         least: Shorter texts are left out.
-        block: Texts are cut into sequences of at most so many tokens; None: not at all.
+        block: The most tokens at a time; longer texts are cut.
     """
-
-    def __init__(
-        self, model: Any, tokenizer: Any, texts: Iterable[str | Sequence[int]], least: int, progress: bool, block: int | None = None
-    ) -> None:
-        self.model, self.tokenizer, self.texts, self.least, self.progress, self.block = model, tokenizer, texts, least, progress, block
-        self.base, self.encoder, self.tokens = compat.base_model(model), Tokenized(tokenizer), 0
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        whole = sequences(self.texts, self.encoder, self.base)
-        parts = (part for text in whole for part in text.split(self.block or max(1, len(text))) if len(part) >= self.least)
-        for ids in tqdm(parts, unit=" texts", desc="Calibrating", disable=not self.progress):
-            self.tokens += len(ids)
-            yield ids.to(compat.input_device(self.base))
-        if not self.tokens:
-            what = f"a text of at least {self.least} tokens"
-            raise ConfigError(f"texts: expected {what}, got none. Pass longer strings or lists of token ids.")
-
-    def fingerprint(self) -> ModelFingerprint:
-        """Of the model, and of the tokenizer if a text needed it."""
-        return ModelFingerprint.of(self.model, self.tokenizer if self.encoder.used else None)
+    base, encoder = compat.base_model(model), Tokenized(tokenizer)
+    parts = [part for text in sequences(texts, encoder, base) for part in text.split(block or len(text)) if len(part) >= least]
+    if not parts:
+        raise ConfigError(f"texts: expected a text of at least {least} tokens, got none. Pass longer strings or lists of token ids.")
+    with evaluating(base), torch.no_grad():
+        for ids in tqdm(parts, "Calibrating", unit=" texts", disable=not progress):
+            add(base, ids.to(compat.input_device(base)))
+    return {"tokens": sum(map(len, parts)), "fingerprint": ModelFingerprint.of(model, tokenizer if encoder.used else None)}
 
 
 class Watcher(WatchingCache):
@@ -116,10 +113,7 @@ def attention_inputs(model: Any, ids: torch.Tensor) -> dict[int, torch.Tensor]:
 
 @torch.no_grad()
 def reconstruction_scores(model: Any, ids: torch.Tensor, chunk: int = 512) -> dict[int, torch.Tensor]:
-    """The most that a query gives to each token of a text, (tokens,), when it is read again, by layer index, (kv_heads, tokens), float32.
-
-    KVzip (arXiv 2505.23416): as many tokens as a `chunk` are repeated at a time, and share one softmax.
-    """
+    """KVzip's score of each token of a text, (tokens,), by layer index, (kv_heads, tokens): so many are read again at a time."""
     base, parts, context = compat.base_model(model), dict[int, list[torch.Tensor]](), len(ids)
     for span in even_chunks(context, chunk):
 

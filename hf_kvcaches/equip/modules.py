@@ -1,10 +1,7 @@
 """What a cache puts on its model's attention modules: hooks that tell its layers what a module is called with, and a way for latents.
 
-Multi-head latent attention keeps of a token one latent for all heads, and one rotated part of a key. Keys and values of the heads are
-products of the latent. A product with the query instead, and one with the output, give the same attention (DeepSeek-V2, arXiv 2405.04434,
-section 2.1.2), so the slots hold latents and nothing is expanded: one KV head, whose keys are the rotated part with the latent behind it,
-and whose values are the latents. The model expands what `update` returns before it calls its attention. As long as a cache of it lives,
-its modules have an `expand_kv` that lets a `LatentView` pass, and calls the one of their class for all else.
+Slots of multi-head latent attention hold latents: one KV head, whose keys are the rotated part with the latent behind it, and whose values
+are the latents. Queries and outputs are multiplied by the expansion in place of keys and values (DeepSeek-V2, arXiv 2405.04434, 2.1.2).
 """
 
 from __future__ import annotations
@@ -31,10 +28,9 @@ _by_model: WeakKeyDictionary[PreTrainedModel, dict[int, nn.Module]] = WeakKeyDic
 
 
 def _begin(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Tell a cache before a pass whether that came without a mask, and refuse images where the cache moves tokens by one position.
+    """Tell a cache before a pass whether that came without a mask, and refuse image tokens where it moves tokens by one position.
 
-    Models that read images give an image's tokens a position on each axis, and text the same one on all. Attention is called without
-    them, so a cache layer can't tell the two apart.
+    These have a position on each axis, and text the same one on all; attention is called without them.
     """
     cache = compat.cache_of(kwargs)
     if not hasattr(cache, "unmasked"):
@@ -67,16 +63,20 @@ _begin.only_observes = _tell.only_observes = True  # type: ignore[attr-defined]
 
 
 class _Telling(Attachment):
-    """`_begin` before a decoder, `_tell` before each of its attention modules, where they are found."""
+    """`_begin` before a decoder, `_tell` before each of its attention modules that is found; `expand_kv` as the method of latent ones."""
 
     def attach(self, model: PreTrainedModel) -> None:
         for module, hook in self._hooked(model):
             if hook not in compat.forward_hooks(module):
                 module.register_forward_pre_hook(hook, with_kwargs=True)
+        for latent in latent_modules(model).values():
+            vars(latent)[EXPANSION] = MethodType(expand_kv, latent)
 
     def detach(self, model: PreTrainedModel) -> None:
         for module, hook in self._hooked(model):
             compat.remove_pre_hook(module, hook)
+        for latent in latent_modules(model).values():
+            vars(latent).pop(EXPANSION, None)
 
     def _hooked(self, model: PreTrainedModel) -> list[tuple[Any, Any]]:
         hooked: list[tuple[Any, Any]] = [(model.get_decoder(), _begin)]
@@ -125,7 +125,7 @@ def _require_absorbable(module: nn.Module) -> None:
 
 
 def expand_kv(module: nn.Module, latents: Any, rotated: Any) -> Any:
-    """Let a `LatentView` pass; its name is that of the method, by which a module is pickled."""
+    """Let a `LatentView` pass to attention unexpanded; its name is that of the method, by which a module is pickled."""
     if isinstance(latents, LatentView):
         return latents, latents
     return getattr(type(module), EXPANSION)(module, latents, rotated)
@@ -134,27 +134,11 @@ def expand_kv(module: nn.Module, latents: Any, rotated: Any) -> Any:
 expand_kv.only_observes = True  # type: ignore[attr-defined]
 
 
-class _Expansion(Attachment):
-    """`expand_kv` as the method of the modules of latent attention."""
-
-    def attach(self, model: PreTrainedModel) -> None:
-        for module in latent_modules(model).values():
-            vars(module)[EXPANSION] = MethodType(expand_kv, module)
-
-    def detach(self, model: PreTrainedModel) -> None:
-        for module in latent_modules(model).values():
-            vars(module).pop(EXPANSION, None)
-
-
-_EXPANSION = _Expansion()
-
-
 class LatentView(LayerView):
-    """New tokens of a cache on their way through a module, in place of its keys and values; `tokens` are the same as those of one head."""
+    """New tokens of a cache on their way through a module, in place of its keys and values."""
 
-    def __init__(self, model: PreTrainedModel, module: nn.Module, tokens: LayerView, cache: Any) -> None:
+    def __init__(self, module: nn.Module, tokens: LayerView) -> None:
         _require_absorbable(module)
-        _EXPANSION.add(model, cache)
         self.tokens, self.afterwards = tokens, tokens.afterwards
 
     def attend(self, module: nn.Module, query: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any) -> Attended:
@@ -186,7 +170,7 @@ def _attend_expanded(
 
 
 class Latent(Flat):
-    """Slots of latents, which have so many dimensions: a key is its rotated ones and the latent, its value, which is not kept again."""
+    """Slots whose keys are `rotated` dimensions and a latent; values are the latent, which is not kept again."""
 
     names = ("keys",)
     read = read_decoded

@@ -8,14 +8,13 @@ from hf_kvcaches.equip.policies.future import piece
 from hf_kvcaches.equip.policies.tokens import NOTHING, Tokens
 from hf_kvcaches.equip.storage import Slots, pick
 
-# Queries of a context that a refit looks at, and to how many positions behind its end they are rotated in turn.
+# How many queries a refit looks at, and to how many positions behind the end they are rotated in turn.
 _QUERIES, _SPREAD = 256, 96
 
 
 def context_queries(tokens: Tokens, earlier: torch.Tensor | None, most: int = _QUERIES, spread: int = _SPREAD) -> torch.Tensor:
-    """Some queries of a context and `earlier` ones, evenly spaced, its newest token at the position 0, (batch, heads, n, head_dim)."""
+    """Some queries of a context and `earlier` ones, evenly, its newest token at the position 0, (batch, heads, n, head_dim)."""
     index = tokens.query_index
-    assert index is not None
     length, n = index.shape[-1], min(most, index.shape[-1])
     real = (index >= 0).sum(-1, keepdim=True).clamp(min=n)  # a row's real queries, which are the last ones in order
     picks = length - real + real * torch.arange(n, device=index.device) // n
@@ -33,14 +32,9 @@ def context_queries(tokens: Tokens, earlier: torch.Tensor | None, most: int = _Q
 def refitted(
     tokens: Tokens, queries: torch.Tensor, kept_keys: torch.Tensor, index: Slots, stays: torch.Tensor, unrotated: bool
 ) -> torch.Tensor:
-    """The values of kept tokens, refitted to what `context_queries` get of all.
-
-    Args:
-        kept_keys: Of the tokens at `index`, (batch, 1 or kv_heads, n), as they are kept; where `stays` is False it names none.
-        unrotated: Whether positions are compact.
-    """
+    """The values of tokens at `index`, (batch, 1 or kv_heads, n), where `stays`, refitted to what `context_queries` get of all."""
     afterwards = None
-    if unrotated:  # what is gone no longer lies between queries and keys
+    if unrotated:  # positions are compact: what is gone no longer lies between queries and keys
         distances = stays.sum(-1, keepdim=True) - 1 - torch.arange(stays.shape[-1], device=stays.device)
         afterwards = queries, tokens.moved(kept_keys, -distances.clamp(min=0).expand(*kept_keys.shape[:3]))
     queries, index = tokens.moved(queries, tokens.end - 1), index.expand(-1, tokens.values.shape[1], -1)
@@ -59,15 +53,10 @@ def refit(
     afterwards: tuple[torch.Tensor, torch.Tensor] | None = None,
     ridge: float = 0.05,
 ) -> torch.Tensor:
-    """Values of kept tokens, (batch, kv_heads, n, value_dim), by ridge regression on what queries get of all tokens.
+    """Values of `kept` tokens, (batch, kv_heads, n, value_dim), by ridge regression on what queries get of all that are `real`.
 
     In dual form, V' = V + W' (W W' + ridge * mean diagonal)^-1 (A - W V), with the weights W that the queries of a KV head's group give to
-    its kept tokens, and A what they get of all.
-
-    Args:
-        real: True for tokens, (batch, 1 or kv_heads, tokens).
-        kept: Which of them stay, (batch, kv_heads, n), or none where `stays` is False.
-        afterwards: The queries and the kept keys as they are rotated once the others are gone, where compact positions bring them closer.
+    its kept tokens, and A what they get of all. `afterwards` are queries and kept keys as they are rotated once the others are gone.
     """
     (batch, heads, tokens, dim), group = keys.shape, queries.shape[1] // keys.shape[1]
     later, chosen = afterwards or (queries, pick(keys, kept))
@@ -89,5 +78,4 @@ def refit(
 
 
 def _weights(queries: torch.Tensor, keys: torch.Tensor, hidden: torch.Tensor, scaling: float) -> torch.Tensor:
-    """What each query gives to each key that is not hidden."""
     return ((queries.float() * scaling) @ keys.float().mT).masked_fill_(hidden, NOTHING).softmax(-1)

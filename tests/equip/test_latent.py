@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import threading
 from pathlib import Path
@@ -123,7 +124,7 @@ class _OfLatents(ReferenceCache):
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         view, _ = super().update(torch.cat([value_states, key_states], -1), key_states, layer_idx, *args, **kwargs)
-        return (LatentView(self.model, latent_modules(self.model)[layer_idx], view, self),) * 2
+        return (LatentView(latent_modules(self.model)[layer_idx], view),) * 2
 
 
 @pytest.mark.parametrize("positions", ["compact", "original"])
@@ -275,6 +276,17 @@ def test_an_interrupt_between_update_and_attention_leaves_the_model_usable(monke
         close(logits(each, DynamicCache(config=each.config)), expected)
         close(logits(each, EquipCache(each, "streaming", 64)), expected)
     assert all("expand_kv" not in vars(module) for module in model.modules())
+
+
+def test_a_cache_that_was_pickled_goes_on_when_the_first_one_is_gone() -> None:
+    model = build()
+    cache = EquipCache(model, "streaming", BUDGET, sinks=SINKS)
+    logits(model, cache, [TEXT[:, :20]])
+    restored = pickle.loads(pickle.dumps(cache))
+    expected = logits(model, cache, [TEXT[:, 20:24]])
+    del cache
+    gc.collect()
+    close(logits(model, restored, [TEXT[:, 20:24]]), expected)
 
 
 def test_a_cache_of_another_model_is_refused() -> None:

@@ -1,9 +1,16 @@
 """Policies: which tokens a pruned cache keeps."""
 
-from hf_kvcaches.equip.policies.base import Policy, policy_from_settings, resolve_policy
+from hf_kvcaches.equip.policies.base import Policy, PressPolicy, policy_from_settings, resolve_policy
 from hf_kvcaches.equip.policies.future import FuturePolicy, KVZipPolicy
-from hf_kvcaches.equip.policies.queries import CompactorPolicy, ExpectedAttentionPolicy
-from hf_kvcaches.equip.policies.simple import H2OPolicy, KeyDiffPolicy, PressPolicy, SnapKVPolicy, StreamingPolicy, TOVAPolicy
+from hf_kvcaches.equip.policies.published import (
+    CompactorPolicy,
+    ExpectedAttentionPolicy,
+    H2OPolicy,
+    KeyDiffPolicy,
+    SnapKVPolicy,
+    StreamingPolicy,
+    TOVAPolicy,
+)
 
 __all__ = [
     "CompactorPolicy",

@@ -1,33 +1,24 @@
-"""The base of all policies.
-
-A policy scores tokens, and higher scores stay. The cache does the rest: it protects sinks and the newest tokens, shares the budget among
-heads and layers, and overwrites the lowest score in a decode step. A policy of your own is a subclass with one method:
-
-    class SmallValues(Policy):
-        def score(self, tokens):
-            return -tokens.values.float().norm(dim=-1)
-"""
+"""The base of all policies, presses of kvpress as policies, and policies by name."""
 
 from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from hf_kvcaches.equip.policies.tokens import Tokens, unscored
-from hf_kvcaches.errors import ConfigError, UnsupportedError, require_choice, whole_number
+from hf_kvcaches.errors import ConfigError, UnsupportedError, is_number, require_choice, whole_number
 
-# The policies of this package by name.
-BUILT_IN: dict[str, type[Policy]] = {}
+BUILT_IN: dict[str, type[Policy]] = {}  # the policies of this package by name
 _HIGHEST = 2.0**99
 
 
-def count(default: int, *, least: int = 1, **options: Any) -> Any:
-    """A parameter of a policy that is a whole number, checked when the policy is made."""
+def parameter(default: float, *, least: int = 1, **options: Any) -> Any:
+    """A parameter of a policy, checked when the policy is made: a whole number where the default is one."""
     return field(default=default, metadata={"least": least}, **options)
 
 
@@ -47,8 +38,7 @@ class Policy(ABC):
         first_score: The score of a token that has just been decoded; None: it has none yet.
         order_only: Whether the oldest token is evicted whatever it holds.
         deferred: Tokens of a chunk that `EquipCache.compress`, up to which a context is kept whole, feeds again; 0: nothing waits.
-        asks_all_heads: Whether it asks the tokens for `heads`, `of_all_heads` or `of_these_heads`, which the processes of tensor
-            parallelism answer together.
+        asks_all_heads: Whether it asks for `heads`, `of_all_heads` or `of_these_heads`, which all processes answer together.
         mixes_heads: Whether a head's scores depend on other heads and it does not ask so: refused under tensor parallelism.
     """
 
@@ -73,8 +63,11 @@ class Policy(ABC):
 
     def __post_init__(self) -> None:
         for name, parameter in self._parameters().items():
-            if "least" in parameter.metadata:
-                object.__setattr__(self, name, whole_number(name, getattr(self, name), parameter.metadata["least"]))
+            value, least = getattr(self, name), parameter.metadata.get("least")
+            if least is not None and isinstance(parameter.default, int):
+                object.__setattr__(self, name, whole_number(name, value, least))
+            elif least is not None and (not is_number(value) or value < least):
+                raise ConfigError.of(name, f"a number of {least} or more", value)
 
     def _parameters(self) -> dict[str, dataclasses.Field[Any]]:
         return {field.name: field for field in dataclasses.fields(self)} if dataclasses.is_dataclass(self) else {}
@@ -127,6 +120,50 @@ class Policy(ABC):
         # A subclass of a built-in policy has its name, and is not it.
         own = BUILT_IN.get(self.name) is not type(self)
         return {"policy": f"{type(self).__module__}.{type(self).__qualname__}" if own else self.name, **parameters}
+
+
+@dataclass(frozen=True)
+class PressPolicy(Policy):
+    """Keeps the tokens with the highest scores of a press of kvpress: any object with its `score`.
+
+    **Departs from kvpress**: sinks and recent tokens stay, and decoded ones until the next block. Presses that read attention weights
+    (`attentions`), or select in another way than by `score`, are not supported.
+
+    Args:
+        press: Has `score(module, hidden_states, keys, values, attentions, kwargs)`, which returns (batch, kv_heads, tokens).
+    """
+
+    name = "press"
+    interval = None
+    reads_inputs = True
+    mixes_heads = True
+    press: Any = None
+
+    def __post_init__(self) -> None:
+        if not callable(getattr(self.press, "score", None)):
+            raise ConfigError.of("press", "an object with score(module, hidden_states, keys, values, attentions, kwargs)", self.press)
+
+    def share_left(self) -> float:
+        """The budget that the press's `compression_ratio` leaves."""
+        ratio: Any = getattr(self.press, "compression_ratio", None)
+        if not is_number(ratio) or not 0 <= ratio < 1:
+            raise ConfigError.of("budget", "a budget, where the press has no compression_ratio from 0 to 1", ratio)
+        return 1.0 - float(ratio)
+
+    def recent(self, budget: int, sinks: int) -> int:
+        return 1
+
+    def score(self, tokens: Tokens) -> torch.Tensor:
+        if tokens.module is None or tokens.inputs is None:
+            raise UnsupportedError("policy: a press reads the inputs of the model's attention, and no model runs now. Use another policy.")
+        inputs = dict(tokens.inputs)
+        scores = self.press.score(tokens.module, inputs.pop("hidden_states"), tokens.keys, tokens.values, None, inputs)
+        if not isinstance(scores, torch.Tensor):
+            raise ConfigError.of(f"{type(self.press).__name__}.score", "a tensor", scores)
+        return scores
+
+    def settings(self) -> dict[str, Any]:
+        return {"policy": f"press of {type(self.press).__module__}.{type(self.press).__qualname__}"}
 
 
 def resolve_policy(policy: Any) -> Policy:

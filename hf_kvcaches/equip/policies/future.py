@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_kvcaches.equip.policies.base import Policy, count
+from hf_kvcaches.equip.policies.base import Policy, parameter
 from hf_kvcaches.equip.policies.tokens import NOTHING, UNSCORED, Tokens
 from hf_kvcaches.equip.storage import pick
 
@@ -33,9 +33,9 @@ class FuturePolicy(Policy, built_in=True):
     reads_queries = True
     comparable = True
     head_budgets = "global"
-    ahead: int = count(32, least=0)
-    chunk: int = count(256)
-    interval: int = count(64, kw_only=True)
+    ahead: int = parameter(32, least=0)
+    chunk: int = parameter(256)
+    interval: int = parameter(64, kw_only=True)
 
     def score(self, tokens: Tokens) -> torch.Tensor:
         return future_attention(tokens, self.ahead, self.chunk)
@@ -44,11 +44,9 @@ class FuturePolicy(Policy, built_in=True):
 def future_attention(tokens: Tokens, ahead: int = 32, chunk: int = 256) -> torch.Tensor:
     """The largest weight that a query of its chunk, over the heads of a group, gives to each token, (batch, kv_heads, tokens).
 
-    The queries are those of the newest tokens; where a first block, from elsewhere, has fewer than tokens, they are asked about all chunks.
-    Older tokens keep their scores; +inf where there is none.
+    Where an adopted prompt has fewer queries than tokens, all are asked about each chunk. Older tokens keep their scores; +inf for none.
     """
     index, (_, heads, slots, _) = tokens.query_index, tokens.keys.shape
-    assert index is not None
     few = tokens.scores is None and tokens.asked.shape[2] < slots
     end = tokens.end.flatten(1) if isinstance(tokens.end, torch.Tensor) else tokens.end
     queries = tokens.moved(tokens.asked.detach(), end + ahead - index)
@@ -87,7 +85,7 @@ def future_attention(tokens: Tokens, ahead: int = 32, chunk: int = 256) -> torch
 
 
 def _sample(count: torch.Tensor, sinks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sinks, and others evenly, of rows with so many tokens, and the logarithm of how many each stands for, (batch, 1 or kv_heads, n)."""
+    """Sinks, and others evenly, of so many tokens, and the logarithm of how many each stands for, (batch, 1 or kv_heads, n) each."""
     rest, number = (count - sinks).clamp(min=0), torch.arange(_SAMPLE, device=count.device)
     every = torch.arange(sinks, device=count.device).expand(*count.shape[:2], -1)
     weight = (rest / _SAMPLE).log().expand(-1, -1, _SAMPLE)
@@ -133,10 +131,9 @@ def even_chunks(tokens: int, most: int) -> list[slice]:
 def most_received(
     queries: torch.Tensor, keys: torch.Tensor, repeated: torch.Tensor, softcap: float | None, real: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The largest weight that a query of a repetition gives to each token of what it repeats, (batch, kv_heads, tokens).
+    """The largest weight that a query of a repetition, scaled, gives to each token of what it repeats, (batch, kv_heads, tokens).
 
-    A query, scaled, shares its attention among these and the `repeated` keys up to itself, so that a head that looks nearby gives little
-    to each. `real` is False for tokens and, behind these, for queries that are padding, (batch, 1, tokens + queries).
+    The `repeated` keys up to a query share its attention. `real` is False for padding, (batch, 1, tokens + queries).
     """
     grouped, tokens, count = queries.unflatten(1, (keys.shape[1], -1)), keys.shape[2], queries.shape[2]
     scores = (grouped @ torch.cat([keys, repeated], 2)[:, :, None].mT).float()
@@ -169,7 +166,7 @@ class KVZipPolicy(Policy, built_in=True):
     interval = None
     comparable = True
     head_budgets = "global"
-    deferred: int = count(512)
+    deferred: int = parameter(512)
 
     def score(self, tokens: Tokens) -> torch.Tensor:
         if tokens.attention is not None:

@@ -39,7 +39,7 @@ class Tokens:
     attention: torch.Tensor | None = None
     # (batch, heads, queries, head_dim), rotated to `query_index`: those of the block, or the last ones; None where it is shown none.
     queries: torch.Tensor | None = None
-    query_index: torch.Tensor | None = None  # (batch or 1, queries); -1: padding
+    query_index: torch.Tensor = None  # type: ignore[assignment]  # (batch or 1, queries); -1: padding. None without queries
     scaling: float = 1.0  # what the model's attention multiplies scores with
     geometry: RotaryGeometry | None = None  # how the model rotates keys; None for a policy that is tried on tensors alone
     # What the policy said before of kept tokens, (batch, 1 or kv_heads, tokens); -inf where it said nothing. None in the first block.
@@ -98,8 +98,12 @@ class Tokens:
         return x if (geometry := self.angles) is None else geometry.unrotate(x, index.clamp(min=0))
 
     def unrotated_keys(self) -> torch.Tensor:
-        """`keys` before their rotation, where its angles are known."""
-        return self.unrotated(self.keys, self.positions if self.index is None else self.index)
+        return self.unrotated(self.keys, self.rotated_to)
+
+    @property
+    def rotated_to(self) -> torch.Tensor:
+        """`index`, or `positions` where it is None."""
+        return self.positions if self.index is None else self.index
 
     @property
     def end(self) -> int | torch.Tensor:

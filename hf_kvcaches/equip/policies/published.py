@@ -1,4 +1,4 @@
-"""Policies that score by the queries of a block: Compactor and Expected Attention."""
+"""Policies that papers describe: by age, keys, the attention that was paid, or the queries of a block."""
 
 from __future__ import annotations
 
@@ -9,12 +9,148 @@ import torch
 from torch.nn import functional
 
 from hf_kvcaches.codec.moments import second_moment
-from hf_kvcaches.equip.policies.base import Policy, count
+from hf_kvcaches.equip.policies.base import Policy, parameter
 from hf_kvcaches.equip.policies.future import in_chunks, weights_in_chunks
 from hf_kvcaches.equip.policies.tokens import NOTHING, Tokens
 from hf_kvcaches.equip.storage import pick
-from hf_kvcaches.errors import ConfigError, UnsupportedError, is_number
+from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.kernels.rotation import rotate_
+
+
+@dataclass(frozen=True)
+class StreamingPolicy(Policy, built_in=True):
+    """Keeps the sinks and the newest tokens.
+
+    StreamingLLM (Efficient Streaming Language Models with Attention Sinks, arXiv 2309.17453): the first tokens of a text take the
+    attention that no other token needs, and a model without them fails. With them and a sliding window it reads a text of any length.
+
+    **Departs from the paper**: in nothing. The paper's positions within the cache are `positions="compact"` of the cache.
+    """
+
+    name = "streaming"
+    interval = None
+    order_only = True
+
+    def recent(self, budget: int, sinks: int) -> int:
+        return max(1, budget - sinks)
+
+    def score(self, tokens: Tokens) -> torch.Tensor:
+        # Counted from the end, because float32 holds integers up to 2^24 only.
+        return (tokens.positions - tokens.count).float()
+
+
+@dataclass(frozen=True)
+class KeyDiffPolicy(Policy, built_in=True):
+    """Keeps the tokens with the keys least similar to the mean direction of all keys.
+
+    KeyDiff (Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference, arXiv 2504.15364): similar keys can replace each
+    other. No attention is needed, and the score does not depend on the question.
+
+    **Departs from the paper**: prompts are scored as a whole and not in blocks, decoded tokens `interval` at a time.
+
+    Args:
+        interval: Decode steps between two scorings.
+    """
+
+    name = "keydiff"
+    interval: int = parameter(64, kw_only=True)
+
+    def score(self, tokens: Tokens) -> torch.Tensor:
+        keys = functional.normalize(tokens.keys.detach().float(), dim=-1)
+        anchor = (keys * tokens.real[..., None]).sum(2, keepdim=True)
+        return -functional.cosine_similarity(keys, anchor, dim=-1)
+
+
+@dataclass(frozen=True)
+class H2OPolicy(Policy, built_in=True):
+    """Keeps the tokens that received most attention from all queries since they came.
+
+    H2O (Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models, arXiv 2306.14048): the running sum of attention
+    identifies the few tokens that get most of it. Half of the budget holds the newest tokens.
+
+    **Departs from the paper**: sinks stay, a token is evicted before the new query attends, and heads that share keys are averaged.
+    """
+
+    name = "h2o"
+    interval = None
+    observes = None
+    first_score = 0.0
+    comparable = True
+
+    def recent(self, budget: int, sinks: int) -> int:
+        return max(1, min(budget // 2, budget - sinks))
+
+    def score(self, tokens: Tokens) -> torch.Tensor:
+        return tokens.observed
+
+    def watch(self, scores: torch.Tensor, weights: torch.Tensor, slot: torch.Tensor) -> None:
+        scores.add_(weights)
+
+
+@dataclass(frozen=True)
+class TOVAPolicy(Policy, built_in=True):
+    """Keeps the tokens that the last query attends to most, the same for all heads of a layer.
+
+    TOVA (Transformers are Multi-State RNNs, arXiv 2401.06104) evicts the token with the lowest attention of the current query.
+
+    **Departs from the paper**: a token is evicted before the new query attends; sinks and the newest token stay.
+    """
+
+    name = "tova"
+    interval = None
+    observes = 1
+    by_head = False
+    asks_all_heads = True
+
+    def recent(self, budget: int, sinks: int) -> int:
+        return 1
+
+    def score(self, tokens: Tokens) -> torch.Tensor:
+        return tokens.of_all_heads(tokens.observed).mean(1, keepdim=True)
+
+    def watch(self, scores: torch.Tensor, weights: torch.Tensor, slot: torch.Tensor) -> None:
+        scores.copy_(torch.where(scores.isinf(), scores, weights.mean(1, keepdim=True)))
+
+
+@dataclass(frozen=True)
+class SnapKVPolicy(Policy, built_in=True):
+    """Keeps the tokens that the last `window` queries attend to, together with their neighbours.
+
+    SnapKV (LLM Knows What You are Looking for Before Generation, arXiv 2404.14469): the end of a prompt already shows which spans of it
+    the answer will need. Prune with the question in the prompt: without it, a fact that nobody has asked for yet is lost.
+
+    **Departs from the paper**: pools by the mean and averages heads that share keys, as kvpress does; sinks stay; heads and layers share
+    their budgets; tokens are evicted while decoding too, and observed again after each `window` tokens.
+
+    Args:
+        window: Queries that observe; as many of the newest tokens always stay.
+        kernel_size: Neighbours that are pooled; odd.
+    """
+
+    name = "snapkv"
+    comparable = True
+    head_budgets = "global"
+    window: int = parameter(64)
+    kernel_size: int = parameter(5)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kernel_size % 2 == 0:
+            raise ConfigError.of("kernel_size", "an odd number, so that neighbours lie on both sides of a token", self.kernel_size)
+        object.__setattr__(self, "observes", self.window)
+        object.__setattr__(self, "interval", self.window)
+
+    def recent(self, budget: int, sinks: int) -> int:
+        return self.window
+
+    def score(self, tokens: Tokens) -> torch.Tensor:
+        order = tokens.positions.argsort(-1).expand_as(tokens.observed)
+        # Empty slots sort first, with zeros, like padding of the pool. Sums rank tokens as means do.
+        received = torch.where(tokens.real, tokens.observed, 0).gather(-1, order)
+        scores = torch.full_like(received, torch.inf)
+        if (earlier := received.shape[-1] - self.window) > 0:
+            scores[..., :earlier] = functional.avg_pool1d(received[..., :earlier], self.kernel_size, 1, self.kernel_size // 2)
+        return torch.empty_like(scores).scatter_(-1, order, scores)
 
 
 @dataclass(frozen=True)
@@ -36,14 +172,9 @@ class CompactorPolicy(Policy, built_in=True):
 
     name = "compactor"
     reads_queries = True
-    weight: float = 1.0
-    chunk: int = count(256)
-    interval: int = count(64, kw_only=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not is_number(self.weight) or self.weight < 0:
-            raise ConfigError.of("weight", "a number of 0 or more", self.weight)
+    weight: float = parameter(1.0, least=0)
+    chunk: int = parameter(256)
+    interval: int = parameter(64, kw_only=True)
 
     def score(self, tokens: Tokens) -> torch.Tensor:
         scores = self.weight * _standardized(leverage(tokens), tokens.real)
@@ -54,12 +185,11 @@ class CompactorPolicy(Policy, built_in=True):
 
     def _attention(self, tokens: Tokens, queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The attention term of each token, and True for tokens whose queries are there, (batch, kv_heads, tokens) each."""
-        (batch, heads, slots, _), (length, index) = tokens.keys.shape, (queries.shape[2], tokens.query_index)
-        assert index is not None
+        (batch, heads, slots, _), length, index = tokens.keys.shape, queries.shape[2], tokens.query_index
         # A block's tokens are the last ones; chunks begin at a row's first real one.
         order = (index < 0).byte().argsort(dim=-1, stable=True).expand(batch, -1)[:, None]
         slot = (order + slots - length).expand(-1, heads, -1)
-        rotated = (tokens.positions if tokens.index is None else tokens.index).expand(-1, heads, -1).gather(-1, slot)
+        rotated = tokens.rotated_to.expand(-1, heads, -1).gather(-1, slot)
         asked = (rotated == index.expand(batch, -1)[:, None].gather(-1, order)) & (rotated >= 0)
         size = min(self.chunk, length)
         filled = lambda part: functional.pad(part, (0, 0, 0, -length % size))  # noqa: E731
@@ -119,15 +249,13 @@ class ExpectedAttentionPolicy(Policy, built_in=True):
 
     name = "expected_attention"
     reads_queries = True
-    future: int = count(512)
-    epsilon: float = 0.02
+    future: int = parameter(512)
+    epsilon: float = parameter(0.02, least=0)
     statistics: Any = None
-    interval: int = count(64, kw_only=True)
+    interval: int = parameter(64, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not is_number(self.epsilon) or self.epsilon < 0:
-            raise ConfigError.of("epsilon", "a number of 0 or more", self.epsilon)
         if self.statistics is not None:
             if getattr(self.statistics, "artifact_type", None) != "query-statistics":
                 hint = "Use QueryStatistics.calibrate or from_pretrained."
@@ -151,10 +279,8 @@ class ExpectedAttentionPolicy(Policy, built_in=True):
     def _moments(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor, float]:
         """Mean (batch, heads, head_dim), covariance (batch, heads, head_dim, head_dim) and scaling of the queries."""
         if self.statistics is None:
-            index = tokens.query_index
-            assert index is not None
-            queries = tokens.unrotated(tokens.asked.detach(), index).float()
-            real = (index >= tokens.sinks)[:, None, :, None]
+            queries = tokens.unrotated(tokens.asked.detach(), tokens.query_index).float()
+            real = (tokens.query_index >= tokens.sinks)[:, None, :, None]
             total = real.sum(2).clamp(min=1)
             mean = (queries * real).sum(2) / total
             centered = (queries - mean[:, :, None]) * real
