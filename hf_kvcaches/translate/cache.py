@@ -9,7 +9,6 @@ import functools
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, Self
 
 import torch
@@ -225,9 +224,6 @@ def fill(cache: SplicingCache, translator: CacheTranslator, codes: Codes, prompt
                 known, options = shared(cache.rotation.layers[decoder.layer], device)
                 sent, weights = None if coefficients is None else coefficients.to(device), maps.placed(decoder.weights, device, precision)
                 rebuild(known, sent, weights, layer.key_buffer, layer.value_buffer, prompt.spans, precision, **options)
-    for row, source in prompt.copies.items():
-        for buffer in chain.from_iterable(cache.layers[decoder.layer].buffers for decoder in maps.decoders):
-            buffer[row, :, seen : prompt.slots] = buffer[source, :, seen : prompt.slots]
 
 
 def _run_lowest(cache: SplicingCache, lowest: int, prompt: CodedPrompt, tokens: PromptTokens) -> torch.Tensor:
@@ -255,9 +251,7 @@ def _run_first(cache: SplicingCache, maps: Maps, seen: int, prompt: CodedPrompt,
 def _coefficients(maps: Maps, codes: Codes, prompt: CodedPrompt, device: torch.device) -> Iterator[tuple[int | None, torch.Tensor | None]]:
     """Yield the coefficients of each code as it arrives, decoded together where all are there; first None, for layers without codes."""
     yield None, None
-    ranges = [torch.arange(start, start + span.tokens) for start, span in zip(prompt.starts, prompt.spans, strict=True)]
-    indices = torch.cat(ranges).to(device)
-    numbered = enumerate(part.codes.to(device) for part in codes)
+    indices, numbered = prompt.indices.to(device), enumerate(part.codes.to(device) for part in codes)
     for records in [dict(numbered)] if isinstance(codes, SemanticCodes) else ({code: record} for code, record in numbered):
         for code, coefficients in maps.decode(records, codes.head.tokens).items():
             yield code, coefficients[indices]

@@ -186,9 +186,8 @@ class ArrivingCodes:
 class CodedPrompt(NamedTuple):
     """Which codes the rows of a batch are rebuilt from."""
 
-    spans: list[RowSpan]  # slots that are rebuilt
-    starts: list[int]  # the index of each span's first token in the codes
-    copies: dict[int, int]  # for each other row, the rebuilt one that has the same tokens in the same slots
+    spans: list[RowSpan]  # slots that are rebuilt, of each row
+    indices: Tensor  # of their tokens in the codes, (tokens,)
     slots: int  # that are filled in all rows afterwards, with padding
     run: int  # how many of each row's first tokens have no codes, and are run
 
@@ -204,8 +203,8 @@ def match_prompts(head: CodesHead, texts: Sequence[Tensor], padding: Sequence[in
         texts: All tokens of each row, also those in the cache.
         run: How many first tokens of a new prompt are run.
     """
-    rows: dict[tuple[int, int], list[int]] = {}  # by their prompt's number and their padding
-    for row, (before, ids) in enumerate(zip(padding, texts, strict=True)):
+    numbers: list[int] = []  # of each row's prompt
+    for before, ids in zip(padding, texts, strict=True):
         held = seen - before if seen > before else run
         matches = [(prompt.tokens, -number) for number, prompt in enumerate(head.prompts) if prompt.first <= held and prompt.begins(ids)]
         if not matches:
@@ -217,19 +216,17 @@ def match_prompts(head: CodesHead, texts: Sequence[Tensor], padding: Sequence[in
             )
         length, number = max(matches)
         most = min(most, before + length)
-        rows.setdefault((-number, before), []).append(row)
+        numbers.append(-number)
     if most <= max(seen, *padding):
         raise ConfigError(
             "codes: left padding makes one row start at or after the slot where another row's codes end. Encode the whole batch, or "
             "use one cache for each row."
         )
-    spans, starts, copies, first_run = list[RowSpan](), list[int](), dict[int, int](), 0
-    offsets = [0, *accumulate(prompt.coded for prompt in head.prompts)]
-    for (number, before), (row, *others) in rows.items():
+    offsets, spans, ranges = [0, *accumulate(prompt.coded for prompt in head.prompts)], list[RowSpan](), list[Tensor]()
+    for row, (before, number) in enumerate(zip(padding, numbers, strict=True)):
         coded = before + head.prompts[number].first  # the slot of the first token with codes
         start = max(seen, coded)
         spans.append(RowSpan(row, start, max(0, most - start)))
-        starts.append(offsets[number] + start - coded)
-        copies |= dict.fromkeys(others, row)
-        first_run = max(first_run, coded - before if seen <= before else 0)
-    return CodedPrompt(spans, starts, copies, most, first_run)
+        ranges.append(torch.arange(spans[-1].tokens) + offsets[number] + start - coded)
+    runs = (head.prompts[number].first for before, number in zip(padding, numbers, strict=True) if seen <= before)
+    return CodedPrompt(spans, torch.cat(ranges), most, max(runs, default=0))

@@ -18,11 +18,8 @@ from tqdm import tqdm
 from hf_kvcaches import compat
 from hf_kvcaches.codec.plan import Sample, StepQuantizer
 from hf_kvcaches.codec.plan import fit as fit_step
-from hf_kvcaches.core.fingerprint import ModelFingerprint
-from hf_kvcaches.core.identity import require_identity
 from hf_kvcaches.errors import ConfigError, is_number, require_choice, whole_number
 from hf_kvcaches.evaluate.measures import divergence
-from hf_kvcaches.evaluate.runner import evaluating
 from hf_kvcaches.evaluate.texts import add_up, sequences
 from hf_kvcaches.kernels.rebuild import Decoder
 from hf_kvcaches.stores.catalog import bytes_of_size
@@ -53,8 +50,7 @@ class TranslatorConfig:
         layers_per_code: How many consecutive layers share a code. More layers lose less at the same bytes, but rebuilding takes more time,
             and fitting more memory. None: up to 4, as long as their keys and values together have at most 2,048 numbers a token.
         metric: What errors cost: by gradients of the predictions after a text (`"loss"`), or all of a layer the same (`"plain"`).
-        layer_map: The producer's layer that predicts each layer of the consumer. None: the one nearest in depth; `"fit"`: the best one on
-            the first texts, none below that of the layer before.
+        layer_map: The producer's layer that predicts each layer of the consumer. None: the one nearest in depth.
         prefill_share: The share of the consumer's layers that `recompute_layers="auto"` may run.
         exact_tokens: How many first tokens of a prompt the consumer runs itself. They are unlike all others, which attend to them.
         ridge: Regularisation, as a share of the mean variance. None: less the more tokens there are.
@@ -64,7 +60,7 @@ class TranslatorConfig:
 
     layers_per_code: int | None = None
     metric: Metric = "loss"
-    layer_map: Sequence[int] | Literal["fit"] | None = None
+    layer_map: Sequence[int] | None = None
     prefill_share: float = 0.25
     exact_tokens: int = 4
     ridge: float | None = None
@@ -75,9 +71,9 @@ class TranslatorConfig:
         if self.layers_per_code is not None:
             whole_number("layers_per_code", self.layers_per_code, 1)
         whole_number("exact_tokens", self.exact_tokens, 0)
-        if self.layer_map not in (None, "fit"):
-            expected = "a layer of the producer for each of the consumer's, or 'fit'"
-            object.__setattr__(self, "layer_map", tuple(whole_number("layer_map", layer, 0, expected) for layer in self.layer_map or ()))
+        if self.layer_map is not None:
+            expected = "a layer of the producer for each of the consumer's"
+            object.__setattr__(self, "layer_map", tuple(whole_number("layer_map", layer, 0, expected) for layer in self.layer_map))
         if not is_number(self.prefill_share) or not 0 <= self.prefill_share <= 1:
             raise ConfigError.of("prefill_share", "a share of 0 to 1", self.prefill_share)
         if self.ridge is not None and (not isinstance(self.ridge, float) or not 0 < self.ridge < 1):
@@ -116,46 +112,27 @@ class TranslatorSettings:
     measured: Mapping[str, float] = field(default_factory=dict)
 
 
-@torch.no_grad()
-def fit(
-    pair: Pair, texts: Iterable[Any], config: TranslatorConfig, payload: float, run: Any, score: Score | None, longest: int, progress: bool
-) -> tuple[Maps, TranslatorSettings, ModelFingerprint, ModelFingerprint]:
-    """Return what a `CacheTranslator` is made of; see its `fit`."""
-    if not is_number(payload) or not (0 <= payload <= _LARGEST_CODED or payload == EXACT):
-        expected = f"a share of the bytes of bfloat16 keys and values, 0 to {_LARGEST_CODED}, or {EXACT:g} for coefficients in float32"
-        raise ConfigError.of("payload", expected, payload)
-    whole_number("max_length", longest, 8, "at least 8 tokens")
-    lowest = config.run_layers(run, pair.layers)
-    with evaluating(pair.producer), evaluating(pair.consumer):
-        models = (("producer", pair.producer), ("consumer", pair.consumer))
-        theirs, own = (require_identity(model, f"{role}: the translator").fingerprint for role, model in models)
-        read = [ids[:longest] for ids in sequences(texts, pair.tokenizer, pair.consumer)]
-        fitting = Fitting(pair, read, config, lowest, payload == EXACT, progress)
-        fitting.read()
-        best = fitting.choose(payload, score)
-        return fitting.maps(best, payload), fitting.settings(best, payload), theirs, own
-
-
 class Fitting:
-    """One fit: the texts that are read, those that are held out, and, once it has read them, regressions for any payload.
-
-    `lowest` are the numbers of layers that the consumer may run; products are taken in float64 where it is to be exact.
-    """
+    """One fit: the texts that are read, those that are held out, and, once it has read them, regressions for any payload."""
 
     def __init__(
-        self, pair: Pair, texts: Sequence[Tensor], config: TranslatorConfig, lowest: Sequence[int], exact: bool, progress: bool
+        self, pair: Pair, texts: Iterable[Any], config: TranslatorConfig, payload: float, run: Any, longest: int, progress: bool
     ) -> None:
-        self.pair, self.config, self.lowest, self.progress = pair, config, list(lowest), progress
-        self.dtype, self.began = torch.float64 if exact else torch.float32, perf_counter()
-        self.texts, self.measured = [ids for ids in texts if len(ids) >= 2], dict[str, float]()
-        self.fitted, self.held_out = self.texts, list[Tensor]()
+        if not is_number(payload) or not (0 <= payload <= _LARGEST_CODED or payload == EXACT):
+            expected = f"a share of the bytes of bfloat16 keys and values, 0 to {_LARGEST_CODED}, or {EXACT:g} for coefficients in float32"
+            raise ConfigError.of("payload", expected, payload)
+        whole_number("max_length", longest, 8, "at least 8 tokens")
+        self.pair, self.config, self.lowest, self.progress = pair, config, config.run_layers(run, pair.layers), progress
+        self.dtype, self.began = torch.float64 if payload == EXACT else torch.float32, perf_counter()  # of products
+        self.texts = [ids[:longest] for ids in sequences(texts, pair.tokenizer, pair.consumer) if len(ids) >= 2]
+        self.fitted, self.held_out, self.measured = self.texts, list[Tensor](), dict[str, float]()
         if len(self.lowest) > 1:
             long = [number for number, ids in enumerate(self.texts) if len(ids) >= _LEAST_HELD_OUT]
             held_out = long[_HELD_OUT - 1 :: _HELD_OUT][:_HELD_OUT]
             self.fitted = [ids for number, ids in enumerate(self.texts) if number not in held_out]
             self.held_out = [self.texts[number] for number in held_out]
             if not held_out:
-                warnings.warn(f"'auto' needs 8 texts of {_LEAST_HELD_OUT} tokens or more to choose on: no layers are run.", stacklevel=5)
+                warnings.warn(f"'auto' needs 8 texts of {_LEAST_HELD_OUT} tokens or more to choose on: no layers are run.", stacklevel=3)
                 self.lowest = [0]
         if config.metric == "loss" and max(map(len, self.fitted), default=0) < SHORTEST:
             raise ConfigError.of("texts", f"one of {SHORTEST} tokens at least", self.texts, "Or pass TranslatorConfig(metric='plain').")
@@ -166,8 +143,6 @@ class Fitting:
     def read(self) -> None:
         """Read the texts, and solve for all regressions."""
         pair, config = self.pair, self.config
-        if config.layer_map == "fit":
-            pair.fit_sources(self.fitted)
         producer, consumer = pair.states(torch.zeros(2, dtype=torch.long), self.lowest)
         self.shapes = {layer: state.shape for layer, state in consumer.items()}
         self.widths = {key: block.shape[1] for key, block in self._blocks(producer, consumer).items()}

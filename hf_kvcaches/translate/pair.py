@@ -8,7 +8,6 @@ weight in a fit is by its gradients, which are large for facts that later tokens
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -22,13 +21,10 @@ from hf_kvcaches.core.fingerprint import tokenizer_parts
 from hf_kvcaches.core.rope import Rotation
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedError
 from hf_kvcaches.evaluate.texts import Tokenized, require_whole
-from hf_kvcaches.translate.regression import factor
 from hf_kvcaches.translate.states import LayerState, PromptTokens, read, rotation_of_model
 
 SHORTEST = 8
 """Tokens of a text that has a share to predict."""
-# `layer_map="fit"` compares layers on so many tokens, by the errors of so many random projections of a layer's keys and values.
-_TOKENS, _PROJECTIONS, _RIDGE = 4096, 64, 1e-4
 # The share of a text that is predicted, and its tokens at the most.
 _PREDICTED, _MOST_PREDICTED = 0.25, 256
 # What gradients don't touch costs this share of the mean of its head, and of its layer: other texts ask for other facts.
@@ -57,7 +53,7 @@ class Pair:
         sources: For each of them the producer's layer that it is translated from; the nearest in depth by default.
     """
 
-    def __init__(self, producer: Any, consumer: Any, tokenizer: Any, layer_map: Sequence[int] | str | None = None) -> None:
+    def __init__(self, producer: Any, consumer: Any, tokenizer: Any, layer_map: Sequence[int] | None = None) -> None:
         self.producer, self.consumer = compat.base_model(producer), compat.base_model(consumer)
         for role, model in (("producer", producer), ("consumer", consumer)):
             require_whole(model)
@@ -67,7 +63,7 @@ class Pair:
         self.rotation = rotation_of_model(self.consumer)
         producer_layers, self.layers = (len(decoder_layers(model)[2]) for model in (self.producer, self.consumer))
         nearest = (round(layer * (producer_layers - 1) / max(1, self.layers - 1)) for layer in range(self.layers))
-        self.sources = tuple(nearest if layer_map is None or isinstance(layer_map, str) else layer_map)
+        self.sources = tuple(nearest if layer_map is None else layer_map)
         if len(self.sources) != self.layers or not all(layer < producer_layers for layer in self.sources):
             raise ConfigError.of("layer_map", f"{self.layers} layers from 0 to {producer_layers - 1}", layer_map)
         sizes = tuple(model.get_input_embeddings().weight.shape[0] for model in (self.producer, self.consumer))
@@ -104,26 +100,6 @@ class Pair:
             name, hint = type(self.consumer).__name__, "Pass config=TranslatorConfig(metric='plain')."
             raise UnsupportedError(f"metric: 'loss' needs finite gradients at the keys and values of {name}, and there are none. {hint}")
         return dict(zip(leaves, found, strict=True))
-
-    def fit_sources(self, texts: Sequence[Tensor]) -> None:
-        """Set `sources` to the layers that predict the consumer's best on the first texts, none below that of the layer before."""
-        lengths = accumulate(map(len, texts), initial=0)
-        read_texts = [self.states(ids) for ids, before in zip(texts, lengths, strict=False) if before < _TOKENS]
-        producer, consumer = (
-            [torch.cat([states[layer].states.cpu().double() for states in model]) for layer in model[0]]
-            for model in zip(*read_texts, strict=True)
-        )
-        generator, targets, errors = torch.Generator().manual_seed(0), [], []
-        for y in consumer:
-            projection = torch.randn(y.shape[1], _PROJECTIONS, generator=generator, dtype=torch.float64)
-            targets.append((y - y.mean(0)) @ projection)
-        target = torch.cat(targets, dim=1)
-        for x in producer:
-            # Fitted on the even tokens, measured on the odd ones.
-            even, odd = (x - x.mean(0))[::2], (x - x.mean(0))[1::2]
-            residual = target[1::2] - odd @ torch.cholesky_solve(even.T @ target[::2], factor(even.T @ even, _RIDGE))
-            errors.append(residual.unflatten(1, (-1, _PROJECTIONS)).square().sum((0, 2)))
-        self.sources = tuple(torch.stack(errors, 1).argmin(1).cummax(0).values.tolist())
 
 
 class ErrorCosts:

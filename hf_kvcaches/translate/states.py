@@ -53,20 +53,19 @@ class PromptTokens(NamedTuple):
     starts: tuple[int, ...]  # the slot of each row from which on states are read
 
     @classmethod
-    def of(cls, input_ids: Any, attention_mask: Any = None) -> PromptTokens:
+    def of(cls, input_ids: Any, attention_mask: Any = None) -> Self:
         """Check a batch, (batch, tokens) or (tokens,), a tensor or lists, which may be padded on the left only."""
         ids = _batch("input_ids", input_ids)
         if ids.ndim != 2 or ids.is_floating_point() or ids.dtype == torch.bool or not ids.numel():
             raise ConfigError.of("input_ids", "token ids, (batch, tokens)", (tuple(ids.shape), ids.dtype))
         mask = torch.ones_like(ids) if attention_mask is None else _batch("attention_mask", attention_mask)
-        if mask.shape == ids.shape:
-            padding = (mask == 0).sum(-1)
-            real = torch.arange(ids.shape[1], device=mask.device) >= padding[:, None]
-            if bool(real[:, -1].all()) and torch.equal(mask, real.to(mask)):  # an additive mask has 0 where this one has 1
-                rows = tuple(padding.tolist())
-                return cls(ids.long(), rows, rows)
-        expected = f"1 and 0 of the shape {tuple(ids.shape)}, with 0 on the left only"
-        raise ConfigError.of("attention_mask", expected, (tuple(mask.shape), mask.dtype))
+        padding = (mask == 0).sum(-1)
+        real = torch.arange(ids.shape[1], device=mask.device) >= padding[..., None]
+        # An additive mask has 0 where this one has 1.
+        if mask.shape != ids.shape or not torch.equal(mask, real.to(mask)) or not bool(real[:, -1].all()):
+            expected = f"1 and 0 of the shape {tuple(ids.shape)}, with 0 on the left only"
+            raise ConfigError.of("attention_mask", expected, (tuple(mask.shape), mask.dtype))
+        return cls(ids.long(), *[tuple(padding.tolist())] * 2)
 
     def inputs(self, seen: int = 0) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return what `run_module` takes for the slots from `seen` on: ids, positions counted without padding, and the mask."""
@@ -80,8 +79,7 @@ class PromptTokens(NamedTuple):
 
     def read_of(self, states: Tensor) -> Tensor:
         """Return the states of all tokens that are read, (tokens, width), of (batch, tokens, width)."""
-        rows = [row[start:] for row, start in zip(states, self.starts, strict=True)]
-        return rows[0] if len(rows) == 1 else torch.cat(rows)
+        return torch.cat([row[start:] for row, start in zip(states, self.starts, strict=True)])
 
 
 def _batch(argument: str, values: Any) -> Tensor:
@@ -251,11 +249,11 @@ class Maps:
 
     def tensors(self) -> dict[str, Tensor]:
         parts: dict[str, Mapping[str, Tensor | None]] = {"coding.tables": {} if self.tables is None else self.tables.tensors()}
+        parts |= {f"decoders.{decoder.layer}": decoder.weights._asdict() for decoder in self.decoders}
         for code, encoder in enumerate(self.encoders):
             parts[f"encoders.{code}"] = encoder.weights._asdict()
             if encoder.coding is not None:
                 parts[f"coding.{code}"] = encoder.coding[0].tensors() | {"deviations": encoder.coding[1]}
-        parts |= {f"decoders.{decoder.layer}": decoder.weights._asdict() for decoder in self.decoders}
         named = ((f"{part}.{name}", tensor) for part, tensors in parts.items() for name, tensor in tensors.items())
         return {name: tensor.detach().contiguous().cpu() for name, tensor in named if tensor is not None}
 

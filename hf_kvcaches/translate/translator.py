@@ -13,6 +13,7 @@ from itertools import chain
 from queue import SimpleQueue
 from typing import Any, ClassVar, Literal, Self
 
+import torch
 from torch import Tensor, nn
 
 from hf_kvcaches import compat
@@ -20,13 +21,14 @@ from hf_kvcaches.codec.wire.messages import message_chunks
 from hf_kvcaches.core.files import checked_layers
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.hub import Artifact
-from hf_kvcaches.core.identity import Identity, identity_of
+from hf_kvcaches.core.identity import Identity, identity_of, require_identity
 from hf_kvcaches.core.parallel import require_all_heads
 from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch, UnsupportedError, require_instance, whole_number
+from hf_kvcaches.evaluate.runner import evaluating
 from hf_kvcaches.kernels.checksum import digest_of
 from hf_kvcaches.reuse.partial import twin_of
 from hf_kvcaches.translate.codes import CodesHead, Part, Prompt, SemanticCodes
-from hf_kvcaches.translate.fit import Score, TranslatorConfig, TranslatorSettings, fit
+from hf_kvcaches.translate.fit import Fitting, Score, TranslatorConfig, TranslatorSettings
 from hf_kvcaches.translate.pair import Pair
 from hf_kvcaches.translate.states import LayerState, Maps, PromptTokens, read
 
@@ -39,12 +41,6 @@ class CacheEncoder:
 
     Weights stay on the producer's devices, and nothing waits for a device while the producer runs. Any number of threads may encode at a
     time, also with a model in training mode, which is read without dropout.
-
-    Args:
-        digest: The translator's.
-        models: The producer and the consumer that it was fitted for.
-        maps: Those of the translator, of which only encoders are used.
-        exact_tokens: How many first tokens of a prompt have no codes.
     """
 
     def __init__(self, digest: str, models: Mapping[str, ModelFingerprint], maps: Maps, exact_tokens: int) -> None:
@@ -196,7 +192,13 @@ class CacheTranslator(CacheEncoder, Artifact):
         config = TranslatorConfig() if config is None else config
         require_instance("config", config, TranslatorConfig, {})
         pair = Pair(producer, consumer, tokenizer, config.layer_map)
-        return cls(*fit(pair, texts, config, payload, recompute_layers, score, max_length, progress))
+        fitting = Fitting(pair, texts, config, payload, recompute_layers, max_length, progress)
+        with torch.no_grad(), evaluating(pair.producer), evaluating(pair.consumer):
+            models = (("producer", pair.producer), ("consumer", pair.consumer))
+            fingerprints = [require_identity(model, f"{role}: the translator").fingerprint for role, model in models]
+            fitting.read()
+            best = fitting.choose(payload, score)
+            return cls(fitting.maps(best, payload), fitting.settings(best, payload), *fingerprints)
 
     @cached_property
     def encoder(self) -> CacheEncoder:

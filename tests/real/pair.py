@@ -57,7 +57,7 @@ class RealPair:
         """What was read, and all regressions."""
         with torch.no_grad():
             pair = Pair(self.producer, self.consumer, None)
-            fitting = Fitting(pair, self.calibration_texts(), TranslatorConfig(), [0], exact=False, progress=False)
+            fitting = Fitting(pair, self.calibration_texts(), TranslatorConfig(), 0.0, 0, TEXT_TOKENS, progress=False)
             fitting.lowest = list(self.lowest)
             fitting.read()
         return fitting

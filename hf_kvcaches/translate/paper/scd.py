@@ -1,15 +1,21 @@
-"""Semantic Cache Distillation, whole: traces of both models, Reuse of most layers, Patch of a few, and a cache of the consumer."""
+"""Semantic Cache Distillation as the paper has it, in the plainest form.
+
+Reuse translates the keys and values of most layers (section 4.3), Patch the input of the attention of a few (section 4.4), which a search
+chooses. Stability constants are how much a layer amplifies errors of its input, and of its cached keys and values (appendix C).
+"""
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, NamedTuple, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 from transformers import DynamicCache
 
 from hf_kvcaches import compat
@@ -17,35 +23,95 @@ from hf_kvcaches.core.decoder import attention_module, decoder_layers
 from hf_kvcaches.evaluate.measures import divergence
 from hf_kvcaches.reuse.partial import Arguments, ToldModule, name_of, twin_of
 from hf_kvcaches.translate.pair import Pair, cache_of, split_of
-from hf_kvcaches.translate.paper.layers import Aligner, Translator, fit_reuse, train_aligner
 from hf_kvcaches.translate.states import LayerState, PromptTokens, read, rotation_of_model
+
+# The share of held-out tokens, after how many steps the error on them is measured, and the tokens of a step.
+_HELD_OUT, _EVALUATE_AFTER, _BATCH = 0.1, 50, 512
+_STEP = 1e-3  # of finite differences, as a share of the input's size
 
 # By layer: of keys and of values, or of the attention's input, (tokens, rank) each, in float16.
 Codes = dict[int, tuple[Tensor, ...]]
-# The score with exactly these layers patched and all others reused; greater is better.
-Score = Callable[[frozenset[int]], float]
 
 
-class Route(NamedTuple):
-    """The patched layers, and the scores that they were chosen by."""
+class Translator(NamedTuple):
+    """From the producer's keys or values in one layer to codes, (producer, rank), and to the consumer's, (rank, consumer)."""
 
-    patched: tuple[int, ...]
-    sensitivity: Mapping[int, float] = {}  # the gain of patching each layer alone (equation 21)
-    order: tuple[int, ...] = ()  # of the greedy search
-    efficiencies: tuple[float, ...] = ()  # the gain of the first 1, 2, ... of these together, divided by their number
+    encode: Tensor
+    decode: Tensor
 
 
-def select(score: Score, layers: Sequence[int], *, pool: int, most: int) -> Route:
+def fit_reuse(producer: Tensor, consumer: Tensor, rank: int, ridge: float = 1e-6) -> Translator:
+    """Factorise both models' states side by side, (tokens, width) each, by a truncated SVD, with a ridge encoder (equations 6 and 7)."""
+    both = torch.cat([producer, consumer], dim=1).double()
+    latents = torch.linalg.eigh(both.T @ both)[1].flip(1)[:, :rank]
+    return Translator(fit_ridge(producer, both @ latents, ridge), latents[producer.shape[1] :].T.float())
+
+
+def fit_ridge(inputs: Tensor, targets: Tensor, ridge: float) -> Tensor:
+    """Return the weights of a ridge regression, (inputs, targets), float32; the ridge is a share of the mean square of the inputs."""
+    inputs = inputs.double()
+    squares = inputs.T @ inputs
+    squares.diagonal().add_(ridge * squares.diagonal().mean() + torch.finfo(torch.float64).tiny)
+    return torch.linalg.solve(squares, inputs.T @ targets.double()).float()
+
+
+class Aligner(nn.Module):
+    """From codes to the consumer's attention input (equation 11): a ridge solution, which the paper lacks, and an MLP."""
+
+    linear: Tensor
+    spread: Tensor
+
+    def __init__(self, codes: Tensor, targets: Tensor, width: int) -> None:
+        super().__init__()
+        inputs = torch.cat([codes, codes.new_ones(len(codes), 1)], dim=1)
+        self.register_buffer("linear", fit_ridge(inputs, targets, 1e-6))
+        self.register_buffer("spread", codes.std(0).clamp_min(1e-6))
+        self.inner, self.outer = nn.Linear(codes.shape[1], width), nn.Linear(width, targets.shape[1])
+        for weights in (self.outer.weight, self.outer.bias):
+            nn.init.zeros_(weights)
+
+    def forward(self, codes: Tensor) -> Tensor:
+        hidden = functional.gelu(self.inner(codes / self.spread))
+        return codes @ self.linear[:-1] + self.linear[-1] + self.outer(hidden)
+
+
+@torch.enable_grad()
+def train_aligner(codes: Tensor, targets: Tensor, steps: int, rate: float = 1e-3) -> Aligner:
+    """Train by AdamW, and keep the weights with the least error on the last tenth of the tokens: it is never worse than the ridge there."""
+    torch.manual_seed(0)
+    split = round((1 - _HELD_OUT) * len(codes))
+    with torch.inference_mode(False):
+        aligner = Aligner(codes[:split], targets[:split], 2 * targets.shape[1])
+        optimizer = torch.optim.AdamW(aligner.parameters(), lr=rate)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, steps))
+        best, least = copy.deepcopy(aligner.state_dict()), float("inf")
+        for step in range(steps + 1):
+            if step % _EVALUATE_AFTER == 0:
+                with torch.no_grad():
+                    error = float(functional.mse_loss(aligner(codes[split:]), targets[split:]))
+                if error < least:
+                    best, least = copy.deepcopy(aligner.state_dict()), error
+            rows = torch.randint(split, (min(_BATCH, split),))
+            optimizer.zero_grad()
+            functional.mse_loss(aligner(codes[rows]), targets[rows]).backward()
+            optimizer.step()
+            schedule.step()
+    aligner.load_state_dict(best)
+    return aligner.eval()
+
+
+def select(score: Callable[[frozenset[int]], float], layers: Sequence[int], *, pool: int, most: int) -> tuple[int, ...]:
     """Choose the layers to patch.
 
-    A greedy search among the `pool` layers that gain most alone takes the one with the largest gain over those before (equation 22), up to
-    `most`. As many of them are patched as give the largest gain for each layer. Of equals, the lowest layer.
+    A greedy search among the `pool` layers that gain most alone (equation 21) takes the one with the largest gain over those before
+    (equation 22), up to `most`. As many of them are patched as give the largest gain for each layer. Of equals, the lowest layer.
+
+    Args:
+        score: With exactly these layers patched and all others reused; greater is better.
     """
     score = functools.cache(score)
-    nothing = score(frozenset())
-    sensitivity = {layer: score(frozenset({layer})) - nothing for layer in layers}
-    candidates = sorted(sorted(layers, key=lambda layer: (-sensitivity[layer], layer))[:pool])
-    chosen, order, efficiencies = frozenset[int](), list[int](), list[float]()
+    best_alone = sorted(layers, key=lambda layer: (-score(frozenset({layer})), layer))
+    candidates, chosen, order, gains = sorted(best_alone[:pool]), frozenset[int](), list[int](), list[float]()
     while candidates and len(order) < most:
         best = max(candidates, key=lambda layer: score(chosen | {layer}))
         if score(chosen | {best}) <= score(chosen):
@@ -53,9 +119,8 @@ def select(score: Score, layers: Sequence[int], *, pool: int, most: int) -> Rout
         chosen |= {best}
         candidates.remove(best)
         order.append(best)
-        efficiencies.append((score(chosen) - nothing) / len(order))
-    patched = order[: efficiencies.index(max(efficiencies)) + 1] if order else []
-    return Route(tuple(sorted(patched)), sensitivity, tuple(order), tuple(efficiencies))
+        gains.append((score(chosen) - score(frozenset())) / len(order))
+    return tuple(sorted(order[: gains.index(max(gains)) + 1])) if order else ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +129,6 @@ class SemanticCacheDistillation:
 
     reuse: dict[int, list[Translator]]  # of keys and of values
     patches: dict[int, tuple[Tensor, Aligner]]  # from the producer's attention input to codes, and from these to the consumer's
-    route: Route
     shapes: Sequence[tuple[int, int, int]]  # of the consumer's layers, as in `LayerState`
 
     @classmethod
@@ -88,20 +152,18 @@ class SemanticCacheDistillation:
             patched: Layers to patch; None to choose up to `most` from a `pool`.
         """
         held_out = texts[len(texts) - len(texts) // 4 :] if patched is None else []
-        fitted = texts[: len(texts) - len(held_out)]
-        theirs, own = (_traces(model, fitted) for model in (producer, consumer))
+        theirs, own = (_traces(model, texts[: len(texts) - len(held_out)]) for model in (producer, consumer))
         reuse, patches = {}, {}
         for layer, (one, other) in enumerate(zip(theirs, own, strict=True)):
             reuse[layer] = [fit_reuse(*side) for side in zip(_sides(one), _sides(other), ranks[:2], strict=True)]
-        chosen = range(len(own)) if patched is None else patched
-        for layer in chosen:
+        for layer in range(len(own)) if patched is None else patched:
             source, target = theirs[layer].hidden.float(), own[layer].hidden.float()
             encode = fit_reuse(source, target, ranks[2]).encode
             patches[layer] = encode, train_aligner((source @ encode).half().float(), target, steps)
-        shapes = [state.shape for state in own]
+        whole = cls(reuse, patches, [state.shape for state in own])
         if patched is not None:
-            return cls(reuse, patches, Route(tuple(sorted(patched))), shapes)
-        whole, pair = cls(reuse, patches, Route(()), shapes), Pair(producer, consumer, None)
+            return whole
+        pair = Pair(producer, consumer, None)
 
         def score(layers: frozenset[int]) -> float:
             """How near the consumer's predictions of texts' ends are to those with its own cache."""
@@ -112,8 +174,8 @@ class SemanticCacheDistillation:
                 losses.append(float(divergence(*(pair.predictions(ids, states) for states in found)).mean()))
             return -fmean(losses)
 
-        route = select(score, list(chosen), pool=pool, most=most)
-        return cls(reuse, {layer: patches[layer] for layer in route.patched}, route, shapes)
+        chosen = select(score, range(len(own)), pool=pool, most=most)
+        return cls(reuse, {layer: patches[layer] for layer in chosen}, whole.shapes)
 
     @torch.no_grad()
     def encode(self, producer: Any, ids: Sequence[int], patched: frozenset[int] | None = None) -> Codes:
@@ -172,3 +234,52 @@ def _state_of_input(model: Any, layer: int, hidden: Tensor) -> LayerState:
     tokens, found = PromptTokens.of(torch.zeros(1, len(hidden), dtype=torch.long)), dict[int, LayerState]()
     read(twin, tokens, found.__setitem__, last=layer)
     return found[layer]
+
+
+def stability_constants(model: Any, ids: Tensor, split: int, iterations: int = 8) -> list[tuple[float, float]]:
+    """Return alpha and beta of each layer (equation 15) for the tokens of a text from `split` on, (1, tokens), behind those before.
+
+    **Departs from the paper**, which bounds them by norms: here they are singular values of Jacobians at a text, by power iteration.
+    """
+    base = compat.base_model(model)
+    cache, calls, hooks = DynamicCache(), list[tuple[Any, Tensor, dict[str, Any]]](), []
+    with torch.no_grad():
+        base(input_ids=ids[:, :split], **compat.cache_kwargs(base, cache))
+        past = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+        for layer in decoder_layers(base)[2]:
+            keep = lambda module, args, kwargs: calls.append((module, args[0] if args else kwargs.pop("hidden_states"), dict(kwargs)))  # noqa: E731
+            hooks.append(layer.register_forward_pre_hook(keep, with_kwargs=True))
+        try:
+            base(input_ids=ids[:, split:], **compat.cache_kwargs(base, cache))
+        finally:
+            for hook in hooks:
+                hook.remove()
+    return [_of_layer(index, *call, torch.stack(past[index]), iterations) for index, call in enumerate(calls)]
+
+
+def _of_layer(index: int, layer: Any, hidden: Tensor, kwargs: dict[str, Any], states: Tensor, iterations: int) -> tuple[float, float]:
+    def run(hidden: Tensor, states: Tensor) -> Tensor:
+        held = DynamicCache()
+        for number in range(index + 1):
+            held.update(*states, number)
+        own = {name: held if isinstance(value, DynamicCache) else value for name, value in kwargs.items()}
+        output = layer(hidden, **own)
+        return output[0] if isinstance(output, tuple) else output
+
+    return _norm(lambda x: run(x, states), hidden, iterations), _norm(lambda x: run(hidden, x), states, iterations)
+
+
+@torch.enable_grad()
+def _norm(function: Callable[[Tensor], Tensor], x: Tensor, iterations: int) -> float:
+    x = x.detach().clone().requires_grad_()
+    output, step = function(x), _STEP * float(x.detach().norm())
+    direction, size = torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x), 0.0
+    for _ in range(iterations):
+        direction = direction / direction.norm()
+        with torch.no_grad():
+            change = (function(x + step * direction) - output) / step
+        size = float(change.norm())
+        (direction,) = torch.autograd.grad(output, x, change, retain_graph=True)
+        if not bool(direction.any()):
+            break
+    return size

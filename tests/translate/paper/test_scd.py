@@ -11,8 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
-from hf_kvcaches.translate.paper.layers import fit_reuse, fit_ridge, stability_constants, train_aligner
-from hf_kvcaches.translate.paper.scd import SemanticCacheDistillation, select
+from hf_kvcaches.translate.paper.scd import (
+    SemanticCacheDistillation,
+    fit_reuse,
+    fit_ridge,
+    select,
+    stability_constants,
+    train_aligner,
+)
 from tests import tiny
 from tests.translate.pairs import MODELS
 
@@ -48,7 +54,7 @@ def test_layers_are_chosen_as_a_plain_search_would(data):
     sets = [frozenset(chosen) for size in range(layers + 1) for chosen in combinations(range(layers), size)]
     table = {chosen: float(data.draw(st.integers(-3, 3))) for chosen in sets}
     pool, most = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 5))
-    route = select(table.__getitem__, range(layers), pool=pool, most=most)
+    patched = select(table.__getitem__, range(layers), pool=pool, most=most)
     alone = {layer: table[frozenset({layer})] - table[frozenset()] for layer in range(layers)}
     candidates = sorted(sorted(alone, key=lambda layer: (-alone[layer], layer))[:pool])
     order: list[int] = []
@@ -61,8 +67,7 @@ def test_layers_are_chosen_as_a_plain_search_would(data):
             break
         order.append(best)
     gains = [(table[frozenset(order[:count])] - table[frozenset()]) / count for count in range(1, len(order) + 1)]
-    assert (route.sensitivity, list(route.order), list(route.efficiencies)) == (alone, order, pytest.approx(gains))
-    assert list(route.patched) == sorted(order[: gains.index(max(gains)) + 1] if gains else [])
+    assert list(patched) == sorted(order[: gains.index(max(gains)) + 1] if gains else [])
 
 
 @pytest.mark.parametrize("patched", [(), (1,), (1, 2)])
@@ -83,10 +88,8 @@ def test_patches_are_chosen_on_texts_that_are_held_out():
     producer, consumer = MODELS["llama"](seed=1), MODELS["llama"](seed=2)
     texts = [tiny.ids(48, seed=seed).tolist() for seed in range(8)]
     scd = SemanticCacheDistillation.fit(producer, consumer, texts, (4, 4, 16), pool=2, most=2, steps=20)
-    assert set(scd.route.sensitivity) == {0, 1, 2, 3}
-    assert set(scd.patches) == set(scd.route.patched)
-    sizes = {len(parts) for layer, parts in scd.encode(producer, texts[0]).items() if layer in scd.route.patched}
-    assert sizes <= {1}
+    assert set(scd.patches) < {0, 1, 2, 3}
+    assert [len(parts) for parts in scd.encode(producer, texts[0]).values()] == [1 if layer in scd.patches else 2 for layer in range(4)]
 
 
 def test_stability_constants_bound_what_a_small_error_becomes():
