@@ -173,7 +173,7 @@ model, tokenizer = AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.fro
 inputs = tokenizer("The ship left the harbour at dawn, and nobody saw it.", return_tensors="pt")
 endef
 define EXTRA_retrieval
-from hf_kvcaches.segments.paper.near import signature_of
+from hf_kvcaches.segments.paper import signature_of
 assert signature_of("The ship left the harbour at dawn").jaccard
 endef
 define EXTRA_peft

@@ -54,8 +54,7 @@ def segments(args: argparse.Namespace, device: torch.device) -> None:
     prompts = [token_ids(text, tokenizer) for [text] in read_lines(args.prompts, "prompt")][: args.requests]
     quantization = KVCodec.from_pretrained(args.codec, model=model) if args.codec is not None else _quantization(args)
     bounds = {"bound": args.bound, "worst": args.worst, "least_same": args.least_same}
-    workload = {args.prompts.stem: prompts}
-    policy, seconds = _timed(calibrate_policy, model, tokenizer, workload, **bounds, asked=args.asked, quantization=quantization)
+    policy, seconds = _timed(calibrate_policy, model, tokenizer, prompts, **bounds, asked=args.asked, quantization=quantization)
     policy.save_pretrained(args.out)
     print(f"{_measured(policy.measured)}\n\n{seconds:.0f} s; written to {args.out}: {policy}\n")
 

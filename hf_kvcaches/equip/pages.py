@@ -20,7 +20,7 @@ from hf_kvcaches.errors import ConfigError, PoolExhausted, UnsupportedError, who
 from hf_kvcaches.kernels import slots as kernels
 from hf_kvcaches.kernels.launch import Backend
 from hf_kvcaches.kernels.slots import Attended
-from hf_kvcaches.reuse.record import Event, wait_for
+from hf_kvcaches.reuse.store import Event, wait_for
 
 _lock = threading.Lock()
 

@@ -26,9 +26,8 @@ from hf_kvcaches.reuse.layer import SplicingCache
 from hf_kvcaches.reuse.layout import write_plan
 from hf_kvcaches.reuse.partial import LayerPass, run_layers, run_module
 from hf_kvcaches.reuse.plan import PlannedSpan, PromptPlan, PromptRow
-from hf_kvcaches.reuse.record import PromptStates, Recorder
 from hf_kvcaches.reuse.sparse import SparsePass, spans_refused
-from hf_kvcaches.reuse.store import SpanStore
+from hf_kvcaches.reuse.store import PromptStates, Recorder, SpanStore
 
 _NEIGHBOURS = 7  # tokens whose attention is averaged before repaired tokens are picked
 _QUESTION = 64  # the most tokens at a prompt's end, such as a question, that run again once what they attend to is repaired

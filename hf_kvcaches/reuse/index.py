@@ -25,22 +25,11 @@ _KINDS = {"scope": str, "left": str, "right": str, "start": int, "origin": str, 
 _ARRAYS = ("ids", "context")
 
 
-class Chain:
-    """The name of all tokens of a row up to an index. Equal names mean equal tokens, however the row was cut."""
-
-    def __init__(self) -> None:
-        self._hasher = hashlib.blake2b(digest_size=16)
-
-    def extend(self, ids: Ids) -> Chain:
-        """Return the chain with more tokens; this one does not change."""
-        longer = Chain.__new__(Chain)
-        longer._hasher = self._hasher.copy()
-        longer._hasher.update(np.ascontiguousarray(ids, dtype="<u4").data)
-        return longer
-
-    @property
-    def name(self) -> str:
-        return self._hasher.hexdigest()
+def chain_of(ids: Ids, before: hashlib.blake2b | None = None) -> hashlib.blake2b:
+    """Hash all tokens of a row up to an index, `before` being the chain of the first ones. Equal digests mean equal tokens."""
+    chain = hashlib.blake2b(digest_size=16) if before is None else before.copy()
+    chain.update(np.ascontiguousarray(ids, dtype="<u4").data)
+    return chain
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,8 +38,8 @@ class Record:
 
     scope: str  # model, adapters, tokenizer and format of its tensors: only caches of the same scope reuse it
     ids: Ids  # its tokens
-    left: str  # the `Chain` name of all tokens before it
-    right: str  # the `Chain` name of these and its own tokens
+    left: str  # the hexadecimal digest of the chain of all tokens before it
+    right: str  # that of these and its own tokens
     start: int  # the index of its first token where it was computed
     context: Ids  # up to `CONTEXT` tokens before it
     origin: str = EXACT  # the rule by which it was reused; "exact" if neither it nor anything before it was an approximation
@@ -196,13 +185,13 @@ class TokenIndex:
         Spans overlap if rows were cut differently: in one batch, by several processes, or stored again after an eviction. So records are
         looked up at every index that stored spans reach, not only where one ends.
         """
-        spans, chain, hashed, end = list[Piece](), Chain(), 0, start
+        spans, chain, hashed, end = list[Piece](), chain_of(ids[:0]), 0, start
         for index, token in enumerate(ids[start:].tolist(), start):
             if index > end:
                 break
             if (index, token) in self._starts:
-                chain, hashed = chain.extend(ids[hashed:index]), index
-                records = [self.records[key] for key in self._after.get((chain.name, token), ())]
+                chain, hashed = chain_of(ids[hashed:index], chain), index
+                records = [self.records[key] for key in self._after.get((chain.hexdigest(), token), ())]
                 records = [record for record in records if not exact_only or record.origin == EXACT]
                 new = [Piece(index, index + common_prefix(record.ids, ids[index:]), record, 0) for record in records]
                 spans += new

@@ -95,14 +95,11 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class ToldModule(StandIn):
-    """Runs the module, with what a function makes of the arguments that it is called with."""
+    """Runs the module, with what a function makes of the positional arguments and those by keyword, an `Arguments`."""
 
-    def __init__(self, stood: nn.Module, on_call: Callable[[tuple[Any, ...], dict[str, Any]], Arguments]) -> None:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = on_call(args, kwargs)
-            return stood(*args, **kwargs)
-
-        super().__init__(stood, call)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = self._call(args, kwargs)
+        return self.stood(*args, **kwargs)
 
 
 class LayerPass(Cache):

@@ -85,23 +85,15 @@ class SparsePass:
         self.blocks = [list(_blocks(row, int((row == total).sum()))) for row in slots]
         plan = compat.layer_plan(compat.decoder_config(call.model.config))
         self._windows = [layer.sliding_window if kind == "sliding_attention" else None for kind, layer in plan]
-        self._masks: dict[Any, torch.Tensor] = {}
 
     def visible(
         self, row: int, block: Block, low: int, window: int | None, device: torch.device, bias: torch.dtype | None = None
     ) -> torch.Tensor:
         """Return which slots from `low` on each query of a block sees, (queries, slots), or what is added to their scores, as a bias."""
-        key = row, block, low, window, device, bias
-        if key in self._masks:
-            return self._masks[key]
         queries = self.slots[row, block.first : block.last, None].to(device)
         slots = torch.arange(low, block.stop, device=device)
         mask = slots <= queries if window is None else (slots <= queries) & (slots > queries - window)
-        if bias is not None:
-            mask = torch.zeros(mask.shape, dtype=bias, device=device).masked_fill_(~mask, -torch.inf)
-        if low >= block.start:  # those of all slots before, of all blocks, would be of the square of the prompt's length
-            self._masks[key] = mask
-        return mask
+        return mask if bias is None else torch.zeros(mask.shape, dtype=bias, device=device).masked_fill_(~mask, -torch.inf)
 
     def write(self, layer: SplicedLayer, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> SparseView:
         """Write the tokens into their slots of a layer, and return the view that answers their queries."""
@@ -194,10 +186,7 @@ def _fused(
     causal: bool = False,
     bias: torch.Tensor | None = None,
 ) -> AttentionPart:
-    """Attention of (1, heads, queries, head_dim) by PyTorch's fused kernels, with the logarithm of its sum of exponentials.
-
-    With `causal` there are as many keys, (1, kv_heads, tokens, head_dim), as queries; a bias is for CPUs.
-    """
+    """Attention of (1, heads, queries, head_dim) by PyTorch's fused kernels; with `causal`, of as many keys; a bias is for CPUs."""
     (_, heads, tokens, _), kv_heads = query.shape, keys.shape[1]
     if query.device.type == "cpu":
         output, total = compat.fused_attention("flash_attention_for_cpu")(query, keys, values, 0.0, causal, attn_mask=bias, scale=scaling)

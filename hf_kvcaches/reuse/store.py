@@ -1,8 +1,13 @@
-"""`SpanStore`: spans of prompts with their keys and values, shared by threads, caches and processes."""
+"""`SpanStore`: spans of prompts with their keys and values, shared by threads, caches and processes, and stored in the background.
+
+A prompt is handed over once its first token is out. On a GPU it is copied to pinned memory on a stream of its own, behind an event of the
+model's; no decode step, and no later request, waits for it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
 import time
@@ -18,9 +23,12 @@ import torch
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ArtifactError, ConfigError
 from hf_kvcaches.reuse.index import Record
+from hf_kvcaches.reuse.layer import SplicedLayer
 from hf_kvcaches.reuse.layout import LayerStates, Quantization, TokenCodec, check, check_quantization, encode, name_of
 from hf_kvcaches.stores.blobs import BlobStore, NewBlob, bytes_of
 from hf_kvcaches.stores.catalog import Catalog, Contents
+
+Event = tuple[torch.device, torch.cuda.Event]  # behind work that was queued on a device
 
 MOST = 2**31  # bytes of prompts that may wait to be stored; one alone may be larger
 # A request waits for what earlier ones store, as it may reuse it, if that is at most so many bytes, and for at most so many seconds.
@@ -58,13 +66,12 @@ class Queue:
 
     A `ThreadPoolExecutor` does not do: the garbage collector may add a job during another `add`, where `submit` would wait for a lock that
     its own thread holds; and its threads end with the executor, while these end with their jobs, before the interpreter does.
-
-    Where a job fails, `warn` is called with a sentence. `dropped` counts the prompts that were not stored because the queue was full.
     """
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         self._warn, self._jobs = warn, deque[tuple[Callable[[], None], int]]()
-        self._bytes, self._process, self.dropped = 0, os.getpid(), 0
+        self._bytes, self._process = 0, os.getpid()
+        self.dropped = 0  # prompts that were not stored because the queue was full
         # Reentrant: a finalizer may add a job or a cache.
         self._running, self._lock = threading.RLock(), threading.RLock()
         self._recorders: tuple[weakref.ref[Any], ...] = ()
@@ -143,6 +150,108 @@ def _finish(reference: weakref.ref[Queue]) -> None:
         queue.flush()
 
 
+class PromptStates(NamedTuple):
+    """Keys and values of a prompt in each layer, (batch, kv_heads, slots, head_dim), from slot `first` on."""
+
+    first: int
+    layers: Sequence[Sequence[torch.Tensor]]
+
+    def of(self, row: int, start: int, stop: int) -> list[LayerStates]:
+        """Return the states of some slots of a row."""
+        slots = slice(start - self.first, stop - self.first)
+        return [LayerStates(keys[row, :, slots].detach(), values[row, :, slots].detach()) for keys, values in self.layers]
+
+
+class Recorder:
+    """Hands the prompts of one cache to a queue when they are computed."""
+
+    def __init__(self, layers: Sequence[SplicedLayer], queue: Queue) -> None:
+        self._layers, self._queue = layers, queue
+        # What is stored once it is computed: how many slots each layer has seen then, the first slot that is stored, and what stores it.
+        self.prompt: tuple[int, int, Callable[[PromptStates], None]] | None = None
+        self._lock = threading.RLock()  # reentrant: a finalizer may call `release` while this thread holds it
+        self._reading_until, self._copied = 0, list[Event]()
+
+    def expect(self, slots: int, first: int, store: Callable[[PromptStates], None]) -> None:
+        """Store a prompt of so many slots, from a slot on, as soon as it is computed; `store` is called in the background."""
+        with self._lock:
+            self.prompt = slots, first, store
+
+    def release(self, drop: bool = True) -> None:
+        """Hand the prompt to the queue, if it is computed. Else `drop` it, unless another thread may be computing it; nobody waits."""
+        with self._lock:
+            if self.prompt is None:
+                return
+            slots, first, store = self.prompt
+            computed = all(layer.seen >= slots for layer in self._layers)
+            if computed or drop:
+                self.prompt = None
+            layers = [layer.buffers for layer in self._layers] if computed else []
+        size = sum(buffer.nbytes // buffer.shape[2] for buffers in layers for buffer in buffers) * (slots - first)
+        if not size or not all(layers) or not self._queue.has_room(size):
+            return
+        # On a CPU, buffers are read as they are: new tokens come behind them.
+        states, events, copied = PromptStates(0, layers), mark(itertools.chain(*layers)), list[Event]()
+        if events:
+            with own_stream(events), torch.no_grad():
+                states = PromptStates(first, [[_pinned(buffer, first, slots) for buffer in pair] for pair in layers])
+                copied = mark(itertools.chain(*layers))
+        self._reading_until, self._copied = slots, copied
+
+        def job() -> None:
+            for _, event in copied:
+                event.synchronize()
+            store(states)
+
+        self._queue.add(job, size)
+
+    def protect(self, seen: int) -> None:
+        """Before slots from `seen` on are overwritten: give the layers buffers of their own where a job may be reading these slots."""
+        if seen >= self._reading_until:
+            return
+        wait_for(self._copied)
+        if not self._copied and not self._queue.idle:
+            for layer in self._layers:
+                if layer.buffers:
+                    layer.replace_buffers(torch.Tensor.clone)
+        self._reading_until = 0
+
+
+def _pinned(buffer: torch.Tensor, first: int, stop: int) -> torch.Tensor:
+    """Begin to copy slots of a GPU's buffer to pinned memory."""
+    states = buffer[:, :, first:stop]
+    if not buffer.is_cuda:
+        return states
+    buffer.record_stream(torch.cuda.current_stream(buffer.device))
+    return torch.empty(states.shape, dtype=states.dtype, pin_memory=True).copy_(states, non_blocking=True)
+
+
+def mark(tensors: Iterable[torch.Tensor | None]) -> list[Event]:
+    """Record events behind the work that this thread has queued on the devices of some tensors, for another thread to wait for."""
+    devices = {tensor.device for tensor in tensors if tensor is not None and tensor.is_cuda}
+    return [(device, torch.cuda.current_stream(device).record_event()) for device in devices]
+
+
+def wait_for(events: Iterable[Event], tensors: Iterable[torch.Tensor | None] = ()) -> None:
+    """Make this thread's streams, not the CPU, wait for events; from now on it uses these tensors of the thread that recorded them."""
+    for device, event in events:
+        torch.cuda.current_stream(device).wait_event(event)
+    for tensor in tensors:
+        if tensor is not None and tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+@contextlib.contextmanager
+def own_stream(events: Iterable[Event]) -> Iterator[None]:
+    """Switch to a new stream on each device of some events, behind these; other devices keep their streams."""
+    with contextlib.ExitStack() as stack:
+        for device, event in events:
+            stream = torch.cuda.Stream(device)
+            stream.wait_event(event)
+            stack.enter_context(torch.cuda.stream(stream))
+        yield
+
+
 class SpanStore:
     """Spans in a catalog, whose arguments it takes, and the queue that stores them in the background."""
 
@@ -173,17 +282,16 @@ class SpanStore:
 
         return self.catalog.read(list(records), check_blob, device)
 
-    def put(self, spans: Sequence[NewSpan], geometries: Sequence[RotaryGeometry] = ()) -> bool:
-        """Store spans that are not stored yet, evict others above the cap, and return whether the back-end took all."""
+    def put(self, spans: Sequence[NewSpan], geometries: Sequence[RotaryGeometry] = ()) -> None:
+        """Store spans that are not stored yet, and evict others above the cap."""
         with self.catalog.lock:
             new = [span for span in spans if span.record.key not in self.catalog.entries]
         if not new:
-            return True
+            return
         # The last first: of two equally useful spans the older one is evicted, and a prompt without its start is a miss.
-        stored = self.catalog.put(self._encoded(reversed(new), geometries))
+        self.catalog.put(self._encoded(reversed(new), geometries))
         # Processes that write at the same time keep the cap together: the last one to refresh sees what all have written.
         self.catalog.refresh()
-        return stored
 
     def _encoded(self, spans: Iterable[NewSpan], geometries: Sequence[RotaryGeometry]) -> Iterator[NewBlob]:
         for record, layers, head in spans:

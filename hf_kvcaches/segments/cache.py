@@ -15,21 +15,18 @@ from hf_kvcaches.core.parallel import require_all_heads
 from hf_kvcaches.core.refusal import Refusal
 from hf_kvcaches.errors import ConfigError, UnsupportedError, require_choice, require_instance, require_tokenizer
 from hf_kvcaches.reuse.cache import ReuseCache
-from hf_kvcaches.reuse.index import CONTEXT, EXACT, Chain, Match, Record, TokenIndex
+from hf_kvcaches.reuse.index import CONTEXT, EXACT, Match, Record, TokenIndex, chain_of
 from hf_kvcaches.reuse.plan import PROBING, PlannedSpan, PromptPlan, PromptRow, plan_row
 from hf_kvcaches.reuse.policy import Admit, SegmentPolicy
-from hf_kvcaches.reuse.record import PromptStates
-from hf_kvcaches.reuse.store import NewSpan
+from hf_kvcaches.reuse.store import NewSpan, PromptStates
 from hf_kvcaches.segments.discovery import Discovery, checked_spans, discovery_for
 from hf_kvcaches.segments.report import SegmentReport, report_of
 from hf_kvcaches.segments.store import SegmentStore
 
 Mode = Literal["exact", "approximate", "auto"]
 
-# Less than this share of a prompt is not reused: to read it takes as long as to compute it.
-LEAST = 0.02
-# On a CPU, reuse behind computed tokens pays only from this share of a prompt on.
-LEAST_BETWEEN = 0.2
+LEAST = 0.02  # less than this share of a prompt is not reused: to read it takes as long as to compute it
+LEAST_BETWEEN = 0.2  # on a CPU, reuse behind computed tokens pays only from this share of a prompt on
 
 
 class SegmentReuseCache(ReuseCache):
@@ -223,12 +220,12 @@ class _NewRow(NamedTuple):
         own = [(start, min(stop, len(row.ids))) for start, stop in self.caller_spans if start < len(row.ids)]
         edges = {first, len(row.ids), *(start for start, _ in discovery.spans(row.ids.tolist(), own))}
         edges.update(edge for span in row.spans for edge in (span.start, span.stop))
-        chain = Chain().extend(row.ids[:first])
+        chain = chain_of(row.ids[:first])
         for start, stop in pairwise(sorted(edge for edge in edges if first <= edge <= len(row.ids))):
-            left, chain = chain, chain.extend(row.ids[start:stop])
+            left, chain = chain.hexdigest(), chain_of(row.ids[start:stop], chain)
             reused = [span for span in (*self.earlier, *row.spans) if span.sources and span.start < stop]
             rules = [EXACT, *(span.rule for span in reused if span.rule != EXACT)]
             fresh = not any(span.stop > start for span in reused)
             context = row.ids[max(0, start - CONTEXT) : start]
-            record = Record(scope, row.ids[start:stop], left.name, chain.name, start, context, rules[-1], fresh)
+            record = Record(scope, row.ids[start:stop], left, chain.hexdigest(), start, context, rules[-1], fresh)
             yield NewSpan(record, states.of(row.number, start + row.padding, stop + row.padding))

@@ -17,27 +17,21 @@ from hf_kvcaches.errors import ConfigError
 # segments are found wherever these are cut.
 SHORTEST, LONGEST = 64, 512
 
-# The strength of an edge: between blocks, and one that no segment crosses.
-_BLOCK, _WALL = 1, 2
-
+_BLOCK, _WALL = 1, 2  # the strength of an edge: between blocks, and one that no segment crosses
 _BLANK_LINE = re.compile(r"\n[^\S\n]*\n\s*")
 
 
 class Discovery:
     """Cuts a row of token ids at edges that other prompts are likely to share.
 
-    **Walls** are at the starts of chat messages, at the caller's separators, and around the caller's own spans. Between walls a row is
-    split into **blocks**, which begin behind blank lines. A block of at least `shortest` tokens is a span; adjacent shorter ones are joined
-    until they are one, never with a longer block and never across a wall. What is longer than `longest` is cut into windows. So the spans
-    of a block of at least `shortest` tokens follow from its tokens alone, as long as it shares no token with a neighbour. An edge inside of
-    a token counts as before it.
+    **Walls** are at the caller's separators, and around the caller's own spans. Between walls a row is split into **blocks**, which begin
+    behind blank lines and at special tokens, such as those that begin chat messages. A block of at least `shortest` tokens is a span;
+    adjacent shorter ones are joined until they are one, never with a longer block and never across a wall. What is longer than `longest`
+    is cut into windows. An edge inside of a token counts as before it.
 
     Args:
-        tokenizer: The model's; its chat template, if any, tells how messages begin. None: cut at the caller's spans, and into windows of
-            `longest` tokens.
+        tokenizer: The model's. None: cut at the caller's spans, and into windows of `longest` tokens.
         separators: Strings between parts of a prompt. Each is at the start of the span behind it.
-        shortest: The fewest tokens that a span should have.
-        longest: The most tokens that a span has. Neither limit applies to the caller's own spans.
     """
 
     def __init__(self, tokenizer: Any = None, *, separators: Sequence[str] = (), shortest: int = SHORTEST, longest: int = LONGEST) -> None:
@@ -46,9 +40,8 @@ class Discovery:
         if separators and tokenizer is None:
             raise ConfigError.of("separators", "none without a tokenizer", separators, "Pass the tokenizer: they are looked for in text.")
         self.shortest, self.longest, self._tokenizer = shortest, longest, tokenizer
-        self.messages = _message_starts(tokenizer)
-        starts = list(map(_loosely, self.messages)), list(map(re.escape, separators))
-        self._walls = [re.compile("|".join(sorted(patterns, key=len, reverse=True))) for patterns in starts if patterns]
+        self._special = {*getattr(tokenizer, "all_special_ids", ()), *getattr(tokenizer, "get_added_vocab", dict)().values()}
+        self._separators = re.compile("|".join(map(re.escape, sorted(separators, key=len, reverse=True))))
         self._pieces: dict[int, str] = {}
         self._anchor = _anchor(tokenizer)
 
@@ -95,8 +88,11 @@ class Discovery:
             return np.maximum(indices, 0)
 
         strength[tokens(match.end() for match in _BLANK_LINE.finditer(text))] = _BLOCK
-        for wall in self._walls:
-            strength[tokens(match.start() for match in wall.finditer(text))] = _WALL
+        # Of special tokens in a row, such as the end of a message and the start of the next one, the last.
+        words = [index for index, piece in enumerate(pieces) if piece.strip()]
+        strength[[word for word, after in pairwise(words) if row[word] in self._special and row[after] not in self._special]] = _BLOCK
+        if self._separators.pattern:
+            strength[tokens(match.start() for match in self._separators.finditer(text))] = _WALL
 
     def _joined(self, edges: list[int], strengths: list[int], caller_starts: set[int]) -> Iterator[tuple[int, int]]:
         """Yield the spans of a row from all indices where it may be cut, its two ends among them."""
@@ -131,12 +127,6 @@ def checked_spans(caller_spans: Sequence[tuple[int, int]], length: int | None = 
     return kept
 
 
-def _loosely(text: str) -> str:
-    """Return a pattern for a text that ignores white space, which tokenizers add or remove."""
-    parts = [re.escape(part) for part in re.findall(r"\w+|[^\w\s]", text)]
-    return (r"\b" if text[0].isalnum() else "") + r"\s*".join(parts)
-
-
 def _decode(tokenizer: Any, ids: list[int]) -> str:
     try:
         return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
@@ -151,62 +141,6 @@ def _anchor(tokenizer: Any) -> tuple[int, str] | None:
     ids = list(tokenizer.encode("a", add_special_tokens=False))
     text = _decode(tokenizer, ids[-1:])
     return (ids[-1], text) if text and text.isascii() else None
-
-
-_ROLES = ("user", "assistant", "system", "developer", "tool")
-# Conversations with each role alone, at the start, in the middle and at the end. Templates refuse some of them.
-_CONVERSATIONS = (
-    *((role,) for role in _ROLES),
-    ("user", "assistant"),
-    *(("user", "assistant", role) for role in _ROLES),
-    *((role, "user", "assistant", "user") for role in _ROLES[2:]),
-    *(("user", "assistant", role, other) for role in _ROLES[2:] for other in _ROLES[:2]),
-)
-
-
-def _message_starts(tokenizer: Any) -> tuple[str, ...]:
-    """Return the strings that a chat template writes before messages, for the roles that it accepts."""
-    if not getattr(tokenizer, "chat_template", None):
-        return ()
-    conversations = {conversation: parts for conversation in _CONVERSATIONS if (parts := _rendered(tokenizer, conversation)) is not None}
-    ends = {conversation[-1]: parts[-1] for conversation, parts in conversations.items()}
-    special = (*tokenizer.all_special_tokens, *tokenizer.get_added_vocab())
-    starts_of: dict[str, set[str]] = {role: set() for role in _ROLES}
-    for conversation, parts in conversations.items():
-        for before, role, between in zip(conversation, conversation[1:], parts[1:], strict=False):
-            starts_of[role].add(_without_end(between, ends.get(before, ""), special))
-    generation = _rendered(tokenizer, ("user",), add_generation_prompt=True)
-    if generation is not None:
-        starts_of["assistant"].add(_without_end(generation[-1], ends.get("user", ""), special))
-    for conversation, parts in conversations.items():
-        # A template may write more before the first message, so this is used only if no other conversation shows the start.
-        if not any(starts_of[conversation[0]]):
-            starts_of[conversation[0]].add(parts[0].removeprefix(tokenizer.bos_token or "").strip())
-    starts = {start for role_starts in starts_of.values() for start in role_starts if len(start) > 1}
-    return tuple(sorted(a for a in starts if not any(a != b and (a.startswith(b) or a.endswith(b)) for b in starts)))
-
-
-def _rendered(tokenizer: Any, roles: Sequence[str], **options: Any) -> list[str] | None:
-    """Return what a chat template writes before, between and behind messages of these roles; None if it refuses."""
-    contents = [f"Qx{number}wZ" for number in range(len(roles))]
-    for as_list in (False, True):
-        bodies = [[{"type": "text", "text": content}] if as_list else content for content in contents]
-        messages = [{"role": role, "content": content} for role, content in zip(roles, bodies, strict=True)]
-        try:
-            parts = re.split("|".join(contents), tokenizer.apply_chat_template(messages, tokenize=False, **options))
-        except Exception:  # templates raise any error
-            continue
-        if len(parts) == len(roles) + 1:
-            return parts
-    return None
-
-
-def _without_end(between: str, end: str, special: tuple[str, ...]) -> str:
-    """Remove the end of the first message from the text between two messages, as far as it is whole special tokens or white space."""
-    size = len(end)
-    while not between.startswith(end[:size]) or (0 < size < len(end) and not end[size - 1].isspace() and not end[:size].endswith(special)):
-        size -= 1
-    return between[size:].strip() or between.strip()
 
 
 _discoveries: weakref.WeakKeyDictionary[Any, dict[tuple[str, ...], Discovery]] = weakref.WeakKeyDictionary()

@@ -52,17 +52,13 @@ class Catalog:
 
     The worth of a blob is the work that it saved, in tokens per byte, plus the clock at its last use. The clock is the worth of the blob
     evicted last, so unused blobs are evicted in the end (greedy-dual size frequency, Cherkasova, 1998). A new blob counts as used once.
-
-    Args:
-        noun: The user's word for a blob, such as "segment".
-        clock: Returns the seconds since 1970.
     """
 
     def __init__(
         self,
         location: str | BlobStore,
         contents: Contents,
-        noun: str,
+        noun: str,  # the user's word for a blob, such as "segment"
         *,
         timeout: float = TIMEOUT,
         max_bytes: int | str | None = None,
@@ -181,8 +177,8 @@ class Catalog:
     def _cool(self, key: str) -> None:
         self._hot_bytes -= bytes_of(self._hot.pop(key, {}))
 
-    def put(self, blobs: Iterable[NewBlob]) -> bool:
-        """Store blobs in their order, and return whether that succeeded. A head without `created` gets it, in seconds since 1970."""
+    def put(self, blobs: Iterable[NewBlob]) -> None:
+        """Store blobs in their order. A head without `created` gets it, in seconds since 1970."""
         # Whole seconds, so that blobs of one kind have equally many bytes.
         created = float(int(self.clock()))
         with self._count_failures():
@@ -191,8 +187,6 @@ class Catalog:
                 self.blobs.put(key, {"created": created, **head}, tensors)
                 with self.lock:
                     self.counts["written"] += 1
-            return True
-        return False
 
     def evict(self) -> None:
         """Delete expired blobs, and above the cap those of least worth; if a blob can't be deleted, the next one is."""

@@ -31,22 +31,14 @@ _MOST_VALUES, _MOST_LEVELS, _MOST_WHOLE = 1 << 20, 64, 10**300
 _NO_WAIT = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)  # for FIFOs and terminals; Windows lacks both
 
 
-@contextlib.contextmanager
-def temporary_beside(target: Path) -> Iterator[Path]:
-    """Yield an unused path in the target's folder, for a file that is renamed when it is complete, and delete it if it was not renamed."""
-    temporary = target.parent / f".{target.name}.{secrets.token_hex(8)}{TEMPORARY_SUFFIX}"
-    try:
-        yield temporary
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def write_atomically(path: str | os.PathLike[str], pieces: Iterable[bytes | bytearray | memoryview], sync: bool = True) -> None:
     """Write a file in a folder that exists; a crash at any moment leaves either the old or the new one, complete; so does a power cut.
 
     Without `sync` a power cut may leave the new name on data that never reached the disk.
     """
-    with temporary_beside(Path(path)) as temporary:
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}{TEMPORARY_SUFFIX}")
+    try:
         with open(temporary, "xb") as file:
             file.writelines(pieces)
             if sync:
@@ -55,7 +47,9 @@ def write_atomically(path: str | os.PathLike[str], pieces: Iterable[bytes | byte
         # The kernel's time stamps are milliseconds apart, and a file may be deleted and written again within one.
         now = time.time_ns()
         os.utime(temporary, ns=(now, now))
-        os.replace(temporary, path)
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

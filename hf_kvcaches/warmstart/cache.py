@@ -18,7 +18,7 @@ from hf_kvcaches.errors import FingerprintMismatch, UnsupportedError, require_ch
 from hf_kvcaches.reuse.cache import ReuseCache
 from hf_kvcaches.reuse.index import EXACT, Piece, Record, TokenIndex
 from hf_kvcaches.reuse.plan import PromptPlan, PromptRow, plan_row
-from hf_kvcaches.reuse.record import PromptStates
+from hf_kvcaches.reuse.store import PromptStates
 from hf_kvcaches.warmstart.gate import WarmStartGate
 from hf_kvcaches.warmstart.library import WarmStartLibrary
 

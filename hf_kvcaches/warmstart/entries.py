@@ -17,7 +17,7 @@ from hf_kvcaches import compat
 from hf_kvcaches.core.files import part_of
 from hf_kvcaches.core.hub import Artifact
 from hf_kvcaches.errors import ArtifactError, ConfigError
-from hf_kvcaches.reuse.index import Chain, Ids, Record, array_as_text, array_of_text, as_ids, common_prefix
+from hf_kvcaches.reuse.index import Ids, Record, array_as_text, array_of_text, as_ids, chain_of, common_prefix
 from hf_kvcaches.reuse.layer import PlainCache
 from hf_kvcaches.reuse.layout import LayerStates, check, check_form, codec_digest
 from hf_kvcaches.reuse.partial import run_span
@@ -86,7 +86,7 @@ class Entry:
 
 def record_of(scope: str, ids: Ids, form: dict[str, Any] | None = None) -> Record:
     """Return the record of a whole prompt."""
-    return Record(scope, ids, Chain().name, Chain().extend(ids).name, 0, ids[:0], form=form or {})
+    return Record(scope, ids, chain_of(ids[:0]).hexdigest(), chain_of(ids).hexdigest(), 0, ids[:0], form=form or {})
 
 
 class EntryContents:

@@ -246,7 +246,7 @@ def catalog(location: str | BlobStore = "memory", max_bytes: int | str | None = 
 
 def put(made: Catalog, *keys: str, tokens: int = 10) -> None:
     for key in keys:
-        assert made.put([NewBlob(key, {"tokens": tokens}, {"x": torch.zeros(100)})])
+        made.put([NewBlob(key, {"tokens": tokens}, {"x": torch.zeros(100)})])
     made.refresh()
 
 

@@ -9,20 +9,20 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_kvcaches.reuse.index import ALIKE, ANCHOR, CONTEXT, Chain, Ids, Match, Record, TokenIndex, as_ids, common_prefix
+from hf_kvcaches.reuse.index import ALIKE, ANCHOR, CONTEXT, Ids, Match, Record, TokenIndex, as_ids, chain_of, common_prefix
 
 SURE = 2 * ANCHOR - 1
 
 
 def add(index: TokenIndex, row: Ids, cuts: Iterable[int], begin: int = 0, origin: str = "exact", fresh: bool = True) -> list[str]:
     """Puts a row into an index from a place on, cut at others, and returns the ids of its segments."""
-    chain = Chain().extend(row[:begin])
+    chain = chain_of(row[:begin])
     edges = sorted({begin, len(row), *(cut for cut in cuts if begin < cut < len(row))})
     keys = []
     for start, stop in pairwise(edges):
-        left, chain = chain, chain.extend(row[start:stop])
+        left, chain = chain.hexdigest(), chain_of(row[start:stop], chain)
         context = row[max(0, start - CONTEXT) : start]
-        record = Record("scope", row[start:stop], left.name, chain.name, start, context, origin, fresh)
+        record = Record("scope", row[start:stop], left, chain.hexdigest(), start, context, origin, fresh)
         index.add(record.key, record)
         keys.append(record.key)
     return keys
@@ -48,7 +48,7 @@ def assert_holds(index: TokenIndex, row: Ids, start: int, exact_only: bool) -> i
         assert piece.stop > piece.start
         end = piece.stop
         assert np.array_equal(record.ids[piece.offset : piece.offset + length], row[piece.start : piece.stop])
-        assert Chain().extend(row[: record.start]).name == record.left
+        assert chain_of(row[: record.start]).hexdigest() == record.left
         assert index.records[record.key] is record
         assert not exact_only or record.origin == "exact"
     return end
@@ -83,7 +83,7 @@ def test_whatever_was_stored_and_evicted_the_prefix_reaches_as_far_as_any_segmen
         reached = min(start, len(row))
         end = assert_holds(index, asked, reached, exact_only=True)
         # The slow way: one place after the other, among the segments that begin at the first one or behind it.
-        left = [record for record in index.records.values() if Chain().extend(asked[: record.start]).name == record.left]
+        left = [record for record in index.records.values() if chain_of(asked[: record.start]).hexdigest() == record.left]
         left = [record for record in left if record.start >= min(start, len(row))]
         while any(record.start <= reached < record.start + common_prefix(record.ids, asked[record.start :]) for record in left):
             reached += 1

@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_kvcaches import SegmentReuseCache, SegmentStore
 from hf_kvcaches.reuse import store as stores
-from hf_kvcaches.reuse.record import Recorder
-from hf_kvcaches.reuse.store import Queue
+from hf_kvcaches.reuse.store import Queue, Recorder
 from tests import tiny
 
 PROMPT = tiny.ids(1, 120, seed=1)

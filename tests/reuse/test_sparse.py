@@ -139,17 +139,6 @@ def test_no_mask_over_all_slots_and_no_expanded_key_is_made() -> None:
 
 
 @torch.no_grad()
-def test_masks_that_are_kept_for_the_next_layer_are_of_a_blocks_own_slots() -> None:
-    model, tokens = gemma2(), 1200
-    cache = opened(model, 1, tokens)
-    call = PrefillCall(model, ids(1, tokens), None, None, tokens - 1)
-    cache.sparse_pass = pass_over = SparsePass(call, [np.arange(0, tokens, 2)], [0], tokens)
-    model(input_ids=pass_over.ids, position_ids=pass_over.positions, past_key_values=cache, logits_to_keep=1)
-    # 600 queries in blocks of 256, each of 512 slots: not of all slots before.
-    assert sum(mask.numel() for mask in pass_over._masks.values()) <= 600 * 512
-
-
-@torch.no_grad()
 def test_where_many_slots_are_seen_the_scores_of_fewer_queries_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokens, queries = gemma2(), 1200, []
     attend = sparse.attention

@@ -23,25 +23,9 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 LLAMA3 = (
-    "{{ bos_token }}{% for m in messages %}<|start|>{{ m.role }}<|end|>\n\n"
-    "{% if loop.first and m.role == 'system' %}Today: {{ 26 }} Jul\n\n{% endif %}{{ m.content | trim }}<|eot|>{% endfor %}"
+    "{{ bos_token }}{% for m in messages %}<|start|>{{ m.role }}<|end|>\n\n{{ m.content | trim }}<|eot|>{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant<|end|>\n\n{% endif %}"
 )
-LLAMA2 = (
-    "{% if messages[0].role == 'system' %}{% set rest = messages[1:] %}{% set said = messages[0].content %}"
-    "{% else %}{% set rest = messages %}{% set said = none %}{% endif %}{% for m in rest %}"
-    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('order') }}{% endif %}"
-    "{% if m.role == 'user' %}{{ bos_token }}[INST] {% if loop.first and said is not none %}<<SYS>>\n{{ said }}\n<</SYS>>\n\n{% endif %}"
-    "{{ m.content | trim }} [/INST]{% elif m.role == 'assistant' %} {{ m.content | trim }} {{ eos_token }}"
-    "{% else %}{{ raise_exception('role') }}{% endif %}{% endfor %}"
-)
-NO_SYSTEM = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role not in ('user', 'assistant') %}{{ raise_exception('no such role') }}{% endif %}"
-    "<turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}</turn>\n{% endfor %}"
-    "{% if add_generation_prompt %}<turn>model\n{% endif %}"
-)
-ROLES = ("user", "assistant", "system", "developer", "tool")
-ONLY_LISTS = "{% for m in messages %}## {{ m.role }}:\n{{ m.content[0]['text'] }}\n{% endfor %}"
 
 
 @cache
@@ -197,20 +181,43 @@ def test_any_row_falls_into_spans_and_given_ones_are_kept(texts: list[str], odd:
 # --- structure -----------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_prompt_is_cut_at_messages_and_blank_lines() -> None:
-    tokenizer = with_template(CHATML, "<|im_start|>", "<|im_end|>")
+@pytest.mark.parametrize(
+    ("template", "special", "cut"),
+    [
+        (
+            CHATML,
+            ["<|im_start|>", "<|im_end|>"],
+            [
+                "<|im_start|>system\nYou are a careful assistant who reads.\n\n",
+                "All of the tools are listed below, in order.\n\n",
+                '{"name": "find", "place": "here"}\n<|im_end|>\n',
+                "<|im_start|>user\nThe lion is red and the bear is green. What is x?<|im_end|>\n",
+                "<|im_start|>assistant\n",
+            ],
+        ),
+        (
+            LLAMA3,
+            ["<|start|>", "<|end|>", "<|eot|>"],
+            [
+                "<s><|start|>system<|end|>\n\n",
+                "You are a careful assistant who reads.\n\n",
+                "All of the tools are listed below, in order.\n\n",
+                '{"name": "find", "place": "here"}<|eot|>',
+                "<|start|>user<|end|>\n\n",
+                "The lion is red and the bear is green. What is x?<|eot|>",
+                "<|start|>assistant<|end|>\n\n",
+            ],
+        ),
+    ],
+)
+def test_a_prompt_is_cut_at_messages_and_blank_lines(template: str, special: list[str], cut: list[str]) -> None:
+    tokenizer = with_template(template, *special)
     discovery = Discovery(tokenizer, shortest=8)
     told = "You are a careful assistant who reads.\n\nAll of the tools are listed below, in order.\n\n"
     told += '{"name": "find", "place": "here"}\n'
     messages = [{"role": "system", "content": told}, {"role": "user", "content": "The lion is red and the bear is green. What is x?"}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert texts_of(discovery, text, tokenizer) == [
-        "<|im_start|>system\nYou are a careful assistant who reads.\n\n",
-        "All of the tools are listed below, in order.\n\n",
-        '{"name": "find", "place": "here"}\n<|im_end|>\n',
-        "<|im_start|>user\nThe lion is red and the bear is green. What is x?<|im_end|>\n",
-        "<|im_start|>assistant\n",
-    ]
+    assert texts_of(discovery, text, tokenizer) == cut
 
 
 def test_a_place_inside_of_a_token_counts_as_before_it() -> None:
@@ -235,39 +242,6 @@ def test_without_a_tokenizer_there_are_windows_and_given_spans() -> None:
         (125, 340),
         (340, 350),
     ]
-
-
-# --- chat templates ------------------------------------------------------------------------------------------------------------------
-
-
-CHAT_TOKENS, TURN_TOKENS, HEADER_TOKENS = ["<|im_start|>", "<|im_end|>"], ["<turn>", "</turn>"], ["<|start|>", "<|end|>", "<|eot|>"]
-
-
-@pytest.mark.parametrize(
-    ("template", "special", "starts"),
-    [
-        (CHATML, CHAT_TOKENS, {f"<|im_start|>{role}" for role in ROLES}),
-        (LLAMA3, HEADER_TOKENS, {f"<|start|>{role}<|end|>" for role in ROLES}),
-        (LLAMA2, [], {"<s>[INST]", "[/INST]", "[INST] <<SYS>>", "<</SYS>>"}),
-        (NO_SYSTEM, TURN_TOKENS, {"<turn>user", "<turn>model"}),
-        (ONLY_LISTS, [], {f"## {role}:" for role in ROLES}),
-        ("{% for m in messages %}{{ m.content }}\n{% endfor %}", [], set()),
-        ("{{ raise_exception('never') }}", [], set()),
-        ("nothing of what was said", [], set()),
-    ],
-)
-def test_how_messages_begin_is_learned_from_the_template(template: str, special: list[str], starts: set[str]) -> None:
-    assert set(Discovery(with_template(template, *special)).messages) == starts
-
-
-def test_messages_of_a_tokenizer_that_adds_spaces_begin_spans() -> None:
-    tokenizer = with_template(LLAMA2)
-    contents = [f"This message has number {place}." for place in range(3)]
-    messages = [{"role": role, "content": content} for role, content in zip(("user", "assistant", "user"), contents, strict=True)]
-    text = tokenizer.apply_chat_template(messages, tokenize=False).replace("<s>[", "<s> [")
-    spans = texts_of(Discovery(tokenizer), text, tokenizer)
-    counts = [sum(content in span for content in contents) for span in spans]
-    assert (max(counts), sum(counts)) == (1, 3)
 
 
 # --- text ----------------------------------------------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ def test_a_place_that_fails_is_a_miss_with_one_warning_but_for_what_is_asked_for
 
     def use() -> None:
         assert read(made, "a", fine) is None
-        assert not made.put([NewBlob("b", {"tokens": 1}, {})])
+        made.put([NewBlob("b", {"tokens": 1}, {})])
         made.refresh()
         made.max_bytes = 1
         made.refresh()

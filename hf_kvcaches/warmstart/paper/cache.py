@@ -21,7 +21,7 @@ from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedErro
 from hf_kvcaches.reuse.layer import PlainCache, SplicingCache
 from hf_kvcaches.reuse.layout import LayerStates
 from hf_kvcaches.reuse.partial import run_span
-from hf_kvcaches.reuse.record import mark, own_stream, wait_for
+from hf_kvcaches.reuse.store import mark, own_stream, wait_for
 from hf_kvcaches.warmstart.encoders import Embedding, Encoder
 from hf_kvcaches.warmstart.entries import Prompt, prompt_states, rows_of
 from hf_kvcaches.warmstart.paper.maps import PositionCorrection, SlotProjector, TrainedAdapters

@@ -1,4 +1,4 @@
-"""Near-identical segments, in which a date, an id or a word differs: MinHash over shingles of words, section 3.1 of the paper."""
+"""What only the paper has: near-identical segments by MinHash over shingles of words (3.1), and the online probe of keys (3.4)."""
 
 from __future__ import annotations
 
@@ -7,17 +7,24 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hf_kvcaches.errors import require
+import torch
+from transformers import PreTrainedModel
+
+from hf_kvcaches import compat
+from hf_kvcaches.errors import require, whole_number
 from hf_kvcaches.reuse.index import Ids, Match, Piece, Record, TokenIndex
+from hf_kvcaches.reuse.layer import PlainCache
+from hf_kvcaches.reuse.partial import run_layers
 from hf_kvcaches.reuse.plan import PROBING, PromptRow
+from hf_kvcaches.reuse.policy import Admission
 from hf_kvcaches.segments.cache import SegmentReuseCache
 
 # Numbers in a signature; bands, and numbers in each: segments with a Jaccard similarity of 0.5 are a hit more often than not.
 _PERMUTATIONS, _BANDS, _WIDTH = 64, 14, 4
 # How many consecutive words form a shingle, and how many similar segments are compared token by token.
 _SHINGLE, _COMPARED = 8, 3
-# The least number of tokens of a span that is reused from a near-identical segment.
-_SHORTEST = 12
+_SHORTEST = 12  # the least number of tokens of a span that is reused from a near-identical segment
+_PROBED = 4  # how many of a match's first tokens the probe compares
 _WITH_DIGIT = re.compile(r"\b(?=\w*\d)[\w.:/+-]+")
 
 
@@ -78,3 +85,52 @@ def _aligned(ids: Ids, start: int, stop: int, record: Record) -> list[Match]:
     blocks = difflib.SequenceMatcher(None, record.ids.tolist(), ids[start:stop].tolist(), autojunk=False).get_matching_blocks()
     pieces = [Piece(start + block.b, start + block.b + block.size, record, block.a) for block in blocks if block.size >= _SHORTEST]
     return [Match((piece,), ids) for piece in pieces]
+
+
+class ProbeRule:
+    """A rule for `SegmentReuseCache(admit=...)`: reuse where the keys of a match's first tokens agree with computed ones.
+
+    The lowest layers run over the prompt up to the match, which costs `(layer + 1) / layers` of the prefill before it: it tells whether
+    a probe would have been right, and saves nothing where matches are far from the start.
+
+    **Departs from the paper**: keys are compared by their cosine, and not the attention scores of a query over them.
+
+    Args:
+        model: The cache's.
+        store: The cache's, whose codes are no keys: with a codec nothing can be compared.
+        layer: Where keys are compared; those of layer 0 don't depend on the tokens before.
+        threshold: The least mean cosine.
+        repair: Share of an admitted match that is recomputed.
+    """
+
+    def __init__(self, model: PreTrainedModel, store: Any, layer: int = 1, threshold: float = 0.98, repair: float = 0.15) -> None:
+        self.model, self.store, self.threshold, self.repair = model, store, threshold, repair
+        self.layer = whole_number("layer", layer, 1, hint="The keys of layer 0 don't depend on the tokens before.")
+        self.scores: list[float] = []
+
+    @torch.no_grad()
+    def __call__(self, match: Match) -> Admission:
+        score = self.score(match)
+        self.scores.append(score)
+        if not score >= self.threshold:
+            return Admission(reason=f"Its keys have a cosine of {score:.3f}, below {self.threshold:g}.")
+        return Admission("probed", round(self.repair * len(match)))
+
+    def score(self, match: Match) -> float:
+        """Return the mean cosine of stored and computed keys; 0 where the stored ones can't be read."""
+        piece = match.pieces[0]
+        stop = match.start + min(_PROBED, piece.stop - piece.start)
+        ids = torch.from_numpy(match.ids[:stop].astype("int64"))[None].to(compat.input_device(self.model))
+        fresh = PlainCache(self.model)
+        run_layers(self.model, 0, self.layer + 1, ids, fresh, torch.arange(stop, device=ids.device))
+        computed = fresh.layers[self.layer].keys[0, :, match.start : stop].float().cpu()
+        blob = self.store.load({piece.record.key: piece.record}).get(piece.record.key)
+        if blob is None or piece.record.form["quantization"] is not None:
+            return 0.0
+        pile = next(number for number, members in enumerate(piece.record.form["piles"]) if self.layer in members)
+        place = piece.record.form["piles"][pile].index(self.layer)
+        stored = blob[f"keys.{pile}"][place, :, piece.offset : piece.offset + stop - match.start].float().cpu()
+        geometry = fresh.rotation.layers[self.layer]
+        if geometry.kind == "rope":
+            stored = geometry.shift(stored[None], match.start - piece.position)[0]
+        return float(torch.nn.functional.cosine_similarity(stored, computed, dim=-1).mean())

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from hf_kvcaches import SegmentReuseCache, SegmentStore
-from hf_kvcaches.segments.paper.near import NearReuseCache, canonical
-from hf_kvcaches.segments.paper.probes import ProbeRule
+from hf_kvcaches.segments.paper import NearReuseCache, ProbeRule, canonical
 from hf_kvcaches.segments.report import SegmentReport
 from tests import testbed, tiny
 from tests.warmstart.warm import words

@@ -1,1 +1,0 @@
-"""The parts of the paper that the product does without: near-identical segments, and probes."""
