@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from types import FrameType
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import nn
@@ -21,11 +21,11 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import output_capturing
 
-from hf_kvcaches.errors import ConfigError, UnsupportedError
+from hf_kvcaches.errors import ConfigError, UnsupportedError, with_article
 
 
 class _MarkedType(ABCMeta):
-    """The type of cache classes. A mark on a class would replace the property by which its caches are told of a `generate`."""
+    # A mark on a class would replace the property by which its caches are told of a `generate`.
 
     def __setattr__(cls, name: str, value: Any) -> None:
         if name == "_is_user_defined":
@@ -36,9 +36,20 @@ class _MarkedType(ABCMeta):
 
 
 class MarkedCache(metaclass=_MarkedType):
-    """A cache that is told when a `generate` begins with it: transformers marks a cache that the caller brings along."""
+    """A cache that is told when a `generate` begins with it, and is not `custom_generate`: transformers marks a cache of the caller's."""
 
     _marked = False
+
+    # Not in `KVCache`: beside the constructor it would be the signature of the cache.
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        if "logits_processor" in kwargs and "generation_config" in kwargs:
+            raise _not_custom_generate(cls, f"the class {cls.__name__}")
+        return super().__new__(cls)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse to be `custom_generate`, which `generate` leaves out where it can't be called."""
+        kind = with_article(type(self).__name__)
+        raise _not_custom_generate(type(self), kind, f", or {kind} as past_key_values")
 
     @property
     def _is_user_defined(self) -> bool:
@@ -53,8 +64,9 @@ class MarkedCache(metaclass=_MarkedType):
         """Called when `generate` begins with this cache, before it runs anything."""
 
 
-# Behind the decorator that turns gradients off.
-_GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
+def _not_custom_generate(kind: type, got: str, other: str = "") -> ConfigError:
+    recipe = f"per_call({kind.__name__}, ...)"
+    return ConfigError(f"custom_generate: expected {recipe}, got {got}. Pass {recipe}{other}.")
 
 
 def begin_decoding(model: PreTrainedModel, cache: MarkedCache) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -62,8 +74,9 @@ def begin_decoding(model: PreTrainedModel, cache: MarkedCache) -> tuple[Callable
 
     For a callable `custom_generate`, to which `generate` hands neither streamer nor assistant, and no tokenizers.
     """
+    generate = inspect.unwrap(GenerationMixin.generate).__code__  # behind the decorator that turns gradients off
     frame: FrameType | None = sys._getframe(2)  # calls the callable
-    while frame is not None and frame.f_code is not _GENERATE:  # a wrapper of the caller's may be between
+    while frame is not None and frame.f_code is not generate:  # a wrapper of the caller's may be between
         frame = frame.f_back
     if frame is None:
         raise ConfigError("custom_generate: expected to be called by generate. Pass it: model.generate(..., custom_generate=...).")
@@ -148,11 +161,7 @@ WITHOUT_EFFECT = _families()["attributes_without_effect"]
 
 
 def is_family(config: PreTrainedConfig, fact: str) -> bool:
-    """Whether a config is of a family of which a fact is known.
-
-    Args:
-        fact: A name in `families.toml`.
-    """
+    """Whether a config is of a family of which a fact, a name in `families.toml`, is known."""
     return config.model_type in _families()[fact]
 
 
@@ -265,12 +274,7 @@ def cache_kwargs(model: object, cache: Any) -> dict[str, Any]:
 
 def parameter_names(kind: type[nn.Module]) -> tuple[str, ...]:
     """The names of the arguments of a module's forward."""
-    return _names_of(kind.forward)
-
-
-@cache
-def _names_of(forward: Callable[..., Any]) -> tuple[str, ...]:
-    return tuple(inspect.signature(forward).parameters)[1:]
+    return tuple(inspect.signature(kind.forward).parameters)[1:]
 
 
 def attention_function(name: str, module: nn.Module) -> Callable[..., Any]:
@@ -300,14 +304,10 @@ def layer_device(layer: nn.Module) -> torch.device:
 
 def process() -> tuple[int, int]:
     """The number of this process and of all, if the program runs under `accelerate`; else (0, 1)."""
-    if "accelerate" not in sys.modules:
+    accelerate: Any = sys.modules.get("accelerate")
+    if accelerate is None or not accelerate.PartialState._shared_state:  # the user's Accelerator makes it; asking for one would start it
         return 0, 1
-    from accelerate import PartialState
-
-    # Made by the user's Accelerator; asking for one would start it.
-    if not PartialState._shared_state:
-        return 0, 1
-    state = PartialState()
+    state = accelerate.PartialState()
     return int(state.process_index), int(state.num_processes)
 
 
@@ -319,7 +319,7 @@ def remove_pre_hook(module: nn.Module, hook: Callable[..., Any]) -> None:
 
 
 def state_of_twin(module: nn.Module, children: Mapping[str, nn.Module]) -> dict[str, Any]:
-    """In what a shallow copy of a module differs from it: a compiled call would run the original, and shared layers get no more hooks."""
+    """What a shallow copy of a module has of its own: a compiled call would run the original, and shared layers get no more hooks."""
     return {"_modules": {**module._modules, **children}, "_compiled_call_impl": None, "_output_capturing_hooks_installed": True}
 
 

@@ -14,12 +14,12 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from numbers import Integral
 from types import ModuleType
 from typing import Any
 
-# The most characters of a wrong value that a message shows: some print as long as a model.
-_SHOWN = 80
+_SHOWN = 80  # characters of a wrong value in a message: some print as long as a model
 
 
 class KVCacheError(Exception):
@@ -55,6 +55,16 @@ class PoolExhausted(KVCacheError, MemoryError):
     """The pages that caches share are all in use. Nothing was changed; it can be tried again when some are free."""
 
 
+@dataclass(frozen=True)
+class Refusal:
+    """Why something can't be done, as a sentence or the end of one. Of what can be done functions return None, or what was asked for."""
+
+    reason: str
+
+    def __str__(self) -> str:
+        return self.reason
+
+
 def _shown(got: object) -> str:
     """A value on one line of bounded length; of a long one its type and beginning."""
     text = " ".join(repr(got).split()) if not isinstance(got, str) else repr(got)
@@ -65,11 +75,7 @@ def _shown(got: object) -> str:
 
 
 def whole_number(argument: str, value: Any, least: int, expected: str = "", hint: str = "", *, most: float = float("inf")) -> int:
-    """A whole number as an int, also one of NumPy's; a bool is none.
-
-    Args:
-        expected: What is right, in words; empty for an integer of at least `least`.
-    """
+    """A whole number as an int, also one of NumPy's; a bool is none. `expected` says in words what is right."""
     if isinstance(value, bool) or not isinstance(value, Integral) or not least <= int(value) <= most:
         raise ConfigError.of(argument, expected or f"an integer of at least {least}", value, hint)
     return int(value)
@@ -92,27 +98,18 @@ def require_choice(argument: str, value: object, known: Collection[str | None], 
 
 
 def require_instance(argument: str, value: object, kind: type | tuple[type, ...], others: Mapping[str, object], hint: str = "") -> None:
-    """Refuses a value of another class, and says so where it was given as another argument.
-
-    Args:
-        kind: Of what class, or classes, it must be.
-    """
+    """Refuses a value of another class than `kind`, and says so where such a one was given as another argument."""
     if isinstance(value, kind):
         return
     kinds = kind if isinstance(kind, tuple) else (kind,)
     elsewhere = next((name for name, other in others.items() if isinstance(other, kind)), None)
     swapped = f"{elsewhere} is one: {argument} and {elsewhere} seem to be swapped." if elsewhere else ""
-    raise ConfigError.of(
-        argument, with_article(" or ".join(each.__name__ for each in kinds)), value, " ".join(filter(None, (swapped, hint)))
-    )
+    expected = with_article(" or ".join(each.__name__ for each in kinds))
+    raise ConfigError.of(argument, expected, value, " ".join(filter(None, (swapped, hint))))
 
 
 def require_tokenizer(tokenizer: object) -> None:
-    """Refuses a tokenizer's name in place of the tokenizer.
-
-    Args:
-        tokenizer: A tokenizer, or None for none.
-    """
+    """Refuses a tokenizer's name in place of the tokenizer, or None."""
     if isinstance(tokenizer, str):
         hint = f"Pass AutoTokenizer.from_pretrained({_shown(tokenizer)})."
         raise ConfigError.of("tokenizer", "a tokenizer and not its name", tokenizer, hint)
@@ -124,11 +121,7 @@ def with_article(noun: str) -> str:
 
 
 def require(module: str, extra: str, purpose: str) -> ModuleType:
-    """Imports an optional dependency, or says which extra brings it.
-
-    Args:
-        purpose: What it is needed for, as the subject of the message.
-    """
+    """Imports an optional dependency, or says which extra brings it; `purpose`, what needs it, is the subject of the message."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

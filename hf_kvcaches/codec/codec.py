@@ -20,9 +20,8 @@ from hf_kvcaches.codec.meter import Reading
 from hf_kvcaches.codec.moments import EXACT, Maker, Metric, States
 from hf_kvcaches.codec.packing import Span
 from hf_kvcaches.codec.wire.messages import CodecHead, MessageReader, message_chunks
-from hf_kvcaches.core.files import checked_layers, part_of
+from hf_kvcaches.core.files import Artifact, checked_layers, markdown_table, part_of
 from hf_kvcaches.core.fingerprint import ModelFingerprint
-from hf_kvcaches.core.hub import Artifact, markdown_table
 from hf_kvcaches.core.identity import fingerprint_of
 from hf_kvcaches.core.parallel import HeadShard
 from hf_kvcaches.core.rope import RotaryGeometry, undoable_rotation

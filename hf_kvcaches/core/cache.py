@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar, Self
 
 import torch
+from torch import Tensor
 from transformers import Cache, EncoderDecoderCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
@@ -23,12 +24,12 @@ from hf_kvcaches.core.identity import Provenance
 from hf_kvcaches.core.layers import KVLayer, row_picker
 from hf_kvcaches.core.report import CacheReport, foreign_kept, foreign_kind, foreign_tensors, measured_bytes, summarise
 from hf_kvcaches.core.save import SavedCache
-from hf_kvcaches.core.token_log import PREPARED, CacheArgument, TokenLog
-from hf_kvcaches.errors import ConfigError, UnsupportedError, with_article
+from hf_kvcaches.core.token_log import PREPARED, TokenLog
+from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.version import warn_of_untested_version
 
 
-class KVCache(CacheArgument, SavedCache, Cache, ABC):
+class KVCache(compat.MarkedCache, SavedCache, Cache, ABC):
     """The base of every cache here: one layer object per model layer, and what all caches can do.
 
     A subclass writes `make_layer`, and names in `settings` what its constructor needs to be called again.
@@ -43,10 +44,8 @@ class KVCache(CacheArgument, SavedCache, Cache, ABC):
     """Whether the layers answer queries themselves, and are of no use with a model that computes attention its own way."""
     own_layer_types: ClassVar[tuple[str, ...]] = ("full_attention",)
     """The types of the model's layers that the method applies to; others are transformers' own."""
-    takes_latents: ClassVar[bool] = False
-    """Whether they also do for models that expand keys and values from what the cache returns (multi-head latent attention)."""
-    hooks_forward: ClassVar[bool] = False
-    """Whether a hook on the model's forward tells the cache of each pass, and logs its tokens."""
+    takes_latents: ClassVar[bool] = False  # whether layers also answer where the model expands what they return (latent attention)
+    hooks_forward: ClassVar[bool] = False  # whether a hook on the model's forward tells the cache of each pass, and logs its tokens
 
     def __init__(self, model: Any, *, offloading: bool = False) -> None:
         warn_of_untested_version()
@@ -82,7 +81,7 @@ class KVCache(CacheArgument, SavedCache, Cache, ABC):
 
     @property
     def living_model(self) -> PreTrainedModel | None:
-        """The model that the cache was built with; None where there is none any more."""
+        """The model that the cache was built with, while it lives."""
         return None if self._model is None else self._model()
 
     @property
@@ -109,7 +108,7 @@ class KVCache(CacheArgument, SavedCache, Cache, ABC):
         """Why the keys and values of its tokens may differ from those of a plain prefill, as a sentence; "" where they don't."""
         return ""
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         if layer_idx >= len(self.layers):
             built = f"The cache was built for {len(self.layers)} layers and the model has a layer {layer_idx}."
             raise ConfigError(f"{built} Build it with this model or its config.")
@@ -128,7 +127,7 @@ class KVCache(CacheArgument, SavedCache, Cache, ABC):
                 offload(layer_idx, self.only_non_sliding)
         else:
             states = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
-        if type(states[0]) is not torch.Tensor and isinstance(states[0], view.LayerView):
+        if type(states[0]) is not Tensor and isinstance(states[0], view.LayerView):
             view.answer_next(states[0], self._attention_configs, self._model is not None)
         return states
 
@@ -178,10 +177,10 @@ class KVCache(CacheArgument, SavedCache, Cache, ABC):
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.pick_rows(lambda layer: layer.batch_repeat_interleave(repeats), lambda rows: rows.repeat_interleave(repeats, dim=0))
 
-    def batch_select_indices(self, indices: torch.Tensor | Sequence[int] | slice) -> None:
+    def batch_select_indices(self, indices: Tensor | Sequence[int] | slice) -> None:
         self.pick_rows(lambda layer: layer.batch_select_indices(indices), row_picker(indices))
 
-    def pick_rows(self, of_layer: Callable[[Any], None], pick: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def pick_rows(self, of_layer: Callable[[Any], None], pick: Callable[[Tensor], Tensor]) -> None:
         """Pick rows of each layer, and then of what the cache itself keeps of a batch."""
         for layer in self._own_layers_first():
             of_layer(layer)
@@ -213,7 +212,7 @@ class KVCache(CacheArgument, SavedCache, Cache, ABC):
         size = measured_bytes(self.owned_tensors().values())
         return {"cache": type(self).__name__, "seen": self.seen, "kept": kept, "bytes": size, "others": others}
 
-    def owned_tensors(self) -> dict[str, torch.Tensor]:
+    def owned_tensors(self) -> dict[str, Tensor]:
         """Every tensor that the cache keeps alive, by name."""
         return {
             f"layers.{index}.{name}": tensor
@@ -223,9 +222,7 @@ class KVCache(CacheArgument, SavedCache, Cache, ABC):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = type(self).__new__(type(self))
-        memo[id(self)] = copied
-        memo[id(self.config)] = self.config
-        memo[id(self._attention_configs)] = self._attention_configs
+        memo |= {id(self): copied, id(self.config): self.config, id(self._attention_configs): self._attention_configs}
         for name, value in vars(self).items():
             setattr(copied, name, copy.deepcopy(value, memo))
         if (model := self.living_model) is not None:
@@ -273,7 +270,7 @@ class PerCall(compat.MarkedCache):
 
         return self.cache_class(model, *map(fresh, self.args), **{name: fresh(value) for name, value in self.options.items()})
 
-    def __call__(self, model: PreTrainedModel, input_ids: torch.Tensor, /, **arguments: Any) -> Any:
+    def __call__(self, model: PreTrainedModel, input_ids: Tensor, /, **arguments: Any) -> Any:
         """Decode as `generate`, which prepared the arguments, would with a new cache passed as `past_key_values`."""
         default = compat.cache_of(arguments)
         implementation = getattr(arguments.get("generation_config"), "cache_implementation", None)
@@ -314,11 +311,9 @@ def per_call(cache_class: type[KVCache], /, *args: Any, **options: Any) -> PerCa
         **options: Its keyword arguments. What is a `per_call(...)` itself, as `decode_with` may be, is made anew for each call.
     """
     if not (isinstance(cache_class, type) and issubclass(cache_class, KVCache)):
-        got = repr(cache_class) if isinstance(cache_class, type) else with_article(type(cache_class).__name__)
         example = type(cache_class).__name__ if isinstance(cache_class, KVCache) else "EquipCache"
-        raise ConfigError(
-            f"cache_class: expected a class of this package's caches, got {got}. Pass the class and its options: per_call({example}, ...)."
-        )
+        hint = f"Pass the class and its options: per_call({example}, ...)."
+        raise ConfigError.of("cache_class", "a class of this package's caches", cache_class, hint)
     kind = cache_class.__name__
     signature = inspect.signature(cache_class)
     try:

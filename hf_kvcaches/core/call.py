@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_kvcaches.core.layers import KVLayer
 from hf_kvcaches.core.view import LayerView, previous_attention
@@ -17,13 +17,13 @@ from hf_kvcaches.errors import UnsupportedError
 class Call:
     """What a model's attention module asks, with its mask, made for its own implementation, and all other arguments of its function."""
 
-    def __init__(self, module: nn.Module, mask: torch.Tensor | None, options: dict[str, Any]) -> None:
+    def __init__(self, module: nn.Module, mask: Tensor | None, options: dict[str, Any]) -> None:
         self.module, self.mask, self.options = module, mask, options
         self.softcap: float | None = options.get("softcap")  # the bound of the scores
         # What is added to the scores, (batch or 1, heads or 1, queries, tokens seen).
-        self.bias: torch.Tensor | None = options.get("position_bias")
+        self.bias: Tensor | None = options.get("position_bias")
         # A learned score for each head that takes a share of the weights and gives nothing, (heads,).
-        self.sink_logits: torch.Tensor | None = options.get("s_aux")
+        self.sink_logits: Tensor | None = options.get("s_aux")
 
     @cached_property
     def scaling(self) -> float:
@@ -36,10 +36,10 @@ class Call:
         chosen = self.options.get("is_causal")
         return bool(getattr(self.module, "is_causal", True) if chosen is None else chosen)
 
-    def dense(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def dense(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Attention of a whole first prompt by the model's own implementation, (batch, tokens, heads, head_dim)."""
         attend = self.options.get("dense_attention", previous_attention)
-        output: torch.Tensor = attend(self.module, query, keys, values, self.mask, **self.options)[0]
+        output: Tensor = attend(self.module, query, keys, values, self.mask, **self.options)[0]
         return output
 
     def check(self, cache: str, *, sinks: bool = False) -> None:
@@ -54,48 +54,40 @@ class Call:
 class AnsweringLayer(KVLayer):
     """A layer that takes new tokens together with their queries, which it answers."""
 
-    cache_name: ClassVar[str]
-    """The class of the cache, for errors."""
+    cache_name: ClassVar[str]  # for errors
 
     @abstractmethod
-    def check_new_tokens(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    def check_new_tokens(self, key_states: Tensor, value_states: Tensor) -> None:
         """Refuse keys and values that don't fit what the layer holds."""
 
     @abstractmethod
-    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call) -> torch.Tensor:
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, call: Call) -> Tensor:
         """Take the new tokens, all rotated by the model, and return their queries' attention, (batch, tokens, heads, head_dim)."""
 
-    def adopt(
-        self, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor, padding: torch.Tensor | None, queries: Any = None
-    ) -> None:
+    def adopt(self, keys: Tensor, values: Tensor, positions: Tensor, padding: Tensor | None, queries: Any = None) -> None:
         """Take over a prompt, as after a prefill; arguments as in `HolderCache.adopt_layer`."""
         self._refuse("adopt")
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         view = NewTokens(self, key_states, value_states)
         return view, view
 
 
 class NewTokens(LayerView):
-    """New tokens, (batch, kv_heads, tokens, head_dim), on their way to an answering layer's `attend`.
+    """New tokens, (batch, kv_heads, tokens, head_dim), on their way to an answering layer's `attend`."""
 
-    Under autocast, keys and values are cast as the model's own attention would cast them.
-    """
-
-    def __init__(self, layer: AnsweringLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def __init__(self, layer: AnsweringLayer, keys: Tensor, values: Tensor) -> None:
         device = keys.device.type
         enabled = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
         self.autocasts = enabled and keys.dtype != torch.float64  # which autocast leaves alone
-        if self.autocasts:
+        if self.autocasts:  # as the model's own attention would
             keys, values = (states.to(torch.get_autocast_dtype(device)) for states in (keys, values))
         layer.check_new_tokens(keys, values)
         if not layer.is_initialized:
             layer.lazy_initialization(keys, values)
         self.layer, self.keys, self.values, self.attended, self.cache_name = layer, keys, values, False, layer.cache_name
 
-    def attend(
-        self, module: nn.Module, query: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def attend(self, module: nn.Module, query: Tensor, mask: Tensor | None, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         if self.attended:
             raise UnsupportedError(
                 f"{type(module).__name__} attends twice to the keys of one layer, as models do whose layers share keys. "

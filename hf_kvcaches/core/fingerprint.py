@@ -159,8 +159,8 @@ class ModelFingerprint:
 def set_fingerprint(model: nn.Module, fingerprint: ModelFingerprint | None) -> None:
     """Say which weights a model has that can't be read where it runs: shards of distributed tensors, or weights on the meta device.
 
-    Make it with `ModelFingerprint.of` where they are whole, or with `gathered`, and bring it along as JSON. The weights must be those, and
-    stay so: nobody can tell. Of a model whose weights can be read they are.
+    Make it with `ModelFingerprint.of` where they are whole, or with `gathered`. The weights must be those, and stay so: nobody can tell.
+    Where weights can be read they are read.
 
     Args:
         model: The model, also inside a wrapper.
@@ -210,7 +210,7 @@ class _Parts:
                 self._add(path if name == "_orig_mod" else f"{path}.{name}".lstrip("."), child)
 
     def _add_wrapper(self, path: str, wrapper: Any) -> None:
-        """Add what a wrapper of PEFT's computes with: what it wraps, and its active adapters unless some are merged into that."""
+        """Add what PEFT wraps, and the active adapters unless some are merged into that."""
         children: dict[str, Any] = dict(wrapper.named_children())
         for name in sorted(children.keys() & _WRAPPED):
             self._add(path, children.pop(name))

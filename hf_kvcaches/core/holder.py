@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
+from torch import Tensor
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
@@ -18,34 +19,27 @@ from hf_kvcaches.core.decoder import ForwardHook
 from hf_kvcaches.core.identity import Identity, Provenance
 from hf_kvcaches.core.layers import GrowingLayer, KVLayer
 from hf_kvcaches.core.parallel import is_tensor_parallel
-from hf_kvcaches.core.refusal import Refusal
 from hf_kvcaches.core.rope_families import head_sizes
 from hf_kvcaches.core.step import Passes, padding_of
-from hf_kvcaches.errors import ConfigError, UnsupportedError
+from hf_kvcaches.errors import ConfigError, Refusal, UnsupportedError
 
 _UNKNOWN = Identity(reason="It took over keys and values from a cache that does not say which model computed them.")
 
 
 @dataclass(frozen=True)
 class LastQueries:
-    """The last queries of a prompt in one layer, or more, for policies that look at their attention.
+    """The last queries of a prompt in one layer, or more, and what a `Call` says of their attention."""
 
-    Args:
-        states: (batch, heads, queries, head_dim), as the model rotated them.
-        scaling: As in a `Call`, and `softcap` and `sink_logits`.
-    """
-
-    states: torch.Tensor
+    states: Tensor  # (batch, heads, queries, head_dim), as the model rotated them
     scaling: float
     softcap: float | None = None
-    sink_logits: torch.Tensor | None = None
+    sink_logits: Tensor | None = None
 
 
 class HolderCache(KVCache):
     """A cache that adopts prompts: afterwards its layers hold what they would hold after a prefill."""
 
-    adopted: bool = False
-    """Whether another cache hands its prompts to this one."""
+    adopted: bool = False  # whether another cache hands its prompts to this one
 
     @property
     def adopt_window(self) -> int | None:
@@ -62,8 +56,8 @@ class HolderCache(KVCache):
         past: Cache,
         model: Any,
         *args: Any,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
         queries: Sequence[LastQueries | None] | None = None,
         **options: Any,
     ) -> Self:
@@ -103,19 +97,16 @@ class HolderCache(KVCache):
     def adopt_layer(
         self,
         layer_idx: int,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        positions: torch.Tensor,
-        padding: torch.Tensor | None = None,
+        keys: Tensor,
+        values: Tensor,
+        positions: Tensor,
+        padding: Tensor | None = None,
         queries: LastQueries | None = None,
     ) -> None:
-        """Take over a prompt's keys and values in one layer, which is empty. The tensors are copied.
-
-        A cache without a provenance records that the model is not known, and can't be saved.
+        """Copy a prompt's keys and values, (batch, kv_heads, tokens, head_dim), rotated at their positions, into a layer, which is empty.
 
         Args:
             layer_idx: A layer with full attention, or one with a sliding window, which keeps the last tokens.
-            keys: (batch, kv_heads, tokens, head_dim), like `values`, as the model rotated them at `positions`.
             positions: (batch or 1, tokens), int64. Give all layers the same tensor.
             padding: How many slots at the start of each row hold no token, (batch,), or None.
             queries: The last `adopt_window` of the prompt, or more.
@@ -124,9 +115,7 @@ class HolderCache(KVCache):
         if not isinstance(layer, KVLayer) and type(layer) is not DynamicSlidingWindowLayer:
             raise ConfigError.of("layer_idx", "a layer with full or sliding attention", layer_idx, f"It is a {type(layer).__name__}.")
         if seen := layer.get_seq_length():
-            raise ConfigError(
-                f"adopt_layer: expected an empty layer, got one that has seen {seen} tokens. Call reset(), or use a new cache."
-            )
+            raise ConfigError(f"layer_idx: expected an empty layer, got one that has seen {seen} tokens. Call reset(), or use a new cache.")
         rows, tokens = keys.shape[0], keys.shape[2]
         if values.shape[:3] != keys.shape[:3]:
             raise ConfigError.of("values", f"a shape of {(*keys.shape[:3], 'head_dim')}", tuple(values.shape))
@@ -145,7 +134,7 @@ class HolderCache(KVCache):
                 start = max(0, tokens - layer.sliding_window + 1)
                 layer.update(keys[:, :, start:], values[:, :, start:])
                 layer.cumulative_length = tokens
-        if not self.provenance.until:
+        if not self.provenance.until:  # it can't be saved
             self.provenance = Provenance(tokens, [(0, _UNKNOWN)])
         if self.offloading and any(isinstance(before, KVLayer) for before in self.layers[:layer_idx]):  # a pass prefetches no first layer
             Cache.offload(self, layer_idx, self.only_non_sliding)
@@ -165,7 +154,7 @@ def _require_exact_past(past: Any, cache: KVCache) -> int:
     return tokens
 
 
-def generated_positions(cache: KVCache, padding: torch.Tensor | None, tokens: int) -> torch.Tensor:
+def generated_positions(cache: KVCache, padding: Tensor | None, tokens: int) -> Tensor:
     """The positions by which `generate` numbers a left-padded batch, (batch or 1, tokens); `padding` is (batch,), or None."""
     positions = torch.arange(tokens)[None]
     if padding is not None:
@@ -174,14 +163,8 @@ def generated_positions(cache: KVCache, padding: torch.Tensor | None, tokens: in
     return positions + int(model is not None and compat.is_family(model.config, "counts_from_one"))
 
 
-def exact_states(
-    layer: Any, layer_idx: int, tokens: int, argument: str = "past", *, window: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The keys and values of a layer that has seen some tokens, for one with a sliding window or without; refuses inexact ones.
-
-    Args:
-        argument: What the caller calls the source.
-    """
+def exact_states(layer: Any, layer_idx: int, tokens: int, argument: str = "past", *, window: bool = False) -> tuple[Tensor, Tensor]:
+    """The keys and values of a layer that has seen some tokens, for one with a sliding window or without; refuses inexact ones."""
     states = None
     if type(layer) is DynamicLayer:  # its subclasses quantize
         states = (layer.keys, layer.values)
@@ -197,7 +180,7 @@ def exact_states(
     return keys.to(layer.device), values.to(layer.device)
 
 
-def _require_heads(cache: KVCache, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+def _require_heads(cache: KVCache, layer_idx: int, keys: Tensor, values: Tensor) -> None:
     """Refuse keys and values of another model, as far as the config tells."""
     config, sizes = cache.config.per_layer_config[layer_idx], head_sizes(cache.config, layer_idx)
     heads, sharded = getattr(config, "num_key_value_heads", None), cache._model is not None and is_tensor_parallel(cache.model)
@@ -260,15 +243,13 @@ class AnsweringCache(HolderCache):
 
 
 def _count_drafts(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Tell a cache before each forward pass how many of the tokens are drafts.
-
-    Assisted generation feeds a prompt and the first drafts in one call, and only the number of logits it asks for tells them apart.
-    """
+    """Tell a cache before each forward pass how many of the tokens are drafts."""
+    # Assisted generation feeds a prompt and the first drafts in one call; only the number of logits that it asks for tells them apart.
     cache = compat.cache_of(kwargs)
     if cache is not None and cache in _DRAFTS.caches.get(model, ()):
         keep, ids = kwargs.get("logits_to_keep"), kwargs.get("input_ids")
         # Who wants the logits of a whole prompt does not draft.
-        whole = isinstance(ids, torch.Tensor) and ids.shape[1] == keep and not cache.seen
+        whole = isinstance(ids, Tensor) and ids.shape[1] == keep and not cache.seen
         cache.passes.drafts = keep - 1 if isinstance(keep, int) and keep > 0 and not whole else None
 
 

@@ -1,6 +1,4 @@
-"""Cache layers: what each owes transformers (`KVLayer`), one whose tensors are declared, so that whatever moves rows moves all of them
-(`TensorLayer`), and one that keeps every token in buffers that grow ahead of need (`GrowingLayer`).
-"""
+"""Cache layers: what each owes transformers, one whose tensors are declared, and one that keeps every token."""
 
 from __future__ import annotations
 
@@ -10,15 +8,15 @@ from collections.abc import Callable
 from typing import Any, ClassVar, NoReturn
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError
 
-# No cache has seen more, and no counter of one is larger.
-_MOST_TOKENS = 1 << 40
+_MOST_TOKENS = 1 << 40  # no cache has seen more, and no counter of one is larger
 
 
-def row_picker(indices: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+def row_picker(indices: Any) -> Callable[[Tensor], Tensor]:
     """What picks rows of a tensor, dimension 0: by a slice, row numbers, or a bool for each row."""
     if isinstance(indices, slice):
         return lambda tensor: tensor[indices]
@@ -31,7 +29,7 @@ def row_picker(indices: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda tensor: tensor[picked.to(tensor.device)]
 
 
-def other_rows(rows: int, dtype: torch.dtype | None, new: torch.Tensor) -> ConfigError:
+def other_rows(rows: int, dtype: torch.dtype | None, new: Tensor) -> ConfigError:
     """The error for new tokens of another batch or dtype than those in the cache."""
     return ConfigError(
         f"The cache holds {rows} rows of {dtype}, and the model came with {new.shape[0]} rows of {new.dtype}. "
@@ -61,14 +59,12 @@ class KVLayer(CacheLayerMixin):
         """The number of slots that hold a token."""
 
     @abstractmethod
-    def owned_tensors(self) -> dict[str, torch.Tensor]:
+    def owned_tensors(self) -> dict[str, Tensor]:
         """Every tensor that the layer keeps alive, by name: what its memory is measured on."""
 
-    def exact_states(self, window: bool = False) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
-        """Keys and values of all tokens seen, as the model computed them; None where the layer has lost some.
-
-        Args:
-            window: Whether they are for a layer with a sliding window: tokens that no later one sees may be zeros.
+    def exact_states(self, window: bool = False) -> tuple[Tensor | None, Tensor | None] | None:
+        """Keys and values of all tokens seen, as the model computed them; None where the layer has lost some. For a layer with a sliding
+        window tokens that no later one sees may be zeros.
         """
         return None
 
@@ -95,7 +91,7 @@ class KVLayer(CacheLayerMixin):
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._map_rows(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
+    def batch_select_indices(self, indices: Tensor) -> None:
         self._map_rows(row_picker(indices))
 
     def offload(self) -> None:
@@ -107,15 +103,15 @@ class KVLayer(CacheLayerMixin):
     def activate_past_recording(self) -> None:
         self._refuse("activate_past_recording", "Decode without an assistant.")
 
-    def export_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    def export_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """What is needed to build the layer again: tensors, and plain values for JSON."""
         self._refuse("save")
 
-    def import_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
+    def import_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         """Take over what `export_state` gave; the tensors are on the layer's device."""
         self._refuse("load")
 
-    def _map_rows(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def _map_rows(self, function: Callable[[Tensor], Tensor]) -> None:
         self._refuse("other rows", "Decode without beam search, and repeat the prompt instead of the cache.")
 
     def _move(self, device: torch.device | str) -> None:
@@ -129,33 +125,28 @@ class KVLayer(CacheLayerMixin):
 
 
 class TensorLayer(KVLayer):
-    """A layer whose tensors are all declared, and therefore all moved, copied, counted and saved together.
+    """A layer whose tensors are all declared, and therefore all moved, copied, counted and saved together; another one is a `TypeError`."""
 
-    A subclass names its tensors, whose dimension 0 is the batch, in `row_tensors`, and its numbers that belong to the state in
-    `counters`. A tensor in any other attribute is a `TypeError` when rows are picked or the layer is moved, copied or saved.
-    """
+    keys: Tensor | None
+    values: Tensor | None
+    row_tensors: ClassVar[tuple[str, ...]] = ("keys", "values")  # dimension 0 is the batch
+    counters: ClassVar[tuple[str, ...]] = ("seen",)  # numbers that belong to the state
 
-    keys: torch.Tensor | None
-    values: torch.Tensor | None
-
-    row_tensors: ClassVar[tuple[str, ...]] = ("keys", "values")
-    counters: ClassVar[tuple[str, ...]] = ("seen",)
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
-    def owned_tensors(self) -> dict[str, torch.Tensor]:
+    def owned_tensors(self) -> dict[str, Tensor]:
         return {name: tensor for name in self.row_tensors if (tensor := getattr(self, name, None)) is not None}
 
     def reset(self) -> None:
         self.__dict__.update(dict.fromkeys(self.row_tensors) | dict.fromkeys(self.counters, 0))
         self.is_initialized = False
 
-    def export_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    def export_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         return self._declared_tensors(), {name: getattr(self, name) for name in self.counters}
 
-    def import_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
+    def import_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         if foreign := (set(tensors) - set(self.row_tensors)) | (set(self.counters) ^ set(values)):
             raise ArtifactError(
                 f"The stored state doesn't fit {type(self).__name__}: {sorted(foreign)}. Load it with the version that wrote it."
@@ -168,21 +159,21 @@ class TensorLayer(KVLayer):
         if self.keys is not None and self.values is not None:
             self.lazy_initialization(self.keys, self.values)
 
-    def check_new_tokens(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    def check_new_tokens(self, key_states: Tensor, value_states: Tensor) -> None:
         """Refuse tokens that can't follow those in the cache, whose keys and values are the first two of `row_tensors`."""
         for name, new in zip(self.row_tensors, (key_states, value_states), strict=False):
             old = getattr(self, name, None)
             if old is not None and (old.size(0) != new.size(0) or old.dtype != new.dtype):
                 raise other_rows(old.shape[0], old.dtype, new)
 
-    def _declared_tensors(self) -> dict[str, torch.Tensor]:
+    def _declared_tensors(self) -> dict[str, Tensor]:
         """`owned_tensors`, where no others would be left behind."""
         for name, value in vars(self).items():
-            if isinstance(value, torch.Tensor) and name not in self.row_tensors:
+            if isinstance(value, Tensor) and name not in self.row_tensors:
                 raise TypeError(f"{type(self).__name__}.{name} is a tensor that row_tensors does not name")
         return self.owned_tensors()
 
-    def _map_rows(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def _map_rows(self, function: Callable[[Tensor], Tensor]) -> None:
         self.__dict__.update({name: function(tensor) for name, tensor in self._declared_tensors().items()})
 
     def _move(self, device: torch.device | str) -> None:
@@ -205,33 +196,30 @@ class TensorLayer(KVLayer):
 
 
 class GrowingLayer(TensorLayer):
-    """Keys and values in preallocated buffers, (batch, kv_heads, capacity, head_dim), of which the first `kept` slots count.
-
-    `keys` and `values` show just these slots, as in transformers' own layers.
-    """
+    """Keys and values in preallocated buffers, (batch, kv_heads, capacity, head_dim); `keys` and `values` show the first `kept` slots."""
 
     row_tensors: ClassVar[tuple[str, ...]] = ("key_buffer", "value_buffer")
     exact_tensors = row_tensors
     is_croppable = True
-    key_buffer: torch.Tensor | None = None
-    value_buffer: torch.Tensor | None = None
+    key_buffer: Tensor | None = None
+    value_buffer: Tensor | None = None
 
     def __init__(self) -> None:
         self.is_initialized = False  # transformers' constructor assigns `keys` and `values`, too
 
     @property
-    def keys(self) -> torch.Tensor | None:  # type: ignore[override]
+    def keys(self) -> Tensor | None:  # type: ignore[override]
         return None if self.key_buffer is None else self.key_buffer[:, :, : self.kept]
 
     @property
-    def values(self) -> torch.Tensor | None:  # type: ignore[override]
+    def values(self) -> Tensor | None:  # type: ignore[override]
         return None if self.value_buffer is None else self.value_buffer[:, :, : self.kept]
 
     @property
     def kept(self) -> int:
         return self.seen
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         self.check_new_tokens(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -244,7 +232,7 @@ class GrowingLayer(TensorLayer):
             return key_states, value_states
         return keys.narrow(2, 0, stop), values.narrow(2, 0, stop)
 
-    def exact_states(self, window: bool = False) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
+    def exact_states(self, window: bool = False) -> tuple[Tensor | None, Tensor | None] | None:
         return self.keys, self.values
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -255,16 +243,15 @@ class GrowingLayer(TensorLayer):
         self.seen += change
 
     def activate_past_recording(self) -> None:
-        """From now on new tokens may be drafts; cropping is exact at any time."""
-        self.record_past = True
+        self.record_past = True  # cropping is exact at any time
 
-    def export_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    def export_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors, values = super().export_state()
         buffers = {name: tensor[:, :, : self.kept] for name, tensor in tensors.items() if name in self.exact_tensors}
         return tensors | buffers, values
 
 
-def append(buffer: torch.Tensor | None, new: torch.Tensor, start: int) -> torch.Tensor:
+def append(buffer: Tensor | None, new: Tensor, start: int) -> Tensor:
     """Write `new` behind the first `start` slots of a buffer, (batch, kv_heads, capacity, head_dim), or of a larger one when it is full."""
     tokens = new.shape[-2]
     stop = start + tokens

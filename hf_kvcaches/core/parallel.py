@@ -1,8 +1,4 @@
-"""Tensor parallelism: which heads of each layer this process has, and how the processes decide as one.
-
-Keys, values, codes and scores of a head stay with its process. A decision that looks at all heads of a layer gathers scores first. All
-processes must make the same calls in the same order.
-"""
+"""Tensor parallelism: which heads of each layer this process has, and how processes, which all make the same calls, decide as one."""
 
 from __future__ import annotations
 
@@ -11,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, Self, TypeVar
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 
-Items = TypeVar("Items", torch.Tensor, tuple[Any, ...])
+Items = TypeVar("Items", Tensor, tuple[Any, ...])
 # Where a plan splits the columns of a module of attention and does not gather its output, each process has some of the heads.
 _ATTENTION, _SPLIT = re.compile(r"attn|attention"), "colwise"
 
@@ -41,8 +37,8 @@ class HeadShard:
         """Return those of this process's heads, of one item for each head, or of a tensor with all heads first."""
         return items[self.span(len(items))]
 
-    def gather(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """Return a tensor of all heads, which are in dimension `dim`. All processes call it with tensors of one shape and dtype."""
+    def gather(self, tensor: Tensor, dim: int = 1) -> Tensor:
+        """Return a tensor of all heads, which are in dimension `dim`, of tensors of one shape and dtype."""
         tensor = tensor.detach().contiguous()
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
         distributed.all_gather(parts, tensor, group=self.group)
@@ -100,12 +96,7 @@ def _shards_heads(model: PreTrainedModel) -> bool:
 
 
 def require_all_heads(model: Any, what: str, instead: str, *, any_plan: bool = False) -> None:
-    """Refuse a tensor-parallel model, each of whose processes has only some of the heads; with `any_plan` also where all are whole.
-
-    Args:
-        what: What needs all heads of a layer, as the subject of the message.
-        instead: What the user may do.
-    """
+    """Refuse a tensor-parallel model, each of whose processes has only some of the heads; with `any_plan` also where all are whole."""
     base, _ = compat.split_model(model)
     if base is not None and is_tensor_parallel(base) and (any_plan or _shards_heads(base)):
         raise UnsupportedError(f"{what} needs all heads of a layer, and under tensor parallelism each process has only some. {instead}")

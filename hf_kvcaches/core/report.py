@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-import torch
+from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 _MOST = 8  # items of a list that are shown
@@ -75,21 +75,21 @@ def _text(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else _ID.sub(r"\1…", str(value))
 
 
-def measured_bytes(tensors: Iterable[torch.Tensor]) -> int:
+def measured_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the memory behind tensors, each block counted once."""
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({(storage.device, storage.data_ptr()): storage.nbytes() for storage in storages}.values())
 
 
-def foreign_tensors(layer: Any) -> dict[str, torch.Tensor]:
+def foreign_tensors(layer: Any) -> dict[str, Tensor]:
     """Return the tensors in a layer of transformers, also those in dicts (the states of linear attention)."""
     inside = {name: value if isinstance(value, dict) else {"": value} for name, value in vars(layer).items()}
-    return {f"{name}{key}": item for name, items in inside.items() for key, item in items.items() if isinstance(item, torch.Tensor)}
+    return {f"{name}{key}": item for name, items in inside.items() for key, item in items.items() if isinstance(item, Tensor)}
 
 
 def foreign_kept(layer: Any) -> int:
     keys = getattr(layer, "keys", None)
-    return int(keys.shape[-2]) if isinstance(keys, torch.Tensor) and keys.ndim == 4 else 0
+    return int(keys.shape[-2]) if isinstance(keys, Tensor) and keys.ndim == 4 else 0
 
 
 def foreign_kind(layer: Any) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedConfig
 
 from hf_kvcaches import compat
@@ -23,17 +24,14 @@ from hf_kvcaches.kernels.rotation import Layout, check_layout, cos_sin, rotate_
 class RotaryGeometry:
     """The angles by which one model's keys (of one kind of layer) are rotated.
 
-    **Precision.** A model multiplies positions by its frequencies in *float32*, so these exact numbers are kept, as float64. Angles and
-    cosines are taken in float64, and keys rotated in float32 (or float64) and cast once. A model that was cast with
-    `model.to(torch.bfloat16)` has cast its frequencies (loading it with `dtype=` does not): give those with
+    **Precision.** Frequencies are the model's own float32 numbers, kept as float64; keys are rotated in float32 (or float64) and cast once.
+    `model.to(torch.bfloat16)` casts a model's frequencies (loading it with `dtype=` does not): give those with
     `dataclasses.replace(geometry, inv_freq=model.model.rotary_emb.inv_freq.double().cpu())`.
 
-    **Shapes.** Keys are `(batch, heads, seq, head_dim)`. Positions and deltas are an `int`, or an integer tensor: `()`, `(seq,)`,
-    `(batch, seq)` or `(batch, heads, seq)`; any of these dimensions may be 1, so `(batch, 1)` is one delta per row. Where a model has a
-    position per axis of an image (Qwen2-VL), `shift` is right for every token; `rotate` and `unrotate` are for text, whose axes agree.
+    **Shapes.** Keys are `(batch, heads, seq, head_dim)`. Positions and deltas are an `int`, or an integer tensor, `()`, `(seq,)`,
+    `(batch, seq)` or `(batch, heads, seq)`, with 1 for any of these. Of image tokens with a position per axis only `shift` is right.
 
-    **Text length.** With longrope and dynamic rope, frequencies depend on the length of the text: such a geometry refuses to rotate, and
-    `at` gives the one that a pass rotates by.
+    **Text length.** With longrope and dynamic rope, a geometry refuses to rotate, and `at` gives the one that a pass rotates by.
 
     Args:
         inv_freq: Angle per position of each rotated pair: `(rotary_dim / 2,)`, float64, on the CPU.
@@ -49,7 +47,7 @@ class RotaryGeometry:
         axes: Whether the model rotates image tokens by a position for each axis.
     """
 
-    inv_freq: torch.Tensor
+    inv_freq: Tensor
     head_dim: int
     attention_scaling: float = 1.0
     layout: Layout = "half"
@@ -57,9 +55,9 @@ class RotaryGeometry:
     kind: Kind = "rope"
     refusal: str | None = None
     changes_at: int | None = None
-    inv_freq_beyond: torch.Tensor | None = None
+    inv_freq_beyond: Tensor | None = None
     axes: bool = False
-    _on_device: dict[torch.device, torch.Tensor] = field(default_factory=dict, init=False, repr=False)
+    _on_device: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.inv_freq.ndim != 1 or self.inv_freq.dtype != torch.float64 or self.inv_freq.device.type != "cpu":
@@ -110,7 +108,7 @@ class RotaryGeometry:
         one, two = self.inv_freq_beyond, other.inv_freq_beyond
         return same and (one is two if one is None or two is None else torch.equal(one, two))
 
-    def at(self, positions: int | torch.Tensor, held: RotaryGeometry | None = None) -> RotaryGeometry:
+    def at(self, positions: int | Tensor, held: RotaryGeometry | None = None) -> RotaryGeometry:
         """Return the geometry by which a forward pass rotates: this one, unless its frequencies depend on the length of the text.
 
         Args:
@@ -133,27 +131,27 @@ class RotaryGeometry:
             )
         return held
 
-    def rotate(self, x: torch.Tensor, positions: int | torch.Tensor) -> torch.Tensor:
+    def rotate(self, x: Tensor, positions: int | Tensor) -> Tensor:
         """Do to fresh keys (or queries) what the model does at these positions, `attention_scaling` included."""
         return self._rotate_by(x, positions, "rotate", self.attention_scaling)
 
-    def unrotate(self, x: torch.Tensor, positions: int | torch.Tensor) -> torch.Tensor:
+    def unrotate(self, x: Tensor, positions: int | Tensor) -> Tensor:
         """Undo `rotate`: return keys at these positions as they were before they had any."""
         return self._rotate_by(x, positions, "unrotate", 1.0 / self.attention_scaling)
 
-    def shift(self, x: torch.Tensor, delta: int | torch.Tensor) -> torch.Tensor:
+    def shift(self, x: Tensor, delta: int | Tensor) -> Tensor:
         """Move rotated keys from position p to p + delta. No scaling: rotated keys have it already."""
         return self._rotate_by(x, delta, "shift", 1.0)
 
     def cos_sin(
-        self, positions: int | torch.Tensor, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, positions: int | Tensor, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return cosines and sines of each pair's angle, without `attention_scaling`, `positions.shape + (rotary_dim / 2,)`."""
         self._require_angles("cos_sin")
         where = torch.device(device or ("cpu" if isinstance(positions, int) else positions.device))
         return cos_sin(self.frequencies_on(where), positions if isinstance(positions, int) else positions.to(where), dtype)
 
-    def _rotate_by(self, x: torch.Tensor, by: int | torch.Tensor, verb: str, scaling: float) -> torch.Tensor:
+    def _rotate_by(self, x: Tensor, by: int | Tensor, verb: str, scaling: float) -> Tensor:
         if self.kind == "rope":
             self._require_angles(verb)
         # Where nothing is rotated, a config's head size may be another's: that of the encoder, say.
@@ -172,7 +170,7 @@ class RotaryGeometry:
                 self._require_angles(verb)
         return x
 
-    def frequencies_on(self, device: torch.device) -> torch.Tensor:
+    def frequencies_on(self, device: torch.device) -> Tensor:
         """Return `inv_freq` on a device, where a copy stays: to copy it at every decoding step would wait for the device."""
         if device.type == "cpu":
             return self.inv_freq
@@ -191,10 +189,7 @@ class RotaryGeometry:
 
 
 def undoable_rotation(config: Any, layer_idx: int, argument: str, hint: str) -> RotaryGeometry | None:
-    """Return how a layer rotates its keys, where that can be undone for each key; None if it does not rotate them.
-
-    An error names the argument that asks for keys before rotation, and has the hint.
-    """
+    """Return how a layer rotates its keys, where that can be undone for each key; None if it does not rotate them."""
     geometry = RotaryGeometry.from_config(config, layer_idx=layer_idx)
     if geometry.kind in ("learned", "none", "alibi"):
         return None
@@ -212,16 +207,16 @@ class Rotation(NamedTuple):
     positions_matter: bool
 
 
-_rotations: dict[int, tuple[weakref.ref[PreTrainedConfig], Rotation]] = {}
+_rotations: dict[int, Rotation] = {}  # by the id of the config, while it lives
 
 
 def rotation_of(config: PreTrainedConfig) -> Rotation:
     """Return the rotation of a decoder, read from its config once."""
     key = id(config)
-    entry = _rotations.get(key)
-    if entry is None or entry[0]() is not config:
-        _rotations[key] = entry = (weakref.ref(config, lambda _: _rotations.pop(key, None)), _read(config))
-    return entry[1]
+    if (rotation := _rotations.get(key)) is None:
+        weakref.finalize(config, _rotations.pop, key, None).atexit = False  # first: an interrupt leaves no entry behind
+        _rotations[key] = rotation = _read(config)
+    return rotation
 
 
 def _read(config: PreTrainedConfig) -> Rotation:
@@ -236,10 +231,10 @@ def _read(config: PreTrainedConfig) -> Rotation:
     return Rotation(tuple(layers), crossing or any(opaque), why, any(layer.kind not in ("none", "alibi") for layer in layers))
 
 
-def _per_slot(by: int | torch.Tensor, argument: str, keys: torch.Size) -> int | torch.Tensor:
+def _per_slot(by: int | Tensor, argument: str, keys: torch.Size) -> int | Tensor:
     if type(by) is int:
         return by
-    if not isinstance(by, torch.Tensor) or by.is_floating_point() or by.is_complex() or by.dtype == torch.bool:
+    if not isinstance(by, Tensor) or by.is_floating_point() or by.is_complex() or by.dtype == torch.bool:
         raise ConfigError.of(argument, "an int or an integer tensor", getattr(by, "dtype", type(by).__name__))
     batch, heads, seq = keys[:3]
     sizes = {0: (), 1: (seq,), 2: (batch, seq), 3: (batch, heads, seq)}.get(by.ndim)

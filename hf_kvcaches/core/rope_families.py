@@ -1,7 +1,7 @@
 """What a config says about how its keys carry positions, read without building the model.
 
 Which pairs of dimensions are rotated together, and which way round, is in no config: the family's own rotary function is called on a few
-numbers. Where that is not possible and `families.toml` does not say it, keys are not rotated: a wrong layout would show in the text alone.
+numbers. Where neither that nor `families.toml` tells, keys are not rotated: a wrong layout would show in the text alone.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
@@ -88,7 +89,7 @@ def _rotation_facts(text: Any, config: Any, parameters: dict[str, Any], key: str
     return facts
 
 
-def _frequencies(config: Any, parameters: Any, rope_type: str, key: str | None, tokens: int | None = None) -> tuple[torch.Tensor, float]:
+def _frequencies(config: Any, parameters: Any, rope_type: str, key: str | None, tokens: int | None = None) -> tuple[Tensor, float]:
     """Return the frequencies of a layer, exactly the model's in float32, and its attention scaling, for a text of so many tokens."""
     if rope_type in ROPE_INIT_FUNCTIONS:
         inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"), seq_len=tokens, layer_type=key)
@@ -97,7 +98,7 @@ def _frequencies(config: Any, parameters: Any, rope_type: str, key: str | None, 
     return _default_frequencies(parameters["rope_theta"], dim), 1.0
 
 
-def _default_frequencies(base: float, dim: int) -> torch.Tensor:
+def _default_frequencies(base: float, dim: int) -> Tensor:
     # In float32 and in the models' own order of operations: these are the numbers that the model multiplies its positions by.
     return (1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim))).double()
 

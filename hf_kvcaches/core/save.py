@@ -10,10 +10,9 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_kvcaches import compat
+from hf_kvcaches.core import files
 from hf_kvcaches.core.decoder import decoder_layers
-from hf_kvcaches.core.files import Content, artifact_errors, container, part_of, read_file, read_message, require_header
 from hf_kvcaches.core.fingerprint import ModelFingerprint
-from hf_kvcaches.core.hub import local_file, make_folder
 from hf_kvcaches.core.identity import LOOKS, Provenance, identity_of, require_identity
 from hf_kvcaches.core.layers import KVLayer
 from hf_kvcaches.core.parallel import require_all_heads
@@ -37,10 +36,7 @@ def named_codec(codec: Any, digest: str, where: str) -> Any:
 class SavedCache:
     """What a cache can do to leave its process, and what it says of itself for that."""
 
-    codec_class: ClassVar[type[Any] | None] = None
-    """The class of `codec`, an `Artifact`: a cache of codes is saved with its codec."""
-    learned_prompt: bool = False
-    """Whether PEFT puts a learned prompt before every text, which is in no fingerprint."""
+    codec_class: ClassVar[type[Any] | None] = None  # of `codec`, an `Artifact`: a cache of codes is saved with its codec
 
     @property
     def codec(self) -> Any:
@@ -54,9 +50,7 @@ class SavedCache:
     @classmethod
     def rebuild(cls, model: Any, settings: dict[str, Any]) -> Self:
         """An empty cache from what `settings` gave, read from JSON; of a cache that holds codes, with its `codec`."""
-        make: Any = cls
-        cache: Self = make(model, **settings)
-        return cache
+        return cls(model, **settings)  # type: ignore[call-arg]
 
     def save(self, path: str | Path, codec: Any = None, attention_mask: Tensor | None = None) -> None:
         """Write the cache to one safetensors file, with the fingerprint of the model that filled it.
@@ -70,11 +64,11 @@ class SavedCache:
             attention_mask: With codec, of a cache with several rows that are exact: 1 where a token is real, (batch, tokens) of the prompt
                 or of all, with padding at the start of rows. Keys are coded best where positions count these, as with `generate`.
         """
-        write_atomically(path, container(self.content(codec, attention_mask)))
+        write_atomically(path, files.container(self.content(codec, attention_mask)))
 
     def to_bytes(self, codec: Any = None, attention_mask: Tensor | None = None) -> bytes:
         """The cache as a message, to go on in another process that has the model; the arguments are those of `save`."""
-        return b"".join(container(self.content(codec, attention_mask)))
+        return b"".join(files.container(self.content(codec, attention_mask)))
 
     @classmethod
     def load(cls, path: str | Path, model: Any, codec: Any = None) -> Self:
@@ -85,11 +79,11 @@ class SavedCache:
             model: The model to go on with; another one than the cache was filled by is a `FingerprintMismatch`.
             codec: The one that it was saved with, if it was with one.
         """
-        return cls._from_content(read_file(path), model, codec, str(path))
+        return cls._from_content(files.read_file(path), model, codec, str(path))
 
     def save_pretrained(self, folder: str | Path, codec: Any = None, attention_mask: Tensor | None = None) -> None:
         """Write the cache into a folder, made if need be, as `save` does into a file. Other files in it stay."""
-        self.save(make_folder(folder) / FILE_NAME, codec, attention_mask)
+        self.save(files.make_folder(folder) / FILE_NAME, codec, attention_mask)
 
     @classmethod
     def from_pretrained(cls, folder_or_hub_id: str | Path, model: Any, codec: Any = None, **options: Any) -> Self:
@@ -100,7 +94,7 @@ class SavedCache:
             model: As for `load`, and `codec`.
             **options: `revision`, `token`, `cache_dir` and `local_files_only` of a download.
         """
-        return cls.load(local_file(folder_or_hub_id, FILE_NAME, **options), model, codec)
+        return cls.load(files.local_file(folder_or_hub_id, FILE_NAME, **options), model, codec)
 
     @classmethod
     def from_bytes(cls, data: Source, model: Any, codec: Any = None) -> Self:
@@ -111,9 +105,9 @@ class SavedCache:
                 connected socket's `recv`.
             model: As for `load`, and `codec`.
         """
-        return cls._from_content(read_message(data), model, codec, "this message")
+        return cls._from_content(files.read_message(data), model, codec, "this message")
 
-    def content(self: Any, codec: Any, attention_mask: Tensor | None) -> Content:
+    def content(self: Any, codec: Any, attention_mask: Tensor | None) -> files.Content:
         """What is saved or sent; the arguments are those of `save`."""
         if self.learned_prompt:
             raise UnsupportedError("save: what a learned prompt put into the cache is in no fingerprint. Keep the cache in memory.")
@@ -137,13 +131,13 @@ class SavedCache:
             header["layers"].append({"class": type(layer).__name__, "values": counters})
         coded = {} if padding is None else codec.encode_layers(self.config, exact, padding)
         tensors |= {f"{index}.coded.{name}": tensor for index, state in coded.items() for name, tensor in state.items()}
-        return Content(header, tensors)
+        return files.Content(header, tensors)
 
     @classmethod
-    def _from_content(cls, content: Content, model: Any, codec: Any, where: str) -> Any:
+    def _from_content(cls, content: files.Content, model: Any, codec: Any, where: str) -> Any:
         """Build a cache again; errors name `where` its content is from."""
         header = content.header
-        require_header(header, _TYPE, _VERSION, _FIELDS, where)
+        files.require_header(header, _TYPE, _VERSION, _FIELDS, where)
         if (got := header["class"]) != cls.__name__:
             raise ArtifactError(f"{where} holds {with_article(got)}, not {with_article(cls.__name__)}. Load it with {got}.load.")
         what = f"The cache in {where}"
@@ -153,29 +147,29 @@ class SavedCache:
             codec = named_codec(codec, header["codec"]["digest"], where)
         elif codec is not None:
             raise ConfigError.of("codec", f"for {where} none, since it was saved without one", codec, "Leave it out.")
-        with artifact_errors(f"{where}: its content doesn't make a {cls.__name__}", "Save the cache again."):
+        with files.artifact_errors(f"{where}: its content doesn't make a {cls.__name__}", "Save the cache again."):
             cache = _rebuilt(cls, model, content, codec)
         cache.provenance = Provenance(cache.seen, [(0, identity)])
         return cache
 
 
-def _rebuilt(cls: type[Any], model: Any, content: Content, codec: Any) -> Any:
+def _rebuilt(cls: type[Any], model: Any, content: files.Content, codec: Any) -> Any:
     header, stored = content.header, content.header["codec"] or {}
     padding, settings = stored.get("padding"), dict(header["settings"])
     if "metadata" in stored:
-        settings["codec"] = cls.codec_class.restore(part_of(content.tensors, "codec"), stored["metadata"])
+        settings["codec"] = cls.codec_class.restore(files.part_of(content.tensors, "codec"), stored["metadata"])
     elif codec is not None and padding is None:
         settings["codec"] = codec
     cache = cls.rebuild(model, settings)
     kinds, expected = [type(layer).__name__ for layer in cache.layers], [layer["class"] for layer in header["layers"]]
     if kinds != expected:
         raise ArtifactError(f"it has the layers {expected}, and this model's cache has {kinds}")
-    devices = [compat.layer_device(module) for module in decoder_layers(cache.model)[2]]
-    states = [
-        {name: tensor.to(device) for name, tensor in part_of(content.tensors, str(index)).items()} for index, device in enumerate(devices)
-    ]
+    states = []
+    for index, module in enumerate(decoder_layers(cache.model)[2]):
+        device = compat.layer_device(module)
+        states.append({name: tensor.to(device) for name, tensor in files.part_of(content.tensors, str(index)).items()})
     if padding is not None:
-        coded = {index: own for index, state in enumerate(states) if (own := part_of(state, "coded"))}
+        coded = {index: own for index, state in enumerate(states) if (own := files.part_of(state, "coded"))}
         for index, exact in codec.decode_layers(cache.config, coded, padding).items() if coded else ():
             plain = {name: tensor for name, tensor in states[index].items() if not name.startswith("coded.")}
             states[index] = plain | dict(zip(cache.layers[index].exact_tensors, exact, strict=True))

@@ -1,8 +1,7 @@
 """Sources: caches that get the first tokens of a prompt in from elsewhere, and may hand the prompt to a holder.
 
-One hook on a model's forward tells a source of each pass before it runs, asks it for the first tokens of a prompt (`take_prefill`), and
-lets the model run the others. The pass that answers the prompt hands over layer by layer: as soon as a layer's attention is computed, the
-holder's layer takes its place.
+One hook on a model's forward tells a source of each pass, and asks it for the first tokens of a prompt (`take_prefill`). The pass that
+answers the prompt hands over layer by layer: as soon as a layer's attention is computed, the holder's layer takes its place.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from functools import partial
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
@@ -23,11 +22,10 @@ from hf_kvcaches.core.decoder import ForwardHook
 from hf_kvcaches.core.files import Content
 from hf_kvcaches.core.holder import HolderCache, LastQueries, generated_positions
 from hf_kvcaches.core.layers import GrowingLayer
-from hf_kvcaches.core.refusal import Refusal
 from hf_kvcaches.core.rope import Rotation, rotation_of
 from hf_kvcaches.core.token_log import TokenLog, not_continued
 from hf_kvcaches.core.view import LayerView, previous_attention, require_answering, require_plain_decoder
-from hf_kvcaches.errors import ConfigError, UnsupportedError
+from hf_kvcaches.errors import ConfigError, Refusal, UnsupportedError
 
 _TOKEN_INPUTS = ("input_ids", "attention_mask", "position_ids")  # a call with any other tensor is left to the model
 _INSIDE = ("output_hidden_states", "output_attentions", "output_router_logits")  # of layers, which a source's own run would leave out
@@ -47,30 +45,27 @@ class PrefillCall:
     """A prompt, or a chunk of one, on its way into the model."""
 
     model: PreTrainedModel
-    input_ids: torch.Tensor  # the new tokens, (batch, tokens)
-    attention_mask: torch.Tensor | None  # 1 where a token is real, (batch, tokens seen before + new ones), or None without padding
-    position_ids: torch.Tensor | None  # of the new tokens, (batch, tokens), or None where the model numbers them itself
+    input_ids: Tensor  # the new tokens, (batch, tokens)
+    attention_mask: Tensor | None  # 1 where a token is real, (batch, tokens seen before + new ones), or None without padding
+    position_ids: Tensor | None  # of the new tokens, (batch, tokens), or None where the model numbers them itself
     most: int  # how many of the first tokens a source may take: the caller wants the logits of the others
 
 
 @dataclass(frozen=True)
 class Remaining:
-    """The tokens of a prompt that the model still has to run, where they are not just its last ones; both (batch, tokens).
+    """What the model has to run of a prompt, (batch, tokens); rows end with the prompt's last ones, as many as `adopt_window` or one."""
 
-    The last ones of each row are the prompt's last: as many as a holder's `adopt_window`, and at least one.
-    """
-
-    input_ids: torch.Tensor
-    positions: torch.Tensor
+    input_ids: Tensor
+    positions: Tensor
 
 
 class TensorView(LayerView):
     """All keys and values of a layer, (batch, kv_heads, tokens, head_dim), which the model attends to as ever."""
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
         self.keys, self.values = keys, values
 
-    def attend(self, module: nn.Module, query: torch.Tensor, mask: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def attend(self, module: nn.Module, query: Tensor, mask: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         return previous_attention(module, query, self.keys, self.values, mask, **kwargs)
 
 
@@ -83,11 +78,10 @@ class SourceCache(KVCache):
         offloading: Keep all layers but the running one in CPU memory; needs CUDA.
     """
 
+    # The pass over a `Remaining`, until its last layer has the tokens: then the cache has seen `total` tokens. Its
+    # `write(layer, layer_idx, key_states, value_states)` returns the `TensorView` of a layer.
     sparse_pass: Any
-    """The pass over a `Remaining`, until its last layer has the tokens. Behind it the cache has seen `total` tokens, and its
-    `write(layer, layer_idx, key_states, value_states)` returns the `TensorView` of a layer."""
-    watches_steps: bool
-    """Whether `observe` is to be told of the next decode step, too, which is else only logged."""
+    watches_steps: bool  # whether `observe` is told of the next decode step, which is else only logged
     hooks_forward = True
     is_compileable = False  # which layers answer is known in Python only
     own_layer_types = ("full_attention", "sliding_attention", "chunked_attention")
@@ -104,8 +98,8 @@ class SourceCache(KVCache):
         self.stage, self.sparse_pass, self.watches_steps = Stage.OPEN, None, True
         self.holder: HolderCache | None = None
         # Of the prompt that is handed over: (batch or 1, tokens), and (batch,) or None.
-        self._positions: torch.Tensor | None = None
-        self._padding: torch.Tensor | None = None
+        self._positions: Tensor | None = None
+        self._padding: Tensor | None = None
         if decode_with is not None:
             self._take_holder(decode_with)
         if self._model is not None and self.hooks_forward:
@@ -116,9 +110,7 @@ class SourceCache(KVCache):
             expected = "a GrowingCache, an EquipCache or a SubspaceCache"
             raise ConfigError.of("decode_with", expected, type(holder).__name__, "Or leave it out.")
         if holder.seen or holder.adopted:
-            raise ConfigError(
-                "decode_with: expected a new cache, got one that holds tokens or decodes for another cache. Make one for each."
-            )
+            raise ConfigError.of("decode_with", "a new cache", "one that holds tokens or decodes for another cache", "Make one for each.")
         if holder.living_model is not self.model:
             raise ConfigError("decode_with: expected a cache of the same model object. Make both with this model.")
         require_answering(self.model, "decode_with")  # whatever the holder: handing over takes a view
@@ -126,13 +118,9 @@ class SourceCache(KVCache):
             raise UnsupportedError(f"decode_with: {why}")
         holder.adopted, self.holder = True, holder
 
-    def observe(self, input_ids: torch.Tensor, attention_mask: Any, position_ids: Any) -> None:
-        """Take the model's identity for the tokens of a pass, and log them; the arguments are the model's.
-
-        Called before every prompt, and before decode steps where `watches_steps`; not for embeddings and images.
-        """
-        # Anew, because a pass that was told of before may have failed.
-        self.provenance.until = min(self.provenance.until, seen := self.seen)
+    def observe(self, input_ids: Tensor, attention_mask: Any, position_ids: Any) -> None:
+        """Take the model's identity for a prompt, or a decode step where `watches_steps`, and log its tokens."""
+        self.provenance.until = min(self.provenance.until, seen := self.seen)  # what was behind belongs to a pass that failed
         self.begin_pass(input_ids.shape[1])
         self.log.append(input_ids, seen, attention_mask, position_ids)
         self.watches_steps = input_ids.shape[1] > 1 or self.steps_matter()
@@ -142,10 +130,7 @@ class SourceCache(KVCache):
         return False
 
     def take_prefill(self, call: PrefillCall) -> int | Remaining:
-        """Fill the cache with the first tokens of the call and return how many; the model runs the others.
-
-        A source may return a `Remaining` instead and set `sparse_pass`: the whole prompt counts as seen when the last layer has its tokens.
-        """
+        """Fill in the first tokens of the call and return how many; or set `sparse_pass` and return what the model has to run."""
         raise NotImplementedError(f"{type(self).__name__} is asked for prompts and does not write take_prefill")
 
     def fill(self, call: PrefillCall) -> int | Remaining:
@@ -187,7 +172,7 @@ class SourceCache(KVCache):
     def why_inexact(self) -> str:
         return f"{type(self).__name__} does not say whether what it filled in is exact."
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         holder, sparse = self.holder, self.sparse_pass
         if (holder is None and sparse is None) or self.stage is Stage.FILLING or layer_idx >= len(self.layers):
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -213,15 +198,12 @@ class SourceCache(KVCache):
         return super().get_mask_sizes(query_length, layer_idx) if self.sparse_pass is None else (self.sparse_pass.total, 0)
 
     def _begin_hand_over(self, holder: HolderCache, total: int) -> None:
-        """Begin the pass that answers the prompt, behind which the cache has seen `total` tokens.
-
-        A prompt that the log does not describe can't be handed over: the holder reads it itself, if it is the first one.
-        """
+        """Begin the pass that answers the prompt, behind which the cache has seen `total` tokens."""
         if self.stage is Stage.HANDING_OVER:
             raise broke_off(self)
         unknown = torch.is_grad_enabled() or torch.compiler.is_compiling()
         padding = Refusal("Gradients are enabled, or the pass is compiled.") if unknown else self.log.padding(total)
-        if isinstance(padding, Refusal):
+        if isinstance(padding, Refusal):  # the holder reads it itself, if it is the first one
             if self.seen:
                 raise UnsupportedError(f"decode_with: {type(self).__name__} can't hand over this prompt. {padding} Leave decode_with out.")
             self.layers[:] = holder.layers
@@ -230,7 +212,7 @@ class SourceCache(KVCache):
         self._padding = torch.tensor(padding) if any(padding) else None
         self._positions = generated_positions(self, self._padding, total)
 
-    def _hand_over(self, holder: HolderCache, layer_idx: int, view: Any, module: nn.Module, query: torch.Tensor, options: Any) -> None:
+    def _hand_over(self, holder: HolderCache, layer_idx: int, view: Any, module: nn.Module, query: Tensor, options: Any) -> None:
         """Put a layer of the holder in the place of one that has answered the prompt, with keys and values of all tokens."""
         assert self._positions is not None
         self.stage, call = Stage.HANDING_OVER, Call(module, None, options)
@@ -253,7 +235,7 @@ class SourceCache(KVCache):
         fields = super()._report_fields()
         return fields if self.holder is None else fields | {"decode_with": self.holder.report()}
 
-    def content(self, codec: Any, attention_mask: torch.Tensor | None) -> Content:
+    def content(self, codec: Any, attention_mask: Tensor | None) -> Content:
         """What is saved or sent: with `decode_with`, the holder, to be read with the holder's class."""
         if self.holder is None:
             return super().content(codec, attention_mask)
@@ -299,7 +281,7 @@ def _before_forward(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[
         source.sparse_pass = None
         source.abandon_prefill(source.seen)
     input_ids, mask, positions = kwargs.get("input_ids"), kwargs.get("attention_mask"), kwargs.get("position_ids")
-    others = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and name not in _TOKEN_INPUTS]
+    others = [name for name, value in kwargs.items() if isinstance(value, Tensor) and name not in _TOKEN_INPUTS]
     if others or input_ids is None:
         source.prompt_left(Refusal(f"The call brings {', '.join(others) or 'embeddings'}, and only token ids can be looked up."))
         return None
@@ -343,6 +325,6 @@ def _why_left(model: PreTrainedModel, kwargs: dict[str, Any], tokens: int) -> Re
         return Refusal(f"{inside} asks for the insides of layers, which takes the passes of all tokens.")
     if not isinstance(keep, int) or not 0 < keep < tokens:
         return Refusal(f"The logits of all tokens are wanted (logits_to_keep={keep!r}), which takes their passes. Pass logits_to_keep=1.")
-    if not (mask is None or (isinstance(mask, torch.Tensor) and mask.ndim == 2)):
+    if not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)):
         return Refusal("The attention mask is not one number for each token.")
     return None

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hf_kvcaches.core.call import Call
 from hf_kvcaches.errors import ConfigError, UnsupportedError
@@ -20,21 +21,17 @@ from hf_kvcaches.errors import ConfigError, UnsupportedError
 class TokenMask:
     """A mask, read."""
 
-    valid: torch.Tensor | None = None  # True where a new token is real, (batch, tokens), or None where all are
-    real_before: torch.Tensor | None = None  # how many of the tokens before are real in each row, (batch, 1), where the mask tells
+    valid: Tensor | None = None  # True where a new token is real, (batch, tokens), or None where all are
+    real_before: Tensor | None = None  # how many of the tokens before are real in each row, (batch, 1), where the mask tells
     # True where a query may look, (batch or 1, heads or 1, tokens, seen + tokens), if the mask says more than padding and causality.
-    allowed: torch.Tensor | None = None
-    shown: torch.Tensor | None = None  # True for tokens that are not hidden as padding, (batch, seen + tokens or tokens)
+    allowed: Tensor | None = None
+    shown: Tensor | None = None  # True for tokens that are not hidden as padding, (batch, seen + tokens or tokens)
     ahead: bool = False  # whether tokens look at later ones, which is possible for a first block as a whole
 
     @classmethod
     def read(cls, mask: Any, seen: int, tokens: int, causal: bool = True) -> TokenMask:
-        """Read a mask as any implementation of attention gets it.
-
-        Args:
-            mask: None, (batch, tokens seen) as for flash attention, (batch, heads or 1, tokens, tokens seen) as for sdpa and eager, or flex
-                attention's block mask. The last dimension may be that of the new tokens alone.
-            causal: Whether tokens see no later ones where there is no mask.
+        """Read a mask as any implementation of attention gets it: (batch, tokens seen) as for flash attention, (batch, heads or 1, tokens,
+        tokens seen) as for sdpa and eager, each perhaps of the new tokens alone; flex attention's block mask; or None.
         """
         if mask is None:
             read = cls(ahead=not causal and tokens > 1)
@@ -47,14 +44,14 @@ class TokenMask:
         return read
 
     @classmethod
-    def _of_padding(cls, real: torch.Tensor, seen: int, tokens: int) -> TokenMask:
+    def _of_padding(cls, real: Tensor, seen: int, tokens: int) -> TokenMask:
         """Read a padding mask, (batch, tokens seen before + new ones, or new ones alone), which is True where a token is real."""
         valid = real[:, -tokens:]
         before = real[:, :-tokens].sum(-1, keepdim=True) if real.shape[1] == seen + tokens else None
         return cls(None if bool(valid.all()) else valid, before, shown=real)
 
     @classmethod
-    def _of_entries(cls, allowed: torch.Tensor, seen: int, tokens: int) -> TokenMask:
+    def _of_entries(cls, allowed: Tensor, seen: int, tokens: int) -> TokenMask:
         if allowed.ndim != 4 or allowed.shape[2] != tokens or allowed.shape[3] not in (tokens, seen + tokens):
             raise UnsupportedError(
                 f"attention_mask: this cache can't follow a mask of shape {tuple(allowed.shape)} for {tokens} tokens behind {seen} others. "
@@ -70,15 +67,13 @@ class TokenMask:
             allowed = torch.nn.functional.pad(allowed, (first, 0), value=True)
         return cls(allowed=allowed, ahead=bool((allowed[..., -tokens:] & ~before[:, -tokens:]).any()))
 
-    def with_count(self, real_before: torch.Tensor | int, seen: int, tokens: int) -> TokenMask:
-        """Return the mask with a layer's own count of real tokens before the new ones, (batch, 1), or a number for all rows.
-
-        A mask that hides other tokens than were padding when they came is obeyed entry by entry.
-        """
+    def with_count(self, real_before: Tensor | int, seen: int, tokens: int) -> TokenMask:
+        """Return the mask with a layer's own count of real tokens before the new ones, (batch, 1), or a number for all rows."""
         if self.real_before is None:
             return self if isinstance(real_before, int) else replace(self, real_before=real_before)
         if self.shown is None or bool((self.real_before == real_before).all()):
             return self
+        # It hides other tokens than were padding when they came, and is obeyed entry by entry.
         index = torch.arange(seen + tokens, device=self.shown.device)
         allowed = (index <= index[seen:, None]) & self.shown[:, None, None]
         return replace(self, allowed=allowed, real_before=torch.zeros_like(self.real_before) + real_before)
@@ -91,7 +86,7 @@ class TokenMask:
             )
 
 
-def padding_of(attention_mask: torch.Tensor, tokens: int) -> torch.Tensor | None:
+def padding_of(attention_mask: Tensor, tokens: int) -> Tensor | None:
     """How many slots at the start of each row hold no token, (batch,), or None for none; of a mask (batch, tokens)."""
     real = attention_mask.bool()
     if real.ndim != 2 or real.shape[1] != tokens:
@@ -102,14 +97,14 @@ def padding_of(attention_mask: torch.Tensor, tokens: int) -> torch.Tensor | None
     return padding if bool(padding.any()) else None
 
 
-def _as_booleans(mask: Any, columns: int, tokens: int) -> torch.Tensor:
+def _as_booleans(mask: Any, columns: int, tokens: int) -> Tensor:
     if hasattr(mask, "mask_mod"):  # flex attention's block mask, entry by entry
         device = mask.kv_num_blocks.device
         rows = torch.arange(mask.shape[0], device=device)[:, None, None]
         queries, keys = torch.arange(tokens, device=device)[:, None], torch.arange(columns, device=device)
-        entries: torch.Tensor = mask.mask_mod(rows, torch.zeros_like(rows), queries, keys)
+        entries: Tensor = mask.mask_mod(rows, torch.zeros_like(rows), queries, keys)
         return entries.expand(mask.shape[0], tokens, columns)[:, None]
-    if not isinstance(mask, torch.Tensor):
+    if not isinstance(mask, Tensor):
         raise UnsupportedError(f"attention_mask: this cache can't read a mask of the type {type(mask).__name__}. Use attention 'sdpa'.")
     if mask.dtype == torch.bool or mask.ndim == 2:
         return mask.bool()
@@ -126,7 +121,7 @@ class Pass:
     """What all layers of one forward pass share; `whole` if these are all new tokens of the model's call."""
 
     def __init__(
-        self, mask: TokenMask, position_ids: torch.Tensor | None, seen: int, tokens: int, device: torch.device, whole: bool = True
+        self, mask: TokenMask, position_ids: Tensor | None, seen: int, tokens: int, device: torch.device, whole: bool = True
     ) -> None:
         self.mask, self.seen, self.tokens, self.device, self.whole = mask, seen, tokens, device, whole
         self.valid, self.real_before, self.allowed = mask.valid, mask.real_before, mask.allowed
@@ -137,7 +132,6 @@ class Pass:
         """Return the pass of some of the new tokens alone."""
         if (start, stop) == (0, self.tokens):
             return self
-
         part: Pass = self.shared(("part", start, stop), lambda: self._part(start, stop))
         return part
 
@@ -166,7 +160,7 @@ class Pass:
         expected = torch.arange(first, first + self.tokens, device=ids.device)
         return first if ids.numel() == 1 or bool((ids == expected).all()) else None
 
-    def positions(self) -> torch.Tensor:
+    def positions(self) -> Tensor:
         """The model's positions of the new tokens, (batch or 1, tokens), counted where it does not tell."""
         if self.position_ids is not None:
             return self.position_ids.to(self.device)
@@ -193,33 +187,27 @@ class Passes:
         self._memos.clear()
 
     def memo(self, name: Any, source: Any, make: Callable[[], Any]) -> Any:
-        """Return what another layer has made under a name of the same object in this pass, or what `make` gives; without `enter`.
-
-        Of None, which says nothing of what the pass is at, nothing is shared.
-        """
-        if source is None or torch.compiler.is_compiling():
+        """Return what another layer has made under a name of the same object in this pass, or what `make` gives; without `enter`."""
+        if source is None or torch.compiler.is_compiling():  # None says nothing of what the pass is at
             return make()
         memo = self._memos.get(name)
         if memo is None or memo[0] is not source:
             memo = self._memos[name] = (source, make())
         return memo[1]
 
-    def enter(self, call: Call, seen: int, tokens: int, device: torch.device, real_before: torch.Tensor | int | None = None) -> Pass:
-        """Return the pass that a layer is asked in: the running one, or a new one where the model has another mask for the layer.
-
-        A layer may count the real tokens before the new ones itself, (batch, 1), or one number for all rows.
-        """
+    def enter(self, call: Call, seen: int, tokens: int, device: torch.device, real_before: Tensor | int | None = None) -> Pass:
+        """Return the pass that a layer is asked in: the running one, or a new one where the model has another mask for the layer."""
         running = self._running((call.mask, None), (seen, tokens, device))
         if running is None:
             mask = TokenMask.read(call.mask, seen, tokens, call.is_causal)
-            tensors: dict[str, Any] = {name: value.to(device) for name, value in vars(mask).items() if isinstance(value, torch.Tensor)}
+            tensors: dict[str, Any] = {name: value.to(device) for name, value in vars(mask).items() if isinstance(value, Tensor)}
             mask = replace(mask, **tensors)
             if real_before is not None:
                 mask = mask.with_count(real_before, seen, tokens)
             running = self._current = Pass(mask, _text_positions(call.options.get("position_ids")), seen, tokens, device)
         return running
 
-    def of_prompt(self, positions: torch.Tensor, padding: torch.Tensor | None, tokens: int, device: torch.device) -> Pass:
+    def of_prompt(self, positions: Tensor, padding: Tensor | None, tokens: int, device: torch.device) -> Pass:
         """Return the pass of a prompt from another cache, shared by layers that pass the same tensors, which are as for `adopt`."""
         running = self._running((positions, padding), (0, tokens, device))
         if running is None:
@@ -235,10 +223,7 @@ class Passes:
         return self._current
 
     def block_length(self, tokens: int, begun: bool, recording: bool) -> int:
-        """How many of a call's first tokens attend as a block; those behind are decode steps, one by one, as if they had come alone.
-
-        The layer has begun if it holds tokens, and is recording if new ones may be taken back.
-        """
+        """How many of a call's first tokens attend as a block; those behind are decode steps, one by one, as if they had come alone."""
         if not recording:
             return 0 if tokens == 1 and begun else tokens
         if self._current is not None:
@@ -253,7 +238,7 @@ class Passes:
         return Passes, ()
 
 
-def _text_positions(ids: torch.Tensor | None) -> torch.Tensor | None:
+def _text_positions(ids: Tensor | None) -> Tensor | None:
     """Positions of text, (batch or 1, tokens), also where a model has one for each axis of an image."""
     if ids is None or ids.ndim == 2:
         return ids

@@ -1,9 +1,8 @@
 """The tokens that a cache was fed, as far as they are known, and prompts that have to go on with them.
 
-`generate` cuts off as many tokens of a prompt as the cache has seen, unread: a prompt that begins otherwise would be answered behind the
-cache's text. It asks `model.prepare_inputs_for_generation` for the inputs of each pass, the first time with the whole prompt. From its
-first `generate` with a cache of this package on, and for as long as that cache lives, a model has a `Preparation` there, which compares the
-prompt with the cache's log of tokens before anything runs, and logs the tokens of each pass.
+`generate` cuts off as many tokens of a prompt as the cache has seen, unread. It asks `model.prepare_inputs_for_generation` for the inputs
+of each pass, the first time with the whole prompt. While a cache of this package that `generate` was given lives, its model has a
+`Preparation` there, which compares the prompt with the cache's log before anything runs, and logs the tokens of each pass.
 """
 
 from __future__ import annotations
@@ -11,17 +10,17 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from threading import get_ident
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.decoder import Attachment
-from hf_kvcaches.core.refusal import Refusal
-from hf_kvcaches.errors import ConfigError, UnsupportedError, with_article
+from hf_kvcaches.errors import ConfigError, Refusal, UnsupportedError, with_article
 
 Ids = npt.NDArray[np.uint32]
 _METHOD = "prepare_inputs_for_generation"
@@ -30,54 +29,49 @@ _SEVERAL = -1  # in place of the thread of a cache that two threads use at once
 
 
 class TokenLog:
-    """The first tokens of all rows, with what a model was told of them: which are padding, and their positions.
-
-    They are kept as passes brought them, (3, rows, tokens), on the device of the ids. Nothing waits for a GPU before someone reads.
-    """
+    """The first tokens of all rows, with what a model was told of them: which are padding, and their positions."""
 
     def __init__(self, positions_matter: bool = True) -> None:
         self._positions_matter = positions_matter
         self.reset()
 
     def reset(self) -> None:
-        self._passes: list[torch.Tensor] = []
+        # As passes brought them, (3, rows, tokens), on the device of the ids: nothing waits for a GPU before someone reads.
+        self._passes: list[Tensor] = []
         self._length = 0
-        self._mask: torch.Tensor | None = None  # of the last pass
+        self._mask: Tensor | None = None  # of the last pass
         self._had_no_mask = False  # of any pass: it saw padding as tokens
 
     def __len__(self) -> int:
         """How many of the cache's first tokens are known."""
         return self._length
 
-    def _joined(self) -> torch.Tensor:
+    def _joined(self) -> Tensor:
         """Token ids, whether they are real, and positions, (3, rows, tokens)."""
         if len(self._passes) > 1:
             self._passes = [torch.cat(self._passes, -1)]
         return self._passes[0] if self._passes else torch.empty(3, 0, 0, dtype=torch.long)
 
     @property
-    def ids(self) -> torch.Tensor:
+    def ids(self) -> Tensor:
         return self._joined()[0]
 
     def rows(self) -> list[Ids]:
         """The token ids of each row, padding included."""
         return list(self.ids.cpu().numpy().astype(np.uint32))
 
-    def append(self, ids: torch.Tensor, seen: int, attention_mask: Any = None, position_ids: Any = None) -> None:
+    def append(self, ids: Tensor, seen: int, attention_mask: Any = None, position_ids: Any = None) -> None:
         """Add the tokens of a pass, (rows, tokens); those behind unknown ones, and with a mask that is none of tokens, are unknown.
 
-        Args:
-            seen: How many tokens the cache had before; what is logged behind them belongs to a pass that failed.
-            attention_mask: 1 where a token is real, (rows, tokens seen and new ones), or None.
-            position_ids: Those passed to the model; None if it numbers tokens by the slots of the cache, padding included.
+        The mask, (rows, tokens seen and new ones), is 1 where a token is real. Without positions slots count, padding included.
         """
         if seen == 0:
             self.reset()
-        self.crop(seen)
+        self.crop(seen)  # what is logged behind belongs to a pass that failed
         rows, tokens = ids.shape
         stop = seen + tokens
-        mask_fits = attention_mask is None or (isinstance(attention_mask, torch.Tensor) and attention_mask.shape == (rows, stop))
-        positions_fit = position_ids is None or (isinstance(position_ids, torch.Tensor) and position_ids.ndim in (2, 3))
+        mask_fits = attention_mask is None or (isinstance(attention_mask, Tensor) and attention_mask.shape == (rows, stop))
+        positions_fit = position_ids is None or (isinstance(position_ids, Tensor) and position_ids.ndim in (2, 3))
         if self._length != seen or (seen and self._passes[0].shape[1] != rows) or not mask_fits or not positions_fit:
             return
         real = torch.ones_like(ids) if attention_mask is None else attention_mask[:, seen:]
@@ -85,8 +79,7 @@ class TokenLog:
             position_ids = torch.arange(seen, stop, device=ids.device)
         elif position_ids.ndim == 3:  # with an axis for each of an image's positions, which are unknown where these differ
             position_ids = torch.where((position_ids == position_ids[:1]).all(0), position_ids[0], -1)
-        parts = (part.to(ids.device, torch.long).expand(rows, tokens) for part in (ids, real, position_ids))
-        joined = torch.stack([*parts])
+        joined = torch.stack([part.to(ids.device, torch.long).expand(rows, tokens) for part in (ids, real, position_ids)])
         self._mask, self._had_no_mask = attention_mask, self._had_no_mask or attention_mask is None
         self._length = stop  # before the tokens: after an interrupt in between, the next pass forgets what is behind those seen
         self._passes.append(joined)
@@ -112,7 +105,7 @@ class TokenLog:
         agrees = self._mask is None or torch.equal(self._mask.to("cpu", torch.bool), real)
         return padding if agrees else Refusal("The attention mask hides tokens that earlier passes saw, or shows others.")
 
-    def map_rows(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def map_rows(self, function: Callable[[Tensor], Tensor]) -> None:
         if self._passes:
             self._passes = [torch.stack([function(part) for part in self._joined()])]
         if self._mask is not None:
@@ -123,28 +116,6 @@ class TokenLog:
             self._passes, self._length = [self._joined()[..., :length]], length
             if self._mask is not None:
                 self._mask = self._mask[:, :length]
-
-
-class CacheArgument(compat.MarkedCache):
-    """What `generate` takes as its cache, and neither as a class nor as `custom_generate`.
-
-    A class of its own: next to a constructor, `__new__` would be the signature of the cache.
-    """
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        if "logits_processor" in kwargs and "generation_config" in kwargs:
-            raise _not_custom_generate(cls, f"the class {cls.__name__}")
-        return super().__new__(cls)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse to be `custom_generate`, which `generate` leaves out where it can't be called."""
-        kind = with_article(type(self).__name__)
-        raise _not_custom_generate(type(self), kind, f", or {kind} as past_key_values")
-
-
-def _not_custom_generate(kind: type, got: str, other: str = "") -> ConfigError:
-    recipe = f"per_call({kind.__name__}, ...)"
-    return ConfigError(f"custom_generate: expected {recipe}, got {got}. Pass {recipe}{other}.")
 
 
 class Preparation:
@@ -162,8 +133,7 @@ class Preparation:
     def __self__(self) -> Any:
         return self.__wrapped__.__self__
 
-    def __call__(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Prepare the inputs of a pass. Called by `generate`."""
+    def __call__(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
         cache = compat.cache_of(kwargs)
         prepared = cache in PREPARED.caches.get(self._model(), ())
         if prepared and cache.begins:
@@ -215,13 +185,12 @@ class _Preparations(Attachment):
 PREPARED = _Preparations()
 
 
-def _require_continuation(cache: Any, input_ids: torch.Tensor, options: dict[str, Any]) -> None:
-    """Refuse a prompt that does not go on with what a cache holds, as far as `generate` passes it along.
-
-    Args:
-        input_ids: The whole prompt; or the new tokens alone, where the mask is of all; or the first chunk of either.
-    """
-    seen, tokens = cache.seen, input_ids.shape[1]
+def _require_continuation(cache: Any, input_ids: Tensor, options: dict[str, Any]) -> None:
+    """Refuse a prompt that does not go on with what a cache holds, as far as `generate` passes it along."""
+    seen, tokens = (
+        cache.seen,
+        input_ids.shape[1],
+    )  # of the whole prompt, of the new tokens if the mask is of all, or a first chunk of either
     embeddings: Any = options.get("inputs_embeds")
     length: Any = options.get("next_sequence_length")
     embedded = embeddings is not None and options.get("is_first_iteration")
@@ -242,7 +211,7 @@ def _require_continuation(cache: Any, input_ids: torch.Tensor, options: dict[str
         _require_same(cache, input_ids.as_strided((len(input_ids), seen), input_ids.stride(), 0), options)
 
 
-def _require_same(cache: Any, beginning: torch.Tensor, options: dict[str, Any]) -> None:
+def _require_same(cache: Any, beginning: Tensor, options: dict[str, Any]) -> None:
     """Refuse a prompt that begins with other tokens than the cache has seen, both (rows, seen)."""
     cache.log.crop(cache.seen)  # what is behind belongs to a pass that failed
     logged = cache.log.ids

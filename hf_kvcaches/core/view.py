@@ -1,9 +1,8 @@
 """How a cache layer answers queries itself: the view that its `update` returns, and the attention function that asks it.
 
-`update` of a layer may return a `LayerView` in place of keys and values. From then to this thread's next attention call, the model's config
-names the function registered here; that function restores the name before anything else. So the model makes masks for its own
-implementation, and plain tensors never get here. A view that is never asked, because of an interrupt, restores the name when it is
-freed, or when its thread attends again.
+From `update` to this thread's next attention call, the model's config names the function registered here, which first restores the name.
+So the model makes masks for its own implementation, and plain tensors never get here. A view that is never asked, because of an interrupt,
+restores the name when it is freed, or when its thread attends again.
 """
 
 from __future__ import annotations
@@ -14,14 +13,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.decoder import EXPANSION
-from hf_kvcaches.core.refusal import Refusal
-from hf_kvcaches.errors import ConfigError, UnsupportedError
+from hf_kvcaches.errors import ConfigError, Refusal, UnsupportedError
 
 NAME = "hf_kvcaches"
 # Layers whose memory has a bound of its own, so that a cache which bounds or compresses the others may leave them to transformers.
@@ -55,18 +53,16 @@ class LayerView(ABC):
     restores: tuple[tuple[PreTrainedConfig, str], ...] | None = None  # what a compiled graph has switched, and the names before
     _thread: int | None = None  # that waits
     # Called when the queries are answered, with the view, the model's attention module, the queries and the options of the call.
-    afterwards: Callable[[Any, nn.Module, torch.Tensor, dict[str, Any]], None] | None = None
+    afterwards: Callable[[Any, nn.Module, Tensor, dict[str, Any]], None] | None = None
 
     @abstractmethod
-    def attend(
-        self, module: nn.Module, query: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def attend(self, module: nn.Module, query: Tensor, mask: Tensor | None, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Store the new tokens, unless `update` did; return the attention of the queries, (batch, queries, heads, head_dim), and weights.
 
         Args:
             query: Rotated, (batch, heads, queries, head_dim).
             mask: As the model made it for its own implementation.
-            **kwargs: `scaling`, `dropout`, `softcap` and whatever else the model gives its attention function.
+            **kwargs: `scaling`, `softcap` and whatever else the model gives its attention function.
         """
 
     def restore(self) -> None:
@@ -125,10 +121,8 @@ def answer_next(view: LayerView, configs: Sequence[PreTrainedConfig], bound: boo
                 vars(config)[compat.ATTENTION_NAME] = name
 
 
-def _attend(
-    module: nn.Module, query: torch.Tensor, key: Any, value: Any, attention_mask: Any, **kwargs: Any
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The attention function `hf_kvcaches`. Plain tensors are those of other threads' passes, and of models that `enable` has switched."""
+def _attend(module: nn.Module, query: Tensor, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    # Plain tensors are those of other threads' passes, and of models that `enable` has switched.
     if not isinstance(key, LayerView):
         if not torch.compiler.is_compiling():
             _restore_interrupted(module.config)
@@ -165,7 +159,7 @@ def _restore_interrupted(config: Any) -> None:
 def _make_mask(**arguments: Any) -> Any:
     """The mask of the implementation behind ours, for models that `enable` has switched, and for other threads' passes."""
     tokens, start, padding = arguments["q_length"], arguments["q_offset"], arguments.get("attention_mask")
-    if torch.compiler.is_compiling() and isinstance(start, torch.Tensor) and arguments["kv_length"] == tokens:
+    if torch.compiler.is_compiling() and isinstance(start, Tensor) and arguments["kv_length"] == tokens:
         # A cache that answers inside of a graph asks only which new tokens are real: a mask over all tokens seen grows with each step.
         if padding is None:
             return None
@@ -177,13 +171,13 @@ def _make_mask(**arguments: Any) -> Any:
 
 def require_plain_decoder(model: PreTrainedModel, what: str) -> None:
     """Refuse a model with an encoder, and one that runs layers in loops; `what` is the subject of the message."""
-    name, advice = type(model).__name__, "Use GrowingCache, or leave past_key_values out."
+    name, why = type(model).__name__, ""
     if model.config.is_encoder_decoder:
-        why = "is an encoder-decoder, whose cross-attention keeps keys of another text"
-        raise UnsupportedError(f"{what} needs a decoder-only model, and {name} {why}. {advice}")
-    if getattr(compat.decoder_config(model.config), "n_recurrent_loops", 1) > 1:
-        why = "runs some in loops, with keys of each loop"
-        raise UnsupportedError(f"{what} needs a model that runs each layer once, and {name} {why}. {advice}")
+        why = f"a decoder-only model, and {name} is an encoder-decoder, whose cross-attention keeps keys of another text"
+    elif getattr(compat.decoder_config(model.config), "n_recurrent_loops", 1) > 1:
+        why = f"a model that runs each layer once, and {name} runs some in loops, with keys of each loop"
+    if why:
+        raise UnsupportedError(f"{what} needs {why}. Use GrowingCache, or leave past_key_values out.")
 
 
 def require_answering(model: PreTrainedModel, what: str, *, latents: bool = False) -> None:
@@ -210,8 +204,8 @@ def why_not_answering(model: PreTrainedModel, *, latents: bool = False) -> Refus
 
 
 def previous_attention(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
     """Attention over plain tensors by the model's own implementation."""
     attend: Callable[..., Any] = compat.attention_function(previous_implementation(module.config), module)
     return attend(module, query, key, value, mask, **kwargs)

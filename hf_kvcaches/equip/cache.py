@@ -12,7 +12,6 @@ from hf_kvcaches import compat
 from hf_kvcaches.codec.codec import KVCodec
 from hf_kvcaches.core.holder import AnsweringCache
 from hf_kvcaches.core.parallel import shard_of
-from hf_kvcaches.core.refusal import Refusal
 from hf_kvcaches.core.report import CacheReport, summarise
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.equip import detours
@@ -26,7 +25,7 @@ from hf_kvcaches.equip.policies import Policy, PressPolicy, resolve_policy
 from hf_kvcaches.equip.rotation import LONGEST, KeyRotation
 from hf_kvcaches.equip.settings import EquipSettings, resolve_head_budgets, resolve_pool
 from hf_kvcaches.equip.storage import Flat
-from hf_kvcaches.errors import ConfigError, UnsupportedError, whole_number
+from hf_kvcaches.errors import ConfigError, Refusal, UnsupportedError, whole_number
 
 
 @dataclass(frozen=True)

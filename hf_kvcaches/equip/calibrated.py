@@ -15,8 +15,8 @@ from transformers import DynamicCache
 
 from hf_kvcaches import compat
 from hf_kvcaches.codec.moments import Moments
+from hf_kvcaches.core.files import Artifact
 from hf_kvcaches.core.fingerprint import ModelFingerprint
-from hf_kvcaches.core.hub import Artifact
 from hf_kvcaches.core.rope import rotation_of
 from hf_kvcaches.equip.budgets import Candidates, compared, protected, slots_for
 from hf_kvcaches.equip.corpus import SINKS, LayerArtifact, Watcher, attention_inputs, attention_modules, each_text, reconstruction_scores

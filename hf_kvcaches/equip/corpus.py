@@ -12,8 +12,8 @@ from torch import nn
 from tqdm import tqdm
 
 from hf_kvcaches import compat
+from hf_kvcaches.core.files import Artifact
 from hf_kvcaches.core.fingerprint import ModelFingerprint
-from hf_kvcaches.core.hub import Artifact
 from hf_kvcaches.equip.policies.future import even_chunks, most_received
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.evaluate.observer import Attended, WatchingCache

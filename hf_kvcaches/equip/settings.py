@@ -8,14 +8,13 @@ from typing import Any
 from hf_kvcaches.codec.codec import KVCodec
 from hf_kvcaches.compat import decoder_config
 from hf_kvcaches.core.parallel import require_all_heads
-from hf_kvcaches.core.refusal import Refusal
 from hf_kvcaches.core.rope_families import head_sizes
 from hf_kvcaches.equip.budgets import Limit, one_budget, slots_for
 from hf_kvcaches.equip.calibrated import HeadBudgets
 from hf_kvcaches.equip.coded import BITS
 from hf_kvcaches.equip.pages import PagePool
 from hf_kvcaches.equip.policies import Policy
-from hf_kvcaches.errors import ConfigError, UnsupportedError, require_choice, require_instance, whole_number
+from hf_kvcaches.errors import ConfigError, Refusal, UnsupportedError, require_choice, require_instance, whole_number
 from hf_kvcaches.kernels.launch import BACKENDS, Backend
 
 QUESTION_ADOPTED = (

@@ -18,8 +18,8 @@ from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.identity import Identity
 from hf_kvcaches.core.layers import GrowingLayer
 from hf_kvcaches.core.parallel import HeadShard
-from hf_kvcaches.core.refusal import Refusal
 from hf_kvcaches.core.source import PrefillCall, Remaining
+from hf_kvcaches.errors import Refusal
 from hf_kvcaches.reuse.costs import LEAST_TIMED, Costs, Moment, Pace
 from hf_kvcaches.reuse.index import EXACT
 from hf_kvcaches.reuse.layer import SplicingCache

@@ -13,9 +13,8 @@ from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.decoder import decoder_layers
 from hf_kvcaches.core.layers import GrowingLayer, append, capacity_for
 from hf_kvcaches.core.parallel import is_tensor_parallel, shard_of
-from hf_kvcaches.core.refusal import Refusal
 from hf_kvcaches.core.source import SourceCache, Stage
-from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError
+from hf_kvcaches.errors import ArtifactError, ConfigError, Refusal, UnsupportedError
 
 
 class SplicedLayer(GrowingLayer):

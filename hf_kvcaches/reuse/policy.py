@@ -9,8 +9,8 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from torch import Tensor
 
+from hf_kvcaches.core.files import Artifact, markdown_table
 from hf_kvcaches.core.fingerprint import ModelFingerprint
-from hf_kvcaches.core.hub import Artifact, markdown_table
 from hf_kvcaches.errors import ConfigError, is_number, whole_number
 from hf_kvcaches.reuse.index import Match as Match
 

@@ -17,10 +17,9 @@ from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.call import Call
-from hf_kvcaches.core.refusal import Refusal
 from hf_kvcaches.core.source import PrefillCall, TensorView
 from hf_kvcaches.core.view import previous_implementation, why_not_answering
-from hf_kvcaches.errors import UnsupportedError
+from hf_kvcaches.errors import Refusal, UnsupportedError
 from hf_kvcaches.kernels.attention import AttentionPart, attention, exact_part, merged
 from hf_kvcaches.reuse.layer import SplicedLayer
 from hf_kvcaches.reuse.plan import PROBING, Indices

@@ -12,8 +12,7 @@ from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.identity import Identity, require_identity
 from hf_kvcaches.core.parallel import require_all_heads
-from hf_kvcaches.core.refusal import Refusal
-from hf_kvcaches.errors import ConfigError, UnsupportedError, require_choice, require_instance, require_tokenizer
+from hf_kvcaches.errors import ConfigError, Refusal, UnsupportedError, require_choice, require_instance, require_tokenizer
 from hf_kvcaches.reuse.cache import ReuseCache
 from hf_kvcaches.reuse.index import CONTEXT, EXACT, Match, Record, TokenIndex, chain_of
 from hf_kvcaches.reuse.plan import PROBING, PlannedSpan, PromptPlan, PromptRow, plan_row

@@ -17,11 +17,10 @@ from transformers import DynamicCache
 from hf_kvcaches import compat
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.decoder import decoder_layers
-from hf_kvcaches.core.refusal import Refusal
 from hf_kvcaches.core.report import CacheReport
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.core.source import PrefillCall, Stage
-from hf_kvcaches.errors import ConfigError, UnsupportedError, require_instance
+from hf_kvcaches.errors import ConfigError, Refusal, UnsupportedError, require_instance
 from hf_kvcaches.kernels.rebuild import product_type, rebuild
 from hf_kvcaches.reuse.layer import SplicingCache
 from hf_kvcaches.reuse.partial import PassEnded, StoppingPass, run_module, with_layers

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from hf_kvcaches import compat
 from hf_kvcaches.codec.wire.messages import message_chunks
-from hf_kvcaches.core.files import checked_layers
+from hf_kvcaches.core.files import Artifact, checked_layers
 from hf_kvcaches.core.fingerprint import ModelFingerprint
-from hf_kvcaches.core.hub import Artifact
 from hf_kvcaches.core.identity import Identity, identity_of, require_identity
 from hf_kvcaches.core.parallel import require_all_heads
 from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch, UnsupportedError, require_instance, whole_number

@@ -11,10 +11,17 @@ import numpy as np
 
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.identity import Identity, identity_of
-from hf_kvcaches.core.refusal import Refusal
 from hf_kvcaches.core.report import CacheReport
 from hf_kvcaches.core.source import PrefillCall, Remaining
-from hf_kvcaches.errors import FingerprintMismatch, UnsupportedError, require_choice, require_instance, require_tokenizer, whole_number
+from hf_kvcaches.errors import (
+    FingerprintMismatch,
+    Refusal,
+    UnsupportedError,
+    require_choice,
+    require_instance,
+    require_tokenizer,
+    whole_number,
+)
 from hf_kvcaches.reuse.cache import ReuseCache
 from hf_kvcaches.reuse.index import EXACT, Piece, Record, TokenIndex
 from hf_kvcaches.reuse.plan import PromptPlan, PromptRow, plan_row

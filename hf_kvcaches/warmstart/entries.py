@@ -14,8 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.files import part_of
-from hf_kvcaches.core.hub import Artifact
+from hf_kvcaches.core.files import Artifact, part_of
 from hf_kvcaches.errors import ArtifactError, ConfigError
 from hf_kvcaches.reuse.index import Ids, Record, array_as_text, array_of_text, as_ids, chain_of, common_prefix
 from hf_kvcaches.reuse.layer import PlainCache

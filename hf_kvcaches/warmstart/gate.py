@@ -7,9 +7,8 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
-from hf_kvcaches.core.hub import Artifact, markdown_table
-from hf_kvcaches.core.refusal import Refusal
-from hf_kvcaches.errors import ConfigError, is_number
+from hf_kvcaches.core.files import Artifact, markdown_table
+from hf_kvcaches.errors import ConfigError, Refusal, is_number
 from hf_kvcaches.reuse.policy import SegmentPolicy
 
 

@@ -19,7 +19,7 @@ from hf_kvcaches import KVCodec, SegmentReuseCache, SegmentStore, SubspaceCache,
 from hf_kvcaches.cli import prompts, suite
 from hf_kvcaches.cli.suite import Log
 from hf_kvcaches.cli.tables import Row
-from hf_kvcaches.core.hub import Artifact
+from hf_kvcaches.core.files import Artifact
 from hf_kvcaches.core.rope_families import head_sizes
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.evaluate.verify import verify_text

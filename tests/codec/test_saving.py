@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from hf_kvcaches import ArtifactError, KVCodec
-from hf_kvcaches.core.files import read_file
-from hf_kvcaches.core.hub import FILE_NAME
+from hf_kvcaches.core.files import FILE_NAME, read_file
 from tests import tiny
 from tests.codec.measured import calibrate
 

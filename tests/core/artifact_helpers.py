@@ -8,9 +8,8 @@ from typing import Any, ClassVar, Self
 import torch
 from safetensors.torch import save_file
 
-from hf_kvcaches.core.files import read_file
+from hf_kvcaches.core.files import FILE_NAME, Artifact, read_file
 from hf_kvcaches.core.fingerprint import ModelFingerprint
-from hf_kvcaches.core.hub import FILE_NAME, Artifact
 
 
 class Basis(Artifact):

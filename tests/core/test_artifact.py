@@ -10,9 +10,8 @@ import torch
 from huggingface_hub.errors import EntryNotFoundError
 from safetensors.torch import load_file
 
-from hf_kvcaches.core import hub
+from hf_kvcaches.core.files import FILE_NAME
 from hf_kvcaches.core.fingerprint import ModelFingerprint
-from hf_kvcaches.core.hub import FILE_NAME
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch
 from hf_kvcaches.stores.files import write_atomically
 from tests.core.artifact_helpers import Basis, basis, files, same
@@ -49,10 +48,9 @@ def test_every_dtype_and_shape_comes_back(tmp_path):
     assert files(tmp_path / "deep" / "er") == {FILE_NAME, "README.md"}
 
 
-@pytest.mark.parametrize("notes", [["a list"], {"layers": {0: 1}}], ids=str)
-def test_metadata_that_would_not_come_back_is_refused_and_nothing_written(tmp_path, notes):
-    with pytest.raises(ConfigError, match=r"metadata: expected a dict|under string keys"):
-        Basis({"basis": torch.ones(2)}, notes).save_pretrained(tmp_path / "folder")
+def test_metadata_that_would_not_come_back_is_refused_and_nothing_written(tmp_path):
+    with pytest.raises(ConfigError, match="under string keys"):
+        Basis({"basis": torch.ones(2)}, {"layers": {0: 1}}).save_pretrained(tmp_path / "folder")
     assert not (tmp_path / "folder").exists()
 
 
@@ -190,8 +188,8 @@ class Repository:
 @pytest.mark.parametrize("revision", [None, "try"])
 def test_what_is_pushed_is_exactly_the_artifact_and_comes_back_by_its_id(tmp_path, monkeypatch, revision):
     repository = Repository(tmp_path / "hub")
-    monkeypatch.setattr(hub, "HfApi", repository)
-    monkeypatch.setattr(hub, "hf_hub_download", repository.hf_hub_download)
+    monkeypatch.setattr("hf_kvcaches.core.files.HfApi", repository)
+    monkeypatch.setattr("hf_kvcaches.core.files.hf_hub_download", repository.hf_hub_download)
     repository.folder.mkdir()
     (repository.folder / "own.txt").write_text("mine")
     card = repository.folder / "README.md"

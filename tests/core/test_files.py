@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from hf_kvcaches.core.files import Content, container, read_file, read_message
-from hf_kvcaches.core.hub import FILE_NAME
+from hf_kvcaches.core.files import FILE_NAME, Content, container, read_file, read_message
 from hf_kvcaches.errors import ArtifactError, ConfigError
 from tests.core.artifact_helpers import Basis, OtherKind, basis, files, forge, rewrite
 from tests.helpers.stores import same

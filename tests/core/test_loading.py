@@ -26,8 +26,7 @@ from hf_kvcaches import (
     WarmStartGate,
     WarmStartLibrary,
 )
-from hf_kvcaches.core.files import read_file
-from hf_kvcaches.core.hub import FILE_NAME
+from hf_kvcaches.core.files import FILE_NAME, read_file
 from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch, UnsupportedError
 from hf_kvcaches.translate.translator import CacheTranslator
 from hf_kvcaches.warmstart.paper.maps import Adapters, TrainedAdapters

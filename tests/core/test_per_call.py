@@ -248,7 +248,7 @@ def test_what_does_not_go_with_it_is_refused_with_what_to_do(options, error, mes
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda model: per_call(GrowingCache(model)), r"got a GrowingCache\. Pass the class.*per_call\(GrowingCache"),
+        (lambda model: per_call(GrowingCache(model)), r"got GrowingCache\(.*Pass the class.*per_call\(GrowingCache"),
         (lambda model: per_call(DynamicCache), "a class of this package's caches"),
         (lambda model: per_call(EquipCache, model, budget=3), r"'LlamaForCausalLM'\. Leave it out: per_call\(EquipCache, \.\.\.\)"),
         (lambda model: per_call(EquipCache, bugdet=3), r"\(policy, budget, .*'bugdet'"),

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_kvcaches.core.refusal import Refusal
 from hf_kvcaches.core.token_log import TokenLog
+from hf_kvcaches.errors import Refusal
 from tests import tiny
 
 

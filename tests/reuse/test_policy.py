@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hf_kvcaches.core.files import FILE_NAME
 from hf_kvcaches.core.fingerprint import ModelFingerprint
-from hf_kvcaches.core.hub import FILE_NAME
 from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch
 from hf_kvcaches.reuse.index import Piece, Record, as_ids
 from hf_kvcaches.reuse.policy import Admission, Match, SegmentPolicy

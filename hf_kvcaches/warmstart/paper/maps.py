@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_kvcaches.core.hub import Artifact, markdown_table
+from hf_kvcaches.core.files import Artifact, markdown_table
 from hf_kvcaches.core.identity import fingerprint_of
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError, whole_number
