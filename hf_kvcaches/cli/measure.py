@@ -22,6 +22,7 @@ from hf_kvcaches.cli import prompts, suite
 from hf_kvcaches.cli.inputs import begin, from_pretrained, load, makers, read_text, read_texts, spaced, token_ids
 from hf_kvcaches.cli.suite import MakeCache
 from hf_kvcaches.cli.tables import Row, emit, environment, print_environment, show
+from hf_kvcaches.core.rope_families import head_sizes
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.evaluate.measures import cache_bytes
 from hf_kvcaches.evaluate.runner import ModelRunner
@@ -166,9 +167,7 @@ def run_bench(args: argparse.Namespace) -> int:
         times |= {**spread("decode", decode, 1e3), **ratios(base_decode, decode, "decode_ratio")}
         kind, _, setting = name.partition("(")
         rows.append({"cache": kind, "setting": setting[:-1], **times, "mib": round(mebibytes[-1], 2)})
-    text = compat.decoder_config(model.config)
-    fixed = _about(args, model) | {"hidden": getattr(text, "hidden_size", ""), "layers": getattr(text, "num_hidden_layers", "")}
-    fixed |= {"batch": args.batch, "context": args.context}
+    fixed = _about(args, model) | _shape(model) | {"batch": args.batch, "context": args.context}
     emit(args, {"environment": fixed, "model": args.model, "caches": rows}, show(rows, BENCH_COLUMNS), rows, fixed)
     return 0
 
@@ -197,6 +196,14 @@ def _timed(model: Any, caches: Mapping[str, Callable[[], Cache]], args: argparse
         return prefill, decode / args.steps, cache_bytes(cache) / 2**20
 
     return in_turns({name: partial(timed, name) for name in caches}, args.rounds, warm_up=1)
+
+
+def _shape(model: Any) -> Row:
+    text = compat.decoder_config(model.config)
+    sizes, heads = head_sizes(text, 0), getattr(text, "num_attention_heads", "")
+    names = {"hidden": "hidden_size", "layers": "num_hidden_layers"}
+    shape = {column: getattr(text, name, "") for column, name in names.items()}
+    return shape | {"heads": heads, "kv_heads": getattr(text, "num_key_value_heads", heads), "head_dim": "" if sizes is None else sizes[0]}
 
 
 def in_turns(works: Mapping[str, Callable[[int], Any]], rounds: int, warm_up: int = 0) -> dict[str, list[Any]]:

@@ -73,7 +73,9 @@ class ReuseCache(SplicingCache):
         if isinstance(plan, PromptPlan) and (records := plan.records):
             blobs = self.store.load(records, call.input_ids.device)
             if len(blobs) < len(records):
-                plan = plan.without(records.keys() - blobs.keys(), "The stored tokens are gone or damaged.")
+                lost = "The stored tokens are gone or damaged."
+                plan = plan.without(records.keys() - blobs.keys(), lost)
+                plan = plan.with_common_prefix(lost) if self.moving_refused else plan
         if self.shard is not None:
             plan = _agreed(self.shard, plan)
         if isinstance(plan, Refusal):

@@ -174,10 +174,10 @@ class PromptPlan:
         """Return the plan without reuse of missing blobs."""
         return replace(self, rows=tuple(row.without(keys, reason) for row in self.rows))
 
-    def with_common_prefix(self) -> PromptPlan:
+    def with_common_prefix(self, reason: str = "") -> PromptPlan:
         """Return the plan with reuse of as many first slots as all rows can, and nothing else."""
         prefix = self.common_prefix
-        return replace(self, rows=tuple(row.cut(max(prefix - row.padding, row.begin)) for row in self.rows))
+        return replace(self, rows=tuple(row.cut(max(prefix - row.padding, row.begin), reason) for row in self.rows))
 
 
 def plan_row(row: PromptRow, prefix: Sequence[Piece], matches: Sequence[Match], admit: Admit | None, layers: int) -> PromptRow:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,12 +99,23 @@ class SegmentStore(SpanStore):
         indices = self.contents.indices
         scope = _scope_of(identity, model, tokenizer, self.stored_as)
         if scope not in indices and self.catalog.entries:
-            what = f"{len(self._lengths())} segments, but none for this model with its adapters, tokenizer and format"
-            hint = "Pass one tokenizer, or none, to all caches of a store, and open it with one quantization."
-            held = f"{self.catalog.blobs.place} holds {what}, so nothing is reused until it has stored its own."
-            self.catalog.warn_once("foreign", f"{held} {hint}")
+            self.catalog.warn_once("foreign", " ".join(self._foreign(identity, model, tokenizer)))
         with self.catalog.lock:
             return scope, indices[scope]
+
+    def _foreign(self, identity: Identity, model: PreTrainedModel, tokenizer: Any) -> Iterator[str]:
+        """Say what differs where the segments of this model have another scope, as far as that can be told."""
+        yield (
+            f"{self.catalog.blobs.place} holds {len(self._lengths())} segments, but none for this model with its adapters, tokenizer and "
+            "format, so nothing is reused until it has stored its own."
+        )
+        if tokenizer is None:
+            yield "This cache has no tokenizer, and segments stored with one are not its own: pass the tokenizer to all caches, or to none."
+        elif _scope_of(identity, model, None, self.stored_as) in self.contents.indices:
+            yield "It has segments of this model that were stored without a tokenizer: pass the tokenizer to all caches, or to none."
+        for other in (None, "int8", "int4"):
+            if _scope_of(identity, model, tokenizer, other) in self.contents.indices:
+                yield f"It has segments of this model that were stored with quantization={other!r}."
 
     def report(self) -> StoreReport:
         """Report what the store holds, after writing pending segments."""

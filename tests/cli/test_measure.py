@@ -103,7 +103,7 @@ def test_bench_writes_a_speed_table(capsys, tmp_path):
     rows = rows_of(tmp_path / "a.csv")
     assert [row["cache"] for row in rows] == ["DynamicCache", "GrowingCache", "EquipCache"]
     assert [row["setting"] for row in rows] == ["", "", "'keydiff', budget=8"]
-    shared = {"device": "cpu", "threads": "1", "dtype": "bfloat16", "hidden": "32", "layers": "4"}
+    shared = {"device": "cpu", "threads": "1", "dtype": "bfloat16", "hidden": "32", "layers": "4", "heads": "4", "kv_heads": "2"}
     for row in rows:
         assert (shared | {"batch": "2", "context": "12"}).items() <= row.items()
         assert float(row["prefill_s"]) > 0

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import BloomConfig, DynamicCache
 
-from hf_kvcaches import SegmentStore
+from hf_kvcaches import SegmentReuseCache, SegmentStore
 from hf_kvcaches.stores.blobs import Changes
 from hf_kvcaches.stores.catalog import open_blobs
 from tests import tiny
 from tests.helpers.stores import header_end
 from tests.helpers.warned import said
-from tests.segments.store_helpers import PART, WHOLE, ask, opened, prompt, right
+from tests.segments.store_helpers import LENGTH, PART, WHOLE, ask, opened, prompt, right
 
 
 def segments_of(model, folder: Path) -> list[Path]:
@@ -104,6 +105,25 @@ def test_behind_another_start_too_only_the_damaged_segment_is_computed(model, pr
     assert float((damaged.logits - plain).abs().max()) < 3
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_model_that_reuses_prefixes_alone_computes_all_behind_a_lost_segment(rows):
+    model = tiny.build(BloomConfig(vocab_size=96, hidden_size=32, n_layer=3, n_head=4))
+    ids = tiny.ids(1, 93).repeat(rows, 1)
+    store = SegmentStore("memory", quantization=None)
+
+    def logits(cache):
+        with torch.no_grad():
+            return model(ids, past_key_values=cache, logits_to_keep=1).logits
+
+    logits(SegmentReuseCache(model, store, spans=[[(0, 29), (29, 60), (60, 93)]] * rows))
+    load = store.load
+    store.load = lambda records, device: {key: blob for key, blob in load(records, device).items() if records[key].start != 29}
+    cache = SegmentReuseCache(model, store)
+    assert torch.allclose(logits(cache), logits(DynamicCache(config=model.config)), atol=1e-5)
+    assert cache.report().reused_tokens == 29 * rows
+    assert {span.reason for span in cache.report().spans if span.start == 29} == {"The stored tokens are gone or damaged."}
+
+
 # Other models
 
 
@@ -114,7 +134,6 @@ def nothing_is_reused(model, store: SegmentStore, ids: torch.Tensor, tokenizer=N
         assert right(model, ids, store, tokenizer=tokenizer).reused == ids.shape[1] - 1
     assert len(sentences) == 1
     assert "none for this model" in sentences[0]
-    assert "Pass one tokenizer" in sentences[0]
 
 
 def test_segments_of_other_weights_are_not_reused(model, folder):
@@ -128,6 +147,24 @@ def test_segments_of_another_format_are_not_reused(model, folder):
         assert ask(model, prompt(0), store).reused == 0
         assert ask(model, prompt(0), store).reused == WHOLE
     assert len(sentences) == 1
+
+
+def test_it_is_said_what_differs_where_that_can_be_known(tmp_path):
+    from tests.testbed import load
+
+    model, tokenizer = load()
+    torch.manual_seed(0)
+    ids = torch.randint(3, 200, (1, LENGTH))
+    with opened(tmp_path / "ids") as store:
+        ask(model, ids, store)
+    with said() as sentences:
+        ask(model, ids, opened(tmp_path / "ids"), tokenizer=tokenizer)
+    assert "stored without a tokenizer" in sentences[0]
+    with SegmentStore(f"disk:{tmp_path / 'int8'}", quantization="int8") as store:
+        ask(model, ids, store)
+    with said() as sentences:
+        ask(model, ids, opened(tmp_path / "int8"))
+    assert "stored with quantization='int8'" in sentences[0]
 
 
 # Segments with right checksums that somebody wrote who is no store
