@@ -316,7 +316,7 @@ class EquipCache(AnsweringCache):
 
     @property
     def is_compileable(self) -> bool:
-        """Whether `torch.compile(fullgraph=True)` can take single tokens: see `graphs.py`."""
+        """Whether `torch.compile(fullgraph=True)` can take single tokens."""
         model = self.living_model
         if self.offloading or self._masks_differ or self._latents or model is None or not compat.compiles(model.device):
             return False

@@ -127,23 +127,15 @@ class Coded(Flat):
         kernels.write_slots(self.keys, self.values, slots.clamp(max=self.sinks), raw[1], raw[2], backend=self.backend)
 
     def rebuild(self, index: Slots | None, new: Raw | None, used: int, most: int) -> None:
-        sinks = self._first_states(index, new, used)
-        super().rebuild(index, None if new is None else new[:1], used, most)  # before: an exhausted pool changes nothing
-        self.keys, self.values = (extended(states, self.sinks + 1) for states in sinks)
-
-    def _first_states(self, index: Slots | None, new: Raw | None, used: int) -> Raw:
-        """Keys and values of the sinks' slots to be: new tokens exactly, and of slots behind the sinks what their codes say."""
-        like, tokens = (self.keys, 0) if new is None else (new[1], new[0].shape[2])
-        first = torch.arange(used + tokens, device=like.device)[None, None] if index is None else index
-        first = first[..., : self.sinks].expand(*like.shape[:2], -1)
-        states = () if new is None else tuple(pick(part, (first - used).clamp(min=0)) for part in new[1:])
+        # The sinks' slots to be hold new tokens exactly, and of slots behind the sinks what their codes say.
+        sinks: Raw = () if new is None else new[1:]
         if used:
-            old = first.clamp(max=used - 1)
-            codes, *exact = self.gather(old)
-            near = self._coder(like).decode(codes.mT.contiguous(), like.dtype)
-            kept = tuple(torch.where(old[..., None] < self.sinks, *pair) for pair in zip(exact, near, strict=True))
-            states = tuple(torch.where(first[..., None] < used, *pair) for pair in zip(kept, states or kept, strict=True))
-        return states
+            old = self.read(min(used, self.sinks) if index is None else used)
+            sinks = old if new is None else tuple(torch.cat(pair, 2) for pair in zip(old, sinks, strict=True))
+        if index is not None:
+            sinks = tuple(pick(part, index[..., : self.sinks]) for part in sinks)
+        super().rebuild(index, None if new is None else new[:1], used, most)  # before: an exhausted pool changes nothing
+        self.keys, self.values = (extended(part[:, :, : self.sinks], self.sinks + 1) for part in sinks)
 
     def _coder(self, like: torch.Tensor) -> LayerCoder:
         return self.codec.slots.coder(self.layer_idx, like.dtype, like.device)

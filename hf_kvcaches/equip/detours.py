@@ -44,9 +44,9 @@ def detours(cache: Any, layers: Sequence[Any], ways: Sequence[Callable[..., torc
 def _reread(
     received: torch.Tensor, span: list[int], layer: Any, query: torch.Tensor, keys: torch.Tensor, values: Any, call: Call, running: Pass
 ) -> torch.Tensor:
-    """Attention of repeated tokens over the context and each other; a layer takes none of them, and notes what the context received.
+    """Attention of repeated tokens over the context and each other, of which a layer takes none.
 
-    A chunk's tokens, those of a `span` of the text, are scored by its own repetition alone: no table of all tokens by all tokens is made.
+    What tokens of a `span` of the text `received` from their own repetition is noted: no table of all tokens by all tokens is made.
     """
     table, rotation = layer.table, layer.rotation
     steps = torch.arange(running.tokens, device=keys.device)[None] if running.valid is None else running.valid.cumsum(-1) - 1
@@ -68,11 +68,8 @@ def _reread(
 
 
 def reconstruct(cache: Any, model: Any, layers: list[Any], input_ids: torch.Tensor | None, context: int) -> list[torch.Tensor]:
-    """Feed a context of so many tokens again, a chunk at a time; return the most that a query of it gave to each slot of each layer.
-
-    Layers without full attention are put back as they were.
-    """
-    rows = max(layer.storage.shape[0] for layer in layers)
+    """Feed a context of so many tokens again, a chunk at a time; return the most that a query of it gave to each slot of each layer."""
+    rows = layers[0].storage.shape[0]
     ids = cache.log.ids if input_ids is None else input_ids.reshape(-1, input_ids.shape[-1])
     if ids.shape[0] != rows or ids.shape[1] < context:
         what = f"the ids of the {context} tokens of the context in {rows} rows"
@@ -83,12 +80,11 @@ def reconstruct(cache: Any, model: Any, layers: list[Any], input_ids: torch.Tens
             "compress: this policy reads a context again while all of it is held, and this one was compressed before. Feed the longer text "
             "to a new cache, or use a policy that can compress again, such as 'future'."
         )
+    # Layers without full attention are put back as they were.
     others = {index: copy.deepcopy(layer) for index, layer in enumerate(cache.layers) if layer not in layers}
-    text = layers[0].table.text
-    real = torch.ones(ids.shape[0], cache.seen, dtype=torch.bool, device=ids.device)
-    if text is not None:
-        places = torch.where(text < 0, cache.seen, text)[:, 0].to(ids.device)
-        real = real.new_zeros(ids.shape[0], cache.seen + 1).scatter_(1, places, True)[:, :-1]
+    text = layers[0].table.text_index()[:, 0].to(ids.device)
+    real = text.new_zeros(ids.shape[0], cache.seen + 1, dtype=torch.bool)
+    real = real.scatter_(1, torch.where(text < 0, cache.seen, text), True)[:, :-1]
     received = [torch.zeros(*layer.storage.shape, layer.table.used, device=layer.device) for layer in layers]
     span = [0, 0]
     try:
@@ -140,7 +136,7 @@ def edit(cache: Any, model: Any, layers: list[Any], start: int, stop: int, new_i
     _check(cache, layers, start, stop, new_ids)
     ids, table, by = new_ids.expand(layers[0].storage.shape[0], -1), layers[0].table, Provenance()
     with layers[0].storage.rewriting():
-        before = [Undo.of(layer) for layer in layers]
+        before = [Undo(layer) for layer in layers]
         try:
             for layer in layers:
                 layer.table.catch_up()

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from hf_kvcaches import compat
 from hf_kvcaches.core.call import Call
 from hf_kvcaches.core.step import TokenMask
 from hf_kvcaches.core.view import previous_attention
-from hf_kvcaches.equip import graphs
 from hf_kvcaches.equip.prompt import PromptLayer, StepMask, of_slots, require_one
-from hf_kvcaches.equip.slot_layer import ModuleCall
+from hf_kvcaches.equip.slot_layer import ModuleCall, Undo
 from hf_kvcaches.equip.storage import Flat, Slots
 from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.kernels.slots import Attended
@@ -65,7 +65,7 @@ class EquipLayer(PromptLayer):
         module_call, self.module_call = self.module_call, None
         module_call = module_call or ModuleCall(call.module, call.mask, call.options.get("position_ids"), None)
         if torch.compiler.is_compiling():
-            graphs.require_compileable(self, call, keys.shape[2])
+            self._require_compileable(call, keys.shape[2])
             return self.step(query, keys, values, call, (None, None), module_call)
         if self.table.stale:
             self.table.catch_up()
@@ -78,6 +78,31 @@ class EquipLayer(PromptLayer):
         mask = call.mask if module_call.mask is False else module_call.mask
         read: StepMask = (None, None) if mask is None else self.passes.memo("mask", mask, lambda: self._read(mask))
         return self.step(query, keys, values, call, read, module_call)
+
+    def _require_compileable(self, call: Call, tokens: int) -> None:
+        """Refuse what a graph can't do, with so many new tokens in each row."""
+        rotation, mask, clock = self.rotation, call.mask, self.table.clock
+        if not self.is_compileable or clock is None:
+            raise UnsupportedError(
+                "torch.compile: of EquipCache only decoding steps can be compiled, with a policy that says so and without recording. "
+                "Ask cache.is_compileable, and leave the model uncompiled where it says False."
+            )
+        if tokens > 1 or call.bias is not None or (mask is not None and mask.shape[-1] != tokens):
+            what = "single tokens, without a position bias or a mask over earlier ones"
+            raise UnsupportedError(f"torch.compile: EquipCache compiles {what}. Feed others to the uncompiled model.")
+        if rotation.otherwise is not None and not rotation.streams:
+            compat.assert_in_graph(
+                clock < rotation.window,
+                "EquipCache: the text outgrows the model's window in a compiled step. Ask cache.get_seq_length() before each step, as "
+                "`generate` does, or pass positions='compact'.",
+            )
+        if mask is not None:
+            newest = mask[:, 0, -1]  # the last query's row
+            compat.assert_in_graph(
+                (newest if newest.dtype == torch.bool else newest == 0).all(),
+                "EquipCache: padding among the new tokens of a compiled call. Feed them to the uncompiled model. If no new token is "
+                "padding, call hf_kvcaches.enable(model) before the model is compiled.",
+            )
 
     def step(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, mask: StepMask, module_call: ModuleCall
@@ -134,7 +159,7 @@ class EquipLayer(PromptLayer):
                 self._reserve(table.filled + 1)
                 at = torch.full((1, 1, 1), table.filled, device=self.device)
                 if self.journal is not None:
-                    self.record(at, 1)
+                    self.journal.append(Undo(self, at, 1))
                 table.filled += 1
                 slot = at.expand(*table.scores.shape[:2], 1)
                 table.insert(slot, None, *first)
@@ -151,7 +176,7 @@ class EquipLayer(PromptLayer):
             scores = scores.masked_fill(table.positions >= (max(0, start) if isinstance(start, int) else start.clamp(min=0)), math.inf)
         slot = scores.argmin(-1, keepdim=True)
         if self.journal is not None:
-            self.record(slot, 1)
+            self.journal.append(Undo(self, slot, 1))
         table.insert(slot, real, *first)
         return slot, slot
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -15,7 +16,7 @@ from hf_kvcaches.core.step import Pass
 from hf_kvcaches.equip.budgets import Limit
 from hf_kvcaches.equip.pruning import Incoming, KeysAndValues, PruningLayer
 from hf_kvcaches.equip.settings import QUESTION_ADOPTED
-from hf_kvcaches.equip.slot_layer import ModuleCall
+from hf_kvcaches.equip.slot_layer import ModuleCall, Undo
 from hf_kvcaches.equip.slots import SlotTable
 from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.kernels.attention import Visibility, block_attention, observers
@@ -31,11 +32,18 @@ StepMask = tuple[torch.Tensor | None, torch.Tensor | None]
 class PromptLayer(PruningLayer):
     """Takes blocks of new tokens."""
 
-    def step(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, mask: StepMask, module_call: ModuleCall
-    ) -> torch.Tensor:
-        """Take one token a row and attend; see `EquipLayer`."""
-        raise NotImplementedError
+    step: Callable[..., torch.Tensor]  # takes one token a row and attends; see `EquipLayer`
+
+    def choose_angles(self, positions: Any, begun: bool) -> None:
+        """Follow a model whose angles depend on how far a text reaches; once it has `begun`, refuse to pass from the ones to the others."""
+        rotation = self.rotation
+        if self.geometry.changes_at is not None and rotation.geometry is not None:
+            now = self.geometry.at(positions(), rotation.geometry if begun else None)
+            self.rotation = rotation if now.rotates_like(rotation.geometry) else rotation.by(now)
+
+    def import_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
+        super().import_state(tensors, values)
+        self.choose_angles(lambda: self.table.seen - 1, False)
 
     def take(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, module_call: ModuleCall) -> torch.Tensor:
         """Take new tokens, a block together and drafts one by one; the attention of all, (batch, tokens, heads, head_dim)."""
@@ -65,8 +73,10 @@ class PromptLayer(PruningLayer):
                 if inputs is not None:
                     inputs = {name: _part(value, start, stop) if name in _BY_TOKEN else value for name, value in inputs.items()}
                 if start < length:
-                    self.record(None, stop - start)
+                    undo = [] if self.journal is None else [Undo(self, None, stop - start)]
                     outputs.append(self._block(*states, call, part, limit, inputs))
+                    if self.journal is not None:  # not before: a block that failed can't be taken back
+                        self.journal += undo
                     continue
                 allowed = None if part.allowed is None else part.allowed[:, 0, 0].expand(rows, -1)
                 real = None if part.valid is None else part.valid[:, None]
@@ -219,10 +229,7 @@ def _observe_adopted(queries: LastQueries | None, keys: torch.Tensor, valid: tor
 
 
 def of_slots(of_text: torch.Tensor, columns: torch.Tensor, kv_heads: int = 1) -> torch.Tensor:
-    """What a mask or a bias, (batch or 1, 1 or heads, tokens, tokens of the text), says of slots, (batch, heads, tokens, slots).
-
-    Its columns for these are (batch, 1 or kv_heads, slots).
-    """
+    """What a mask or a bias, (batch or 1, 1 or heads, tokens, tokens of the text), says of slots, with `columns` (batch, heads, slots)."""
     kv_heads = max(kv_heads, columns.shape[1])
     heads = max(of_text.shape[1], kv_heads)
     columns = columns.long().expand(-1, kv_heads, -1).repeat_interleave(heads // kv_heads, 1)
@@ -230,7 +237,7 @@ def of_slots(of_text: torch.Tensor, columns: torch.Tensor, kv_heads: int = 1) ->
 
 
 def _with_new(slots: torch.Tensor, of_text: torch.Tensor) -> torch.Tensor:
-    """What a mask or a bias says of slots, (batch, heads, tokens, slots), and of the new tokens, which are its last columns."""
+    """What a mask or a bias says of slots, and of the new tokens, which are its last columns."""
     return torch.cat([slots, of_text[..., -slots.shape[2] :].expand(*slots.shape[:2], -1, -1)], -1)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from hf_kvcaches.equip import graphs
 from hf_kvcaches.equip.budgets import Candidates, Limit, best, by_position, compared, protected, slots_for, with_rooms
 from hf_kvcaches.equip.coded import ragged_like
 from hf_kvcaches.equip.policies.tokens import UNSCORED, Tokens, unscored
@@ -197,7 +196,7 @@ class PruningLayer(SlotLayer):
         if slots >= self.settings.sinks or table.seen > slots:
             self.keep_sinks()
         self.follow(None if new is None else new.newest)
-        graphs.prepare(self)
+        self.prepare_graphs()
 
     def drop(self, gone: torch.Tensor) -> None:
         """Empty slots, where `gone` is True, (batch or 1, 1 or kv_heads, slots in use)."""

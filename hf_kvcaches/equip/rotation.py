@@ -6,24 +6,22 @@ Angles are taken in float64. The model's own are products in float32: what unrot
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.equip.slots import SlotTable
-from hf_kvcaches.kernels.rotation import Layout, RotationTables, swap_pairs
+from hf_kvcaches.kernels.rotation import Layout, RotationTables, turned
 
 # Tokens up to which a rotation streams: further on the model's float32 angles are off by more than 4e-3 radians.
 LONGEST = 1 << 16
 
 
-@dataclass(frozen=True)
-class Turn:
-    """A rotation of queries or keys, as tables, (batch or 1, heads or 1, tokens, rotary_dim), float32."""
+class Turn(NamedTuple):
+    """A rotation of queries or keys, (batch, heads, tokens, head_dim), by tables that have a column for each dimension, float32."""
 
-    cos: torch.Tensor  # both dimensions of a pair have the same
+    cos: torch.Tensor
     sin: torch.Tensor  # negative where a pair's first dimension is made
     layout: Layout
 
@@ -36,14 +34,7 @@ class Turn:
         return cls(torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1), layout)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Rotate queries or keys, (batch, heads, tokens, head_dim); dimensions beyond the rotary ones pass."""
-        cos, sin, rotary = self.cos, self.sin, self.cos.shape[-1]
-        heads = cos.shape[1] if cos.ndim == 4 else 1
-        if heads not in (1, x.shape[1]):  # one angle a key head, and queries of several heads
-            cos, sin = (table.repeat_interleave(x.shape[1] // heads, 1) for table in (cos, sin))
-        pairs = x if rotary == x.shape[-1] else x[..., :rotary]
-        rotated = torch.addcmul(pairs * cos, swap_pairs(pairs, self.layout), sin).to(x.dtype)
-        return rotated if rotary == x.shape[-1] else torch.cat([rotated, x[..., rotary:]], -1)
+        return turned(x, *self).to(x.dtype)
 
 
 class KeyRotation:
@@ -114,6 +105,18 @@ class KeyRotation:
         newest = torch.as_tensor(kept, device=positions.device).view(1, 1) - 1
         return Turn.by((self._rounded(positions).double() - self._exact(newest))[:, None], self.geometry.layout)
 
+    def on_read(self, distances: torch.Tensor, length: int) -> RotationTables:
+        """What rotates each key back by its distance, (batch or 1, 1 or kv_heads, slots), below `length` where there is a token."""
+        device = distances.device
+        tables = self._tables.get(device)
+        if tables is None or len(tables.cos) < length:
+            with torch.inference_mode(False):  # a later backward pass may need it
+                angles, layout = self._exact(-torch.arange(max(64, length), device=device)), self.geometry.layout
+                full = torch.cat(Turn.by(angles, layout)[:2], -1)
+                tables = RotationTables(full[:0], angles.cos().float(), angles.sin().float(), layout, full)
+            self._tables[device] = tables
+        return tables._replace(positions=distances)
+
     def _exact(self, positions: torch.Tensor) -> torch.Tensor:
         """Angles of positions: (..., rotary_dim / 2), float64."""
         return positions[..., None].double() * self.geometry.frequencies_on(positions.device)
@@ -121,19 +124,6 @@ class KeyRotation:
     def _rounded(self, positions: torch.Tensor) -> torch.Tensor:
         """The model's angles at its positions, (..., rotary_dim / 2), float32."""
         return positions[..., None].float() * self.geometry.frequencies_on(positions.device).float()
-
-    def on_read(self, distances: torch.Tensor, length: int) -> RotationTables:
-        """What rotates each key back by its distance, (batch or 1, 1 or kv_heads, slots), below `length` where there is a token."""
-        device = distances.device
-        tables = self._tables.get(device)
-        if tables is None or len(tables.cos) < length:
-            with torch.inference_mode(False):  # a later backward pass may need it
-                angles = self._exact(-torch.arange(max(64, length), device=device))
-                turn = Turn.by(angles, self.geometry.layout)
-                full = torch.cat([turn.cos, turn.sin], -1)
-                tables = RotationTables(full[:0], angles.cos().float(), angles.sin().float(), self.geometry.layout, full)
-            self._tables[device] = tables
-        return tables._replace(positions=distances)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KeyRotation:
         return self  # nothing in it belongs to a sequence

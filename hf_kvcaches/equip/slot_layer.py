@@ -1,22 +1,21 @@
-"""The state of one layer of an `EquipCache`: its slots, their limits, and what transformers may ask of them between passes."""
+"""The state of one layer of an `EquipCache`, and what transformers may ask of it between passes."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from hf_kvcaches import compat
 from hf_kvcaches.core.call import AnsweringLayer
 from hf_kvcaches.core.files import part_of
 from hf_kvcaches.core.parallel import require_heads
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.core.step import Passes
-from hf_kvcaches.equip import graphs
 from hf_kvcaches.equip.budgets import Assembly
 from hf_kvcaches.equip.coded import ragged_like
 from hf_kvcaches.equip.rotation import KeyRotation
@@ -35,22 +34,14 @@ class ModuleCall(NamedTuple):
     inputs: Mapping[str, Any] | None  # all arguments, for policies that read them
 
 
-@dataclass(frozen=True)
 class Undo:
-    """What a layer was before a change: drafts that are refused, or an edit that fails."""
+    """What a layer was before a change by so many new tokens, to all slots or some, (batch, 1 or kv_heads, 1)."""
 
-    tokens: int  # new ones that it took
-    slots: Slots | None  # those that a step overwrote, (batch, 1 or kv_heads, 1); None for all
-    content: Any
-    table: SlotTable
-    storage: Flat
-    rotation: KeyRotation
-
-    @classmethod
-    def of(cls, layer: SlotLayer, slots: Slots | None = None, tokens: int = 0) -> Undo:
-        storage = layer.storage
-        content = {name: tensor.clone() for name, tensor in storage.export().items()} if slots is None else storage.gather(slots)
-        return cls(tokens, slots, content, copy.deepcopy(layer.table), storage, layer.rotation)
+    def __init__(self, layer: SlotLayer, slots: Slots | None = None, tokens: int = 0) -> None:
+        self.slots, self.tokens, self.table = slots, tokens, copy.deepcopy(layer.table)
+        self.storage, self.rotation = layer.storage, layer.rotation
+        everything = {name: tensor.clone() for name, tensor in self.storage.export().items()} if slots is None else None
+        self.content: Any = self.storage.gather(slots) if slots is not None else everything
 
     def restore(self, layer: SlotLayer) -> None:
         """Make the layer what it was. Of several changes the newest is undone first."""
@@ -159,13 +150,37 @@ class SlotLayer(AnsweringLayer):
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
-        """Whether `torch.compile` may take single tokens: see `graphs.py`."""
+        """Whether `torch.compile` may take single tokens.
+
+        A graph takes a number for a constant: it reads `SlotTable.clock` in place of `seen`, looks for a victim always, and masks slots.
+        """
         settings, rotation, policy = self.settings, self.rotation, self.policy
         late = settings.decode_budget is not None or settings.question_start is not None or self.journal is not None
         changing = self.geometry.changes_at is not None and rotation.moves
         unmoved = rotation.streams and self.table.sink_keys is None and settings.sinks and self.table.seen
         fit = policy.in_graphs and self.storage.in_graphs and (self.shard is None or not policy.asks_all_heads)
         return fit and not (late or changing or unmoved)
+
+    def prepare_graphs(self) -> None:
+        """Make sure after an uncompiled pass, or a change from outside, that the next pass may be compiled."""
+        table, storage, self.frozen = self.table, self.storage, self.frozen or torch.is_inference_mode_enabled()
+        if table.positions is None or not compat.compiles(self.device) or not self.is_compileable:
+            table.clock = None
+            return
+        device = table.positions.device
+        if table.rooms is None:
+            storage.reserve(self.slots, self.slots)
+            table.reserve(storage.capacity)
+        with torch.inference_mode(False):  # a graph may run outside of that mode, in which alone the mode's tensors can be changed
+            if table.clock is None or table.clock.device != device:
+                table.clock = torch.zeros((), dtype=torch.long, device=device)
+            for part in (table, storage):
+                part.map(lambda tensor: tensor.clone() if tensor.is_inference() else tensor)
+        table.clock.fill_(table.seen)
+        if self.rotation.unrotated:
+            self.rotation.on_read(torch.zeros(1, 1, 1, dtype=torch.int32, device=device), storage.capacity)
+        for tensor in (*storage.tensors().values(), *table.tensors().values()):
+            compat.mark_static(tensor)  # without it CUDA graphs would leave out what changes them
 
     # How keys are rotated.
 
@@ -175,13 +190,6 @@ class SlotLayer(AnsweringLayer):
             return positions[0, ..., -1:] if positions.ndim == 3 else positions[..., -1:]
         count = self.table.count
         return torch.full((1, 1), count - 1, device=self.device) if isinstance(count, int) else count.reshape(-1, 1).long() - 1
-
-    def choose_angles(self, positions: Any, begun: bool) -> None:
-        """Follow a model whose angles depend on how far a text reaches; once it has `begun`, refuse to pass from the ones to the others."""
-        rotation = self.rotation
-        if self.geometry.changes_at is not None and rotation.geometry is not None:
-            now = self.geometry.at(positions(), rotation.geometry if begun else None)
-            self.rotation = rotation if now.rotates_like(rotation.geometry) else rotation.by(now)
 
     def keep_sinks(self) -> None:
         """Keep the keys in the first slots of a stream as the model rotated them, unless that was done."""
@@ -212,7 +220,8 @@ class SlotLayer(AnsweringLayer):
         table, storage, rotation, sinks = self.table, self.storage, self.rotation.otherwise, self.table.sink_keys
         if rotation is None:
             return
-        self.record(None, 0)
+        if self.journal is not None:
+            self.journal.append(Undo(self))
         if sinks is not None:
             self.own()
             storage.keys[:, :, : sinks.shape[2]] = sinks
@@ -248,38 +257,17 @@ class SlotLayer(AnsweringLayer):
     def record_past(self, value: bool) -> None:
         self.table.catch_up()
         self.journal = (self.journal or []) if value else None
-        graphs.prepare(self)
+        self.prepare_graphs()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take the last tokens back, as in transformers: slots and scores are as if they had never come. 0 makes final what came."""
         self.table.catch_up()
-        sinks = self.table.sink_keys if tokens_to_remove else None
-        if sinks is not None:
-            self.storage.keys[:, :, : sinks.shape[2]] = sinks
-        try:
-            self._take_back(-int(tokens_to_remove))
-        finally:
-            if sinks is not None:
-                self.follow(None)
-        self.make_final()
-
-    def _take_back(self, tokens: int) -> None:
-        table, journal = self.table, self.journal or []
+        table, journal, tokens = self.table, self.journal or [], -int(tokens_to_remove)
         if not 0 <= tokens <= self.seen:
             raise ConfigError.of("tokens_to_remove", f"a number from -{self.seen} to 0", -tokens, "crop(-n) removes the last n tokens.")
         recorded = [0, *accumulate(undo.tokens for undo in reversed(journal))]  # steps, and blocks with all of their tokens
-        if tokens in recorded:
-            with self.storage.rewriting():
-                for undo in reversed(journal[len(journal) - recorded.index(tokens) :]):
-                    undo.restore(self)
-        elif self.policy.order_only and table.filled == table.seen and table.counts is None:  # every token is there, in order
-            table.filled -= tokens
-            table.positions[..., table.filled :] = -1
-            table.scores[..., table.filled :] = -torch.inf
-            table.find_distances(self.rotation.unrotated)
-            table.advance(-tokens)
-            table.sink_keys = table.sink_keys if table.seen >= self.settings.sinks else None
-        else:
+        whole = self.policy.order_only and table.filled == table.seen and table.counts is None  # every token is there, in order
+        if tokens not in recorded and not whole:
             why = "tokens were pruned or scored, so EquipCache can take back only what it has recorded"
             if self.journal is not None:
                 why = f"{tokens} tokens are to be taken back, and EquipCache remembers {recorded[-1]}: those since the last crop"
@@ -287,17 +275,28 @@ class SlotLayer(AnsweringLayer):
                 f"crop: {why}. Call activate_past_recording() before the tokens that may be taken back, or build the cache anew from the "
                 "shorter text."
             )
-
-    def record(self, slots: Slots | None, tokens: int) -> None:
-        """Note what new tokens are going to change, while tokens may be taken back: some slots, or None for all."""
-        if self.journal is not None:
-            self.journal.append(Undo.of(self, slots, tokens))
+        with self.storage.rewriting():
+            if (sinks := table.sink_keys if tokens else None) is not None:
+                self.storage.keys[:, :, : sinks.shape[2]] = sinks
+            if tokens in recorded:
+                for undo in reversed(journal[len(journal) - recorded.index(tokens) :]):
+                    undo.restore(self)
+            else:
+                table.filled = table.seen - tokens
+                table.positions[..., table.filled :] = -1
+                table.scores[..., table.filled :] = -torch.inf
+                table.find_distances(self.rotation.unrotated)
+                table.advance(-tokens)
+                table.sink_keys = table.sink_keys if table.seen >= self.settings.sinks else None
+            if sinks is not None:
+                self.follow(None)
+        self.make_final()
 
     def make_final(self) -> None:
         """End a change that came from outside of a forward pass: what came before can't be taken back any more."""
         self.journal = None if self.journal is None else []
         self.storage.trim(self.table.kept())
-        graphs.prepare(self)
+        self.prepare_graphs()
 
     # What transformers may do with all rows.
 
@@ -315,6 +314,8 @@ class SlotLayer(AnsweringLayer):
         table.catch_up()
         self.storage.map_rows(function)
         table.map(function, rows=True)
+        if table.rooms is not None:
+            table.reserve(self.storage.capacity)  # the row of the longest head may be gone
         if table.positions is not None and table.filled is None:
             table.find_filled()
         self.make_final()
@@ -346,5 +347,4 @@ class SlotLayer(AnsweringLayer):
                 raise ArtifactError(f"A layer's slots are stored without these tensors, or with others: {wrong}. Save the cache again.")
             self.storage.restore(stored, self.table.kept(), self.slots)
             self.lazy_initialization(*self.storage.read(1))
-        self.choose_angles(lambda: self.table.seen - 1, False)
-        graphs.prepare(self)
+        self.prepare_graphs()

@@ -51,15 +51,14 @@ class SlotTable:
         """How many slots, from the first on, may hold a token."""
         if self.positions is None:
             return 0
-        whole = torch.compiler.is_compiling() or self.filled is None
-        return self.positions.shape[-1] if whole else self.filled  # type: ignore[return-value]
+        return self.positions.shape[-1] if torch.compiler.is_compiling() or self.filled is None else self.filled
 
     @property
     def count(self) -> int | torch.Tensor:
         """Real tokens of each row so far: a number, or (batch, 1, 1); in a graph a tensor."""
         if self.counts is not None:
             return self.counts
-        return self.clock if torch.compiler.is_compiling() and self.clock is not None else self.seen
+        return self.seen if self.clock is None or not torch.compiler.is_compiling() else self.clock
 
     def kept(self) -> torch.Tensor:
         """How many tokens are kept, (batch, 1 or kv_heads, 1); no rows before the first token."""
@@ -68,12 +67,12 @@ class SlotTable:
         return (self.positions >= 0).sum(-1, keepdim=True)
 
     def text_index(self) -> torch.Tensor:
-        """For each slot in use the index of its token in the text, (batch, 1 or kv_heads, slots in use); -1: empty."""
+        """The index in the text of the token in each slot in use, (batch, 1 or kv_heads, slots in use); -1: empty."""
         return (self.positions.long() if self.text is None else self.text)[..., : self.used]
 
     def insert(self, slot: Slots, real: torch.Tensor | None, sinks: int, first: float | None) -> None:
         """Put the new token of each row, or of those that are `real`, into a slot, (batch, 1 or kv_heads, 1), with its `first` score."""
-        graph = torch.compiler.is_compiling() and self.clock is not None
+        graph = torch.compiler.is_compiling()
         seen: Any = self.clock if graph else self.seen
         # By the text's count: only the order within a row matters.
         score: Any = (seen if isinstance(seen, int) else seen.float()) * 2.0**77 + UNSCORED if first is None else first
@@ -120,9 +119,8 @@ class SlotTable:
             lengths: How many of these count, where heads differ, (batch, kv_heads, 1); `rooms` is how many slots each head has then.
             compact: Whether keys are rotated by their distances.
         """
-        used, empty = self.used, None
-        if index is not None and lengths is not None:
-            empty = torch.arange(index.shape[-1], device=index.device) >= lengths
+        used = self.used
+        empty = None if index is None or lengths is None else torch.arange(index.shape[-1], device=index.device) >= lengths
         for name in ("positions", "scores", "text"):
             if (tensor := getattr(self, name)) is not None:
                 tensor = tensor[..., :used]
@@ -172,11 +170,12 @@ class SlotTable:
             self.fewest = self.seen
 
     def reserve(self, capacity: int) -> None:
-        """Make room for a number of slots."""
+        """Make room for a number of slots, and where heads differ, for no more."""
         for name, fill in _EMPTY.items():
-            tensor = getattr(self, name)
-            if tensor is not None and tensor.shape[-1] < capacity:
-                setattr(self, name, torch.nn.functional.pad(tensor, (0, capacity - tensor.shape[-1]), value=fill))
+            if (tensor := getattr(self, name)) is not None:
+                missing = capacity - tensor.shape[-1]
+                if missing > 0 or (missing and self.rooms is not None):
+                    setattr(self, name, torch.nn.functional.pad(tensor, (0, missing), value=fill))
         if self.rooms is not None:
             missing = torch.arange(self.scores.shape[-1], device=self.rooms.device) >= self.rooms
             self.scores.masked_fill_(missing, math.inf)
@@ -193,20 +192,18 @@ class SlotTable:
                 setattr(self, name, function(tensor))
 
     def export(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Tensors of rows, and counters, for a file."""
         tensors = {name: tensor for name, tensor in self.tensors().items() if name != "clock"}
         return tensors, {name: getattr(self, name) for name in _COUNTERS}
 
     @classmethod
-    def imported(cls, tensors: dict[str, torch.Tensor], counters: dict[str, Any]) -> SlotTable:
+    def imported(cls, tensors: dict[str, Any], counters: dict[str, Any]) -> SlotTable:
         """What `export` gave."""
         known = {field.name for field in fields(cls)} - {"clock"}
         wrong = (set(tensors) - known) | (set(counters) ^ set(_COUNTERS))
         numbers = [number for name, number in counters.items() if name != "filled" or number is not None]
         if wrong or not all(type(number) is int and 0 <= number < 1 << 40 for number in numbers):
             raise ArtifactError(f"The stored state of an EquipLayer doesn't fit: {sorted(wrong) or counters}. Save the cache again.")
-        values: dict[str, Any] = {**tensors, **counters}
-        return cls(**values)
+        return cls(**tensors, **counters)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = copy.copy(self)

@@ -66,9 +66,9 @@ class Flat:
     def space_for(
         self, rows: int, tokens: int, valid: torch.Tensor | None, block: int, shared: Callable[..., Any]
     ) -> AbstractContextManager[None]:
-        """Within it there is memory for a pass's new tokens, of which the first are a block, and those that are `valid` count.
+        """Within it all layers have memory for a pass's new tokens, or the first layer refuses and nothing has changed.
 
-        It is there for all layers, or the first of them refuses and nothing has changed. `shared` makes what layers share, by name.
+        The first tokens are a block, and those that are `valid` count. `shared` makes what layers share, by name.
         """
         return nullcontext()
 
@@ -82,7 +82,6 @@ class Flat:
         return keys, values
 
     def decode(self, raw: Raw) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values, in the model's dtype, from what is kept of them."""
         keys, values = raw
         return keys, values
 

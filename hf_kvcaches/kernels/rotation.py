@@ -61,9 +61,16 @@ def rotated_back(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
     return out
 
 
-def swap_pairs(x: Tensor, layout: Layout) -> Tensor:
-    """Exchanges the dimensions of each pair, (..., rotary_dim)."""
-    return x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if layout == "interleaved" else x.roll(x.shape[-1] // 2, -1)
+def turned(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
+    """A rotated copy of `x`, in the wider dtype of `x` and tables that have a column for each dimension; further dimensions pass.
+
+    `sin` is negative where the first dimension of a pair is made.
+    """
+    rotary = cos.shape[-1]
+    pairs = x if rotary == x.shape[-1] else x[..., :rotary]
+    others = pairs.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if layout == "interleaved" else pairs.roll(rotary // 2, -1)
+    rotated = torch.addcmul(pairs * cos, others, sin)
+    return rotated if rotary == x.shape[-1] else torch.cat([rotated, x[..., rotary:]], -1)
 
 
 def _is_complex(x: Tensor) -> bool:

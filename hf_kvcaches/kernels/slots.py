@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_kvcaches.kernels.attention import attention
 from hf_kvcaches.kernels.launch import Backend, choose
-from hf_kvcaches.kernels.rotation import RotationTables, swap_pairs
+from hf_kvcaches.kernels.rotation import RotationTables, turned
 
 Attended = tuple[Tensor, Tensor | None]
 """The output, and the weights if they were asked for."""
@@ -112,11 +112,8 @@ def put_in_pages(stores: Sequence[Tensor], tables: Tensor, slots: Tensor, states
 
 def rotated_keys(keys: Tensor, rotation: RotationTables) -> Tensor:
     """Keys, (batch, kv_heads, slots, head_dim), rotated to their positions."""
-    dims = rotation.full.shape[1] // 2
-    cos, sin = rotation.full[rotation.positions].split(dims, -1)
-    pairs = keys if dims == keys.shape[-1] else keys[..., :dims]
-    rotated = torch.addcmul(pairs * cos, swap_pairs(pairs, rotation.layout), sin)
-    return rotated if dims == keys.shape[-1] else torch.cat([rotated, keys[..., dims:]], -1)
+    cos, sin = rotation.full[rotation.positions].chunk(2, -1)
+    return turned(keys, cos, sin, rotation.layout)
 
 
 def _range(size: int, like: Tensor) -> Tensor:

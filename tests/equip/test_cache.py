@@ -354,7 +354,7 @@ def test_a_policy_with_scores_takes_a_few_bytes_a_slot_beside() -> None:
     assert cache.report().bytes <= 128 * 2 * (2 * 64 * 4 + 16)
 
 
-@pytest.mark.parametrize("indices", [[2, 0], [True, False, True], slice(0, 3, 2)], ids=str)
+@pytest.mark.parametrize("indices", [[2, 0], [True, False, True], slice(0, 3, 2), [0], [1], [2]], ids=str)
 @pytest.mark.parametrize("options", [{}, {"page_size": 4}, {"storage": "int8"}, {"head_budgets": "layer"}], ids=str)
 def test_picked_rows_go_on(options: Any, indices: Any) -> None:
     model, ids = models.tiny("llama"), torch.cat([text(45, 20 * row) for row in range(3)])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from transformers import PersimmonConfig
 
 from hf_kvcaches.equip.cache import EquipCache
+from hf_kvcaches.equip.slots import SlotTable
 from hf_kvcaches.errors import UnsupportedError
 from tests import tiny
 from tests.conformance import models
@@ -172,6 +174,19 @@ def test_cropping_without_a_record_is_refused_once_tokens_are_gone_and_possible_
     before = state(cache)
     with pytest.raises(UnsupportedError, match="crop"):
         cache.crop(-1)
+    assert same(state(cache), before)
+
+
+def test_a_block_that_failed_is_not_among_what_can_be_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = warm("h2o")
+    before = state(cache)
+    feed(model(), cache, text(1, 50), [1])
+    monkeypatch.setattr(SlotTable, "append", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        feed(model(), cache, text(4, 60), [4], keep=2)  # a block, and a draft
+    monkeypatch.undo()
+    feed(model(), cache, text(1, 70), [1])
+    cache.crop(-2)
     assert same(state(cache), before)
 
 

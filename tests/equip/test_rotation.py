@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.equip.cache import EquipCache
 from hf_kvcaches.equip.policies import FuturePolicy, KeyDiffPolicy, Policy
-from hf_kvcaches.equip.rotation import LONGEST, KeyRotation, Turn
+from hf_kvcaches.equip.rotation import LONGEST, KeyRotation
 from hf_kvcaches.equip.slots import SlotTable
+from hf_kvcaches.kernels.slots import rotated_keys
 from tests.conformance import models
 from tests.conformance.driving import feed
 from tests.equip.cases import BUDGET, SINKS, build, text
@@ -48,20 +49,20 @@ def test_tables_by_distance_rotate_keys_back_and_grow(layout: str, rotary: int) 
     keys, distances = torch.randn(2, 3, 5, 12), torch.tensor([0, 40, 3, 199, 2])
     rotation.on_read(distances.clamp(max=7), 8)
     tables = rotation.on_read(distances, 200)
-    cos, sin = tables.cos[tables.positions], tables.sin[tables.positions]
-    turn = Turn.by(torch.atan2(sin.double(), cos.double()), layout)
-    torch.testing.assert_close(turn(keys), angles.rotate(keys, -distances), rtol=0, atol=2e-6)
+    torch.testing.assert_close(rotated_keys(keys, tables), angles.rotate(keys, -distances), rtol=0, atol=2e-6)
+    assert torch.equal(tables.cos, tables.full[:, : rotary // 2] if layout == "half" else tables.full[:, :rotary:2])
+    assert torch.equal(tables.sin, -tables.full[:, rotary : rotary + rotary // 2] if layout == "half" else -tables.full[:, rotary::2])
 
 
 def test_angles_are_exact_where_those_of_float32_are_not() -> None:
     angles, positions = geometry("half", 12), torch.tensor([[5_000_000]])
     rounded = (positions.float()[..., None] * angles.inv_freq.float()).double()
     rotation = KeyRotation(angles)
-    torch.testing.assert_close(rotation.undo(positions).cos[0, 0, 0, :6], rounded[0, 0].cos().float(), atol=2e-7, rtol=0)
+    unit = torch.tensor([1.0] * 6 + [0.0] * 6).expand(1, 1, 1, 12)
+    torch.testing.assert_close(rotation.undo(positions)(unit)[0, 0, 0, :6], rounded[0, 0].cos().float(), atol=2e-7, rtol=0)
     exact = (positions[0, 0].double() * angles.inv_freq - rounded[0, 0]).sin().float()
     table = SlotTable(positions=torch.zeros(1, 1, 1, dtype=torch.int32), distances=torch.zeros(1, 1, 1), filled=1)
-    keys = torch.tensor([1.0] * 6 + [0.0] * 6).expand(1, 1, 1, 12)
-    torch.testing.assert_close(rotation.to_frame(keys, positions, positions, table)[0, 0, 0, 6:], exact, atol=2e-7, rtol=0)
+    torch.testing.assert_close(rotation.to_frame(unit, positions, positions, table)[0, 0, 0, 6:], exact, atol=2e-7, rtol=0)
 
 
 @pytest.mark.parametrize("policy", ["h2o", KeyDiffPolicy(interval=5), FuturePolicy(interval=5)], ids=str)
