@@ -69,14 +69,17 @@ def _not_custom_generate(kind: type, got: str, other: str = "") -> ConfigError:
     return ConfigError(f"custom_generate: expected {recipe}, got {got}. Pass {recipe}{other}.")
 
 
+# Behind the decorator that turns gradients off; taken now, because programs replace `generate` by a wrapper of their own.
+_GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
+
+
 def begin_decoding(model: PreTrainedModel, cache: MarkedCache) -> tuple[Callable[..., Any], dict[str, Any]]:
     """The method by which the running `generate` would decode with a cache of the caller's, and the arguments that only such methods get.
 
     For a callable `custom_generate`, to which `generate` hands neither streamer nor assistant, and no tokenizers.
     """
-    generate = inspect.unwrap(GenerationMixin.generate).__code__  # behind the decorator that turns gradients off
     frame: FrameType | None = sys._getframe(2)  # calls the callable
-    while frame is not None and frame.f_code is not generate:  # a wrapper of the caller's may be between
+    while frame is not None and frame.f_code is not _GENERATE:  # a wrapper of the caller's may be between
         frame = frame.f_back
     if frame is None:
         raise ConfigError("custom_generate: expected to be called by generate. Pass it: model.generate(..., custom_generate=...).")

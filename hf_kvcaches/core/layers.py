@@ -63,8 +63,9 @@ class KVLayer(CacheLayerMixin):
         """Every tensor that the layer keeps alive, by name: what its memory is measured on."""
 
     def exact_states(self, window: bool = False) -> tuple[Tensor | None, Tensor | None] | None:
-        """Keys and values of all tokens seen, as the model computed them; None where the layer has lost some. For a layer with a sliding
-        window tokens that no later one sees may be zeros.
+        """Keys and values of all tokens seen, as the model computed them; None where the layer has lost some.
+
+        For a layer with a sliding `window`, tokens that no later one sees may be zeros.
         """
         return None
 
@@ -125,7 +126,10 @@ class KVLayer(CacheLayerMixin):
 
 
 class TensorLayer(KVLayer):
-    """A layer whose tensors are all declared, and therefore all moved, copied, counted and saved together; another one is a `TypeError`."""
+    """A layer whose tensors are all declared, and therefore all moved, copied, counted and saved together.
+
+    A tensor in any other attribute is a `TypeError` when rows are picked or the layer is moved, copied or saved.
+    """
 
     keys: Tensor | None
     values: Tensor | None

@@ -207,16 +207,16 @@ class Rotation(NamedTuple):
     positions_matter: bool
 
 
-_rotations: dict[int, Rotation] = {}  # by the id of the config, while it lives
+_rotations: dict[int, tuple[weakref.ref[PreTrainedConfig], Rotation]] = {}  # by the id of the config, while it lives
 
 
 def rotation_of(config: PreTrainedConfig) -> Rotation:
     """Return the rotation of a decoder, read from its config once."""
     key = id(config)
-    if (rotation := _rotations.get(key)) is None:
-        weakref.finalize(config, _rotations.pop, key, None).atexit = False  # first: an interrupt leaves no entry behind
-        _rotations[key] = rotation = _read(config)
-    return rotation
+    entry = _rotations.get(key)
+    if entry is None or entry[0]() is not config:
+        _rotations[key] = entry = (weakref.ref(config, lambda _: _rotations.pop(key, None)), _read(config))
+    return entry[1]
 
 
 def _read(config: PreTrainedConfig) -> Rotation:

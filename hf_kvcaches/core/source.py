@@ -110,7 +110,9 @@ class SourceCache(KVCache):
             expected = "a GrowingCache, an EquipCache or a SubspaceCache"
             raise ConfigError.of("decode_with", expected, type(holder).__name__, "Or leave it out.")
         if holder.seen or holder.adopted:
-            raise ConfigError.of("decode_with", "a new cache", "one that holds tokens or decodes for another cache", "Make one for each.")
+            raise ConfigError(
+                "decode_with: expected a new cache, got one that holds tokens or decodes for another cache. Make one for each."
+            )
         if holder.living_model is not self.model:
             raise ConfigError("decode_with: expected a cache of the same model object. Make both with this model.")
         require_answering(self.model, "decode_with")  # whatever the holder: handing over takes a view

@@ -30,8 +30,10 @@ class TokenMask:
 
     @classmethod
     def read(cls, mask: Any, seen: int, tokens: int, causal: bool = True) -> TokenMask:
-        """Read a mask as any implementation of attention gets it: (batch, tokens seen) as for flash attention, (batch, heads or 1, tokens,
-        tokens seen) as for sdpa and eager, each perhaps of the new tokens alone; flex attention's block mask; or None.
+        """Read a mask as any implementation of attention gets it.
+
+        It is None, (batch, tokens seen) as for flash attention, (batch, heads or 1, tokens, tokens seen) as for sdpa and eager, or flex
+        attention's block mask. The last dimension may be that of the new tokens alone. Without a mask, `causal` tokens see no later ones.
         """
         if mask is None:
             read = cls(ahead=not causal and tokens > 1)

@@ -187,10 +187,8 @@ PREPARED = _Preparations()
 
 def _require_continuation(cache: Any, input_ids: Tensor, options: dict[str, Any]) -> None:
     """Refuse a prompt that does not go on with what a cache holds, as far as `generate` passes it along."""
-    seen, tokens = (
-        cache.seen,
-        input_ids.shape[1],
-    )  # of the whole prompt, of the new tokens if the mask is of all, or a first chunk of either
+    # The ids are the whole prompt; or the new tokens alone, where the mask is of all; or the first chunk of either.
+    seen, tokens = cache.seen, input_ids.shape[1]
     embeddings: Any = options.get("inputs_embeds")
     length: Any = options.get("next_sequence_length")
     embedded = embeddings is not None and options.get("is_first_iteration")

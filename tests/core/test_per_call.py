@@ -16,6 +16,7 @@ from transformers import (
     BartForConditionalGeneration,
     DynamicCache,
     EncoderDecoderCache,
+    GenerationMixin,
     PreTrainedModel,
     StopStringCriteria,
     TextGenerationPipeline,
@@ -273,6 +274,12 @@ def test_stop_strings_are_given_as_criteria(pipe):
     expected = pipe.model.generate(**inputs, stop_strings=["e"], tokenizer=pipe.tokenizer, **options)
     criteria = [StopStringCriteria(pipe.tokenizer, ["e"])]
     assert torch.equal(pipe.model.generate(**inputs, custom_generate=recipe("growing"), stopping_criteria=criteria, **options), expected)
+
+
+def test_generate_may_have_been_replaced_by_a_wrapper(model, monkeypatch):
+    expected, original = generate(model, custom_generate=recipe("equip")), GenerationMixin.generate
+    monkeypatch.setattr(GenerationMixin, "generate", lambda self, *args, **kwargs: original(self, *args, **kwargs))
+    assert torch.equal(generate(model, custom_generate=recipe("equip")), expected)
 
 
 def test_it_reads_like_the_call_that_made_it():
