@@ -178,9 +178,9 @@ class SlotTable:
                     setattr(self, name, torch.nn.functional.pad(tensor, (0, missing), value=fill))
         if self.rooms is not None:
             missing = torch.arange(self.scores.shape[-1], device=self.rooms.device) >= self.rooms
-            self.scores.masked_fill_(missing, math.inf)
+            self.scores = self.scores.masked_fill(missing, math.inf)  # not in place: rows picked by a slice may be from inference mode
             if self.distances is not None:
-                self.distances.masked_fill_(missing, 0)  # steps add no more to it than to that of the oldest token
+                self.distances = self.distances.masked_fill(missing, 0)  # steps add no more to it than to that of the oldest token
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}

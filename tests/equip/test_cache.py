@@ -366,6 +366,18 @@ def test_picked_rows_go_on(options: Any, indices: Any) -> None:
     torch.testing.assert_close(found, expected[rows], rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("head_budgets", [None, "layer", "global"])
+def test_rows_are_picked_outside_of_inference_mode(head_budgets: Any) -> None:
+    model, ids = models.tiny("llama"), torch.cat([text(45, 20 * row) for row in range(3)])
+    cache = EquipCache(model, SnapKVPolicy(window=8), BUDGET, head_budgets=head_budgets)
+    with torch.inference_mode():
+        feed(model, cache, ids[:, :40], [40])
+        whole = copy.deepcopy(cache)
+        expected = feed(model, whole, ids[:, 40:])
+    cache.batch_select_indices(slice(0, 2))
+    torch.testing.assert_close(feed(model, cache, ids[:2, 40:]), expected[:2], rtol=0, atol=1e-4)
+
+
 def test_a_second_turn_with_guidance_goes_on_where_the_first_ended() -> None:
     model, talks = models.tiny("llama"), []
     for cache in (build(model, "h2o", 64), DynamicCache(config=model.config)):
