@@ -82,9 +82,10 @@ def reconstruct(cache: Any, model: Any, layers: list[Any], input_ids: torch.Tens
         )
     # Layers without full attention are put back as they were.
     others = {index: copy.deepcopy(layer) for index, layer in enumerate(cache.layers) if layer not in layers}
-    text = layers[0].table.text_index()[:, 0].to(ids.device)
-    real = text.new_zeros(ids.shape[0], cache.seen + 1, dtype=torch.bool)
-    real = real.scatter_(1, torch.where(text < 0, cache.seen, text), True)[:, :-1]
+    real = torch.ones(ids.shape[0], cache.seen, dtype=torch.bool, device=ids.device)
+    if (text := layers[0].table.text) is not None:  # without it no token is padding, also where some were evicted
+        places = torch.where(text < 0, cache.seen, text)[:, 0].to(ids.device)
+        real = real.new_zeros(ids.shape[0], cache.seen + 1).scatter_(1, places, True)[:, :-1]
     received = [torch.zeros(*layer.storage.shape, layer.table.used, device=layer.device) for layer in layers]
     span = [0, 0]
     try:

@@ -390,6 +390,18 @@ def test_kvzip_reads_a_context_again_once(model):
     assert kept_by(cache) == before
 
 
+def test_kvzip_reads_a_context_again_behind_it_whatever_was_evicted(model):
+    cache, ids, passes = EquipCache(model, "kvzip", 12), tiny.ids(1, CONTEXT, seed=17), []
+    feed(model, cache, ids)
+    cache.evict(range(6, 12))
+    with model.model.register_forward_pre_hook(lambda module, args, options: passes.append(options), with_kwargs=True):
+        cache.compress(model, input_ids=ids)
+    (again,) = passes
+    assert again["attention_mask"] is None
+    assert again["position_ids"][0].tolist() == list(range(CONTEXT, 2 * CONTEXT))
+    assert not set(range(6, 12)) & set(positions_of(cache))
+
+
 def test_kvzip_says_which_ids_it_needs(model):
     cache = EquipCache(model, "kvzip", 16)
     feed(model, cache, tiny.ids(1, CONTEXT))
