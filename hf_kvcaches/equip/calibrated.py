@@ -66,10 +66,10 @@ class HeadBudgets(Artifact):
             model: A transformers model that `EquipCache` supports, also inside a PEFT wrapper. It is left unchanged.
             tokenizer: Its tokenizer; None if all texts are token ids.
             texts: Strings, or lists of token ids, like those that the model will read; six of some 600 tokens are enough.
-            by: "kvzip": the mean share that a head gets where KVzip's scores of all heads and layers share a quarter. "ablation", as in
-                DuoAttention (arXiv 2410.10819), but without training: one head at a time forgets all but 4 sinks and 64 recent tokens;
-                the quarter of the heads whose loss changes the predictions of a text's last 32 tokens most gets five times as much as
-                the others. Texts should end in what depends on tokens far before.
+            by: "kvzip": the mean share that a head gets where all heads and layers share slots for a quarter of the tokens by KVzip's
+                scores. "ablation", as in DuoAttention (arXiv 2410.10819), but without training: one head at a time forgets all but 4
+                sinks and 64 recent tokens; the quarter of the heads whose loss changes the predictions of a text's last 32 tokens most
+                gets five times as much as the others. Texts should end in what depends on tokens far before.
             progress: Whether to show a bar.
         """
         require_choice("by", by, ("kvzip", "ablation"))
@@ -284,7 +284,7 @@ class QueryStatistics(LayerArtifact):
 
     @classmethod
     def calibrate(cls, model: nn.Module, tokenizer: Any, texts: Iterable[str | Sequence[int]], *, progress: bool = True) -> QueryStatistics:
-        """Measure the queries of a model on texts, in one forward pass over each 512 tokens, but for those of their first 4.
+        """Measure the queries of a model on texts, in forward passes over 512 tokens, of which the first 4 are left out.
 
         Args:
             model: A transformers model that `EquipCache` supports, also inside a PEFT wrapper. It is left unchanged.
@@ -304,7 +304,9 @@ class QueryStatistics(LayerArtifact):
             sums.setdefault(index, Moments(rows.shape[:1], rows.shape[-1], rows.device)).add(rows)
             scaling[index] = attended.scaling
 
-        watch = lambda base, ids: run_module(base.base_model, Watcher(base, add), ids[None])  # noqa: E731
+        def watch(base: Any, ids: torch.Tensor) -> None:
+            run_module(base.base_model, Watcher(base, add), ids[None])
+
         made, layers = each_text(watch, model, tokenizer, texts, SINKS + 1, progress, 512), {}
         for index in sorted(sums):
             mean, second = sums[index].mean.cpu()[:, :, 1:].split([1, sums[index].total.shape[-1] - 1], 1)

@@ -113,7 +113,10 @@ def attention_inputs(model: Any, ids: torch.Tensor) -> dict[int, torch.Tensor]:
 
 @torch.no_grad()
 def reconstruction_scores(model: Any, ids: torch.Tensor, chunk: int = 512) -> dict[int, torch.Tensor]:
-    """KVzip's score of each token of a text, (tokens,), by layer index, (kv_heads, tokens): so many are read again at a time."""
+    """KVzip's score of each token of a text, (tokens,), by layer index, (kv_heads, tokens), float32.
+
+    As many tokens as a `chunk` are read again at a time, and share one softmax.
+    """
     base, parts, context = compat.base_model(model), dict[int, list[torch.Tensor]](), len(ids)
     for span in even_chunks(context, chunk):
 

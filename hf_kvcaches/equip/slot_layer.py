@@ -35,13 +35,21 @@ class ModuleCall(NamedTuple):
 
 
 class Undo:
-    """What a layer was before a change by so many new tokens, to all slots or some, (batch, 1 or kv_heads, 1)."""
+    """What a layer was before a change: drafts that are refused, or an edit that fails.
+
+    Args:
+        slots: Those that a step overwrites, (batch, 1 or kv_heads, 1); None for all.
+        tokens: New ones that the change brings.
+    """
 
     def __init__(self, layer: SlotLayer, slots: Slots | None = None, tokens: int = 0) -> None:
         self.slots, self.tokens, self.table = slots, tokens, copy.deepcopy(layer.table)
         self.storage, self.rotation = layer.storage, layer.rotation
-        everything = {name: tensor.clone() for name, tensor in self.storage.export().items()} if slots is None else None
-        self.content: Any = self.storage.gather(slots) if slots is not None else everything
+        self.content: Any
+        if slots is None:
+            self.content = {name: tensor.clone() for name, tensor in self.storage.export().items()}
+        else:
+            self.content = self.storage.gather(slots)
 
     def restore(self, layer: SlotLayer) -> None:
         """Make the layer what it was. Of several changes the newest is undone first."""
@@ -275,8 +283,9 @@ class SlotLayer(AnsweringLayer):
                 f"crop: {why}. Call activate_past_recording() before the tokens that may be taken back, or build the cache anew from the "
                 "shorter text."
             )
+        sinks = table.sink_keys if tokens else None
         with self.storage.rewriting():
-            if (sinks := table.sink_keys if tokens else None) is not None:
+            if sinks is not None:
                 self.storage.keys[:, :, : sinks.shape[2]] = sinks
             if tokens in recorded:
                 for undo in reversed(journal[len(journal) - recorded.index(tokens) :]):
