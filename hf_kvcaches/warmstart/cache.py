@@ -14,6 +14,7 @@ from hf_kvcaches.core.identity import Identity, identity_of
 from hf_kvcaches.core.report import CacheReport
 from hf_kvcaches.core.source import PrefillCall, Remaining
 from hf_kvcaches.errors import (
+    ConfigError,
     FingerprintMismatch,
     Refusal,
     UnsupportedError,
@@ -120,6 +121,9 @@ class WarmStartCache(ReuseCache):
         tail = whole_number("tail", tail, 0, "a number of tokens")
         if gate is not None:
             require_instance("gate", gate, WarmStartGate, {}, "Or None.")
+            if gate.tau > -1 and gate.encoder not in (None, library.encoder.name):
+                hint = "Cosines of other encoders are others: calibrate a gate anew, or pass dataclasses.replace(gate, tau=-1.0)."
+                raise ConfigError.of("gate", f"one for the library's encoder, {library.encoder.name!r}", gate.encoder, hint)
         super().__init__(model, library, decode_with=decode_with, offloading=offloading)
         if self.model is not library.model and (refusal := library.refusal(identity_of(self.model))):
             raise FingerprintMismatch(f"library: was made for another model. {refusal} Make one with this model.")

@@ -13,7 +13,7 @@ from hf_kvcaches.errors import ConfigError
 
 Embedding = npt.NDArray[np.float32]
 
-# Elements of a vector of hashed token ids: cosines of prompts that share no token are within 0.06 of 0.
+# Elements of a vector of hashed token ids: cosines of prompts that share no token are 0 with a standard deviation of 0.06.
 _WIDTH = 256
 # Tokenizers number tokens by frequency, and frequent ones say little: this id has half the weight of the highest ones.
 _COMMON = 80
@@ -36,7 +36,7 @@ class Encoder:
         if isinstance(function, str) and function in ("tokens", "model"):
             function = None
         if hasattr(function, "encode") or not (function is None or callable(function)):  # text, and models of sentence-transformers
-            hint = "Wrap a sentence-transformers model in a function that returns model.encode(texts)."
+            hint = "Wrap a sentence-transformers model in a function that returns model.encode(texts), with a name for the model."
             raise ConfigError.of("encoder", "'tokens', or a function from a list of texts to vectors", function, hint)
         self._function, self.reads_text = function, function is not None
         self.name, self.dim = "token ids, version 1", _WIDTH

@@ -17,12 +17,12 @@ class WarmStartGate(Artifact):
     """When spans of earlier prompts are reused behind changed text, and how much of each is repaired.
 
     Args:
-        tau: The least cosine of an earlier prompt for its tokens to be compared.
+        tau: The least cosine of an earlier prompt for its tokens to be compared; calibration leaves it open.
         reusable: The least share of a prompt's tokens that can be reused.
         similarity: The least Jaccard similarity of the text before a span, here and there; see `SegmentPolicy`.
         repair: Share of the spans' tokens that are recomputed; see `SegmentPolicy`.
         repair_depth: Share of the layers that recompute them: the lowest ones.
-        encoder: The name of the encoder that `tau` was measured with, or None.
+        encoder: The name of the library's encoder in the calibration, whose cosines `tau` is for, or None.
         bound: The bound on the mean KL divergence that calibration kept, in nats; None without calibration.
         measured: One dict of limits and measurements for each setting that was tried.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from hf_kvcaches import ModelFingerprint, WarmStartCache, WarmStartGate, WarmStartLibrary
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedError
+from hf_kvcaches.reuse.index import as_ids
 from hf_kvcaches.warmstart import cache as warmstart
 from tests import tiny
 from tests.segments.reference import Source, as_planned, reused_positions
@@ -297,6 +299,20 @@ def test_bad_arguments_are_refused(arguments: dict[str, Any], message: str) -> N
     model = tiny.llama()
     with pytest.raises(ConfigError, match=message):
         WarmStartCache(model, **{"library": library_of(model), **arguments})
+
+
+def test_a_gate_admits_prompts_of_its_least_cosine_and_one_for_another_encoder_is_refused() -> None:
+    model = tiny.llama()
+    library = library_of(model, EARLIER)
+    [(_, cosine)] = library.near(as_ids(MOVED[0]))
+    for tau, strategy in ((cosine - 1e-3, "align"), (cosine + 1e-3, "cold")):
+        cache = WarmStartCache(model, library, gate=replace(OPEN, tau=tau, encoder=library.encoder.name))
+        logits_of(model, MOVED, cache)
+        assert cache.report().strategy == strategy
+    former = replace(OPEN, tau=0.5, encoder="input embeddings, version 2")
+    with pytest.raises(ConfigError, match="gate: expected one for the library's encoder, 'token ids, version 1', got 'input"):
+        WarmStartCache(model, library, gate=former)
+    WarmStartCache(model, library, gate=replace(former, tau=-1.0))
 
 
 def test_a_library_of_another_model_is_refused() -> None:
