@@ -223,6 +223,10 @@ def fill(cache: SplicingCache, translator: CacheTranslator, codes: Codes, prompt
                 known, options = shared(cache.rotation.layers[decoder.layer], device)
                 sent, weights = None if coefficients is None else coefficients.to(device), maps.placed(decoder.weights, device, precision)
                 rebuild(known, sent, weights, layer.key_buffer, layer.value_buffer, prompt.spans, precision, **options)
+    for row, source in prompt.copies.items():
+        for layer in (cache.layers[decoder.layer] for decoder in maps.decoders):
+            for buffer in layer.buffers:
+                buffer[row, :, seen : prompt.slots] = buffer[source, :, seen : prompt.slots]
 
 
 def _run_lowest(cache: SplicingCache, lowest: int, prompt: CodedPrompt, tokens: PromptTokens) -> torch.Tensor:

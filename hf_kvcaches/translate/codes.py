@@ -186,8 +186,9 @@ class ArrivingCodes:
 class CodedPrompt(NamedTuple):
     """Which codes the rows of a batch are rebuilt from."""
 
-    spans: list[RowSpan]  # slots that are rebuilt, of each row
+    spans: list[RowSpan]  # slots that are rebuilt
     indices: Tensor  # of their tokens in the codes, (tokens,)
+    copies: dict[int, int]  # for each other row, such as a beam, the rebuilt one that has the same tokens in the same slots
     slots: int  # that are filled in all rows afterwards, with padding
     run: int  # how many of each row's first tokens have no codes, and are run
 
@@ -223,10 +224,14 @@ def match_prompts(head: CodesHead, texts: Sequence[Tensor], padding: Sequence[in
             "use one cache for each row."
         )
     offsets, spans, ranges = [0, *accumulate(prompt.coded for prompt in head.prompts)], list[RowSpan](), list[Tensor]()
+    copies, rebuilt = dict[int, int](), dict[tuple[int, int], int]()
     for row, (before, number) in enumerate(zip(padding, numbers, strict=True)):
+        if (twin := rebuilt.setdefault((before, number), row)) != row:
+            copies[row] = twin
+            continue
         coded = before + head.prompts[number].first  # the slot of the first token with codes
         start = max(seen, coded)
         spans.append(RowSpan(row, start, max(0, most - start)))
         ranges.append(torch.arange(spans[-1].tokens) + offsets[number] + start - coded)
     runs = (head.prompts[number].first for before, number in zip(padding, numbers, strict=True) if seen <= before)
-    return CodedPrompt(spans, torch.cat(ranges), most, max(runs, default=0))
+    return CodedPrompt(spans, torch.cat(ranges), copies, most, max(runs, default=0))

@@ -210,8 +210,15 @@ def test_each_slot_that_is_filled_gets_the_codes_of_its_own_token(coded: list[li
         return
     prompt = match(head, wanted, longest - 1)
     assert prompt.slots == slots
-    assert [span.row for span in prompt.spans] == list(range(len(wanted)))
+    assert sorted([*(span.row for span in prompt.spans), *prompt.copies]) == list(range(len(wanted)))
     ids = [token for row in coded for token in row]
     for indices, (row, first, count) in zip(prompt.indices.split([span.tokens for span in prompt.spans]), prompt.spans, strict=True):
         assert (first, count) == (padding[row], slots - padding[row])
         assert [ids[index] for index in indices] == wanted[row][:count]
+    for row, twin in prompt.copies.items():
+        assert (wanted[row][: slots - padding[row]], padding[row]) == (wanted[twin][: slots - padding[twin]], padding[twin])
+
+
+def test_rows_that_say_the_same_are_rebuilt_once():
+    prompt = match(coded_head([[5, 6, 7, 8]]), [[5, 6, 7, 8, 9]] * 4, 4)
+    assert ([span.row for span in prompt.spans], prompt.copies) == ([0], dict.fromkeys((1, 2, 3), 0))
