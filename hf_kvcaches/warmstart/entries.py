@@ -96,8 +96,9 @@ class EntryContents:
         self.entries: dict[str, Entry] = {}
         # Tokens and id of each entry, sorted.
         self._order: list[tuple[bytes, str]] = []
-        # The embeddings of all entries in their order, and room for more, so that no look-up copies them: (capacity, dim).
-        self._embeddings: Embedding = np.empty((64, dim), np.float32)
+        # The embeddings of all entries in their order, and room for more, so that no look-up copies them: (capacity, dim). None after a
+        # removal, until the next look-up: many removals in a row copy them once.
+        self._embeddings: Embedding | None = np.empty((64, dim), np.float32)
 
     def add(self, blobs: Sequence[BlobHead]) -> dict[str, int]:
         tokens: dict[str, int] = {}
@@ -112,22 +113,21 @@ class EntryContents:
                     if embedding.shape != (self._dim,) or not abs(float(np.linalg.norm(embedding)) - 1) <= 1e-3:
                         continue
                     entry, count = Entry(record, str(head["text"]), embedding, dict(head["provenance"])), len(self.entries)
-                    if count == len(self._embeddings):
-                        self._embeddings = np.concatenate((self._embeddings, np.empty_like(self._embeddings)))
-                    self._embeddings[count] = embedding
+                    if (rows := self._embeddings) is not None:
+                        if count == len(rows):
+                            self._embeddings = rows = np.concatenate((rows, np.empty_like(rows)))
+                        rows[count] = embedding
                     self.entries[key] = entry
                     insort(self._order, (_sortable(record.ids), key))
                 tokens[key] = len(record)
         return tokens
 
     def remove(self, keys: Sequence[str]) -> None:
-        before = len(self.entries)
         for key in keys:
-            if (entry := self.entries.pop(key, None)) is not None:
+            if key in self.entries:
+                self._embeddings = None  # first, for an interrupt
+                entry = self.entries.pop(key)
                 del self._order[bisect_left(self._order, (_sortable(entry.record.ids), key))]
-        if len(self.entries) < before:
-            for index, entry in enumerate(self.entries.values()):
-                self._embeddings[index] = entry.embedding
 
     def beginning(self, ids: Ids) -> tuple[Record | None, int]:
         """Return the record that shares the longest prefix with a prompt, and how many tokens that is."""
@@ -144,6 +144,8 @@ class EntryContents:
         """Return the records with the highest cosines, the highest first; among 20,000 prompts in some milliseconds."""
         if not (entries := list(self.entries.values())):
             return []
+        if self._embeddings is None:
+            self._embeddings = np.stack([entry.embedding for entry in entries])
         cosines, count = self._embeddings[: len(entries)] @ embedding, min(count, len(entries))
         return [(entries[best].record, float(cosines[best])) for best in np.argpartition(-cosines, range(count))[:count]]
 
