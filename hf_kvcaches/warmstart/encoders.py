@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 
 from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.kernels.checksum import digest_of
 
 Embedding = npt.NDArray[np.float32]
 
@@ -24,7 +26,8 @@ class Encoder:
 
     Args:
         function: From a list of n texts to n vectors, as an array, a tensor or lists. Its attribute `name`, or else its module and
-            qualified name, identify it. None, `"tokens"` or `"model"`: the prompt's token ids are hashed; their order does not matter.
+            qualified name, identify it. Or a model of sentence-transformers, which its weights identify. None, `"tokens"` or `"model"`:
+            the prompt's token ids are hashed; their order does not matter.
 
     Attributes:
         name: Identifies the vectors, which can't be compared with those of other names.
@@ -32,17 +35,19 @@ class Encoder:
         reads_text: Whether it reads a prompt's text; otherwise that may be empty.
     """
 
-    def __init__(self, function: str | Callable[[list[str]], Any] | None = None) -> None:
+    def __init__(self, function: Any = None) -> None:
         if isinstance(function, str) and function in ("tokens", "model"):
             function = None
-        if hasattr(function, "encode") or not (function is None or callable(function)):  # text, and models of sentence-transformers
-            hint = "Wrap a sentence-transformers model in a function that returns model.encode(texts), with a name for the model."
+        name = getattr(function, "name", None)
+        if isinstance(function, nn.Module) and hasattr(function, "encode"):
+            function, name = function.encode, f"{type(function).__name__} {digest_of(dict(function.state_dict()))}"
+        if not (function is None or callable(function)):
+            hint = "Pass SentenceTransformer(name) for a model of sentence-transformers."
             raise ConfigError.of("encoder", "'tokens', or a function from a list of texts to vectors", function, hint)
         self._function, self.reads_text = function, function is not None
         self.name, self.dim = "token ids, version 1", _WIDTH
         if function is not None:
             named: Any = function if hasattr(function, "__qualname__") else type(function)
-            name = getattr(function, "name", None)
             self.dim = len(self._vector("How long is a piece of string?", []))
             self.name = f"function {name if isinstance(name, str) else f'{named.__module__}.{named.__qualname__}'}, {self.dim}"
 

@@ -39,8 +39,8 @@ class WarmStartLibrary(SpanStore):
     Args:
         model: A transformers model. Entries are bound to it and to the adapters that are active now.
         tokenizer: The model's.
-        encoder: What embeds prompts, to nominate similar ones: `"tokens"` or None (their token ids are hashed), or a function from a list
-            of texts to vectors, which its attribute `name`, or else its module and qualified name, identifies.
+        encoder: What embeds prompts, to nominate similar ones: `"tokens"` or None (their token ids are hashed), a model of
+            sentence-transformers, or a function from a list of texts to vectors, which its `name`, or else its qualified name, identifies.
         quantization: How keys and values are stored: None for bit-equal ones, a `KVCodec` of the model, `"int8"` or `"int4"`.
         location: `"memory"`, `"disk:FOLDER"`, `"redis://host:port/db"`, or an object of a `hf_kvcaches.stores.blobs.BlobStore` of your own.
         max_bytes: The most that all entries may take, a number or such as `"4GiB"`; above it, the least useful are evicted.

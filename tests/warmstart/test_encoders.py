@@ -121,6 +121,26 @@ def test_a_function_is_named_by_where_it_is_or_by_its_own_word():
     assert Encoder(Named()).name == "function mine, version 2, 3"
 
 
+class Sentences(torch.nn.Module):
+    """A model as those of sentence-transformers are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.arange(3.0))
+
+    def encode(self, texts: list[str]) -> np.ndarray:
+        return np.outer([len(text) for text in texts], self.weight.detach())
+
+
+def test_a_model_of_sentence_transformers_is_identified_by_its_weights() -> None:
+    model = Sentences()
+    encoder, same, changed = Encoder(model), Encoder(Sentences()), Sentences()
+    np.testing.assert_allclose(encoder.encode("ab", [1]), np.arange(3) / 5**0.5, rtol=1e-6)
+    with torch.no_grad():
+        changed.weight[1] += 1
+    assert encoder.name == same.name != Encoder(changed).name
+
+
 @pytest.mark.parametrize(
     ("vectors", "message"),
     [
@@ -144,7 +164,7 @@ def test_what_a_function_must_not_make_is_refused(vectors, message):
     [
         (7, "encoder: expected 'tokens'"),
         ("", "encoder: expected 'tokens'"),
-        ("all-MiniLM-L6-v2", r"a function that returns model.encode\(texts\)"),
+        ("all-MiniLM-L6-v2", r"Pass SentenceTransformer\(name\)"),
         (lambda texts: np.ones(3), r"encoder: expected a function that makes \(1, dim\) numbers"),
         (lambda texts: "x", "encoder: expected a function that makes an array of numbers"),
     ],
