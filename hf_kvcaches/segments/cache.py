@@ -44,7 +44,7 @@ class SegmentReuseCache(ReuseCache):
     Args:
         model: A transformers model.
         store: Where segments are kept between requests; None is refused.
-        tokenizer: The model's. With it, prompts are cut at messages and blank lines. Segments are bound to it.
+        tokenizer: The model's. With it, prompts are cut between chat messages and at blank lines. Segments are bound to it.
         mode: `"exact"`: prefixes of earlier prompts only. `"auto"`: other segments too, where the policy admits them. `"approximate"`:
             every verbatim segment, repaired, in any surroundings. None: `"auto"` with a policy or `admit`, else `"exact"`.
         policy: Thresholds, from `hf-kvcaches calibrate segments`; None for strict ones.

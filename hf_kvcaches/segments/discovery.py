@@ -24,10 +24,11 @@ _BLANK_LINE = re.compile(r"\n[^\S\n]*\n\s*")
 class Discovery:
     """Cuts a row of token ids at edges that other prompts are likely to share.
 
-    **Walls** are at the caller's separators, and around the caller's own spans. Between walls a row is split into **blocks**, which begin
-    behind blank lines and at special tokens, such as those that begin chat messages. A block of at least `shortest` tokens is a span;
-    adjacent shorter ones are joined until they are one, never with a longer block and never across a wall. What is longer than `longest`
-    is cut into windows. An edge inside of a token counts as before it.
+    **Walls** are between chat messages (where a special token follows another one, such as the start of a message the end of the one
+    before), at the caller's separators, and around the caller's own spans. Between walls a row is split into **blocks**, which begin
+    behind blank lines and at other added tokens. A block of at least `shortest` tokens is a span; adjacent shorter ones are joined until
+    they are one, never with a longer block and never across a wall. What is longer than `longest` is cut into windows. An edge inside of
+    a token counts as before it.
 
     Args:
         tokenizer: The model's. None: cut at the caller's spans, and into windows of `longest` tokens.
@@ -40,7 +41,11 @@ class Discovery:
         if separators and tokenizer is None:
             raise ConfigError.of("separators", "none without a tokenizer", separators, "Pass the tokenizer: they are looked for in text.")
         self.shortest, self.longest, self._tokenizer = shortest, longest, tokenizer
-        self._special = {*getattr(tokenizer, "all_special_ids", ()), *getattr(tokenizer, "get_added_vocab", dict)().values()}
+        special = set(getattr(tokenizer, "all_special_ids", ()))
+        # Tokenizers without `get_added_vocab`, such as Mistral's own, raise an error for `added_tokens_decoder`.
+        added = tokenizer.added_tokens_decoder if hasattr(tokenizer, "get_added_vocab") else {}
+        # Not all added tokens are special: some tokenizers add tags of HTML.
+        self._special, self._added = special | {token for token, kind in added.items() if kind.special}, special | added.keys()
         self._separators = re.compile("|".join(map(re.escape, sorted(separators, key=len, reverse=True))))
         self._pieces: dict[int, str] = {}
         self._anchor = _anchor(tokenizer)
@@ -88,9 +93,13 @@ class Discovery:
             return np.maximum(indices, 0)
 
         strength[tokens(match.end() for match in _BLANK_LINE.finditer(text))] = _BLOCK
-        # Of special tokens in a row, such as the end of a message and the start of the next one, the last.
+        # Of consecutive added tokens, such as the end of a message and the start of the next one, the last begins a block. At the start of
+        # a row one may follow another without being between messages.
         words = [index for index, piece in enumerate(pieces) if piece.strip()]
-        strength[[word for word, after in pairwise(words) if row[word] in self._special and row[after] not in self._special]] = _BLOCK
+        for before, word, after in zip([0, *words], words, words[1:], strict=False):
+            if row[word] in self._added and row[after] not in self._added:
+                between = before > 0 and row[before] in self._special and row[before] != row[word]
+                strength[word] = _WALL if between else _BLOCK
         if self._separators.pattern:
             strength[tokens(match.start() for match in self._separators.finditer(text))] = _WALL
 

@@ -26,6 +26,11 @@ LLAMA3 = (
     "{{ bos_token }}{% for m in messages %}<|start|>{{ m.role }}<|end|>\n\n{{ m.content | trim }}<|eot|>{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant<|end|>\n\n{% endif %}"
 )
+GEMMA = (
+    "{{ bos_token }}{% for m in messages %}<turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+    "{{ m.content | trim }}</turn>\n{% endfor %}"
+    "{% if add_generation_prompt %}<turn>model\n{% endif %}"
+)
 
 
 @cache
@@ -218,6 +223,32 @@ def test_a_prompt_is_cut_at_messages_and_blank_lines(template: str, special: lis
     messages = [{"role": "system", "content": told}, {"role": "user", "content": "The lion is red and the bear is green. What is x?"}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert texts_of(discovery, text, tokenizer) == cut
+
+
+@pytest.mark.parametrize(
+    ("template", "special"),
+    [
+        (CHATML, ["<|im_start|>", "<|im_end|>"]),
+        (LLAMA3, ["<|start|>", "<|end|>", "<|eot|>"]),
+        (GEMMA, ["<turn>", "</turn>"]),
+    ],
+)
+def test_no_segment_has_parts_of_two_chat_messages_however_short_they_are(template: str, special: list[str]) -> None:
+    tokenizer = with_template(template, *special)
+    contents = [f"This message has number {place}." for place in range(4)]
+    roles = ("user", "assistant", "user", "assistant")
+    messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
+    spans = texts_of(Discovery(tokenizer), tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True), tokenizer)
+    assert [next(content for content in contents if content in span) for span in spans[:-1]] == contents
+    assert spans[-1].startswith(special[0]), "the beginning of the answer"
+
+
+def test_added_tokens_that_are_not_special_separate_no_messages() -> None:
+    tokenizer = copy.deepcopy(tokenizer_of_testbed())
+    tokenizer.add_tokens(["<td>", "</td>"])
+    cells = "".join(f"<td>The cell {place}.</td>" for place in range(30))
+    spans = Discovery(tokenizer).spans(encoded(cells, tokenizer))
+    assert all(stop - start >= 64 for start, stop in spans[:-1])
 
 
 def test_a_place_inside_of_a_token_counts_as_before_it() -> None:
