@@ -229,6 +229,15 @@ def test_gradients_from_logits_of_a_few_positions_are_those_from_all_logits(buil
     assert torch.allclose(gradient_of_drawn(states, ending.head, [0, 1, 2]), whole, atol=1e-5 * float(whole.abs().max()))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_caps_and_scales_of_a_few_percent_are_seen_in_half_precision(dtype: torch.dtype) -> None:
+    capped, scaled = tiny.gemma2(final_logit_softcapping=30.0), tiny.build(GraniteConfig(**tiny._SHAPE, logits_scaling=1.1))
+    for model in (plain := tiny.llama(), capped, scaled):
+        torch.nn.init.normal_(model.get_output_embeddings().weight)
+        states = ending_of(model.to(dtype)).run(IDS, None)
+        assert states.shape[-1] == (model.config.hidden_size if model is plain else tiny.VOCABULARY)
+
+
 def test_a_head_that_is_no_projection_alone_is_run_over_all_positions() -> None:
     model = tiny.llama()
     model.register_forward_hook(lambda module, inputs, output: SimpleNamespace(logits=output.logits.sin()))
