@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -127,9 +128,12 @@ def read_batch(base: PreTrainedModel, cache: MeterCache, numbers: Sequence[int],
     cache.reset()
     cache.draws = torch.stack([torch.rand(ids.shape[1], generator=torch.Generator().manual_seed(number)) for number in numbers])
     if ending is not None:
+        # Activations wait for the backward pass in CPU memory, so that it fits wherever the forward pass does.
+        saved = _activations_on_cpu(base) if base.device.type == "cuda" else contextlib.nullcontext()
         # In the caller's inference mode there would be no gradients, nor with tensors that come from there.
         with torch.inference_mode(False), torch.enable_grad():
-            states = ending.run(ids.clone().to(base.device), cache)
+            with saved:
+                states = ending.run(ids.clone().to(base.device), cache)
             cache.follow(states, gradient_of_drawn(states, ending.head, numbers))
         return
     options: dict[str, Any] = compat.cache_kwargs(base, cache)
@@ -226,6 +230,17 @@ def _in_float32(model: PreTrainedModel) -> PreTrainedModel:
         return model
     with torch.inference_mode(False):  # tensors from the caller's inference mode would have no gradients
         return nn.Module.float(copy.deepcopy(model))  # transformers' own method refuses models that say that they are quantized
+
+
+def _activations_on_cpu(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Keep activations in CPU memory until the backward pass needs them; the model's weights stay on its device."""
+    weights = {tensor.untyped_storage().data_ptr() for tensor in itertools.chain(model.parameters(), model.buffers())}
+
+    def pack(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
+        stays = tensor.untyped_storage().data_ptr() in weights
+        return tensor.device, tensor if stays else tensor.to("cpu")
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed[1].to(packed[0]))
 
 
 @contextlib.contextmanager
