@@ -11,8 +11,9 @@ from hf_kvcaches import compat
 from hf_kvcaches.core.call import Call
 from hf_kvcaches.core.step import TokenMask
 from hf_kvcaches.core.view import previous_attention
+from hf_kvcaches.equip.policies.tokens import ModuleCall
 from hf_kvcaches.equip.prompt import PromptLayer, StepMask, of_slots, require_one
-from hf_kvcaches.equip.slot_layer import ModuleCall, Undo
+from hf_kvcaches.equip.slot_layer import Undo
 from hf_kvcaches.equip.storage import Flat, Slots
 from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.kernels.slots import Attended

@@ -18,7 +18,8 @@ from transformers import Cache, PreTrainedModel
 from hf_kvcaches import compat
 from hf_kvcaches.core.decoder import EXPANSION, Attachment, attention_module, decoder_layers
 from hf_kvcaches.core.view import LayerView, previous_attention
-from hf_kvcaches.equip.slot_layer import ModuleCall, SlotLayer
+from hf_kvcaches.equip.policies.tokens import ModuleCall
+from hf_kvcaches.equip.slot_layer import SlotLayer
 from hf_kvcaches.equip.storage import Flat, Raw, read_decoded
 from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.kernels.launch import Backend

@@ -14,9 +14,10 @@ from hf_kvcaches.core.call import Call
 from hf_kvcaches.core.holder import LastQueries
 from hf_kvcaches.core.step import Pass
 from hf_kvcaches.equip.budgets import Limit
+from hf_kvcaches.equip.policies.tokens import ModuleCall
 from hf_kvcaches.equip.pruning import Incoming, KeysAndValues, PruningLayer
 from hf_kvcaches.equip.settings import QUESTION_ADOPTED
-from hf_kvcaches.equip.slot_layer import ModuleCall, Undo
+from hf_kvcaches.equip.slot_layer import Undo
 from hf_kvcaches.equip.slots import SlotTable
 from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.kernels.attention import Visibility, block_attention, observers

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,20 +18,12 @@ from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.core.step import Passes
 from hf_kvcaches.equip.budgets import Assembly
 from hf_kvcaches.equip.coded import ragged_like
+from hf_kvcaches.equip.policies.tokens import ModuleCall
 from hf_kvcaches.equip.rotation import KeyRotation
 from hf_kvcaches.equip.settings import EquipSettings
 from hf_kvcaches.equip.slots import SlotTable
 from hf_kvcaches.equip.storage import Flat, Slots
 from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError
-
-
-class ModuleCall(NamedTuple):
-    """What the model's attention module is called with."""
-
-    module: nn.Module
-    mask: Any  # with which it will attend; False where it has another name
-    positions: torch.Tensor | None  # the model's, of the new tokens, (batch or 1, tokens)
-    inputs: Mapping[str, Any] | None  # all arguments, for policies that read them
 
 
 class Undo:

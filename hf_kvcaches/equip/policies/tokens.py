@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,6 +17,15 @@ from hf_kvcaches.errors import UnsupportedError
 UNSCORED = 2.0**100
 # A score of attention for what takes no part in it: softmax makes 0 of it, and sums with it stay finite.
 NOTHING = -1e30
+
+
+class ModuleCall(NamedTuple):
+    """What the model's attention module is called with."""
+
+    module: nn.Module
+    mask: Any  # with which it will attend; False where it has another name
+    positions: torch.Tensor | None  # the model's, of the new tokens, (batch or 1, tokens)
+    inputs: Mapping[str, Any] | None  # all arguments, for policies that read them
 
 
 def unscored(positions: torch.Tensor) -> torch.Tensor:
