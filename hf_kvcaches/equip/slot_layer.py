@@ -27,11 +27,10 @@ from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError
 
 
 class Undo:
-    """What a layer was before a change: drafts that are refused, or an edit that fails.
+    """What a layer was before a change that brings so many new tokens: drafts that are refused, or an edit that fails.
 
     Args:
         slots: Those that a step overwrites, (batch, 1 or kv_heads, 1); None for all.
-        tokens: New ones that the change brings.
     """
 
     def __init__(self, layer: SlotLayer, slots: Slots | None = None, tokens: int = 0) -> None:
