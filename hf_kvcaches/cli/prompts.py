@@ -118,7 +118,10 @@ def agent_prompts(
 def prompt_pairs(
     tokenizer: Any, count: int, kind: str, *, pages: int = 6, page_tokens: int = 100, seed: int = 0, prose: str | None = None
 ) -> list[tuple[list[int], list[int]]]:
-    """Pairs of prompts of a server: the later one has other words, one other page ("paragraph"), or half of the pages anew."""
+    """Pairs of prompts of a server, of which the later one differs by `kind`.
+
+    "words": in single words; "paragraph": in one page; "pages": in half of its pages.
+    """
     pairs = []
     for number in range(count):
         rng = random.Random(f"pairs {kind} {seed} {number}")

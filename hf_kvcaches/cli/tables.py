@@ -66,7 +66,7 @@ def emit(
     args: argparse.Namespace, document: Mapping[str, Any], text: str, rows: Sequence[Row] = (), fixed: Mapping[str, Any] | None = None
 ) -> None:
     """Print what a command found, with `--json` its document, and write rows to `--csv`, behind `fixed` columns, the same in all."""
-    if args.json:  # which lacks numbers that are not finite: they are null
+    if args.json:  # JSON has no NaN and no infinity: they become null
         finite = json.loads(json.dumps(document), parse_constant=lambda _: None)
         text = json.dumps(finite, indent=2, ensure_ascii=False)
     print(text)

@@ -180,7 +180,7 @@ class Ending(NamedTuple):
 
 
 def ending_of(model: PreTrainedModel) -> Ending:
-    """A model's ending, tried on two tokens. Where logits are more than a projection, such as capped, they stand for the states."""
+    """Return a model's ending, tried on two tokens. Where logits are more than a projection, they stand for the states."""
 
     def run(module: nn.Module, output: str, ids: torch.Tensor, cache: Any) -> Any:
         return getattr(module(input_ids=ids, **compat.cache_kwargs(module, cache)), output)
@@ -194,7 +194,7 @@ def ending_of(model: PreTrainedModel) -> Ending:
     with contextlib.suppress(RuntimeError, TypeError, ValueError, AttributeError), torch.no_grad():
         logits, found = whole.run(ids, None), head(apart.run(ids, None))
         tolerance = 16 * torch.finfo(logits.dtype).eps * float(logits.abs().max())
-        # That of bfloat16 is an eighth, but rounding is as often up as down, and caps and scales are not.
+        # In bfloat16 this tolerance is an eighth of the largest logit. Rounding errors cancel in a fitted scale; caps and scales don't.
         scale = float((found.double() * logits).sum() / found.double().square().sum())
         if abs(scale - 1) < 1e-3 and found.shape == logits.shape and torch.allclose(found.to(logits.dtype), logits, rtol=0, atol=tolerance):
             return apart

@@ -86,7 +86,8 @@ class MeterCache(KVCache):
         gradients = iter(torch.autograd.grad(outputs, [copy for copies in self.copies.values() for copy in copies], gradient))
         with torch.no_grad():
             for layer_idx, copies in self.copies.items():
-                at_keys, at_values = ([next(gradients) for _ in copies[::2]] for _ in range(2))
+                half = len(copies) // 2  # those of keys come first
+                at_keys, at_values = ([next(gradients) for _ in range(half)] for _ in range(2))
                 at_keys = [before_rotation(self.geometries[layer_idx], each) for each in at_keys]
                 self.sums[layer_idx].observe_gradients(at_keys, at_values)
         self.copies = {}

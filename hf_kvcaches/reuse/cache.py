@@ -86,21 +86,24 @@ class ReuseCache(SplicingCache):
             self._loading_seconds += time.perf_counter() - began
             plan, taken = _hand_over(self, call, plan)
         self.note(plan, identity)
-        self._time(plan, call.input_ids.device)
+        self._time(plan)
         return taken
 
-    def _time(self, plan: PromptPlan, device: torch.device) -> None:
+    def _time(self, plan: PromptPlan) -> None:
         """Take the time of the pass that now runs, if all that a prompt computes is in it and is worth timing."""
         operations = sum(map(self._costs.of_row, plan.rows))
         whole = not any(span.repaired for row in plan.rows for span in row.spans)
-        if whole and sum(len(row.computed) for row in plan.rows) >= LEAST_TIMED and (now := Moment.now(device)):
-            self._timed = now, plan.total, operations
+        tokens = sum(len(row.computed) for row in plan.rows)
+        if whole and tokens >= LEAST_TIMED and (start := Moment.now(compat.input_device(self.model))):
+            self._timed = start, plan.total, operations
 
     def _lap(self) -> None:
         """Count the prompt that was timed, unless its pass broke off."""
-        timed, self._timed = self._timed, None
-        if timed is not None and self.seen >= timed[1] and (now := Moment.now(self.model.device)):
-            Pace.of(self.model).add(timed[0], now, timed[2])
+        if self._timed is None:
+            return
+        (start, total, operations), self._timed = self._timed, None
+        if self.seen >= total and (stop := Moment.now(compat.input_device(self.model))):
+            Pace.of(self.model).add(start, stop, operations)
 
     def leave(self, refusal: Refusal, rows: tuple[PromptRow, ...] = ()) -> int:
         """Leave the prompt to the model, and keep the reason for the report."""
@@ -151,8 +154,8 @@ class ReuseCache(SplicingCache):
             recorder.release()
 
     def observe(self, input_ids: torch.Tensor, attention_mask: Any, position_ids: Any) -> None:
+        self._lap()  # first: storing the prompt is no part of its time
         self._release()
-        self._lap()
         super().observe(input_ids, attention_mask, position_ids)
 
     def steps_matter(self) -> bool:

@@ -15,7 +15,7 @@ from hf_kvcaches import compat
 from hf_kvcaches.core.decoder import decoder_layers
 from hf_kvcaches.reuse.plan import Indices, PromptRow
 
-LEAST_TIMED = 64  # tokens: the pass of fewer reads weights rather than it computes
+LEAST_TIMED = 64  # tokens: the time of a shorter pass is that of reading the weights, not of computing
 
 
 class Costs(NamedTuple):
@@ -57,14 +57,14 @@ class Costs(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """A time on a device: of the clock, or the event behind what is queued there."""
+    """A point in time on a device: a time of the CPU's clock, or a CUDA event behind the work that is queued."""
 
     clock: float
     event: torch.cuda.Event | None
 
     @classmethod
     def now(cls, device: torch.device) -> Moment | None:
-        """Take the time; None for devices that compute on their own and have no such events."""
+        """Take the time; None on other devices, which run asynchronously and have no such events."""
         if device.type == "cpu":
             return cls(time.perf_counter(), None)
         if device.type != "cuda":
@@ -74,7 +74,7 @@ class Moment(NamedTuple):
         return cls(0.0, event)
 
     def until(self, stop: Moment) -> float | None:
-        """Return the seconds from this moment to another, without waiting for the device; None if it has not come to that one."""
+        """Return the seconds from this moment to `stop`, without waiting; None while the device has not reached it."""
         if self.event is None or stop.event is None:
             return stop.clock - self.clock
         return self.event.elapsed_time(stop.event) / 1000 if stop.event.query() else None
@@ -88,7 +88,7 @@ class Pace:
 
     def __init__(self) -> None:
         self._seconds = math.inf
-        self._running: list[tuple[Moment, Moment, float]] = []  # prompts that a device had not finished when they were added
+        self._running: list[tuple[Moment, Moment, float]] = []  # prompts that the device may not have finished yet
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Pace:

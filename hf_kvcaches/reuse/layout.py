@@ -102,7 +102,10 @@ def group_of(quantization: str, dim: int) -> int | None:
 def encode(
     layers: Sequence[LayerStates], quantization: Quantization, start: int = 0, geometries: Sequence[RotaryGeometry] = ()
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return the tensors to store, one for all layers of a shape and side, of tokens from position `start` on; and how to read them."""
+    """Return the tensors to store, one for all layers of a shape and side, and the form to read them with.
+
+    A codec unrotates keys by `start`, the position of the first token, with the geometry of each layer.
+    """
     piles: dict[tuple[int, int, int], list[int]] = {}
     for index, layer in enumerate(layers):
         piles.setdefault((layer.keys.shape[0], layer.keys.shape[2], layer.values.shape[2]), []).append(index)

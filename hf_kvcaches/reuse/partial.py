@@ -95,7 +95,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class ToldModule(StandIn):
-    """Runs the module, with what a function makes of the positional arguments and those by keyword, an `Arguments`."""
+    """Runs the module with the `Arguments` that a function makes of its positional and keyword arguments."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._call(args, kwargs)

@@ -185,7 +185,10 @@ def _fused(
     causal: bool = False,
     bias: torch.Tensor | None = None,
 ) -> AttentionPart:
-    """Attention of (1, heads, queries, head_dim) by PyTorch's fused kernels; with `causal`, of as many keys; a bias is for CPUs."""
+    """Attention of (1, heads, queries, head_dim), and its log-sum-exp, by PyTorch's fused kernels.
+
+    `causal` needs as many keys as queries, and `bias` a CPU.
+    """
     (_, heads, tokens, _), kv_heads = query.shape, keys.shape[1]
     if query.device.type == "cpu":
         output, total = compat.fused_attention("flash_attention_for_cpu")(query, keys, values, 0.0, causal, attn_mask=bias, scale=scaling)

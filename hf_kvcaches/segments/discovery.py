@@ -24,8 +24,8 @@ _BLANK_LINE = re.compile(r"\n[^\S\n]*\n\s*")
 class Discovery:
     """Cuts a row of token ids at edges that other prompts are likely to share.
 
-    **Walls** are between chat messages (where a special token follows another one, such as the start of a message the end of the one
-    before), at the caller's separators, and around the caller's own spans. Between walls a row is split into **blocks**, which begin
+    **Walls** are where a special token directly follows another one, as the start of a chat message follows the end of the one before,
+    at the caller's separators, and around the caller's own spans. Between walls a row is split into **blocks**, which begin
     behind blank lines and at other added tokens. A block of at least `shortest` tokens is a span; adjacent shorter ones are joined until
     they are one, never with a longer block and never across a wall. What is longer than `longest` is cut into windows. An edge inside of
     a token counts as before it.
@@ -93,12 +93,13 @@ class Discovery:
             return np.maximum(indices, 0)
 
         strength[tokens(match.end() for match in _BLANK_LINE.finditer(text))] = _BLOCK
-        # Of consecutive added tokens, such as the end of a message and the start of the next one, the last begins a block. At the start of
-        # a row one may follow another without being between messages.
+        # The last of consecutive added tokens begins a block. It begins a message where a special token stands before it, such as the end
+        # of the last message; but not at the start of a row, where no text has come yet.
         words = [index for index, piece in enumerate(pieces) if piece.strip()]
+        opening = next((index for index in words if row[index] not in self._added), len(row))
         for before, word, after in zip([0, *words], words, words[1:], strict=False):
             if row[word] in self._added and row[after] not in self._added:
-                between = before > 0 and row[before] in self._special and row[before] != row[word]
+                between = word > opening and row[before] in self._special and row[before] != row[word]
                 strength[word] = _WALL if between else _BLOCK
         if self._separators.pattern:
             strength[tokens(match.start() for match in self._separators.finditer(text))] = _WALL

@@ -50,8 +50,8 @@ class SegmentReport(CacheReport):
         computed_tokens: All other tokens.
         tiers: Tokens by tier.
         flops_saved: Operations that were saved, as a share of those of a prefill without reuse, in the decoder layers.
-        saved_seconds: The time that these operations would have taken, less that of finding and loading what was reused; None until this
-            process has computed a prompt of 64 tokens or more, whose pace is taken.
+        saved_seconds: The time that these operations would have taken at the fastest pace of this process, less that of finding and
+            loading what was reused; below 0 where reuse took longer. None until this process has computed a prompt of 64 tokens or more.
         spans: The spans of all prompts, in order.
         reason: Why the last prompt was neither looked up nor stored, as a sentence; "" where it was.
     """

@@ -123,7 +123,8 @@ class Fitting:
             raise ConfigError.of("payload", expected, payload)
         whole_number("max_length", longest, 8, "at least 8 tokens")
         self.pair, self.config, self.lowest, self.progress = pair, config, config.run_layers(run, pair.layers), progress
-        self.dtype, self.began = torch.float64 if payload == EXACT else torch.float32, perf_counter()  # of products
+        self.dtype = torch.float64 if payload == EXACT else torch.float32  # of products
+        self.began = perf_counter()
         self.texts = [ids[:longest] for ids in sequences(texts, pair.tokenizer, pair.consumer) if len(ids) >= 2]
         self.fitted, self.held_out, self.measured = self.texts, list[Tensor](), dict[str, float]()
         if len(self.lowest) > 1:

@@ -65,7 +65,8 @@ class PromptTokens(NamedTuple):
         if mask.shape != ids.shape or not torch.equal(mask, real.to(mask)) or not bool(real[:, -1].all()):
             expected = f"1 and 0 of the shape {tuple(ids.shape)}, with 0 on the left only"
             raise ConfigError.of("attention_mask", expected, (tuple(mask.shape), mask.dtype))
-        return cls(ids.long(), *[tuple(padding.tolist())] * 2)
+        starts = tuple(padding.tolist())
+        return cls(ids.long(), starts, starts)
 
     def inputs(self, seen: int = 0) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return what `run_module` takes for the slots from `seen` on: ids, positions counted without padding, and the mask."""

@@ -50,8 +50,8 @@ class WarmStartReport(CacheReport):
         similarity: The cosine of that entry; None if it was looked up by its tokens.
         reused_tokens: Tokens of the prompt that were not computed, in all rows.
         computed_tokens: Tokens of the prompt that were computed.
-        saved_seconds: The time that computing the others would have taken, less that of finding and loading them; None until this process
-            has computed a prompt of 64 tokens or more, whose pace is taken.
+        saved_seconds: The time that computing the others would have taken at the fastest pace of this process, less that of finding and
+            loading them. None until this process has computed a prompt of 64 tokens or more.
         refused: Why no better strategy served the prompt, or "".
         reason: Why the prompt was not looked up at all, as a sentence; "" if it was.
         strategies: `strategy` of each row.
@@ -122,7 +122,7 @@ class WarmStartCache(ReuseCache):
         if gate is not None:
             require_instance("gate", gate, WarmStartGate, {}, "Or None.")
             if gate.tau > -1 and gate.encoder not in (None, library.encoder.name):
-                hint = "Cosines of other encoders are others: calibrate a gate anew, or pass dataclasses.replace(gate, tau=-1.0)."
+                hint = "Cosines of two encoders can't be compared. Calibrate it again, or pass dataclasses.replace(gate, tau=-1.0)."
                 raise ConfigError.of("gate", f"one for the library's encoder, {library.encoder.name!r}", gate.encoder, hint)
         super().__init__(model, library, decode_with=decode_with, offloading=offloading)
         if self.model is not library.model and (refusal := library.refusal(identity_of(self.model))):

@@ -68,7 +68,8 @@ def calibrate_gate(
         bar = tqdm(pairs, unit=" pairs", disable=not progress)
         measured = [measure_pair(library, source, target, gates, following) for source, target in bar]
         encoder = library.encoder.name
-    best, rows = _chosen({gate.repair: list(filter(None, served)) for gate, *served in zip(gates, *measured, strict=True)}, bound, worst)
+    by_repair = {gate.repair: [pair for pair in served if pair is not None] for gate, *served in zip(gates, *measured, strict=True)}
+    best, rows = _chosen(by_repair, bound, worst)
     gate = WarmStartGate(repair=best["repair"], reusable=best["value"], encoder=encoder, bound=float(bound), measured=rows)
     object.__setattr__(gate, "fingerprint", ModelFingerprint.of(compat.base_model(model), tokenizer))
     return gate
@@ -82,12 +83,12 @@ def _chosen(
     for repair, pairs in measured.items():
         limits = sorted({reused for reused, _ in pairs}, reverse=True)
         for number, limit in enumerate(limits):
-            admitted, divergences = zip(*(pair for pair in pairs if pair[0] >= limit), strict=True)
+            shares, divergences = zip(*(pair for pair in pairs if pair[0] >= limit), strict=True)
             kl, largest = fmean(divergences), max(divergences)
-            row: dict[str, Any] = {"repair": repair, "value": limit, "admitted": len(admitted), "pairs": len(pairs)}
+            row: dict[str, Any] = {"repair": repair, "value": limit, "admitted": len(shares), "pairs": len(pairs)}
             row |= {"kl": kl, "worst": largest, "kept": kl <= bound and largest <= worst}
-            if row["kept"] and sum(admitted) > most:
-                best, most = row, sum(admitted)
+            if row["kept"] and sum(shares) > most:
+                best, most = row, sum(shares)
             rows.append((number % math.ceil(len(limits) / _MOST_ROWS) == 0, row))
     return best, tuple(row | {"chosen": row is best} for shown, row in rows if shown or row is best)
 

@@ -26,8 +26,9 @@ class Encoder:
 
     Args:
         function: From a list of n texts to n vectors, as an array, a tensor or lists. Its attribute `name`, or else its module and
-            qualified name, identify it. Or a model of sentence-transformers, which its weights identify. None, `"tokens"` or `"model"`:
-            the prompt's token ids are hashed; their order does not matter.
+            qualified name, identify it. Or a model of sentence-transformers, which its weights identify, and which reads no more
+            than its `max_seq_length` first tokens. None, `"tokens"` or `"model"` (the name of a former default): the prompt's token ids
+            are hashed; their order does not matter.
 
     Attributes:
         name: Identifies the vectors, which can't be compared with those of other names.
@@ -40,7 +41,9 @@ class Encoder:
             function = None
         name = getattr(function, "name", None)
         if isinstance(function, nn.Module) and hasattr(function, "encode"):
-            function, name = function.encode, f"{type(function).__name__} {digest_of(dict(function.state_dict()))}"
+            # Pooling and the longest text are not in the weights.
+            digest = digest_of([repr(function), dict(function.state_dict())], "encoder")
+            function, name = function.encode, f"{type(function).__name__} {digest}"
         if not (function is None or callable(function)):
             hint = "Pass SentenceTransformer(name) for a model of sentence-transformers."
             raise ConfigError.of("encoder", "'tokens', or a function from a list of texts to vectors", function, hint)

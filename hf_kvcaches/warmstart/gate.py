@@ -17,7 +17,7 @@ class WarmStartGate(Artifact):
     """When spans of earlier prompts are reused behind changed text, and how much of each is repaired.
 
     Args:
-        tau: The least cosine of an earlier prompt for its tokens to be compared; calibration leaves it open.
+        tau: The least cosine of an earlier prompt for its tokens to be compared. Calibration does not set it.
         reusable: The least share of a prompt's tokens that can be reused.
         similarity: The least Jaccard similarity of the text before a span, here and there; see `SegmentPolicy`.
         repair: Share of the spans' tokens that are recomputed; see `SegmentPolicy`.

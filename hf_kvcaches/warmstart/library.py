@@ -223,7 +223,7 @@ class WarmStartLibrary(SpanStore):
             raise ConfigError.of("codec", stored, codec, "Leave it out.")
         library = cls(model, tokenizer, encoder, quantization=quantization, location=location, **limits)
         if library.encoder.name != packed.encoder:
-            hint = "If it is gone, make the library anew: add() the prompts that the folder has as text."
+            hint = "If you no longer have that encoder, make a new library: add() the prompts, which the folder has as text."
             raise ConfigError.of("encoder", f"the one that the library was made with, {packed.encoder!r}", library.encoder.name, hint)
         for entry, tensors in packed.entries:
             if entry.embedding.shape != (library.encoder.dim,):

@@ -101,7 +101,8 @@ def note() -> str:
         f"thread{'' if threads == '1' else 's'} of an {hardware}; no GPU was measured.\n"
         f"Quality is that of {TITLES[FIRST]}-Instruct in float32 ([all numbers, and those of other models]"
         f"(docs/benchmarks/real-models.md)), KL is in nats; codes were measured on {where(FIRST, section='codes')[0]['task']}.\n"
-        "Translations are to a [fine-tune of it on verse](docs/translation.md#measurements). Measure your own model and prompts."
+        f"Translations are from {TITLES[FIRST]} to a [fine-tune of it on verse](docs/translation.md#measurements). "
+        "Measure your own model and prompts."
     )
 
 
