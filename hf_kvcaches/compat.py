@@ -36,11 +36,11 @@ class _MarkedType(ABCMeta):
 
 
 class MarkedCache(metaclass=_MarkedType):
-    """A cache that is told when a `generate` begins with it, and is not `custom_generate`: transformers marks a cache of the caller's."""
+    """A cache that is told when a `generate` begins with it, as transformers marks it then. `PerCall` alone may be `custom_generate`."""
 
     _marked = False
 
-    # Not in `KVCache`: beside the constructor it would be the signature of the cache.
+    # Here and not in `KVCache`: a class that has `__new__` beside `__init__` shows the signature of `__new__`.
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         if "logits_processor" in kwargs and "generation_config" in kwargs:
             raise _not_custom_generate(cls, f"the class {cls.__name__}")

@@ -25,7 +25,7 @@ from hf_kvcaches.core.view import previous_implementation
 from hf_kvcaches.errors import FingerprintMismatch
 from hf_kvcaches.kernels.checksum import is_readable, name_of, sample
 
-LOOKS = 64  # within which every tensor is compared; a caller may ask for several at once
+LOOKS = 64  # each look compares a 64th of the tensors; so many at once compare all
 _STATES = 8  # of a model that are remembered, so that a server that switches between adapters finds each again
 # Whose hooks and wrappers compute what the model says: they place tensors, require gradients, or collect outputs; and two of PEFT's.
 _LIBRARIES = frozenset(("transformers", "torch", "hf_kvcaches"))
@@ -121,7 +121,10 @@ class Provenance:
 
 
 def identity_of(model: PreTrainedModel, looks: int = 1, *, evaluates: bool = False) -> Identity:
-    """Return the identity under which a model (without a PEFT wrapper) would compute now, or, if it `evaluates`, in evaluation mode."""
+    """Return the identity under which a model (without a PEFT wrapper) would compute now, after so many `looks` for silent writes.
+
+    With `evaluates`, as if the model were in evaluation mode.
+    """
     identity: Any = _without_hooks(model, looks)
     reason = _unseen(model, [reference() for reference in identity.state.modules], evaluates)
     return Identity(reason) if reason else identity

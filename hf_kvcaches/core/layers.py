@@ -128,7 +128,7 @@ class KVLayer(CacheLayerMixin):
 class TensorLayer(KVLayer):
     """A layer whose tensors are all declared, and therefore all moved, copied, counted and saved together.
 
-    A tensor in any other attribute is a `TypeError` when rows are picked or the layer is moved, copied or saved.
+    A tensor in an attribute that `row_tensors` does not name is a `TypeError` when rows are picked or the layer is moved, copied or saved.
     """
 
     keys: Tensor | None

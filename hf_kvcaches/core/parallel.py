@@ -38,7 +38,7 @@ class HeadShard:
         return items[self.span(len(items))]
 
     def gather(self, tensor: Tensor, dim: int = 1) -> Tensor:
-        """Return a tensor of all heads, which are in dimension `dim`, of tensors of one shape and dtype."""
+        """Return a tensor of all heads, which are in dimension `dim`. All processes call it, with tensors of one shape and dtype."""
         tensor = tensor.detach().contiguous()
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
         distributed.all_gather(parts, tensor, group=self.group)

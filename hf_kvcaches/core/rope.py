@@ -29,7 +29,7 @@ class RotaryGeometry:
     `dataclasses.replace(geometry, inv_freq=model.model.rotary_emb.inv_freq.double().cpu())`.
 
     **Shapes.** Keys are `(batch, heads, seq, head_dim)`. Positions and deltas are an `int`, or an integer tensor, `()`, `(seq,)`,
-    `(batch, seq)` or `(batch, heads, seq)`, with 1 for any of these. Of image tokens with a position per axis only `shift` is right.
+    `(batch, seq)` or `(batch, heads, seq)`; any dimension may be 1. For image tokens with one position per axis, use `shift` alone.
 
     **Text length.** With longrope and dynamic rope, a geometry refuses to rotate, and `at` gives the one that a pass rotates by.
 

@@ -190,7 +190,7 @@ class Passes:
 
     def memo(self, name: Any, source: Any, make: Callable[[], Any]) -> Any:
         """Return what another layer has made under a name of the same object in this pass, or what `make` gives; without `enter`."""
-        if source is None or torch.compiler.is_compiling():  # None says nothing of what the pass is at
+        if source is None or torch.compiler.is_compiling():  # None does not identify a pass, so nothing is shared
             return make()
         memo = self._memos.get(name)
         if memo is None or memo[0] is not source:

@@ -1,8 +1,9 @@
 """The tokens that a cache was fed, as far as they are known, and prompts that have to go on with them.
 
 `generate` cuts off as many tokens of a prompt as the cache has seen, unread. It asks `model.prepare_inputs_for_generation` for the inputs
-of each pass, the first time with the whole prompt. While a cache of this package that `generate` was given lives, its model has a
-`Preparation` there, which compares the prompt with the cache's log before anything runs, and logs the tokens of each pass.
+of each pass, the first time with the whole prompt. From its first `generate` with a cache of this package until that cache is freed, a
+model has a `Preparation` in place of this method: it compares the prompt with the cache's log before anything runs, and logs the tokens of
+each pass.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ class TokenLog:
     def append(self, ids: Tensor, seen: int, attention_mask: Any = None, position_ids: Any = None) -> None:
         """Add the tokens of a pass, (rows, tokens); those behind unknown ones, and with a mask that is none of tokens, are unknown.
 
-        The mask, (rows, tokens seen and new ones), is 1 where a token is real. Without positions slots count, padding included.
+        The mask, (rows, tokens seen and new ones), is 1 where a token is real. Without `position_ids`, a token's position is its
+        slot in the cache, padding included.
         """
         if seen == 0:
             self.reset()

@@ -18,8 +18,8 @@ from hf_kvcaches.core.parallel import HeadShard
 from hf_kvcaches.equip.storage import Slots
 from hf_kvcaches.errors import ConfigError, is_number, whole_number
 
-# Of a head's slots that are neither sinks' nor recent tokens' one in so many is its own. With Ada-KV's fifth, an eighth of a text loses
-# twice as many needles.
+# One in so many of a head's slots, beyond those of sinks and recent tokens, is reserved for that head. With Ada-KV's one in five, twice as
+# many needles are lost when an eighth of a text is kept.
 _FLOOR = 20
 
 
@@ -31,7 +31,7 @@ class Limit(NamedTuple):
 
 
 def resolve_budgets(budget: Any, layers: Any) -> tuple[int | float, ...]:
-    """One checked budget for each of so many layers, or those of a model's config."""
+    """Return one checked budget per layer; `layers` is their number or a model's config."""
     layers = layers if isinstance(layers, int) else len(compat.layer_plan(layers))
     if not isinstance(budget, Sequence) or isinstance(budget, str):
         return (one_budget("budget", budget),) * layers

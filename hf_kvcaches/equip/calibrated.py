@@ -284,7 +284,7 @@ class QueryStatistics(LayerArtifact):
 
     @classmethod
     def calibrate(cls, model: nn.Module, tokenizer: Any, texts: Iterable[str | Sequence[int]], *, progress: bool = True) -> QueryStatistics:
-        """Measure the queries of a model on texts, in forward passes over 512 tokens, of which the first 4 are left out.
+        """Measure the queries of a model on texts, in forward passes over at most 512 tokens, without the queries of the first 4.
 
         Args:
             model: A transformers model that `EquipCache` supports, also inside a PEFT wrapper. It is left unchanged.

@@ -44,9 +44,10 @@ def detours(cache: Any, layers: Sequence[Any], ways: Sequence[Callable[..., torc
 def _reread(
     received: torch.Tensor, span: list[int], layer: Any, query: torch.Tensor, keys: torch.Tensor, values: Any, call: Call, running: Pass
 ) -> torch.Tensor:
-    """Attention of repeated tokens over the context and each other, of which a layer takes none.
+    """Attention of repeated tokens over the context and each other. The layer stores none of them.
 
-    What tokens of a `span` of the text `received` from their own repetition is noted: no table of all tokens by all tokens is made.
+    `received` gets the largest weight that tokens of a `span` of the text have from their own repetition; a table of all tokens by all
+    tokens is never made.
     """
     table, rotation = layer.table, layer.rotation
     steps = torch.arange(running.tokens, device=keys.device)[None] if running.valid is None else running.valid.cumsum(-1) - 1
@@ -83,7 +84,7 @@ def reconstruct(cache: Any, model: Any, layers: list[Any], input_ids: torch.Tens
     # Layers without full attention are put back as they were.
     others = {index: copy.deepcopy(layer) for index, layer in enumerate(cache.layers) if layer not in layers}
     real = torch.ones(ids.shape[0], cache.seen, dtype=torch.bool, device=ids.device)
-    if (text := layers[0].table.text) is not None:  # without it no token is padding, also where some were evicted
+    if (text := layers[0].table.text) is not None:  # None: no row was padded, and all tokens are real, also evicted ones
         places = torch.where(text < 0, cache.seen, text)[:, 0].to(ids.device)
         real = real.new_zeros(ids.shape[0], cache.seen + 1).scatter_(1, places, True)[:, :-1]
     received = [torch.zeros(*layer.storage.shape, layer.table.used, device=layer.device) for layer in layers]

@@ -29,9 +29,9 @@ _by_model: WeakKeyDictionary[PreTrainedModel, dict[int, nn.Module]] = WeakKeyDic
 
 
 def _begin(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Tell a cache before a pass whether that came without a mask, and refuse image tokens where it moves tokens by one position.
+    """Tell a cache before a pass whether that came without a mask; refuse image tokens where the cache rotates keys to other positions.
 
-    These have a position on each axis, and text the same one on all; attention is called without them.
+    An image token has one position per axis, and all axes of a text token agree. The attention function does not get these positions.
     """
     cache = compat.cache_of(kwargs)
     if not hasattr(cache, "unmasked"):

@@ -74,10 +74,10 @@ class PromptLayer(PruningLayer):
                 if inputs is not None:
                     inputs = {name: _part(value, start, stop) if name in _BY_TOKEN else value for name, value in inputs.items()}
                 if start < length:
-                    undo = [] if self.journal is None else [Undo(self, None, stop - start)]
+                    undo = None if self.journal is None else Undo(self, None, stop - start)
                     outputs.append(self._block(*states, call, part, limit, inputs))
-                    if self.journal is not None:  # not before: a block that failed can't be taken back
-                        self.journal += undo
+                    if undo is not None and self.journal is not None:  # only now: a block that failed can't be taken back
+                        self.journal.append(undo)
                     continue
                 allowed = None if part.allowed is None else part.allowed[:, 0, 0].expand(rows, -1)
                 real = None if part.valid is None else part.valid[:, None]

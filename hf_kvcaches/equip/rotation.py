@@ -12,7 +12,7 @@ import torch
 
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.equip.slots import SlotTable
-from hf_kvcaches.kernels.rotation import Layout, RotationTables, turned
+from hf_kvcaches.kernels.rotation import Layout, RotationTables, rotated_by
 
 # Tokens up to which a rotation streams: further on the model's float32 angles are off by more than 4e-3 radians.
 LONGEST = 1 << 16
@@ -34,7 +34,7 @@ class Turn(NamedTuple):
         return cls(torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1), layout)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return turned(x, *self).to(x.dtype)
+        return rotated_by(x, *self).to(x.dtype)
 
 
 class KeyRotation:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import accumulate
 from typing import Any
 
@@ -116,8 +117,8 @@ class SlotLayer(AnsweringLayer):
         return nn.functional.pad(index, (0, slots - index.shape[-1]), value=-1).expand(-1, self.storage.shape[1], -1)
 
     def get_seq_length(self) -> int:
-        table = self.table
-        return table.clock if torch.compiler.is_compiling() and table.clock is not None else self.seen  # type: ignore[return-value]
+        table, compiling = self.table, torch.compiler.is_compiling()
+        return table.clock if compiling and table.clock is not None else self.seen  # type: ignore[return-value]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         if torch.compiler.is_compiling():
@@ -151,14 +152,13 @@ class SlotLayer(AnsweringLayer):
     def is_compileable(self) -> bool:  # type: ignore[override]
         """Whether `torch.compile` may take single tokens.
 
-        A graph takes a number for a constant: it reads `SlotTable.clock` in place of `seen`, looks for a victim always, and masks slots.
+        A graph takes a number for a constant: it reads `SlotTable.clock` for `seen`, searches a victim always, and masks empty slots.
         """
         settings, rotation, policy = self.settings, self.rotation, self.policy
         late = settings.decode_budget is not None or settings.question_start is not None or self.journal is not None
         changing = self.geometry.changes_at is not None and rotation.moves
         unmoved = rotation.streams and self.table.sink_keys is None and settings.sinks and self.table.seen
-        fit = policy.in_graphs and self.storage.in_graphs and (self.shard is None or not policy.asks_all_heads)
-        return fit and not (late or changing or unmoved)
+        return policy.in_graphs and self.storage.in_graphs and not (late or changing or unmoved or (self.shard and policy.asks_all_heads))
 
     def prepare_graphs(self) -> None:
         """Make sure after an uncompiled pass, or a change from outside, that the next pass may be compiled."""
@@ -275,7 +275,7 @@ class SlotLayer(AnsweringLayer):
                 "shorter text."
             )
         sinks = table.sink_keys if tokens else None
-        with self.storage.rewriting():
+        with self.storage.rewriting() if tokens and (tokens in recorded or sinks is not None) else nullcontext():
             if sinks is not None:
                 self.storage.keys[:, :, : sinks.shape[2]] = sinks
             if tokens in recorded:

@@ -61,7 +61,7 @@ def strided(tensor: Tensor | None, shape: tuple[int, ...] | None = None) -> tupl
 
 
 def split_tokens(count: int, block: int, rows: int, splits: int | None, device: torch.device) -> tuple[int, int]:
-    """Slots or tokens of a row that each of `splits` programs has, in whole blocks, and how many programs that makes; None: a full GPU."""
+    """Slots or tokens of a row per program, in whole blocks, and the number of programs; `splits` None: enough programs to fill the GPU."""
     splits = splits or -(-2 * _processors(device) // rows)
     chunk = -(-count // (splits * block)) * block
     return chunk, -(-count // chunk)

@@ -61,10 +61,10 @@ def rotated_back(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
     return out
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
-    """A rotated copy of `x`, in the wider dtype of `x` and tables that have a column for each dimension; further dimensions pass.
+def rotated_by(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
+    """Return `x` rotated by tables with one column per dimension, in the wider dtype of both; dimensions beyond the tables are unchanged.
 
-    `sin` is negative where the first dimension of a pair is made.
+    `sin` is negative in the columns of each pair's first dimension.
     """
     rotary = cos.shape[-1]
     pairs = x if rotary == x.shape[-1] else x[..., :rotary]

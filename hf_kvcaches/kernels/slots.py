@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_kvcaches.kernels.attention import attention
 from hf_kvcaches.kernels.launch import Backend, choose
-from hf_kvcaches.kernels.rotation import RotationTables, turned
+from hf_kvcaches.kernels.rotation import RotationTables, rotated_by
 
 Attended = tuple[Tensor, Tensor | None]
 """The output, and the weights if they were asked for."""
@@ -113,7 +113,7 @@ def put_in_pages(stores: Sequence[Tensor], tables: Tensor, slots: Tensor, states
 def rotated_keys(keys: Tensor, rotation: RotationTables) -> Tensor:
     """Keys, (batch, kv_heads, slots, head_dim), rotated to their positions."""
     cos, sin = rotation.full[rotation.positions].chunk(2, -1)
-    return turned(keys, cos, sin, rotation.layout)
+    return rotated_by(keys, cos, sin, rotation.layout)
 
 
 def _range(size: int, like: Tensor) -> Tensor:

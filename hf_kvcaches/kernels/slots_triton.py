@@ -127,7 +127,8 @@ def _copy(new, out, b, h, token, buffer, within, live, DIM: tl.constexpr, DIM_PA
 def block_size(dim: int, value_dim: int, rotated: bool) -> int:
     """So many slots at a time that registers hardly spill and shared memory suffices, as compiled for sm_80 and sm_90.
 
-    Float32 keys of 256 dimensions do not fit an sm_80 where 17 query heads, without a rotation 33, share a KV head.
+    Float32 keys of 256 dimensions exceed shared memory where many query heads share a KV head: rotated ones from 17 heads on an sm_80 and
+    from 33 on an sm_90, others from 33 on an sm_80.
     """
     return min(64, max(16, (2048 if rotated else 4096) // padded(max(dim, value_dim))))
 

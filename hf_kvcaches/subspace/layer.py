@@ -127,7 +127,11 @@ class CodedLayer(TensorLayer, AnsweringLayer):
         self._take(keys, values, self.passes.of_prompt(positions, padding, keys.shape[2], keys.device))
 
     def _take(self, keys: Tensor, values: Tensor, running: Pass) -> tuple[Tensor, Tensor, Seen]:
-        """Take new tokens, code those that are no longer exact; return what is, and what a step's query sees of it and of codes."""
+        """Take new tokens and code those that are no longer exact.
+
+        Returns:
+            Exact keys and values, and which exact tokens and which codes the query of a step sees.
+        """
         keys, values, held = keys.detach(), values.detach(), 0
         if self.exact_keys is not None and self.exact_values is not None:
             held = self.exact_keys.shape[2]

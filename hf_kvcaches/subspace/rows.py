@@ -44,7 +44,7 @@ class Ends:
 class Encoded(NamedTuple):
     """Tokens that become codes."""
 
-    # Where they lie among the exact and the new ones, if need be for each row, (batch, tokens). A row with fewer tiles has any tokens more.
+    # Slots among the exact and the new tokens: a slice, or (batch, tokens). A row with fewer tiles is filled up with arbitrary tokens.
     slots: slice | Tensor
     spans: list[tuple[slice, int, int]]  # rows that fill the same tiles: which rows, the first tile, and how many
     stop: int  # tiles afterwards, in the row with most

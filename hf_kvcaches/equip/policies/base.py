@@ -62,11 +62,13 @@ class Policy(ABC):
             BUILT_IN[cls.name] = cls
 
     def __post_init__(self) -> None:
-        for name, parameter in self._parameters().items():
-            value, least = getattr(self, name), parameter.metadata.get("least")
-            if least is not None and isinstance(parameter.default, int):
+        for name, declared in self._parameters().items():
+            value, least = getattr(self, name), declared.metadata.get("least")
+            if least is None:
+                continue
+            if isinstance(declared.default, int):
                 object.__setattr__(self, name, whole_number(name, value, least))
-            elif least is not None and (not is_number(value) or value < least):
+            elif not is_number(value) or not least <= value < float("inf"):  # NaN is neither
                 raise ConfigError.of(name, f"a number of {least} or more", value)
 
     def _parameters(self) -> dict[str, dataclasses.Field[Any]]:
