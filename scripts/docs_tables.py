@@ -185,7 +185,6 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "real-reuse": lambda: of_all(reuse, "reuse"),
     "shared-context": shared_context,
     "fine-tuned-families": fine_tuned_families,
-    "translation": fine_tuned_families,
     "serving": serving,
     "speed": speed,
 }

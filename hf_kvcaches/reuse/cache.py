@@ -69,6 +69,9 @@ class ReuseCache(SplicingCache):
         if isinstance(rows, Refusal):
             return self.leave(rows)
         plan = self.find(rows, identity)
+        # Of one row of a model whose tokens can't be moved, nothing but a prefix is planned.
+        if isinstance(plan, PromptPlan) and len(rows) > 1 and self.moving_refused:
+            plan = plan.with_common_prefix()
         blobs: dict[str, dict[str, torch.Tensor]] = {}
         if isinstance(plan, PromptPlan) and (records := plan.records):
             blobs = self.store.load(records, call.input_ids.device)
@@ -91,11 +94,10 @@ class ReuseCache(SplicingCache):
 
     def _time(self, plan: PromptPlan) -> None:
         """Take the time of the pass that now runs, if all that a prompt computes is in it and is worth timing."""
-        operations = sum(map(self._costs.of_row, plan.rows))
         whole = not any(span.repaired for row in plan.rows for span in row.spans)
         tokens = sum(len(row.computed) for row in plan.rows)
         if whole and tokens >= LEAST_TIMED and (start := Moment.now(compat.input_device(self.model))):
-            self._timed = start, plan.total, operations
+            self._timed = start, plan.total, sum(map(self._costs.of_row, plan.rows))
 
     def _lap(self) -> None:
         """Count the prompt that was timed, unless its pass broke off."""

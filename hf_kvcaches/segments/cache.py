@@ -114,9 +114,7 @@ class SegmentReuseCache(ReuseCache):
         _, index = self.store.look_up(identity, self.model, self.tokenizer)
         admit = self.admit
         with self.store.catalog.lock:
-            plan = PromptPlan(tuple(self._planned(row, index, admit) for row in rows), rows[0].padding + len(rows[0].ids))
-        # Of one row without a rule, nothing but a prefix is reused.
-        return plan.with_common_prefix() if len(rows) > 1 and self.moving_refused else plan
+            return PromptPlan(tuple(self._planned(row, index, admit) for row in rows), rows[0].padding + len(rows[0].ids))
 
     def _planned(self, row: PromptRow, index: TokenIndex, admit: Admit | None) -> PromptRow:
         prefix = index.prefix(row.ids[:-1], row.begin, exact_only=admit is None)

@@ -153,9 +153,7 @@ class WarmStartCache(ReuseCache):
             return Refusal(reason)
         self.store.refresh()
         self._cosines = {}
-        plan = PromptPlan(tuple(map(self._planned, rows)), rows[0].padding + len(rows[0].ids))
-        # Of one row of a model whose tokens can't be moved, nothing but a prefix is planned.
-        return plan.with_common_prefix() if len(rows) > 1 and self.moving_refused else plan
+        return PromptPlan(tuple(map(self._planned, rows)), rows[0].padding + len(rows[0].ids))
 
     def _planned(self, row: PromptRow) -> PromptRow:
         """Plan a row: the same prompt, or spans of similar ones, or a common prefix."""
